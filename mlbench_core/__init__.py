@@ -1,0 +1,40 @@
+"""MLBench: reference components for benchmarking distributed machine learning.
+
+Importing this package loads nothing heavy; subpackages load on first use
+(:pep:`562`), and torch only with a ``pytorch`` subpackage.
+
+Example:
+    >>> import mlbench_core
+    >>> mlbench_core.evaluation.goals.time_to_accuracy_goal  # doctest: +ELLIPSIS
+    <function time_to_accuracy_goal at ...>
+"""
+
+from __future__ import annotations
+
+from mlbench_core._lazy import lazy_subpackages
+
+__version__ = "4.0.0.dev0"
+
+_SUBPACKAGES = (
+    "aggregation",
+    "api",
+    "cli",
+    "controlflow",
+    "dataset",
+    "errors",
+    "evaluation",
+    "lr_scheduler",
+    "models",
+    "optim",
+    "tasks",
+    "utils",
+)
+
+__all__ = ["__version__", *_SUBPACKAGES]
+
+
+__getattr__ = lazy_subpackages(__name__, *_SUBPACKAGES)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBPACKAGES})

@@ -1,0 +1,31 @@
+"""Subpackages that load on first use (:pep:`562`)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+
+
+def lazy_subpackages(package: str, *names: str) -> Callable[[str], ModuleType]:
+    """Make the ``__getattr__`` of a package that imports ``names`` on first use.
+
+    Args:
+        package: The package's ``__name__``.
+        names: Names of its submodules.
+
+    Returns:
+        A function to bind to ``__getattr__`` in the package's module.
+
+    Example:
+        >>> get = lazy_subpackages("json", "decoder")
+        >>> get("decoder").__name__
+        'json.decoder'
+    """
+
+    def __getattr__(name: str) -> ModuleType:
+        if name in names:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return __getattr__

@@ -1,0 +1,124 @@
+"""What can go wrong, as one tree of exceptions.
+
+Everything the library raises about the world outside (a network, a file, a
+process, a missing package) derives from :class:`MLBenchError`; a wrong
+argument is a plain :class:`ValueError` or :class:`TypeError`::
+
+    MLBenchError
+    +-- ConfigurationError        the run was set up in a way that cannot work
+    |   +-- BackendError          a communication backend is unknown or not available here
+    |   +-- MissingDependencyError  an optional package is not installed (also an ImportError)
+    +-- MasterError               the master
+    |   +-- MasterNotFoundError   no master could be located
+    |   +-- MasterRequestError    the master refused a request or answered with an error
+    +-- CheckpointError           a checkpoint is missing, damaged or does not fit
+    +-- DatasetError              data on disk is missing or damaged
+    |   +-- DatasetNotFoundError  a folder or file is not there (also a FileNotFoundError)
+    |   +-- DownloadError         a download failed or its checksum is wrong
+    +-- WorkerError               another worker was lost
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendError",
+    "CheckpointError",
+    "ConfigurationError",
+    "DatasetError",
+    "DatasetNotFoundError",
+    "DownloadError",
+    "MLBenchError",
+    "MasterError",
+    "MasterNotFoundError",
+    "MasterRequestError",
+    "MissingDependencyError",
+    "WorkerError",
+    "require",
+]
+
+
+class MLBenchError(Exception):
+    """Base of every error this library raises about the world outside."""
+
+
+class ConfigurationError(MLBenchError):
+    """The run was set up in a way that cannot work on this machine."""
+
+
+class BackendError(ConfigurationError):
+    """A communication backend is unknown or cannot be used here."""
+
+
+class MissingDependencyError(ConfigurationError, ImportError):
+    """An optional package is not installed; the message has the pip line."""
+
+
+class MasterError(MLBenchError):
+    """Something about the master."""
+
+
+class MasterNotFoundError(MasterError):
+    """No master could be located."""
+
+
+class MasterRequestError(MasterError):
+    """The master refused a request.
+
+    Args:
+        message: What happened, in one line.
+        status: HTTP status code, where there was an answer.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class CheckpointError(MLBenchError):
+    """A checkpoint is missing, damaged or does not fit the model."""
+
+
+class DatasetError(MLBenchError):
+    """Data on disk is missing or damaged."""
+
+
+class DatasetNotFoundError(DatasetError, FileNotFoundError):
+    """A data set's folder or file is not there."""
+
+
+class DownloadError(DatasetError):
+    """A download failed, or what arrived has the wrong checksum."""
+
+
+class WorkerError(MLBenchError):
+    """Another worker of the run was lost."""
+
+
+def require(module: str, extra: str) -> object:
+    """Import an optional module or say how to install it.
+
+    Args:
+        module: Dotted name of the module, for example ``"sacrebleu"``.
+        extra: The extra of this package that brings it, for example ``"text"``.
+
+    Returns:
+        The imported module.
+
+    Raises:
+        MissingDependencyError: The package is not installed.
+
+    Example:
+        >>> require("json", "text").__name__
+        'json'
+    """
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
+            raise
+        raise MissingDependencyError(
+            f"this needs the package '{error.name}', which is not installed: "
+            f"pip install 'mlbench-core[{extra}]'"
+        ) from error

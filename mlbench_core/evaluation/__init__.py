@@ -1,0 +1,5 @@
+"""Goals (no framework) and metrics."""
+
+from mlbench_core._lazy import lazy_subpackages
+
+__getattr__ = lazy_subpackages(__name__, "goals", "pytorch")

@@ -1,0 +1,52 @@
+"""Leak guards: a test that leaves something behind fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test that leaks an environment variable, a thread, or a process group.
+
+    Every test gets folders of its own for the user's data and settings, and no master.
+    """
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("MLBENCH_HOME", str(home))
+    for name in ("MLBENCH_MASTER_URL", "MLBENCH_TOKEN", "MLBENCH_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    environment = dict(os.environ)
+    threads = set(threading.enumerate())
+    yield
+    changed = {
+        key
+        for key in environment.keys() | os.environ.keys()
+        if environment.get(key) != os.environ.get(key) and key != "PYTEST_CURRENT_TEST"
+    }
+    for key in changed:
+        if key in environment:
+            os.environ[key] = environment[key]
+        else:
+            del os.environ[key]
+    assert not changed, f"the test left environment variables changed: {sorted(changed)}"
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test left a process group initialised")
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        left = [
+            thread
+            for thread in threading.enumerate()
+            if thread not in threads and thread.is_alive() and not thread.name.startswith(("pytest", "asyncio_"))
+        ]
+        if not left:
+            return
+        time.sleep(0.02)
+    pytest.fail(f"the test left threads running: {[thread.name for thread in left]}")

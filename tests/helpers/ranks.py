@@ -1,0 +1,114 @@
+"""Run a function in k spawned Gloo processes and bring back what each returned."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+class RankFailure(AssertionError):
+    """At least one worker failed; the message has each failing rank's traceback."""
+
+
+def _worker(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout_s: float,
+    args: tuple[Any, ...],
+    channel: multiprocessing.connection.Connection,
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(os.path.join(folder, "store"), world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        result = function(rank, world_size, *args)
+        channel.send_bytes(pickle.dumps((True, result)))
+    except BaseException:
+        channel.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        channel.close()
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Call ``function(rank, world_size, *args)`` in ``world_size`` spawned Gloo processes.
+
+    ``function`` must be importable (defined at module level), its arguments and result picklable. The processes meet
+    through a file, so no port is used; each computes with one thread.
+
+    Args:
+        world_size: Number of processes.
+        function: What each process runs.
+        args: Further arguments for every process.
+        timeout_s: Limit in seconds for the whole run; also the process group's timeout.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        RankFailure: A worker raised, died or the limit passed. The message names the rank and has its traceback.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        channels, processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_worker, args=(function, rank, world_size, folder, timeout_s, args, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            channels.append(ours)
+            processes.append(process)
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        waiting = dict(enumerate(channels))
+        try:
+            while waiting and time.monotonic() < deadline:
+                for ready in multiprocessing.connection.wait(list(waiting.values()), timeout=0.5):
+                    rank = next(r for r, c in waiting.items() if c is ready)
+                    del waiting[rank]
+                    try:
+                        succeeded, value = pickle.loads(channels[rank].recv_bytes())
+                    except EOFError:
+                        processes[rank].join(5)
+                        succeeded, value = False, f"died with exit code {processes[rank].exitcode}"
+                    if succeeded:
+                        results[rank] = value
+                    else:
+                        failures[rank] = value
+                        deadline = min(deadline, time.monotonic() + 10)  # the others get a moment to fail too
+            for rank in waiting:
+                failures.setdefault(rank, f"did not end within {timeout_s} s")
+        finally:
+            for process in processes:
+                process.join(0.1 if failures else 10)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+            for channel in channels:
+                channel.close()
+    if failures:
+        raise RankFailure("\n".join(f"--- rank {rank} of {world_size}:\n{text}" for rank, text in failures.items()))
+    return [results[rank] for rank in range(world_size)]
