@@ -1,0 +1,26 @@
+"""Where things of a user lie by default: data, results, checkpoints, the master's database."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def user_folder(*parts: str) -> Path:
+    """A path below the user's MLBench folder; nothing is created.
+
+    The folder is ``MLBENCH_HOME`` where that is set, else the platform's folder for user data
+    (``~/.local/share/mlbench`` on Linux).
+
+    Args:
+        parts: Names below it, for example ``"datasets"``.
+
+    Returns:
+        The path, absolute.
+    """
+    home = os.environ.get("MLBENCH_HOME")
+    if home:
+        return Path(home).expanduser().absolute().joinpath(*parts)
+    import platformdirs
+
+    return Path(platformdirs.user_data_path("mlbench", appauthor=False)).joinpath(*parts)
