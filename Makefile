@@ -1,0 +1,54 @@
+# Two commands on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test lint types docs wheel micro clean help
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    install, then train ResNet-20 on handwritten digits with 1 and 2 workers and draw the result"
+	@echo "make test    install with [dev], then ruff, mypy and all tests"
+	@echo "make docs    build the documentation into docs/_build/html"
+	@echo "make micro   run the timings under benchmarks/micro"
+	@echo "make wheel   build dist/*.whl"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps hold what the installation depends on; an editable install follows every other change by itself.
+$(VENV)/.installed: pyproject.toml setup.py requirements/development.txt | $(BIN)/python
+	$(PIP) install --quiet -c requirements/development.txt torch
+	$(PIP) install --quiet -c requirements/development.txt -e '.[torch,vision,master,charts]'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install --quiet -c requirements/development.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/mlbench run demo 1 2 --task 1a --num-cpus 1 --wait --output demo-results -- --dataset digits
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/python -m pytest
+
+docs: $(VENV)/.installed
+	$(PIP) install --quiet -c requirements/development.txt -e '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+micro: $(VENV)/.installed-dev
+	for script in benchmarks/micro/*.py; do $(BIN)/python $$script || exit 1; done
+
+wheel: $(VENV)/.installed-dev
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf $(VENV) build dist docs/_build demo-results *.egg-info
