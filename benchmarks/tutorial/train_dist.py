@@ -1,0 +1,104 @@
+"""Distributed training of a small network on MNIST with MLBench: where the tutorial ends.
+
+Start one process per worker::
+
+    python train_dist.py --hosts 127.0.0.1,127.0.0.1 --rank 0 --run_id 1
+    python train_dist.py --hosts 127.0.0.1,127.0.0.1 --rank 1 --run_id 1
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mlbench_core.controlflow.pytorch import (
+    compute_train_batch_metrics,
+    record_train_batch_stats,
+    record_validation_stats,
+    validation_round,
+)
+from mlbench_core.dataset.imagerecognition.pytorch import MNIST
+from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
+from mlbench_core.evaluation.goals import task1_time_to_accuracy_goal
+from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
+from mlbench_core.optim.pytorch.centralized import CentralizedSGD
+from mlbench_core.utils import Tracker
+from mlbench_core.utils.pytorch import initialize_backends
+
+
+class Net(nn.Module):
+    """Two convolutions and two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
+        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
+        self.fc1 = nn.Linear(320, 50)
+        self.fc2 = nn.Linear(50, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2(x), 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        return F.log_softmax(self.fc2(x), dim=1)
+
+
+def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
+    """Train until 80 % of the test images are recognised."""
+    # --- data: each worker its part ---
+    train_data = MNIST(folder, train=True, download=True, channels=1, pad=0)
+    test_data = MNIST(folder, train=False, download=True, channels=1, pad=0)
+    train_set = DataLoader(partition_dataset_by_rank(train_data, rank, size), batch_size=128 // size, shuffle=True)
+    val_set = DataLoader(partition_dataset_by_rank(test_data, rank, size), batch_size=128)
+
+    # --- model and optimizer: the optimizer averages the gradients ---
+    model = Net()
+    optimizer = CentralizedSGD(world_size=size, model=model, lr=0.01, momentum=0.5)
+    loss_func = nn.NLLLoss()
+    metrics = [TopKAccuracy(topk=1)]
+
+    # --- measurement: where the time goes, and when the goal is reached ---
+    tracker = Tracker(metrics, run_id, rank, goal=task1_time_to_accuracy_goal())
+    tracker.start()
+
+    for _ in range(epochs):
+        model.train()
+        tracker.train()
+        for batch_idx, (data, target) in enumerate(train_set):
+            tracker.batch_start()
+            optimizer.zero_grad()
+            tracker.record_batch_init()
+            output = model(data)
+            tracker.record_batch_fwd_pass()
+            loss = loss_func(output, target)
+            tracker.record_batch_comp_loss()
+            loss.backward()
+            tracker.record_batch_backprop()
+            optimizer.step(tracker=tracker)  # marks aggregation and update itself
+            results = compute_train_batch_metrics(output, target, metrics)
+            tracker.record_batch_comp_metrics()
+            tracker.batch_end()
+            record_train_batch_stats(batch_idx, loss.item(), output, results, tracker, len(train_set))
+
+        values, val_loss = validation_round(val_set, model, loss_func, metrics, "fp32", tracker=tracker)
+        record_validation_stats(values, val_loss, tracker, rank)
+        tracker.epoch_end()
+        if rank == 0:
+            print(tracker)
+        if tracker.goal_reached:
+            break
+    tracker.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train a small network on MNIST")
+    parser.add_argument("--run_id", required=True, help="the id of this run")
+    parser.add_argument("--rank", type=int, required=True, help="the rank of this worker")
+    parser.add_argument("--hosts", required=True, help="the hosts of all workers, separated by commas")
+    parser.add_argument("--data", default="data", help="folder of the data set")
+    parser.add_argument("--epochs", type=int, default=10, help="at most so many epochs")
+    args = parser.parse_args()
+    with initialize_backends(comm_backend="gloo", hosts=args.hosts, rank=args.rank, seed=1234) as (rank, size, _):
+        run(rank, size, args.run_id, args.data, args.epochs)
