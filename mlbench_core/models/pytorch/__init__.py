@@ -1,0 +1,7 @@
+"""Reference models for PyTorch."""
+
+from mlbench_core._lazy import lazy_subpackages
+
+__getattr__ = lazy_subpackages(
+    __name__, "gnmt", "language_models", "layers", "linear_models", "resnet", "transformer", "vgg"
+)

@@ -1,0 +1,71 @@
+"""One place that imports torchvision.
+
+torchvision's wheels carry compiled operators for one build of torch. Beside another build (for example the CPU build
+of torch with the wheel made for CUDA) they do not load, and then ``import torchvision`` itself fails, because it
+declares shape functions for operators that were never defined. The library needs only torchvision's Python parts
+(models, image folders, transforms). So when, and only when, the plain import fails for that reason, the two missing
+operators are declared, without an implementation, and the import is tried again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+from mlbench_core.errors import require
+
+# Operators that torchvision describes while it is imported. Declared only: calling one is still an error.
+_OPERATORS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+
+# A library's definitions live as long as the object that made them.
+_declared: list[Any] = []
+
+
+def load(submodule: str = "") -> ModuleType:
+    """Import torchvision, or one of its submodules.
+
+    Args:
+        submodule: For example ``"models"``; empty for the package itself.
+
+    Returns:
+        The module.
+
+    Raises:
+        MissingDependencyError: torchvision is not installed.
+
+    Example:
+        >>> load("models").resnet18.__name__
+        'resnet18'
+    """
+    try:
+        require("torchvision", "vision")
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+        _declare_operators()
+        _forget("torchvision")
+        importlib.import_module("torchvision")
+    return importlib.import_module(f"torchvision.{submodule}" if submodule else "torchvision")
+
+
+def _declare_operators() -> None:
+    """Declare the operators that the failed import asked for."""
+    if _declared:
+        return
+    import torch
+
+    library = torch.library.Library("torchvision", "DEF")
+    for signature in _OPERATORS:
+        library.define(signature)
+    _declared.append(library)
+
+
+def _forget(package: str) -> None:
+    """Drop a half-imported package, so that the next import starts anew."""
+    for name in [name for name in sys.modules if name == package or name.startswith(package + ".")]:
+        del sys.modules[name]

@@ -1,0 +1,318 @@
+"""Residual networks for images of 32x32 pixels, and by name also those for ImageNet.
+
+Version 1 is the network of He et al. 2015: batch norm and ReLU after each convolution, ReLU after the addition.
+Version 2 is that of He et al. 2016: batch norm and ReLU before each convolution, nothing after the addition, and one
+last batch norm and ReLU before the classifier.
+
+References:
+    He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385.
+
+    He, Zhang, Ren and Sun, Identity Mappings in Deep Residual Networks, arXiv:1603.05027.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mlbench_core.models.pytorch._init import initialize
+
+__all__ = ["ResNetCIFAR", "get_resnet_model", "resnet18_bkj"]
+
+_logger = logging.getLogger(__name__)
+
+_DEFAULT_RESNETCIFAR_VERSION = 1
+_VERSIONS = (1, 2)
+_SHORTCUTS = ("A", "B")
+_CIFAR_SIZES = (20, 32, 44, 56, 110)
+_IMAGENET_SIZES = (18, 34, 50, 101, 152)
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def _conv3x3(width_in: int, width_out: int, stride: int = 1) -> nn.Conv2d:
+    """A 3x3 convolution that keeps the size of the image at stride 1."""
+    return nn.Conv2d(width_in, width_out, kernel_size=3, stride=stride, padding=1, bias=False)
+
+
+def _conv1x1(width_in: int, width_out: int, stride: int = 1) -> nn.Conv2d:
+    """A 1x1 convolution."""
+    return nn.Conv2d(width_in, width_out, kernel_size=1, stride=stride, bias=False)
+
+
+class PaddedIdentity(nn.Module):
+    """Shortcut of option A: the identity, with zeros for the new channels. It has no parameters.
+
+    Args:
+        width_in: Channels that come in.
+        width_out: Channels that go out, at least ``width_in``.
+        stride: Every stride-th row and column is kept.
+    """
+
+    def __init__(self, width_in: int, width_out: int, stride: int) -> None:
+        super().__init__()
+        self.new_channels = width_out - width_in
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Subsample and pad: (batch, width_in, h, w) to (batch, width_out, h/stride, w/stride)."""
+        x = x[:, :, :: self.stride, :: self.stride]
+        return F.pad(x, (0, 0, 0, 0, 0, self.new_channels))
+
+
+def _shortcut(width_in: int, width_out: int, stride: int, option: str, norm: bool) -> nn.Module | None:
+    """What leads around a block: None is the plain identity, where the shape stays."""
+    if width_in == width_out and stride == 1:
+        return None
+    if option == "A":
+        return PaddedIdentity(width_in, width_out, stride)
+    convolution = _conv1x1(width_in, width_out, stride)
+    return nn.Sequential(convolution, nn.BatchNorm2d(width_out)) if norm else convolution
+
+
+class BlockV1(nn.Module):
+    r"""Residual block of version 1: :math:`y = \mathrm{ReLU}(x + F(x))`.
+
+    Args:
+        width_in: Channels that come in.
+        width: Channels of the 3x3 convolutions.
+        stride: Stride of the first 3x3 convolution.
+        bottleneck: 1x1, 3x3, 1x1 convolutions with four times the width at the end, instead of two 3x3 ones.
+        shortcut: ``"A"`` or ``"B"``.
+    """
+
+    def __init__(self, width_in: int, width: int, stride: int, bottleneck: bool, shortcut: str) -> None:
+        super().__init__()
+        self.shortcut = _shortcut(width_in, 4 * width if bottleneck else width, stride, shortcut, norm=True)
+        convolutions = _convolutions(width_in, width, stride, bottleneck)
+        layers: list[nn.Module] = []
+        for convolution in convolutions:
+            layers += [convolution, nn.BatchNorm2d(convolution.out_channels), nn.ReLU(inplace=True)]
+        self.residual = nn.Sequential(*layers[:-1])  # the last ReLU comes after the addition
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, width_in, h, w) to (batch, width_out, h/stride, w/stride)."""
+        around = x if self.shortcut is None else self.shortcut(x)
+        return F.relu(around + self.residual(x))
+
+
+class BlockV2(nn.Module):
+    r"""Residual block of version 2: :math:`y = x + F(x)`, with batch norm and ReLU before each convolution.
+
+    Where the shape changes, and in the first block of all (the paper's appendix), the first activation comes before the
+    two paths part, so the shortcut takes the activated input.
+
+    Args:
+        width_in: Channels that come in.
+        width: Channels of the 3x3 convolutions.
+        stride: Stride of the first 3x3 convolution.
+        bottleneck: 1x1, 3x3, 1x1 convolutions with four times the width at the end, instead of two 3x3 ones.
+        shortcut: ``"A"`` or ``"B"``.
+        first: Whether this is the first block of the network.
+    """
+
+    def __init__(
+        self, width_in: int, width: int, stride: int, bottleneck: bool, shortcut: str, first: bool = False
+    ) -> None:
+        super().__init__()
+        self.shortcut = _shortcut(width_in, 4 * width if bottleneck else width, stride, shortcut, norm=False)
+        self.activate_both_paths = first or self.shortcut is not None
+        self.activation = nn.Sequential(nn.BatchNorm2d(width_in), nn.ReLU(inplace=False))
+        first_convolution, *convolutions = _convolutions(width_in, width, stride, bottleneck)
+        layers: list[nn.Module] = [first_convolution]
+        for convolution in convolutions:
+            layers += [nn.BatchNorm2d(convolution.in_channels), nn.ReLU(inplace=True), convolution]
+        self.residual = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, width_in, h, w) to (batch, width_out, h/stride, w/stride)."""
+        active = self.activation(x)
+        around = active if self.activate_both_paths else x
+        if self.shortcut is not None:
+            around = self.shortcut(around)
+        return around + self.residual(active)
+
+
+def _convolutions(width_in: int, width: int, stride: int, bottleneck: bool) -> list[nn.Conv2d]:
+    """The convolutions of a block; the stride is on the first 3x3 one."""
+    if bottleneck:
+        return [_conv1x1(width_in, width), _conv3x3(width, width, stride), _conv1x1(width, 4 * width)]
+    return [_conv3x3(width_in, width, stride), _conv3x3(width, width)]
+
+
+class _ResNet32(nn.Module):
+    """Residual network for 32x32 images: a 3x3 convolution, stages of blocks, average pooling, a linear layer.
+
+    Args:
+        widths: Width of each stage; from the second on, the first block of a stage halves the image.
+        blocks: Number of blocks in each stage.
+        bottleneck: Whether the blocks are bottlenecks.
+        num_classes: Number of classes.
+        version: 1 or 2.
+        shortcut: ``"A"`` or ``"B"``.
+    """
+
+    def __init__(
+        self,
+        widths: tuple[int, ...],
+        blocks: int,
+        bottleneck: bool,
+        num_classes: int,
+        version: int,
+        shortcut: str,
+    ) -> None:
+        super().__init__()
+        if num_classes < 1:
+            raise ValueError(f"num_classes is {num_classes}; there must be at least 1 class")
+        self.version = version
+        width = widths[0]
+        self.stem = nn.Sequential(_conv3x3(3, width))
+        if version == 1:
+            self.stem.extend([nn.BatchNorm2d(width), nn.ReLU(inplace=True)])
+        stages = []
+        for index, stage_width in enumerate(widths):
+            stage = nn.Sequential()
+            for position in range(blocks):
+                stride = 2 if index > 0 and position == 0 else 1
+                if version == 1:
+                    stage.append(BlockV1(width, stage_width, stride, bottleneck, shortcut))
+                else:
+                    first = index == 0 and position == 0
+                    stage.append(BlockV2(width, stage_width, stride, bottleneck, shortcut, first))
+                width = 4 * stage_width if bottleneck else stage_width
+            stages.append(stage)
+        self.stages = nn.Sequential(*stages)
+        self.final_norm = nn.BatchNorm2d(width) if version == 2 else None
+        self.classifier = nn.Linear(width, num_classes)
+        initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores before the softmax.
+
+        Args:
+            x: Images, shape (batch, 3, 32, 32).
+
+        Returns:
+            Scores, shape (batch, num_classes).
+        """
+        x = self.stages(self.stem(x))
+        if self.final_norm is not None:
+            x = F.relu(self.final_norm(x))
+        return self.classifier(x.mean(dim=(2, 3)))
+
+
+class ResNetCIFAR(_ResNet32):
+    """ResNet for CIFAR: three stages of widths 16, 32 and 64 (He et al. 2015, section 4.2).
+
+    ResNet-20 with 10 classes has 272,474 parameters, with ``shortcut="A"`` 269,722.
+
+    Args:
+        resnet_size: Number of layers that have weights: 6n + 2, with bottlenecks 9n + 2; for example 20, 32, 44, 56,
+            110.
+        bottleneck: Whether each block is a bottleneck of three convolutions instead of two.
+        num_classes: Number of classes, at least 1.
+        version: 1 (post-activation, He et al. 2015) or 2 (pre-activation, He et al. 2016).
+        shortcut: Where the shape changes: ``"B"``, a 1x1 convolution, or ``"A"``, the identity padded with zeros, as in
+            the paper's CIFAR networks.
+
+    Raises:
+        ValueError: An argument is outside what is listed above.
+
+    Example:
+        >>> model = ResNetCIFAR(20, bottleneck=False, num_classes=10)
+        >>> sum(p.numel() for p in model.parameters())
+        272474
+    """
+
+    def __init__(
+        self,
+        resnet_size: int,
+        bottleneck: bool,
+        num_classes: int,
+        version: int = _DEFAULT_RESNETCIFAR_VERSION,
+        *,
+        shortcut: str = "B",
+    ) -> None:
+        per_block = 9 if bottleneck else 6
+        if resnet_size < per_block + 2 or (resnet_size - 2) % per_block:
+            examples = ", ".join(str(per_block * n + 2) for n in (1, 2, 3, 5, 7, 9, 18))
+            kind = "with bottlenecks" if bottleneck else "without bottlenecks"
+            raise ValueError(
+                f"resnet_size is {resnet_size}; {kind} it must be {per_block}n + 2 for an n of at least 1: {examples}, ..."
+            )
+        if version not in _VERSIONS:
+            raise ValueError(f"version is {version!r}; allowed: 1 (He et al. 2015) and 2 (He et al. 2016)")
+        if shortcut not in _SHORTCUTS:
+            raise ValueError(f"shortcut is {shortcut!r}; allowed: 'A' (padded identity) and 'B' (1x1 convolution)")
+        blocks = (resnet_size - 2) // per_block
+        super().__init__((16, 32, 64), blocks, bottleneck, num_classes, version, shortcut)
+
+
+def resnet18_bkj(num_classes: int) -> nn.Module:
+    """ResNet-18 for 32x32 images: widths 64 to 512, a 3x3 convolution first, and no max pooling.
+
+    Args:
+        num_classes: Number of classes, at least 1. With 10 there are 11,173,962 parameters.
+
+    Returns:
+        The network; it maps (batch, 3, 32, 32) to (batch, num_classes).
+
+    Raises:
+        ValueError: ``num_classes`` is below 1.
+    """
+    return _ResNet32((64, 128, 256, 512), 2, bottleneck=False, num_classes=num_classes, version=1, shortcut="B")
+
+
+def get_resnet_model(
+    model: str, version: int, dtype: str, num_classes: int = 1000, use_cuda: bool = False
+) -> nn.Module:
+    """Build a ResNet by name.
+
+    Args:
+        model: ``"resnet20"``, ``"resnet32"``, ``"resnet44"``, ``"resnet56"`` and ``"resnet110"`` for 32x32 images;
+            ``"resnet18"``, ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and ``"resnet152"`` for ImageNet (from
+            torchvision, without pretrained weights).
+        version: 1 or 2, see :class:`ResNetCIFAR`. The networks for ImageNet exist in version 1 only; asked for another,
+            they say so in the log.
+        dtype: Type of the parameters: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``.
+        num_classes: Number of classes; note that the default is ImageNet's.
+        use_cuda: Whether to put the network on the current GPU.
+
+    Returns:
+        The network, with freshly drawn weights.
+
+    Raises:
+        ValueError: An argument is outside what is listed above.
+        MissingDependencyError: A network for ImageNet was asked for and torchvision is not installed.
+
+    Example:
+        >>> get_resnet_model("resnet20", 1, "fp32", num_classes=100).classifier.out_features
+        100
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}")
+    if version not in _VERSIONS:
+        raise ValueError(f"version is {version!r}; allowed: 1 (He et al. 2015) and 2 (He et al. 2016)")
+    match = re.fullmatch(r"resnet[-_]?(\d+)", str(model).lower())
+    size = int(match.group(1)) if match else 0
+    if size in _CIFAR_SIZES:
+        network: nn.Module = ResNetCIFAR(size, bottleneck=False, num_classes=num_classes, version=version)
+    elif size in _IMAGENET_SIZES:
+        network = _imagenet_model(size, version, num_classes)
+    else:
+        allowed = ", ".join(f"resnet{size}" for size in (*_CIFAR_SIZES, *_IMAGENET_SIZES))
+        raise ValueError(f"model is {model!r}; allowed: {allowed}")
+    network = network.to(dtype=_DTYPES[dtype])
+    return network.cuda() if use_cuda else network
+
+
+def _imagenet_model(size: int, version: int, num_classes: int) -> nn.Module:
+    """A network of torchvision."""
+    from mlbench_core import _torchvision
+
+    if version != 1:
+        _logger.warning("resnet%d for ImageNet exists in version 1 only; version %s was asked for", size, version)
+    return getattr(_torchvision.load("models"), f"resnet{size}")(num_classes=num_classes)
