@@ -1,0 +1,313 @@
+"""Goals: when is a training run done, and what is its result?
+
+A goal is data (which metric, which threshold, which direction) that can be called. The tracker calls it with every
+statistic it records; the goal answers None until it is reached and then with the result's text. The times in it are
+the tracker's, so validation is left out.
+
+The functions of this module make the goals of the benchmark tasks. Each may also stand for the goal it makes: a script
+that hands over ``task1_time_to_accuracy_goal`` instead of ``task1_time_to_accuracy_goal()`` gets the same goal.
+
+This module imports no framework.
+
+Example:
+    >>> class Clock:
+    ...     def get_total_train_time(self): return 407.123
+    ...     def get_total_compute_time(self): return 300.0
+    ...     def get_total_communication_time(self): return 80.5
+    ...     def get_total_metrics_time(self): return 20.0
+    ...     def get_total_preprocess_time(self): return 6.5
+    >>> goal = time_to_accuracy_goal(80)
+    >>> goal("val_global_Prec@1", 79.9, Clock()) is None
+    True
+    >>> print(goal("val_global_Prec@1", 80.2, Clock()))  # doctest: +NORMALIZE_WHITESPACE
+    80% Top 1 Validation Accuracy reached in 407.123 seconds, Compute: 300.000 seconds,
+    Communication: 80.500 seconds, Metrics: 20.000 seconds, Preprocess: 6.500 seconds
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, Protocol
+
+__all__ = [
+    "AccuracyAfterTime",
+    "Goal",
+    "TimeToGoal",
+    "TrackedTimes",
+    "accuracy_after_time_goal",
+    "task1_time_to_accuracy_goal",
+    "task1_time_to_accuracy_light_goal",
+    "task2_time_to_accuracy_goal",
+    "task2_time_to_accuracy_light_goal",
+    "task3_time_to_perplexity_goal",
+    "task4_time_to_bleu_goal",
+    "time_to_accuracy_goal",
+]
+
+ACCURACY = "val_global_Prec@1"
+PERPLEXITY = "val_global_Perplexity"
+BLEU = "val_global_BLEU-Score"
+
+_P = ParamSpec("_P")
+
+
+class TrackedTimes(Protocol):
+    """What a goal asks of a tracker: total times in seconds, validation left out."""
+
+    def get_total_train_time(self) -> float:
+        """Seconds of training so far."""
+
+    def get_total_compute_time(self) -> float:
+        """Seconds of it spent in forward pass, loss, backward pass and update."""
+
+    def get_total_communication_time(self) -> float:
+        """Seconds of it spent on communication between workers."""
+
+    def get_total_metrics_time(self) -> float:
+        """Seconds of it spent on computing metrics."""
+
+    def get_total_preprocess_time(self) -> float:
+        """Seconds of it spent on loading data."""
+
+
+class Goal(Protocol):
+    """Anything that a tracker can take as its goal."""
+
+    def __call__(self, metric_name: str, value: float, tracker: TrackedTimes) -> str | None:
+        """Return the result's text once the goal is reached, None before."""
+
+
+@dataclass(frozen=True)
+class TimeToGoal:
+    """The training time until a metric reaches a threshold.
+
+    Attributes:
+        metric: Name of the statistic it watches, for example ``"val_global_Prec@1"``.
+        threshold: The value to reach; reaching it exactly counts.
+        minimize: True where smaller values of the metric are better.
+        description: What was reached, with ``{threshold}`` in it; ``reached in ... seconds`` follows.
+
+    Raises:
+        ValueError: ``threshold`` is not a finite number.
+
+    Example:
+        >>> goal = TimeToGoal("val_global_Loss", 0.25, minimize=True, description="Validation Loss of {threshold}")
+        >>> goal.is_reached(0.3), goal.is_reached(0.25)
+        (False, True)
+    """
+
+    metric: str
+    threshold: float
+    minimize: bool = False
+    description: str = "{threshold}"
+
+    def __post_init__(self) -> None:
+        _check_finite("threshold", self.threshold)
+
+    def is_reached(self, value: float) -> bool:
+        """Whether a value of the metric is good enough; nan never is."""
+        return bool(value <= self.threshold if self.minimize else value >= self.threshold)
+
+    def __call__(self, metric_name: str, value: float, tracker: TrackedTimes) -> str | None:
+        """Look at one recorded statistic.
+
+        Args:
+            metric_name: Name of the statistic. Any but ``metric`` is passed over.
+            value: Its value.
+            tracker: Has the times of the run.
+
+        Returns:
+            The result's text if the goal is reached, else None.
+        """
+        if metric_name != self.metric or not self.is_reached(value):
+            return None
+        what = self.description.format(threshold=f"{self.threshold:g}")
+        return f"{what} reached in {tracker.get_total_train_time():.3f} seconds{_detailed_times(tracker)}"
+
+    def result(self, tracker: TrackedTimes) -> dict[str, Any]:
+        """The result for programs, to be read when the goal is reached.
+
+        Args:
+            tracker: Has the times of the run.
+
+        Returns:
+            ``metric``, ``threshold``, ``minimize`` and, in seconds, ``train_time_s``, ``compute_time_s``,
+            ``communication_time_s``, ``metrics_time_s`` and ``preprocess_time_s``; all of it fits JSON.
+        """
+        goal = {"metric": self.metric, "threshold": self.threshold, "minimize": self.minimize}
+        return {**goal, **_times(tracker)}
+
+
+@dataclass(frozen=True)
+class AccuracyAfterTime:
+    """The accuracy after a fixed time of training.
+
+    It is reached at the first validation at or after ``budget_s`` seconds of training; the text says how many seconds
+    had really passed.
+
+    Attributes:
+        budget_s: Training time in seconds, validation left out.
+        metric: Name of the statistic it reports.
+
+    Raises:
+        ValueError: ``budget_s`` is negative or not a finite number.
+    """
+
+    budget_s: float
+    metric: str = ACCURACY
+
+    def __post_init__(self) -> None:
+        _check_finite("seconds", self.budget_s)
+        if self.budget_s < 0:
+            raise ValueError(f"seconds is {self.budget_s}; a time budget must be at least 0")
+
+    def __call__(self, metric_name: str, value: float, tracker: TrackedTimes) -> str | None:
+        """Look at one recorded statistic.
+
+        Args:
+            metric_name: Name of the statistic. Any but ``metric`` is passed over.
+            value: Its value, in percent.
+            tracker: Has the times of the run.
+
+        Returns:
+            The result's text once the time is over, else None.
+        """
+        if metric_name != self.metric:
+            return None
+        train_time_s = tracker.get_total_train_time()
+        if train_time_s < self.budget_s:
+            return None
+        return f"{value:.3f}% Top 1 Validation Accuracy after {train_time_s:.3f} seconds{_detailed_times(tracker)}"
+
+    def result(self, tracker: TrackedTimes) -> dict[str, Any]:
+        """The result for programs: ``metric``, ``budget_s`` and the times of :meth:`TimeToGoal.result`."""
+        return {"metric": self.metric, "budget_s": self.budget_s, **_times(tracker)}
+
+
+def _times(tracker: TrackedTimes) -> dict[str, float]:
+    return {
+        "train_time_s": float(tracker.get_total_train_time()),
+        "compute_time_s": float(tracker.get_total_compute_time()),
+        "communication_time_s": float(tracker.get_total_communication_time()),
+        "metrics_time_s": float(tracker.get_total_metrics_time()),
+        "preprocess_time_s": float(tracker.get_total_preprocess_time()),
+    }
+
+
+def _detailed_times(tracker: TrackedTimes) -> str:
+    return (
+        f", Compute: {tracker.get_total_compute_time():.3f} seconds"
+        f", Communication: {tracker.get_total_communication_time():.3f} seconds"
+        f", Metrics: {tracker.get_total_metrics_time():.3f} seconds"
+        f", Preprocess: {tracker.get_total_preprocess_time():.3f} seconds"
+    )
+
+
+def _check_finite(name: str, value: object) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    if not math.isfinite(float(value)):
+        raise ValueError(f"{name} is {value!r}; it must be a finite number")
+
+
+def _is_evaluation(arguments: tuple[object, ...]) -> bool:
+    """Whether these are a goal's arguments ``(metric_name, value, tracker)``, not a factory's."""
+    return len(arguments) == 3 and isinstance(arguments[0], str)
+
+
+def _stands_for_its_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, TimeToGoal]:
+    """Let a factory whose arguments have defaults be called as the goal it makes by default."""
+
+    @functools.wraps(factory)
+    def factory_or_goal(*args: Any, **kwargs: Any) -> Any:
+        if _is_evaluation(args) and not kwargs:
+            return factory()(*args)  # type: ignore[call-arg]
+        return factory(*args, **kwargs)
+
+    return factory_or_goal
+
+
+def time_to_accuracy_goal(threshold: float) -> TimeToGoal:
+    """Training time until the top-1 accuracy over all validation data reaches a threshold.
+
+    Args:
+        threshold: Accuracy in percent, between 0 and 100.
+
+    Returns:
+        A goal that watches ``val_global_Prec@1``.
+
+    Raises:
+        ValueError: ``threshold`` is outside of 0 to 100 and could never, or would always, be reached.
+    """
+    _check_finite("threshold", threshold)
+    if not 0 <= threshold <= 100:
+        raise ValueError(f"threshold is {threshold}; an accuracy is between 0 and 100 percent")
+    return TimeToGoal(ACCURACY, threshold, description="{threshold}% Top 1 Validation Accuracy")
+
+
+@_stands_for_its_goal
+def task1_time_to_accuracy_goal() -> TimeToGoal:
+    """Task 1, image classification: 80 % top-1 accuracy."""
+    return time_to_accuracy_goal(80)
+
+
+@_stands_for_its_goal
+def task1_time_to_accuracy_light_goal() -> TimeToGoal:
+    """Task 1, image classification, light: 70 % top-1 accuracy."""
+    return time_to_accuracy_goal(70)
+
+
+@_stands_for_its_goal
+def task2_time_to_accuracy_goal() -> TimeToGoal:
+    """Task 2, logistic regression: 89 % accuracy."""
+    return time_to_accuracy_goal(89)
+
+
+@_stands_for_its_goal
+def task2_time_to_accuracy_light_goal() -> TimeToGoal:
+    """Task 2, logistic regression, light: 80 % accuracy."""
+    return time_to_accuracy_goal(80)
+
+
+@_stands_for_its_goal
+def task3_time_to_perplexity_goal(threshold: float = 70) -> TimeToGoal:
+    """Task 3, language modelling: validation perplexity of at most ``threshold``.
+
+    Args:
+        threshold: The perplexity to reach; 70 is the task's goal, 90 the light one.
+
+    Returns:
+        A goal that watches ``val_global_Perplexity``; smaller is better.
+    """
+    return TimeToGoal(PERPLEXITY, threshold, minimize=True, description="Validation Perplexity of {threshold}")
+
+
+@_stands_for_its_goal
+def task4_time_to_bleu_goal(threshold: float = 24) -> TimeToGoal:
+    """Task 4, translation: corpus BLEU of at least ``threshold``.
+
+    Args:
+        threshold: BLEU from 0 to 100; 24 is the goal of task 4a, 25 of task 4b, 20 the light one of both.
+
+    Returns:
+        A goal that watches ``val_global_BLEU-Score``.
+    """
+    return TimeToGoal(BLEU, threshold, description="Validation BLEU-Score of {threshold}")
+
+
+def accuracy_after_time_goal(seconds: float = 7200.0) -> AccuracyAfterTime:
+    """Top-1 accuracy after a fixed training time.
+
+    Args:
+        seconds: Training time in seconds, validation left out; the task's definition has 2 hours.
+
+    Returns:
+        A goal that watches ``val_global_Prec@1`` and is reached at the first validation when the time is over.
+
+    Raises:
+        ValueError: ``seconds`` is negative or not finite.
+    """
+    return AccuracyAfterTime(seconds)
