@@ -1,0 +1,229 @@
+"""The one small interface behind which all communication of gradients and weights lives.
+
+An :class:`Aggregation` takes named tensors that every worker has and replaces each, in place, by what the workers
+agreed on (:meth:`Aggregation.aggregate`). This module adds, for every kind of aggregation, what a model needs around
+that: which tensors take part, in which fixed order, and what happens to parameters without a gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["BOOKKEEPING", "Aggregation", "AggregationFunction", "Denominator", "UnknownOperationError"]
+
+BOOKKEEPING = ":"
+"""Prefix of the names of tensors that are no parameter's: a loss, or flags that travel with gradients."""
+
+Denominator: TypeAlias = "float | Tensor"
+Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor]"
+
+
+class UnknownOperationError(ValueError, NotImplementedError):
+    """An aggregation was asked for an operation that it does not have."""
+
+
+class AggregationFunction(Protocol):
+    """What :meth:`Aggregation.agg_grad` and :meth:`Aggregation.agg_model` return."""
+
+    def __call__(self, model: Parameters, op: str, denom: Denominator | None = None) -> None:
+        """Aggregate the model's tensors in place."""
+
+
+class Aggregation(ABC):
+    """How the tensors of k workers become one.
+
+    A subclass implements :meth:`aggregate`; the rest is shared.
+
+    Every worker must call the same functions with models of the same layout: the collectives run in the order in
+    which the model registers its parameters, which is the same everywhere whatever the backward pass did.
+
+    Attributes:
+        use_cuda: As given.
+        bytes_sent: Bytes this worker handed to collectives since it was made.
+        last_bytes: Bytes of the last call of an aggregation function.
+        compression_ratio: Bytes of the values in memory over bytes of the values as sent; 1 without compression.
+
+    Args:
+        use_cuda: Whether training runs on GPUs. Tensors are sent from the device that they and the backend need
+            whatever this says; it is kept for scripts that give it.
+    """
+
+    compression_ratio: float = 1.0
+
+    def __init__(self, use_cuda: bool = False) -> None:
+        self.use_cuda = use_cuda
+        self.bytes_sent = 0
+        self.last_bytes = 0
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of workers that take part."""
+
+    @abstractmethod
+    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+        """Replace every tensor by what the workers agree on, in place.
+
+        Args:
+            tensors: By name, in the same order with the same shapes and dtypes on every worker. Dense, of any
+                strides. The name is the key for whatever an aggregation remembers of a tensor. Tensors whose name
+                starts with :data:`BOOKKEEPING` hold a handful of numbers that must not be compressed; what is not
+                zero on some worker must not come out as zero on any.
+            op: What to do, for example ``"avg_world"``.
+            denom: Divisor for the operations that take one.
+        """
+
+    def agg_grad(self, by_layer: bool = False) -> AggregationFunction:
+        """Make the function that aggregates a model's gradients.
+
+        It covers every parameter with ``requires_grad``, so the messages have one layout on all workers. A parameter
+        whose gradient is None on this worker counts as zeros; flags in the same message tell whether another worker
+        had one. If so, the gradient is created; if no worker had one, it stays None and the parameter's update is
+        skipped as without communication.
+
+        On a GPU, a worker on which a gradient is None waits for the message to read those flags; the others wait
+        for nothing.
+
+        Args:
+            by_layer: One message per parameter instead of one for the whole model.
+
+        Returns:
+            A function ``(model, op, denom=None)``. ``model`` may also be a mapping from names to parameters.
+        """
+        return functools.partial(self._aggregate_gradients, by_layer=by_layer)
+
+    def agg_model(self, by_layer: bool = False) -> AggregationFunction:
+        """Make the function that aggregates a model's weights.
+
+        It covers every parameter with ``requires_grad`` and every floating-point buffer, such as the running mean and
+        variance of a BatchNorm layer. Other buffers (counters) and frozen parameters are left alone. Values are
+        written into the tensors' own memory.
+
+        Args:
+            by_layer: One message per tensor instead of one for the whole model.
+
+        Returns:
+            A function ``(model, op, denom=None)``. ``model`` may also be a mapping from names to parameters.
+        """
+        return functools.partial(self._aggregate_weights, by_layer=by_layer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the aggregation remembers between calls, keyed by parameter name; empty if nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: There is something to restore and this aggregation remembers nothing.
+        """
+        if state_dict:
+            raise ValueError(
+                f"{type(self).__name__} keeps no state but was given {sorted(state_dict)}: the checkpoint was written "
+                "with another aggregation; build the optimizer with that one"
+            )
+
+    def _count_bytes(self, message: Tensor) -> None:
+        """Add a message to the account of bytes sent."""
+        size_bytes = message.numel() * message.element_size()
+        self.bytes_sent += size_bytes
+        self.last_bytes += size_bytes
+
+    @torch.no_grad()
+    def _aggregate_gradients(
+        self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
+    ) -> None:
+        self.last_bytes = 0
+        parameters = dict(_trainable(model))
+        _refuse_sparse(parameters)
+        if self.world_size == 1:  # whoever is alone knows which gradients there are
+            self.aggregate({n: p.grad for n, p in parameters.items() if p.grad is not None}, op, denom)
+            return
+        for names in [[name] for name in parameters] if by_layer else [list(parameters)]:
+            self._aggregate_some_gradients({name: parameters[name] for name in names}, op, denom)
+
+    def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
+        """Aggregate gradients in one message per dtype and device, with the flags of who has one."""
+        gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in parameters.items()}
+        names_by_kind: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name, gradient in gradients.items():
+            names_by_kind.setdefault((gradient.dtype, gradient.device), []).append(name)
+        flags = {
+            f"{BOOKKEEPING}present:{names[0]}": torch.tensor(
+                [0.0 if parameters[name].grad is None else 1.0 for name in names], dtype=dtype, device=device
+            )
+            for (dtype, device), names in names_by_kind.items()
+        }
+        self.aggregate({**gradients, **flags}, op, denom)
+        for names, present in zip(names_by_kind.values(), flags.values(), strict=True):
+            if all(parameters[name].grad is not None for name in names):
+                continue
+            for name, is_present in zip(names, present.abs().tolist(), strict=True):
+                if parameters[name].grad is None and is_present > 0:
+                    parameters[name].grad = gradients[name]
+
+    @torch.no_grad()
+    def _aggregate_weights(
+        self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
+    ) -> None:
+        self.last_bytes = 0
+        weights = {name: tensor.detach() for name, tensor in (*_trainable(model), *_float_buffers(model))}
+        for message in [{name: weights[name]} for name in weights] if by_layer else [weights]:
+            self.aggregate(message, op, denom)
+
+
+def _trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters that require a gradient, each once, in the order of registration."""
+    named: Iterable[tuple[str, Tensor]] = model.named_parameters() if isinstance(model, nn.Module) else model.items()
+    return ((name, parameter) for name, parameter in named if parameter.requires_grad)
+
+
+def _float_buffers(model: Parameters) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that hold floating-point or complex numbers, each once."""
+    named = model.named_buffers() if isinstance(model, nn.Module) else ()
+    return ((name, buffer) for name, buffer in named if buffer.is_floating_point() or buffer.is_complex())
+
+
+def _refuse_sparse(parameters: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ValueError(
+                f"the gradient of {name!r} has layout {parameter.grad.layout}; only dense gradients (torch.strided) "
+                "can be aggregated: build the layer without sparse=True, or call parameter.grad.to_dense() first"
+            )
+
+
+def check_denominator(denom: Denominator | None) -> Denominator:
+    """Check a custom divisor as far as that needs no wait for a GPU.
+
+    Args:
+        denom: A positive number, or a tensor with one element.
+
+    Returns:
+        The number, or the tensor without dimensions.
+
+    Raises:
+        ValueError: It is missing, has several elements, or is not positive and finite.
+
+    Example:
+        >>> check_denominator(torch.tensor([4.0])).shape
+        torch.Size([])
+    """
+    if denom is None:
+        raise ValueError("op 'avg_custom' divides by denom, which is None: give denom, the sum over all workers")
+    if isinstance(denom, Tensor):
+        if denom.numel() != 1:
+            raise ValueError(f"denom must have one element, not shape {tuple(denom.shape)}: sum it first")
+        denom = denom.detach().reshape(())
+        if denom.device.type != "cpu":
+            return denom
+    if not (math.isfinite(denom) and denom > 0):
+        raise ValueError(f"denom must be a positive finite number, not {float(denom)}")
+    return denom

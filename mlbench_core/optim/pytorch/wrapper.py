@@ -1,0 +1,143 @@
+"""A torch optimizer that stands in front of another one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["OptimizerWrapper"]
+
+
+class _NoOptimizerYet(Optimizer):
+    """Holds the parameters until a real optimizer is set."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        raise RuntimeError("there is no torch optimizer yet: give optimizer=..., or set the attribute .optimizer")
+
+
+class OptimizerWrapper(Optimizer):
+    """A :class:`torch.optim.Optimizer` whose groups, state and defaults are those of the optimizer inside.
+
+    Everything that works on a torch optimizer works on this one: learning-rate schedulers, hooks, ``add_param_group``,
+    ``state_dict``, ``deepcopy`` and pickling. The groups and the state are the very objects of the optimizer inside,
+    so a change through either is seen by both, also after ``load_state_dict`` and after the optimizer inside was
+    swapped. A subclass adds ``step``.
+
+    As in torch, hooks stay with the object they were registered on: copies and pickles have none.
+
+    Args:
+        params: Parameters to hold until :attr:`optimizer` is set.
+    """
+
+    _inner: Optimizer
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        params = list(params)
+        self._inner = _NoOptimizerYet(params)
+        super().__init__(params, {})
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The torch optimizer inside; None before one was set. Setting it swaps it.
+
+        Schedulers that were built on this object go on with the new optimizer's groups, as long as it has as many.
+        """
+        return None if isinstance(self._inner, _NoOptimizerYet) else self._inner
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        inside: Optimizer = optimizer
+        while isinstance(inside, OptimizerWrapper):
+            if inside is self:
+                raise ValueError("an optimizer cannot be put inside itself")
+            inside = inside._inner
+        self._inner = optimizer
+
+    # mypy takes the attributes of Optimizer for plain ones; here they live in the optimizer inside.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of the optimizer inside."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """The state of the optimizer inside, by parameter."""
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self._inner.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The defaults of the optimizer inside."""
+        return self._inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._inner.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer inside; options it does not name get that optimizer's defaults."""
+        self._inner.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all optimized parameters.
+
+        Args:
+            set_to_none: Set them to None instead of zero.
+        """
+        self._inner.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer inside, in torch's format, and what :meth:`extra_state` adds."""
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict = {**self._inner.state_dict(), **self.extra_state()}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Restore what :meth:`state_dict` returned. A plain torch optimizer's state fits as well.
+
+        Args:
+            state_dict: Of an optimizer with the same groups.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        extra = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+        self.load_extra_state(extra)
+        self._inner.load_state_dict({key: value for key, value in state_dict.items() if key not in extra})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return what :meth:`state_dict` holds beyond the optimizer inside; a subclass may have something."""
+        return {}
+
+    def load_extra_state(self, extra: dict[str, Any]) -> None:
+        """Restore what :meth:`extra_state` returned; an empty dictionary where a state had none."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but hooks and the ``step`` that a scheduler patched, which belong to this very object."""
+        own = {"step", "_opt_called", "_zero_grad_profile_name"}
+        return {k: v for k, v in self.__dict__.items() if k not in own and not k.endswith("_hooks")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        super().__setstate__({})
