@@ -40,7 +40,9 @@ GOALS = {"cifar10": (TASK.goal, TASK.light_goal), "digits": (95.0, 90.0), "mnist
 DATASETS = {"cifar10": CIFAR10V1, "digits": Digits, "mnist": MNIST}
 
 
-def load_data(name: str, folder: str, rank: int, world_size: int, channels_last: bool, partial: bool) -> tuple[Any, Any]:
+def load_data(
+    name: str, folder: str, rank: int, world_size: int, channels_last: bool, partial: bool
+) -> tuple[Any, Any]:
     """This worker's batches of the training set (augmented, shuffled anew each epoch) and of the validation set."""
     options: dict[str, Any] = {"download": True} if name != "digits" else {}
     if partial:
@@ -166,9 +168,7 @@ def main(
     with initialize_backends(
         comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=SEED, ckpt_run_dir=ckpt_run_dir
     ) as (rank, world_size, _):
-        tracker = train(
-            rank, world_size, run_id, dataset_dir, ckpt_run_dir, gpu, light_target, validation_only, args
-        )
+        tracker = train(rank, world_size, run_id, dataset_dir, ckpt_run_dir, gpu, light_target, validation_only, args)
         if rank == 0 and not validation_only:
             logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")
 
@@ -178,7 +178,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="cifar10", help="data set (default: cifar10)")
     parser.add_argument("--epochs", type=int, default=TASK.max_epochs, help="at most so many epochs")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run")
-    parser.add_argument("--checkpoint", action="store_true", help="write a checkpoint after every epoch, not of the best")
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="write a checkpoint after every epoch, not of the best"
+    )
     parser.add_argument("--channels-last", action="store_true", help="images and weights in channels-last order")
     parser.add_argument("--partial", action="store_true", help="take what files of the data set there are")
 

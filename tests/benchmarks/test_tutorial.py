@@ -1,0 +1,69 @@
+"""The tutorial's scripts, started with the words of the documentation."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.data import test_data
+from tests.helpers.processes import ROOT, environment, free_port, post_json, running_master, wait_for
+
+PAGE = ROOT / "docs" / "tutorials" / "porting.md"
+
+
+def documented_commands(pattern: str) -> list[str]:
+    """Lines of the page's command blocks that match, continued lines joined."""
+    text = PAGE.read_text().replace("\\\n", " ")
+    return [" ".join(line.split()) for line in text.splitlines() if re.match(pattern, line)]
+
+
+def mnist_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for file in test_data("mnist").glob("*.gz"):
+        (folder / file.name).symlink_to(file)
+    return folder
+
+
+def test_two_workers_started_as_documented_reach_the_goal(tmp_path: Path) -> None:
+    folder = mnist_folder(tmp_path)
+    commands = documented_commands(r"python benchmarks/tutorial/train_dist\.py")
+    assert [re.search(r"--rank (\d)", c)[1] for c in commands] == ["0", "1"]  # type: ignore[index]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, *shlex.split(command)[1:], "--data", str(folder)],
+            cwd=ROOT,
+            env=environment(MASTER_PORT=port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for port in [str(free_port())]
+        for command in commands
+    ]
+    results = [(*worker.communicate(timeout=240), worker.returncode) for worker in workers]
+    assert [status for _, _, status in results] == [0, 0], results
+    assert "80%" in results[0][0] or "goal" in results[0][0].lower(), results[0]
+
+
+def test_run_by_a_master_reports_to_it(tmp_path: Path) -> None:
+    folder = mnist_folder(tmp_path)
+    (documented,) = documented_commands(r"mlbench run tutorial")
+    command = shlex.split(documented)[shlex.split(documented).index("--command") + 1]
+    assert all(word in command for word in ("{hosts}", "{rank}", "{run_id}"))
+    with running_master(tmp_path / "master") as master:
+        run = post_json(
+            f"{master.url}/api/runs/",
+            {"name": "tutorial-2", "num_workers": 2, "num_cpus": 1, "max_bandwidth": 1000, "backend": "gloo",
+             "image_name": "custom_image", "custom_image_name": "none",
+             "custom_image_command": f"{command} --data {folder} --epochs 3"},
+        )  # fmt: skip
+        wait_for(lambda: master.state(run["id"]) in ("finished", "failed"), 240, "the run to end")
+        assert master.state(run["id"]) == "finished", master.log(run["id"])
+        assert master.metric_values(run["id"], "TaskResult @ 0")[0].startswith("80% Top 1 Validation Accuracy reached")
+        accuracies = master.metric_values(run["id"], "val_global_Prec@1 @ 0")
+        assert float(accuracies[-1]) >= 80
+        assert len(master.metric_values(run["id"], "TotalCumulativeTrainTime @ 0")) == 1
