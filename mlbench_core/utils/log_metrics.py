@@ -6,7 +6,6 @@ A training script, and :class:`~mlbench_core.utils.tracker.Tracker` on its behal
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
@@ -36,8 +35,7 @@ class _SharedClient:
         self._lock = threading.Lock()
         self._client: ApiClient | None = None
         self._key: _Key | None = None
-        self._closes_at_exit = False
-        os.register_at_fork(after_in_child=self._forget)
+        self._watches_forks = False
 
     def _forget(self) -> None:
         """In a forked child: the parent's client, its threads and its queue are the parent's."""
@@ -63,9 +61,9 @@ class _SharedClient:
     def _make(self, url: str | None) -> ApiClient | None:
         from mlbench_core.api import ApiClient
 
-        if not self._closes_at_exit:
-            atexit.register(self.close)
-            self._closes_at_exit = True
+        if not self._watches_forks and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+            self._watches_forks = True
         try:
             return ApiClient(max_workers=1, in_cluster=True, url=url)
         except Exception as error:
