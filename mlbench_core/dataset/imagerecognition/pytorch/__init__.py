@@ -1,0 +1,8 @@
+"""Image data sets for PyTorch."""
+
+from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation
+from mlbench_core.dataset.imagerecognition.pytorch.batches import ImageBatches
+from mlbench_core.dataset.imagerecognition.pytorch.dataloader import CIFAR10V1, MNIST, Digits, Imagenet
+from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
+
+__all__ = ["CIFAR10V1", "MNIST", "Augmentation", "Digits", "ImageBatches", "ImageDataset", "Imagenet"]

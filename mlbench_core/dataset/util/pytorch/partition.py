@@ -1,11 +1,13 @@
 """Parts of a data set, one for each worker.
 
 Every worker computes the whole assignment from the seed alone and keeps its own part, so nothing is sent, no global
-generator is read, and all workers agree. The parts are disjoint, cover every sample, and their sizes differ by at most 1.
+generator is read, and all workers agree. The parts are disjoint, cover every sample, and their sizes differ by at most
+1.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,8 +77,8 @@ class Partition(Dataset):
 class DataPartitioner:
     """Cut a data set into parts of given shares.
 
-    The bounds are the rounded cumulative shares, so equal shares give sizes that differ by at most 1, and shares that add
-    up to 1 lose no sample.
+    The bounds are the rounded cumulative shares, so equal shares give sizes that differ by at most 1, and shares that
+    add up to 1 lose no sample.
 
     Args:
         data: The data set.
@@ -114,7 +116,7 @@ class DataPartitioner:
         shares = np.cumsum(np.asarray(sizes, dtype=np.float64)) / (total if whole else 1.0)
         bounds = [0, *(round(float(share) * count) for share in shares)]
         order = _order(count, shuffle, seed)
-        self.partitions = [order[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+        self.partitions = [order[start:stop] for start, stop in itertools.pairwise(bounds)]
 
     def use(self, partition_ind: int) -> Partition:
         """One of the parts.
@@ -130,10 +132,8 @@ class DataPartitioner:
         """
         index = operator.index(partition_ind)
         if not 0 <= index < len(self.partitions):
-            raise ValueError(
-                f"partition_ind is {partition_ind}; there are {len(self.partitions)} parts, counted from 0"
-            )
-        return Partition(self.data, self.partitions[index])
+            raise ValueError(f"partition_ind is {partition_ind}; there are {len(self.partitions)} parts, from 0")
+        return Partition(self.data, self.partitions[index].tolist())
 
 
 def partition_dataset_by_rank(
@@ -151,12 +151,13 @@ def partition_dataset_by_rank(
     r"""The part of a data set that belongs to one worker.
 
     * ``"uniform"``: every sample is equally likely on every worker.
-    * ``"dirichlet"``: each worker draws its mixture of classes :math:`q \sim \mathrm{Dir}(\alpha p)`, with p the classes'
-      shares in the data set, and then fills its part from the classes by q; a class that is used up drops out and q is
-      renormalised (Hsu et al. 2019). Workers fill their parts in an order drawn from the seed; the last ones get what is
-      left. A small alpha gives workers of nearly one class, a large one the uniform distribution.
-    * ``"label_skew"``: the samples are sorted by class and cut into ``world_size * classes_per_worker`` shards; each worker
-      gets ``classes_per_worker`` of them (McMahan et al. 2017). A shard that lies across a border holds two classes.
+    * ``"dirichlet"``: each worker draws its mixture of classes :math:`q \sim \mathrm{Dir}(\alpha p)`, with p the
+      classes' shares in the data set, and then fills its part from the classes by q; a class that is used up drops out
+      and q is renormalised (Hsu et al. 2019). Workers fill their parts in an order drawn from the seed; the last ones
+      get what is left. A small alpha gives workers of nearly one class, a large one the uniform distribution.
+    * ``"label_skew"``: the samples are sorted by class and cut into ``world_size * classes_per_worker`` shards; each
+      worker gets ``classes_per_worker`` of them (McMahan et al. 2017). A shard that lies across a border holds two
+      classes.
 
     In all three the parts are disjoint, cover every sample, and their sizes differ by at most 1: the first
     ``len(dataset) % world_size`` workers have one more. All is drawn from ``seed`` alone; global generators are neither
@@ -198,9 +199,11 @@ def partition_dataset_by_rank(
     else:
         classes = _classes(dataset, labels)
         generator = np.random.default_rng(seed)
-        assign = _dirichlet if distribution == "dirichlet" else _label_skew
-        parameter = alpha if distribution == "dirichlet" else classes_per_worker
-        mine = assign(classes, sizes, parameter, shuffle, generator)[rank]
+        if distribution == "dirichlet":
+            parts = _dirichlet(classes, sizes, alpha, shuffle, generator)
+        else:
+            parts = _label_skew(classes, sizes, classes_per_worker, shuffle, generator)
+        mine = parts[rank]
         mine = generator.permutation(mine) if shuffle else np.sort(mine)
     return Partition(dataset, mine.tolist(), smallest_part=sizes[-1])
 

@@ -1,0 +1,152 @@
+"""Augmentation and normalisation of whole batches of small images.
+
+The recipe of He et al. 2015: pad with zeros, take a random crop of the original size, mirror half of the images. Each
+image draws its own offset and mirroring, as with torchvision's ``RandomCrop`` and ``RandomHorizontalFlip``; only the
+work is done for the batch at once. :func:`crop_and_flip_reference` is the plain form, one image at a time.
+
+References:
+    He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Augmentation", "Draws", "crop_and_flip", "crop_and_flip_reference", "normalize"]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What was drawn for each image of a batch.
+
+    Attributes:
+        tops: First row of the crop in the padded image, int64 of shape (batch,), from 0 to 2 * padding.
+        lefts: First column of the crop, likewise.
+        flips: Whether the crop is mirrored, bool of shape (batch,).
+    """
+
+    tops: Tensor
+    lefts: Tensor
+    flips: Tensor
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Random crop of the zero-padded image, and random mirroring.
+
+    Args:
+        padding: Pixels of zeros on each side, at least 0.
+        flip: Whether half of the images are mirrored left to right. Not for digits: a mirrored digit is another sign.
+
+    Example:
+        >>> import torch
+        >>> images = torch.zeros(5, 3, 32, 32, dtype=torch.uint8)
+        >>> Augmentation()(images, torch.Generator().manual_seed(1)).shape
+        torch.Size([5, 3, 32, 32])
+    """
+
+    padding: int = 4
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        if self.padding < 0:
+            raise ValueError(f"padding is {self.padding}; it must be at least 0 pixels")
+
+    def draw(self, batch_size: int, generator: torch.Generator | None = None) -> Draws:
+        """Draw crops and mirrorings, uniformly and independently.
+
+        Args:
+            batch_size: Number of images.
+            generator: Where the random numbers come from; torch's global generator by default.
+
+        Returns:
+            The draws, on the CPU.
+        """
+        offsets = torch.randint(0, 2 * self.padding + 1, (2, batch_size), generator=generator)
+        if self.flip:
+            flips = torch.rand(batch_size, generator=generator) < 0.5
+        else:
+            flips = torch.zeros(batch_size, dtype=torch.bool)
+        return Draws(offsets[0], offsets[1], flips)
+
+    def __call__(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Augment a batch.
+
+        Args:
+            images: Shape (batch, channels, height, width), any dtype.
+            generator: Where the random numbers come from; torch's global generator by default.
+
+        Returns:
+            New images of the same shape and dtype.
+        """
+        return crop_and_flip(images, self.draw(len(images), generator), self.padding)
+
+
+def crop_and_flip(images: Tensor, draws: Draws, padding: int) -> Tensor:
+    """Crop each image of a batch at its own offset and mirror some, without a loop over images.
+
+    Args:
+        images: Shape (batch, channels, height, width), any dtype.
+        draws: Offsets and mirrorings.
+        padding: Pixels of zeros on each side.
+
+    Returns:
+        New images of the same shape and dtype.
+    """
+    height, width = images.shape[-2:]
+    padded = F.pad(images, (padding,) * 4)
+    # windows[n, c, i, j] is the crop of image n, channel c whose first pixel is (i, j): a view, nothing is copied
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+    device = images.device
+    which = torch.arange(len(images), device=device)
+    crops = windows[which, :, draws.tops.to(device), draws.lefts.to(device)]
+    mirrored = draws.flips.to(device)
+    return torch.where(mirrored[:, None, None, None], crops.flip(3), crops)
+
+
+def crop_and_flip_reference(images: Tensor, draws: Draws, padding: int) -> Tensor:
+    """The plain form of :func:`crop_and_flip`: one image after another.
+
+    Args:
+        images: Shape (batch, channels, height, width), any dtype.
+        draws: Offsets and mirrorings.
+        padding: Pixels of zeros on each side.
+
+    Returns:
+        New images of the same shape and dtype.
+    """
+    height, width = images.shape[-2:]
+    results = []
+    for image, top, left, flip in zip(images, draws.tops, draws.lefts, draws.flips, strict=True):
+        crop = F.pad(image, (padding,) * 4)[:, top : top + height, left : left + width]
+        results.append(crop.flip(2) if flip else crop)
+    return torch.stack(results)
+
+
+def normalize(
+    images: Tensor,
+    mean: Sequence[float],
+    std: Sequence[float],
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> Tensor:
+    """Bytes to numbers of mean 0 and standard deviation 1: (x/255 - mean) / std for each channel.
+
+    Args:
+        images: uint8 of shape (batch, channels, height, width).
+        mean: Mean of each channel, where 0 is black and 1 is full.
+        std: Standard deviation of each channel, likewise.
+        memory_format: Memory format of the result.
+
+    Returns:
+        float32 of the same shape.
+    """
+    deviation = torch.tensor(std, dtype=torch.float64)
+    scale = (1 / (255 * deviation)).float().to(images.device)[:, None, None]
+    shift = (-torch.tensor(mean, dtype=torch.float64) / deviation).float().to(images.device)[:, None, None]
+    numbers = images.to(torch.float32, memory_format=memory_format)
+    return numbers.mul_(scale).add_(shift)

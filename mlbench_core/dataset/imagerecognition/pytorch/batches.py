@@ -1,0 +1,192 @@
+"""Batches of images that follow from a seed and resume where they stopped."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
+
+__all__ = ["ImageBatches"]
+
+# What a stream of random numbers is for; part of its seed, so that no two purposes share one.
+_ORDER, _AUGMENTATION = 0, 1
+
+
+class ImageBatches:
+    """Iterate over a data set of images in batches.
+
+    It stands where a ``DataLoader`` would, for :class:`ImageDataset` and its partitions. The order of an epoch follows
+    from (seed, rank, epoch), the augmentation of a batch from (seed, rank, epoch, batch); torch's global generator is
+    neither read nor changed. So a run that stops in the middle of an epoch goes on with the very batches it would have
+    had: keep :meth:`state_dict`.
+
+    Each pass is an epoch of its own: a second pass continues with the next epoch, unless :meth:`set_epoch` says
+    another.
+
+    On a :class:`~mlbench_core.dataset.util.pytorch.Partition` the number of batches is that of the smallest part of the
+    cut, so it is the same on every worker even where parts differ by one sample, and no collective waits for ever.
+
+    Args:
+        dataset: An :class:`ImageDataset`, or a partition of one.
+        batch_size: Images in a batch, at least 1.
+        augment: Whether to augment; by default as the data set does. True needs a data set with an augmentation.
+        shuffle: Whether each epoch has an order of its own; otherwise the data set's.
+        seed: Seed of order and augmentation, at least 0.
+        drop_last: Whether to leave out a last batch that is not full.
+        memory_format: Memory format of the images; ``torch.channels_last`` is faster for convolutions.
+        rank: Rank of the worker: workers with the same seed draw different augmentations.
+
+    Raises:
+        TypeError: The data set is of another kind.
+        ValueError: An argument is outside what is listed above.
+
+    Example:
+        >>> import torch
+        >>> images = torch.zeros(10, 3, 32, 32, dtype=torch.uint8)
+        >>> dataset = ImageDataset(images, torch.arange(10), list("abcdefghij"), (0.5,) * 3, (0.5,) * 3)
+        >>> batches = ImageBatches(dataset, batch_size=4)
+        >>> [tuple(x.shape) for x, y in batches]
+        [(4, 3, 32, 32), (4, 3, 32, 32), (2, 3, 32, 32)]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        augment: bool | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        rank: int = 0,
+    ) -> None:
+        if operator.index(batch_size) < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        if operator.index(seed) < 0 or operator.index(rank) < 0:
+            raise ValueError(f"seed is {seed} and rank is {rank}; both must be at least 0")
+        self.dataset = dataset
+        self.images, self._positions = _flatten(dataset)
+        if augment and self.images.augmentation is None:
+            raise ValueError("augment is True, but the data set has no augmentation: set its `augmentation`")
+        self.augment = self.images.augmentation is not None if augment is None else bool(augment)
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.memory_format = memory_format
+        self.rank = rank
+        self._epoch = 0
+        self._next_batch = 0  # of the pass under way: the first batch that was not handed out yet
+        self._started = False  # whether a pass of this epoch has begun
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch."""
+        smallest = min(getattr(self.dataset, "smallest_part", len(self.dataset)), len(self.dataset))
+        return smallest // self.batch_size if self.drop_last else -(-smallest // self.batch_size)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the pass under way, or of the next one where none has begun; from 0."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next pass is.
+
+        Right after :meth:`load_state_dict`, naming the epoch that was loaded keeps the position in it.
+
+        Args:
+            epoch: From 0.
+
+        Raises:
+            ValueError: It is negative.
+        """
+        if operator.index(epoch) < 0:
+            raise ValueError(f"epoch is {epoch}; epochs count from 0")
+        if self._started or epoch != self._epoch:
+            self._next_batch = 0
+        self._epoch = epoch
+        self._started = False
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self._started:
+            self.set_epoch(self._epoch + 1)
+        self._started = True
+        return self._generate(self._epoch, self._next_batch)
+
+    def _generate(self, epoch: int, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch, from the first that is wanted."""
+        order = self._order(epoch)
+        for number in range(first, len(self)):
+            self._next_batch = number + 1
+            chosen = order[number * self.batch_size : (number + 1) * self.batch_size]
+            yield self._batch(chosen, epoch, number)
+
+    def _batch(self, chosen: Tensor, epoch: int, number: int) -> tuple[Tensor, Tensor]:
+        """One batch; nothing but its arguments and the seed decides what is in it."""
+        dataset = self.images
+        if self.augment:
+            return dataset.batch(chosen, self._generator(_AUGMENTATION, epoch, number), self.memory_format)
+        return dataset.plain_batch(chosen, self.memory_format)
+
+    def _order(self, epoch: int) -> Tensor:
+        """Positions in the images, in the order of an epoch."""
+        if not self.shuffle:
+            return self._positions
+        return self._positions[torch.randperm(len(self._positions), generator=self._generator(_ORDER, epoch))]
+
+    def _generator(self, *purpose: int) -> torch.Generator:
+        """A generator of its own for each purpose; related seeds give unrelated streams."""
+        sequence = np.random.SeedSequence([self.seed, self.rank, *purpose])
+        return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the iteration stands: what a checkpoint needs to go on with the next batch.
+
+        Returns:
+            Whole numbers: ``epoch`` and ``batch`` of the next batch, and what they rest on.
+        """
+        finished = self._started and self._next_batch >= len(self)
+        return {
+            "epoch": self._epoch + 1 if finished else self._epoch,
+            "batch": 0 if finished else self._next_batch,
+            "seed": self.seed,
+            "rank": self.rank,
+            "batch_size": self.batch_size,
+            "samples": len(self.dataset),
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where :meth:`state_dict` was taken.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: It was taken with another seed, rank, batch size or number of samples, so the batches would not
+                be the ones that were left.
+        """
+        here = self.state_dict()
+        for name in ("seed", "rank", "batch_size", "samples"):
+            if state[name] != here[name]:
+                raise ValueError(f"the state was taken with {name} {state[name]}, but here it is {here[name]}")
+        self._epoch = state["epoch"]
+        self._next_batch = state["batch"]
+        self._started = False
+
+
+def _flatten(dataset: Any) -> tuple[ImageDataset, Tensor]:
+    """The images behind a data set or a partition (of a partition), and which of them belong to it."""
+    if isinstance(dataset, ImageDataset):
+        return dataset, torch.arange(len(dataset))
+    indices = getattr(dataset, "indices", None)
+    inner = getattr(dataset, "data", getattr(dataset, "dataset", None))
+    if indices is None or inner is None:
+        raise TypeError(f"dataset is a {type(dataset).__name__}; it must be an ImageDataset or a partition of one")
+    images, positions = _flatten(inner)
+    return images, positions[torch.as_tensor(indices, dtype=torch.int64)]

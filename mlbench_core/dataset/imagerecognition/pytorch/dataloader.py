@@ -1,0 +1,351 @@
+"""Image data sets: CIFAR-10, MNIST, scikit-learn's digits and ImageNet's folders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mlbench_core.dataset.imagerecognition.pytorch import readers
+from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation
+from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
+from mlbench_core.dataset.util import tools
+from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
+
+__all__ = ["CIFAR10V1", "MNIST", "Digits", "Imagenet"]
+
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)  # of the 50,000 training images
+CIFAR10_STD = (0.2470, 0.2435, 0.2616)
+CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+CIFAR10_ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+_CIFAR10_RECORDS = 10_000
+_CIFAR10_FOLDERS = ("", "cifar-10-batches-bin", "cifar-10-batches-py")
+# The published checksums. Of the other binary batches none is published that could be checked: they are held to their
+# number of records.
+_CIFAR10_MD5 = {
+    "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
+    "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
+    "data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "data_batch_4": "634d18415352ddfa80567beed471001a",
+    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    "test_batch": "40351d587109b95175f43aff81a1287e",
+}
+
+MNIST_MEAN, MNIST_STD = 0.1307, 0.3081  # of the 60,000 training images, 28x28
+MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+_MNIST_FOLDERS = ("", "raw", "MNIST/raw")
+_MNIST_MD5 = {  # of the decompressed content
+    "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+    "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+    "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+    "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+}
+_MNIST_ARCHIVE_MD5 = {
+    "train-images-idx3-ubyte": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte": "d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte": "9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte": "ec29112dd5afa0611ce80d1b7f02629c",
+}
+
+
+class CIFAR10V1(ImageDataset):
+    """CIFAR-10 with the augmentation of He et al. 2015.
+
+    Training images get 4 pixels of zero padding, a random 32x32 crop and random mirroring; all are normalised by the
+    training set's mean and standard deviation. The "binary version" (``data_batch_1.bin``, also as ``.xz`` or ``.gz``)
+    and the "python version" (``data_batch_1``) are both read, from ``root`` or from the folder below it that the
+    archives unpack to. The python version is a pickle; it is read without loading any code of it. Checksums are
+    checked.
+
+    ``targets`` holds the labels, ``images`` the bytes as (N, 3, 32, 32), ``data`` the same as (N, 32, 32, 3) in numpy,
+    as torchvision has them.
+
+    Args:
+        root: Folder that holds the files.
+        train: The 50,000 training images, or the 10,000 test images.
+        download: Whether to download what is missing (162 MB) into ``root``.
+        partial: Whether to be content with a part of the files; of the test set also with its first 1,000 records
+            (``test_batch_first1000.bin``). Figures from a part are no figures of CIFAR-10.
+        augment: Whether to augment; by default the training images are.
+
+    Raises:
+        DatasetNotFoundError: The folder or all of the files are missing.
+        DatasetError: Some files are missing, and ``partial`` was not given, or a file is damaged.
+        DownloadError: The download failed.
+
+    References:
+        Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
+
+        He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        train: bool = True,
+        download: bool = False,
+        *,
+        partial: bool = False,
+        augment: bool | None = None,
+    ) -> None:
+        self.root = Path(root)
+        self.train = train
+        names = [f"data_batch_{number}" for number in range(1, 6)] if train else ["test_batch"]
+        if download and any(_find_cifar_batch(self.root, name, False) is None for name in names):
+            archive = CIFAR10_URL.rsplit("/", 1)[1]
+            tools.maybe_download_and_extract_tar_gz(self.root, archive, CIFAR10_URL, md5=CIFAR10_ARCHIVE_MD5)
+        paths = _cifar_files(self.root, names, partial)
+        parts = [_read_cifar_batch(path) for path in paths]
+        super().__init__(
+            torch.cat([images for images, _ in parts]),
+            torch.cat([labels for _, labels in parts]),
+            CIFAR10_CLASSES,
+            CIFAR10_MEAN,
+            CIFAR10_STD,
+            Augmentation(padding=4, flip=True) if (train if augment is None else augment) else None,
+        )
+
+
+def _find_cifar_batch(root: Path, name: str, partial: bool) -> Path | None:
+    """Where a batch lies, in either version."""
+    names = [f"{name}.bin", name]
+    if partial and name == "test_batch":
+        names.append("test_batch_first1000.bin")
+    return readers.find_file([root / folder for folder in _CIFAR10_FOLDERS], names)
+
+
+def _cifar_files(root: Path, names: list[str], partial: bool) -> list[Path]:
+    """The files of a split, after a look at whether all are there."""
+    help_ = f"give download=True, or unpack {CIFAR10_URL} there"
+    if not root.is_dir():
+        raise DatasetNotFoundError(f"no CIFAR-10 here: the folder {root} does not exist; {help_}")
+    found = {name: _find_cifar_batch(root, name, partial) for name in names}
+    paths = [path for path in found.values() if path is not None]
+    missing = ", ".join(name for name, path in found.items() if path is None)
+    if not paths:
+        raise DatasetNotFoundError(f"no CIFAR-10 in {root}: {missing} (also as .bin, .bin.xz, .bin.gz); {help_}")
+    if missing and not partial:
+        raise DatasetError(f"CIFAR-10 in {root} is not complete: missing {missing}; {help_}, or take partial=True")
+    return paths
+
+
+def _read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
+    """One file, checked."""
+    name = path.name.removesuffix(".xz").removesuffix(".gz")
+    content = readers.read_bytes(path, _CIFAR10_MD5.get(name))
+    parse = readers.parse_cifar_binary if name.endswith(".bin") else readers.parse_cifar_python
+    images, labels = parse(path, content)
+    expected = 1_000 if "first1000" in name else _CIFAR10_RECORDS
+    if len(images) != expected:
+        raise DatasetError(f"{path} is damaged: it holds {len(images)} images and should hold {expected}")
+    return images, labels
+
+
+class MNIST(ImageDataset):
+    """MNIST: handwritten digits, grey, padded with zeros from 28x28 to 32x32.
+
+    Training images get 4 pixels of zero padding and a random crop, and are not mirrored: a mirrored digit is another
+    sign. Files in idx format, plain or ``.gz``, lie in ``root``, ``root/raw`` or ``root/MNIST/raw``; checksums are
+    checked.
+
+    Args:
+        root: Folder that holds the files.
+        train: The 60,000 training images, or the 10,000 test images.
+        download: Whether to download what is missing (12 MB) into ``root``.
+        pad: Zeros on each side: 2 for 32x32, 0 for 28x28.
+        channels: 1, or 3 equal ones for networks made for colour images.
+        augment: Whether to augment; by default the training images are.
+
+    Raises:
+        ValueError: ``pad`` or ``channels`` is not as listed above.
+        DatasetNotFoundError: A file is missing.
+        DatasetError: A file is damaged.
+        DownloadError: The download failed.
+
+    References:
+        LeCun, Bottou, Bengio and Haffner, Gradient-Based Learning Applied to Document Recognition, 1998.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        train: bool = True,
+        download: bool = False,
+        *,
+        pad: int = 2,
+        channels: int = 3,
+        augment: bool | None = None,
+    ) -> None:
+        if pad < 0:
+            raise ValueError(f"pad is {pad}; it must be at least 0 pixels: 2 gives 32x32, 0 gives 28x28")
+        if channels not in (1, 3):
+            raise ValueError(f"channels is {channels}; allowed: 1 and 3")
+        self.root = Path(root)
+        self.train = train
+        split = "train" if train else "t10k"
+        grey = _read_idx(self.root, f"{split}-images-idx3-ubyte", 3, download)
+        labels = _read_idx(self.root, f"{split}-labels-idx1-ubyte", 1, download)
+        super().__init__(
+            _grow_channels(F.pad(grey[:, None], (pad,) * 4), channels),
+            labels,
+            [str(digit) for digit in range(10)],
+            (MNIST_MEAN,) * channels,
+            (MNIST_STD,) * channels,
+            Augmentation(padding=4, flip=False) if (train if augment is None else augment) else None,
+        )
+
+
+def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> Tensor:
+    """One of MNIST's files, downloaded where that is wanted."""
+    folders = [root / folder for folder in _MNIST_FOLDERS]
+    path = readers.find_file(folders, [name])
+    if path is None and download:
+        path = tools.progress_download(f"{MNIST_URL}{name}.gz", root / f"{name}.gz", md5=_MNIST_ARCHIVE_MD5[name])
+    if path is None:
+        raise DatasetNotFoundError(
+            f"no MNIST in {root}: missing {name} (also as .gz); give download=True, or get it from {MNIST_URL}{name}.gz"
+        )
+    return readers.parse_idx(path, readers.read_bytes(path, _MNIST_MD5[name]), dimensions)
+
+
+def _grow_channels(images: Tensor, channels: int) -> Tensor:
+    """Copies of the one channel."""
+    return images.expand(-1, channels, -1, -1).contiguous()
+
+
+class Digits(ImageDataset):
+    """scikit-learn's handwritten digits, enlarged to 32x32: a data set that needs no download.
+
+    1,797 grey images of 8x8, enlarged bilinearly, with three equal channels. A fifth of each class, the same on every
+    machine, is the validation set. Training images get 2 pixels of zero padding and a random crop, and are not
+    mirrored.
+
+    Args:
+        root: Not used: the images come with scikit-learn.
+        train: The training images (1,438), or the validation images (359).
+        channels: 1 or 3.
+        augment: Whether to augment; by default the training images are.
+
+    Raises:
+        ValueError: ``channels`` is not as listed above.
+        MissingDependencyError: scikit-learn is not installed.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        train: bool = True,
+        *,
+        channels: int = 3,
+        augment: bool | None = None,
+    ) -> None:
+        if channels not in (1, 3):
+            raise ValueError(f"channels is {channels}; allowed: 1 and 3")
+        source: Any = require("sklearn.datasets", "vision")
+        digits = source.load_digits()
+        self.train = train
+        small = torch.from_numpy(digits.images).float()[:, None] / 16  # grey levels from 0 to 16
+        large = F.interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
+        images = large.mul(255).round().to(torch.uint8)
+        training, validation = _stratified_split(digits.target)
+        reference = images[training].double() / 255
+        chosen = training if train else validation
+        super().__init__(
+            _grow_channels(images[chosen], channels),
+            torch.from_numpy(digits.target.astype(np.int64))[chosen],
+            [str(digit) for digit in range(10)],
+            (reference.mean().item(),) * channels,
+            (reference.std().item(),) * channels,
+            Augmentation(padding=2, flip=False) if (train if augment is None else augment) else None,
+        )
+
+
+def _stratified_split(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions for training and, of each class a fifth, for validation."""
+    generator = np.random.default_rng(0)
+    validation: list[int] = []
+    for label in np.unique(labels):
+        members = generator.permutation(np.flatnonzero(labels == label))
+        validation += members[: round(len(members) / 5)].tolist()
+    held_out = np.zeros(len(labels), dtype=bool)
+    held_out[validation] = True
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+class Imagenet(Dataset):
+    """ImageNet, or any images in one folder for each class.
+
+    The images lie in ``root/train/<class>/`` and ``root/val/<class>/``. Training images get a random crop of 224x224 at
+    a random scale, and random mirroring; validation images are resized to 256 and cropped in the middle. All are
+    normalised by ImageNet's mean and standard deviation.
+
+    Args:
+        root: Folder that holds ``train`` and ``val``.
+        train: Which of the two.
+
+    Attributes:
+        classes: Names of the classes, sorted.
+        class_to_idx: Number of each class.
+        samples: Path and class of each image.
+        targets: Class of each image.
+        transform: What is done to an image; may be set.
+
+    Raises:
+        DatasetNotFoundError: The folder is missing or holds no images.
+        MissingDependencyError: torchvision is not installed.
+
+    References:
+        Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, arXiv:1409.0575.
+    """
+
+    mean = (0.485, 0.456, 0.406)
+    std = (0.229, 0.224, 0.225)
+
+    def __init__(self, root: str | os.PathLike[str], train: bool = True) -> None:
+        from mlbench_core import _torchvision
+
+        self.root = Path(root)
+        self.train = train
+        folder = self.root / ("train" if train else "val")
+        if not folder.is_dir():
+            raise DatasetNotFoundError(
+                f"no ImageNet here: the folder {folder} does not exist; it must hold one folder of images for each "
+                "class (https://image-net.org/download)"
+            )
+        try:
+            self._images = _torchvision.load("datasets").ImageFolder(str(folder))
+        except FileNotFoundError as error:
+            raise DatasetNotFoundError(f"no ImageNet in {folder}: {error}") from error
+        self.transform = _imagenet_transform(_torchvision.load("transforms"), train, self.mean, self.std)
+        self.classes: list[str] = self._images.classes
+        self.class_to_idx: dict[str, int] = self._images.class_to_idx
+        self.samples: list[tuple[str, int]] = self._images.samples
+        self.targets: list[int] = self._images.targets
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            image, label = self._images[index]
+        except OSError as error:
+            raise DatasetError(f"{self.samples[index][0]} is damaged: {error}") from error
+        return self.transform(image), label
+
+
+def _imagenet_transform(transforms: Any, train: bool, mean: tuple[float, ...], std: tuple[float, ...]) -> Any:
+    """The usual transforms of either split."""
+    if train:
+        steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
+    else:
+        steps = [transforms.Resize(256), transforms.CenterCrop(224)]
+    return transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(mean, std)])

@@ -1,0 +1,179 @@
+"""Readers of the files in which image data sets are published. None of them ever loads pickled code."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import lzma
+import pickle
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mlbench_core.errors import DatasetError
+
+__all__ = ["find_file", "parse_cifar_binary", "parse_cifar_python", "parse_idx", "read_bytes"]
+
+_SUFFIXES = ("", ".xz", ".gz")
+_CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
+
+
+def find_file(folders: Iterable[Path], names: Iterable[str]) -> Path | None:
+    """The first file that is there, as it is or compressed by xz or gzip.
+
+    Args:
+        folders: Where to look, the first choice first.
+        names: Names it may have, the first choice first.
+
+    Returns:
+        Its path, or None.
+    """
+    candidates = list(names)
+    for folder in folders:
+        for name in candidates:
+            for suffix in _SUFFIXES:
+                if (path := folder / (name + suffix)).is_file():
+                    return path
+    return None
+
+
+def read_bytes(path: Path, md5: str | None = None) -> bytes:
+    """The content of a file, decompressed where its name ends in ``.xz`` or ``.gz``.
+
+    Args:
+        path: The file.
+        md5: MD5 that the decompressed content must have; None where it is not known.
+
+    Returns:
+        The content.
+
+    Raises:
+        DatasetError: It cannot be decompressed or has another checksum.
+    """
+    try:
+        if path.suffix == ".xz":
+            content = lzma.decompress(path.read_bytes())
+        elif path.suffix == ".gz":
+            content = gzip.decompress(path.read_bytes())
+        else:
+            content = path.read_bytes()
+    except (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DatasetError(f"{path} is damaged: {error}; delete it and get it again") from error
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest() if md5 else None
+    if found != md5:
+        raise DatasetError(
+            f"{path} is damaged: the md5 of its content is {found} and should be {md5}; delete it and get it again"
+        )
+    return content
+
+
+def parse_cifar_binary(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
+    """Parse CIFAR-10's "binary version": records of one label byte and three planes of 32x32 bytes.
+
+    Args:
+        path: Where it came from, for messages.
+        content: The records.
+
+    Returns:
+        Images, uint8 of shape (N, 3, 32, 32), and labels, int64 of shape (N,).
+
+    Raises:
+        DatasetError: It is no whole number of records, or a label is above 9.
+    """
+    if not content or len(content) % _CIFAR_RECORD_BYTES:
+        raise DatasetError(
+            f"{path} is damaged: {len(content)} bytes are no whole number of records of {_CIFAR_RECORD_BYTES} bytes"
+        )
+    records = np.frombuffer(content, dtype=np.uint8).reshape(-1, _CIFAR_RECORD_BYTES)
+    return _images(path, records[:, 1:], records[:, 0])
+
+
+def parse_cifar_python(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
+    """Parse CIFAR-10's "python version": a pickle of a dictionary with an array and a list.
+
+    The pickle is read by an unpickler that knows plain containers, numbers, texts and numpy arrays, and refuses every
+    other class or function before it is looked up; so no code of the file runs.
+
+    Args:
+        path: Where it came from, for messages.
+        content: The pickle.
+
+    Returns:
+        Images, uint8 of shape (N, 3, 32, 32), and labels, int64 of shape (N,).
+
+    Raises:
+        DatasetError: It holds anything else.
+    """
+    try:
+        entries = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+        named = {key.decode() if isinstance(key, bytes) else key: value for key, value in entries.items()}
+        rows, labels = np.asarray(named["data"]), np.asarray(named["labels"])
+    except DatasetError as error:
+        raise DatasetError(f"{path}: {error}") from error
+    except Exception as error:  # a damaged pickle may raise nearly anything
+        raise DatasetError(f"{path} is damaged: {type(error).__name__}: {error}; delete it and get it again") from error
+    if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape != (len(labels), _CIFAR_RECORD_BYTES - 1):
+        raise DatasetError(f"{path} is damaged: data is {rows.dtype} of shape {rows.shape} for {len(labels)} labels")
+    return _images(path, rows, labels)
+
+
+def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Rows of bytes as images."""
+    if labels.min() < 0 or labels.max() > 9:
+        raise DatasetError(f"{path} is damaged: a label is {labels.max()}, but classes go from 0 to 9")
+    images = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1, 3, 32, 32).copy())
+    return images, torch.from_numpy(labels.astype(np.int64))
+
+
+def _reconstruct_array() -> Any:
+    """The function by which numpy's arrays rebuild themselves, wherever this version of numpy keeps it."""
+    return np.zeros(1).__reduce__()[0]  # type: ignore[index]
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """What Python 2's bytes are written with; for latin-1 only."""
+    if encoding not in ("latin1", "latin-1"):
+        raise DatasetError(f"the pickle asks for the encoding {encoding!r}, which no array needs")
+    return text.encode("latin-1")
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """An unpickler that knows no code but numpy's arrays."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The four names that arrays need; everything else is refused."""
+        if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+            return _reconstruct_array()
+        allowed = {("numpy", "ndarray"): np.ndarray, ("numpy", "dtype"): np.dtype, ("_codecs", "encode"): _encode}
+        if (module, name) not in allowed:
+            raise DatasetError(f"the pickle asks for {module}.{name}, which is no array; it was not loaded")
+        return allowed[module, name]
+
+
+def parse_idx(path: Path, content: bytes, dimensions: int) -> Tensor:
+    """Parse MNIST's idx format: big-endian sizes, then bytes.
+
+    Args:
+        path: Where it came from, for messages.
+        content: The file, decompressed.
+        dimensions: Number of dimensions it must have: 3 for images, 1 for labels.
+
+    Returns:
+        uint8 tensor of the sizes that the file names.
+
+    Raises:
+        DatasetError: It is no such file, or has another length than its sizes say.
+    """
+    start = 4 + 4 * dimensions
+    if len(content) < start or content[:4] != bytes((0, 0, 8, dimensions)):
+        raise DatasetError(f"{path} is damaged: it is no idx file of bytes with {dimensions} dimensions")
+    shape = [int(size) for size in np.frombuffer(content, dtype=">u4", count=dimensions, offset=4)]
+    if len(content) - start != int(np.prod(shape)):
+        raise DatasetError(f"{path} is damaged: {len(content) - start} bytes for the sizes {shape}")
+    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape).copy())

@@ -1,0 +1,431 @@
+"""Downloads that can be cut off, and archives that cannot leave their folder.
+
+No framework is imported here.
+"""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import stat
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from mlbench_core.errors import DatasetError, DownloadError
+
+if TYPE_CHECKING:
+    import requests
+
+__all__ = [
+    "check_digest",
+    "maybe_download_and_extract_bz2",
+    "maybe_download_and_extract_tar_gz",
+    "maybe_download_and_extract_zip",
+    "progress_download",
+]
+
+_CHUNK_BYTES = 1 << 16
+_RETRY_STATUS = (408, 429, 500, 502, 503, 504)
+
+
+def progress_download(
+    url: str,
+    dest: str | os.PathLike[str],
+    *,
+    sha256: str | None = None,
+    md5: str | None = None,
+    attempts: int = 5,
+    timeout_s: float = 30.0,
+) -> Path:
+    """Download a file, with a progress bar where standard error is a terminal.
+
+    The bytes go to ``dest`` + ``.part``, which is renamed when it is complete and its checksum is right, so ``dest`` is
+    never half a file. A connection that is cut is taken up where it broke; so is what an earlier call left, as long as
+    the server says it still has the same file. A ``dest`` that is there already and has the right checksum is kept as
+    it is; without a checksum it is downloaded anew.
+
+    Args:
+        url: Where from, http or https.
+        dest: The file to make; folders above it are made too.
+        sha256: SHA-256 that it must have, in hexadecimal digits.
+        md5: MD5 that it must have, in hexadecimal digits: for data sets that publish no better one.
+        attempts: How often in a row a transfer may fail without a byte of progress, at least 1.
+        timeout_s: Seconds to wait for a connection, and for each piece of the answer.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError: ``attempts`` is below 1.
+        DownloadError: It could not be fetched, its checksum is wrong, or the disk is full.
+    """
+    if attempts < 1:
+        raise ValueError(f"attempts is {attempts}; it must be at least 1")
+    path = Path(dest)
+    digests = {name: value.lower() for name, value in (("sha256", sha256), ("md5", md5)) if value}
+    if digests and path.is_file() and not _wrong_digests(path, digests):
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    try:
+        with _session() as session:
+            resumed = _fetch(session, url, part, attempts, timeout_s)
+            wrong = _wrong_digests(part, digests)
+            if wrong and resumed:  # what was left from before may be of another file: once more, from the start
+                _discard(part)
+                _fetch(session, url, part, attempts, timeout_s)
+                wrong = _wrong_digests(part, digests)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DownloadError(f"the disk is full: {url} does not fit beside {path}; free some space") from error
+        raise
+    if wrong:
+        _discard(part)
+        raise DownloadError(f"{url} is not what it should be: {wrong}; nothing was kept, try again or another mirror")
+    os.replace(part, path)
+    _validator_file(part).unlink(missing_ok=True)
+    return path
+
+
+def _session() -> requests.Session:
+    """A session that waits and tries again where no connection can be made."""
+    import requests
+    from requests.adapters import HTTPAdapter
+    from urllib3.util import Retry
+
+    retry = Retry(total=None, connect=3, read=0, status=3, backoff_factor=0.3, status_forcelist=_RETRY_STATUS)
+    retry.raise_on_status = False
+    session = requests.Session()
+    session.mount("http://", HTTPAdapter(max_retries=retry))
+    session.mount("https://", HTTPAdapter(max_retries=retry))
+    return session
+
+
+def _fetch(session: requests.Session, url: str, part: Path, attempts: int, timeout_s: float) -> bool:
+    """Bring ``part`` to its full length. Returns whether it rests on bytes from an earlier call."""
+    import requests
+
+    resumed = part.exists() and _validator_file(part).exists()
+    if not resumed:
+        _discard(part)
+    left = attempts
+    while True:
+        before = part.stat().st_size if part.exists() else 0
+        try:
+            _transfer(session, url, part, timeout_s)
+            return resumed
+        except requests.RequestException as error:
+            progress = (part.stat().st_size if part.exists() else 0) > before
+            left = attempts if progress else left - 1
+            if left <= 0:
+                raise DownloadError(f"could not download {url}: {error} (tried {attempts} times)") from error
+
+
+def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float) -> None:
+    """One request: append what is missing, or start anew where the server has another file or knows no ranges."""
+    import requests
+
+    have = part.stat().st_size if part.exists() else 0
+    headers = {"Accept-Encoding": "identity"}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+        if validator := _read_validator(part):
+            headers["If-Range"] = validator
+    with session.get(url, headers=headers, stream=True, timeout=timeout_s) as answer:
+        if answer.status_code == 416:  # nothing is left to send, or the file is another one
+            if answer.headers.get("Content-Range", "").endswith(f"/{have}"):
+                return
+            _discard(part)
+            raise requests.ConnectionError("the server's file is shorter than what was here: starting anew")
+        if answer.status_code >= 500 or answer.status_code in _RETRY_STATUS:
+            raise requests.ConnectionError(f"the server answered {answer.status_code} {answer.reason}")
+        if answer.status_code not in (200, 206):
+            raise DownloadError(f"could not download {url}: the server answered {answer.status_code} {answer.reason}")
+        if answer.status_code == 200 or not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+            if answer.status_code == 206:
+                _discard(part)
+                raise requests.ConnectionError("the server sent another range than was asked for")
+            have = 0
+        _write(answer, part, have)
+
+
+def _write(answer: requests.Response, part: Path, have: int) -> None:
+    """Write the body of an answer behind the first ``have`` bytes of ``part``."""
+    length = answer.headers.get("Content-Length")
+    total = have + int(length) if length and length.isdigit() else None
+    free = shutil.disk_usage(part.parent).free
+    if total is not None and total - have > free:
+        raise DownloadError(
+            f"the disk is full: {answer.url} needs {total - have} more bytes, {part.parent} has {free}; free some space"
+        )
+    if validator := answer.headers.get("ETag") or answer.headers.get("Last-Modified"):
+        _validator_file(part).write_text(json.dumps({"validator": validator}))
+    with part.open("r+b" if have else "wb") as file, _progress(part.name.removesuffix(".part"), have, total) as advance:
+        file.seek(have)
+        for chunk in answer.iter_content(_CHUNK_BYTES):
+            file.write(chunk)
+            advance(len(chunk))
+
+
+@contextlib.contextmanager
+def _progress(name: str, done: int, total: int | None) -> Iterator[Any]:
+    """A progress bar on a terminal, else nothing; yields the function that takes a number of bytes."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(name, total=total, completed=done)
+        yield lambda count: bar.update(task, advance=count)
+
+
+def _validator_file(part: Path) -> Path:
+    """Where the server's mark of the file's version is kept, beside the unfinished file."""
+    return part.with_name(part.name + ".json")
+
+
+def _read_validator(part: Path) -> str | None:
+    """The mark for If-Range; a weak ETag is no good for ranges (RFC 9110, section 13.1.5)."""
+    try:
+        validator = json.loads(_validator_file(part).read_text()).get("validator")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return None if not isinstance(validator, str) or validator.startswith("W/") else validator
+
+
+def _discard(part: Path) -> None:
+    """Throw an unfinished file away."""
+    part.unlink(missing_ok=True)
+    _validator_file(part).unlink(missing_ok=True)
+
+
+def _wrong_digests(path: Path, digests: dict[str, str]) -> str:
+    """What is wrong with a file's checksums, or an empty text."""
+    for name, expected in digests.items():
+        with path.open("rb") as file:
+            found = _digest(file, name)
+        if found != expected:
+            return f"its {name} is {found} and should be {expected}"
+    return ""
+
+
+def _digest(file: IO[bytes], name: str) -> str:
+    """Checksum of an open file, in hexadecimal digits."""
+    digest = hashlib.new(name, usedforsecurity=False) if name == "md5" else hashlib.new(name)
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_digest(path: str | os.PathLike[str], *, sha256: str | None = None, md5: str | None = None) -> None:
+    """Check a file against its published checksum.
+
+    Args:
+        path: The file.
+        sha256: SHA-256 that it must have, in hexadecimal digits.
+        md5: MD5 that it must have, in hexadecimal digits.
+
+    Raises:
+        DatasetError: It has another one.
+    """
+    digests = {name: value.lower() for name, value in (("sha256", sha256), ("md5", md5)) if value}
+    if wrong := _wrong_digests(Path(path), digests):
+        raise DatasetError(f"{path} is damaged: {wrong}; delete it and get it again")
+
+
+def maybe_download_and_extract_bz2(
+    root: str | os.PathLike[str],
+    file_name: str,
+    data_url: str,
+    *,
+    sha256: str | None = None,
+    md5: str | None = None,
+) -> Path:
+    """Download a ``.bz2`` file where it is not there yet, and decompress it beside itself.
+
+    Args:
+        root: Folder; it is made where it is not there.
+        file_name: Name of the compressed file below ``root``, ending in ``.bz2``.
+        data_url: Where it comes from.
+        sha256: SHA-256 of the compressed file.
+        md5: MD5 of the compressed file.
+
+    Returns:
+        Path of the decompressed file: that of the compressed one without ``.bz2``.
+
+    Raises:
+        ValueError: The name does not end in ``.bz2`` or leaves the folder.
+        DownloadError: It could not be downloaded.
+        DatasetError: The file is damaged.
+    """
+    if not file_name.endswith(".bz2"):
+        raise ValueError(f"file_name is {file_name!r}; it must end in .bz2")
+    with _archive(root, file_name, data_url, sha256, md5) as archive:
+        target = archive.with_suffix("")
+        try:
+            with bz2.open(archive) as source, tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as copy:
+                try:
+                    shutil.copyfileobj(source, copy, 1 << 20)
+                except BaseException:
+                    os.unlink(copy.name)
+                    raise
+        except (EOFError, OSError) as error:
+            raise _damaged(archive, error) from error
+        os.replace(copy.name, target)
+    return target
+
+
+def maybe_download_and_extract_tar_gz(
+    root: str | os.PathLike[str],
+    file_name: str,
+    data_url: str,
+    *,
+    sha256: str | None = None,
+    md5: str | None = None,
+) -> Path:
+    """Download a ``.tar.gz`` (or otherwise compressed tar) where it is not there yet, and unpack it into ``root``.
+
+    Only plain files and folders below ``root`` are written: an archive with an absolute path, with ``..``, with a link
+    or a device is refused as a whole, before anything is unpacked.
+
+    Args:
+        root: Folder; it is made where it is not there.
+        file_name: Name of the archive below ``root``.
+        data_url: Where it comes from.
+        sha256: SHA-256 of the archive.
+        md5: MD5 of the archive.
+
+    Returns:
+        ``root``.
+
+    Raises:
+        ValueError: The name leaves the folder.
+        DownloadError: It could not be downloaded.
+        DatasetError: The archive is damaged or tries to leave the folder.
+    """
+    folder = Path(root)
+    with _archive(root, file_name, data_url, sha256, md5) as archive:
+        try:
+            with tarfile.open(archive, "r:*") as tar:
+                members = tar.getmembers()
+                for member in members:
+                    _check_member(folder, archive, member.name, plain=member.isfile() or member.isdir())
+                for member in members:
+                    _extract_tar_member(tar, member, folder)
+        except (tarfile.TarError, EOFError, OSError) as error:
+            raise _damaged(archive, error) from error
+    return folder
+
+
+def maybe_download_and_extract_zip(
+    root: str | os.PathLike[str],
+    file_name: str,
+    data_url: str,
+    *,
+    sha256: str | None = None,
+    md5: str | None = None,
+) -> Path:
+    """Download a ``.zip`` where it is not there yet, and unpack it into ``root``.
+
+    As careful as :func:`maybe_download_and_extract_tar_gz`.
+
+    Args:
+        root: Folder; it is made where it is not there.
+        file_name: Name of the archive below ``root``.
+        data_url: Where it comes from.
+        sha256: SHA-256 of the archive.
+        md5: MD5 of the archive.
+
+    Returns:
+        ``root``.
+
+    Raises:
+        ValueError: The name leaves the folder.
+        DownloadError: It could not be downloaded.
+        DatasetError: The archive is damaged or tries to leave the folder.
+    """
+    folder = Path(root)
+    with _archive(root, file_name, data_url, sha256, md5) as archive:
+        try:
+            with zipfile.ZipFile(archive) as zipped:
+                for entry in zipped.infolist():
+                    kind = stat.S_IFMT(entry.external_attr >> 16)
+                    _check_member(folder, archive, entry.filename, plain=kind in (0, stat.S_IFREG, stat.S_IFDIR))
+                zipped.extractall(folder)
+        except (zipfile.BadZipFile, EOFError, OSError, RuntimeError) as error:
+            raise _damaged(archive, error) from error
+    return folder
+
+
+def _extract_tar_member(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    """Unpack a member that was checked, through tar's own filter as well where this Python has it."""
+    if hasattr(tarfile, "data_filter"):
+        tar.extract(member, folder, filter="data")
+    else:  # Python before 3.10.12 and 3.11.4
+        tar.extract(member, folder, set_attrs=False)
+
+
+@contextlib.contextmanager
+def _archive(
+    root: str | os.PathLike[str], file_name: str, data_url: str, sha256: str | None, md5: str | None
+) -> Iterator[Path]:
+    """The downloaded archive, while no other process on this machine downloads or unpacks it."""
+    folder = Path(root)
+    path = folder / file_name
+    if not _is_below(folder, path) or path.name in ("", ".", ".."):
+        raise ValueError(f"file_name is {file_name!r}; it must name a file below {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _exclusive(path.with_name(f".{path.name}.lock")):
+        if not path.is_file():
+            progress_download(data_url, path, sha256=sha256, md5=md5)
+        else:
+            check_digest(path, sha256=sha256, md5=md5)
+        yield path
+
+
+@contextlib.contextmanager
+def _exclusive(lock: Path) -> Iterator[None]:
+    """Wait until no other process holds the lock. The system frees it when its holder ends, however it ends."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        try:
+            import fcntl
+        except ImportError:  # not a POSIX system
+            yield
+            return
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _check_member(folder: Path, archive: Path, name: str, plain: bool) -> None:
+    """Refuse what could write outside the folder."""
+    parts = name.replace("\\", "/").split("/")
+    if name.startswith(("/", "\\")) or ".." in parts or ":" in parts[0] or not _is_below(folder, folder / name):
+        raise DatasetError(f"{archive} tries to write outside {folder}: {name!r}; nothing was unpacked")
+    if not plain:
+        raise DatasetError(f"{archive} holds {name!r}, which is a link or a device; nothing was unpacked")
+
+
+def _is_below(folder: Path, path: Path) -> bool:
+    """Whether a path lies in a folder once all links on the way are followed."""
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def _damaged(archive: Path, error: Exception) -> DatasetError:
+    """What to say of an archive that cannot be read, or for which there is no room."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return DatasetError(f"{archive} could not be unpacked: {error}")
+    return DatasetError(f"{archive} is damaged: {error}; delete it and get it again")
