@@ -1,0 +1,139 @@
+"""The aggregation by itself, in a world of size 1; tests/optim has what k workers do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mlbench_core.aggregation.pytorch import AVG_CUSTOM, AVG_WORLD, Aggregation, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.timing import CommunicationClock
+from tests.helpers.ranks import run_ranks
+
+
+def model_with_gradients() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 6.0)
+    return model
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_one_worker_keeps_its_bits(by_layer: bool) -> None:
+    model = model_with_gradients()
+    before = copy.deepcopy(model)
+    aggregation = AllReduceAggregation(world_size=1)
+    aggregation.agg_grad(by_layer=by_layer)(model, AVG_WORLD)
+    aggregation.agg_model(by_layer=by_layer)(model, AVG_WORLD)
+    for now, then in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(now, then)
+        assert torch.equal(now.grad, torch.full_like(now, 6.0))
+    assert aggregation.bytes_sent == aggregation.last_bytes == 0
+    assert aggregation.compression_ratio == 1
+
+
+@pytest.mark.parametrize("divide_before", [False, True])
+@pytest.mark.parametrize("denom", [4, 4.0, torch.tensor(4), torch.tensor([4.0]), torch.tensor([[4.0]]).double()])
+def test_a_custom_denominator_divides_in_place(denom: Any, divide_before: bool) -> None:
+    model = model_with_gradients()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    aggregation = AllReduceAggregation(None, divide_before=divide_before)
+    aggregation.agg_grad()(model, AVG_CUSTOM, denom=denom)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, torch.full_like(gradient, 1.5))
+
+
+@pytest.mark.parametrize("denom", [0, -1, float("nan"), float("inf"), torch.tensor(0.0)])
+def test_a_denominator_must_be_positive(denom: Any) -> None:
+    with pytest.raises(ValueError, match="denom must be a positive finite number, not"):
+        AllReduceAggregation(1).agg_grad()(model_with_gradients(), AVG_CUSTOM, denom)
+
+
+def test_a_denominator_is_one_number_and_needed() -> None:
+    aggregate = AllReduceAggregation(1).agg_model()
+    with pytest.raises(ValueError, match=r"one element, not shape \(2,\)"):
+        aggregate(model_with_gradients(), AVG_CUSTOM, torch.ones(2))
+    with pytest.raises(ValueError, match="give denom"):
+        aggregate(model_with_gradients(), AVG_CUSTOM)
+
+
+@pytest.mark.parametrize("kind", [ValueError, NotImplementedError])
+@pytest.mark.parametrize("which", ["agg_grad", "agg_model"])
+def test_an_unknown_operation_names_the_known_ones(which: str, kind: type[Exception]) -> None:
+    aggregate = getattr(AllReduceAggregation(1), which)()
+    with pytest.raises(kind, match="op must be one of 'avg_world', 'avg_custom', not 'sum'"):
+        aggregate(model_with_gradients(), "sum")
+
+
+def test_weights_and_statistics_keep_their_memory_and_counters_their_value() -> None:
+    model = model_with_gradients()
+    tensors = [*model.parameters(), *model.buffers()]
+    memory = [tensor.data_ptr() for tensor in tensors]
+    before = copy.deepcopy(model.state_dict())
+    AllReduceAggregation(1).agg_model()(model, AVG_CUSTOM, denom=2)
+    assert memory == [tensor.data_ptr() for tensor in tensors]
+    for name, now in model.state_dict().items():
+        assert torch.equal(now, before[name] / 2 if now.is_floating_point() else before[name])
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"gradient of '0\.weight' has layout torch\.sparse_coo; only dense"):
+        AllReduceAggregation(1).agg_grad()(model, AVG_WORLD)
+
+
+def test_the_base_class_is_abstract() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Aggregation()
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_functions_can_be_copied(copying: Any) -> None:
+    model = model_with_gradients()
+    copying(AllReduceAggregation(1, divide_before=True).agg_grad(by_layer=True))(model, AVG_CUSTOM, 2)
+    assert model[0].weight.grad.unique().item() == 3
+
+
+def test_the_clock_hands_out_each_interval_once_and_keeps_few() -> None:
+    clock = CommunicationClock(limit=2)
+    for size_bytes in (1, 2, 3):
+        with clock.measure(torch.device("cpu")) as interval:
+            interval.size_bytes = size_bytes
+    assert [size_bytes for _, size_bytes in clock.finished()] == [2, 3]
+    assert list(clock.finished()) == []
+    assert list(copy.deepcopy(clock).finished()) == []
+
+
+class Alternating(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.zeros(2, dtype=dtype) for _ in range(3))
+
+
+def rotate_unused(rank: int, world_size: int, dtype: torch.dtype) -> list[list[Any]]:
+    """Each round other workers lack other gradients."""
+    results = []
+    for by_layer in (False, True):
+        aggregation = AllReduceAggregation(world_size)
+        aggregate = aggregation.agg_grad(by_layer=by_layer)
+        for turn in range(4):
+            model = Alternating(dtype)
+            for i, part in enumerate(model.parts):
+                if (turn + i) % 4 == rank:
+                    part.grad = torch.full_like(part, 4.0)
+            aggregate(model, AVG_WORLD)
+            results.append([None if part.grad is None else part.grad.tolist() for part in model.parts])
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float16])
+def test_whoever_has_a_gradient_gives_it_to_all(dtype: torch.dtype) -> None:
+    for result in run_ranks(2, rotate_unused, dtype):
+        one_round = [[[2.0, 2.0] if (turn + i) % 4 < 2 else None for i in range(3)] for turn in range(4)]
+        assert result == one_round * 2
