@@ -1,0 +1,283 @@
+"""Finding the master, and the embedded one: starting it in the background, stopping it.
+
+A master is looked for in this order: ``--dashboard-url``, ``MLBENCH_MASTER_URL``, the settings file, the embedded
+master that this user started last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mlbench_core.cli import _settings
+from mlbench_core.cli._client import MasterClient, normalize_url
+from mlbench_core.cli._output import remark
+from mlbench_core.errors import ConfigurationError, MasterError, MasterNotFoundError, MissingDependencyError
+from mlbench_core.utils.paths import user_folder
+
+__all__ = ["DEFAULT_HOST", "DEFAULT_PORT", "Location", "connect", "find", "find_or_start", "stop_embedded"]
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 5080
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+_LOCK = "master.lock"
+_PORTS_TRIED = 50
+
+
+class Location(NamedTuple):
+    """Where a master is, and who said so."""
+
+    url: str
+    token: str | None
+    source: str
+
+
+def configured(dashboard_url: str | None = None) -> Location | None:
+    """The master that the user named; ``None`` where there is no such.
+
+    Args:
+        dashboard_url: Value of ``--dashboard-url``.
+    """
+    token = os.environ.get("MLBENCH_TOKEN") or None
+    if dashboard_url:
+        return Location(normalize_url(dashboard_url), token or _known_token(dashboard_url), "--dashboard-url")
+    if os.environ.get("MLBENCH_MASTER_URL"):
+        url = normalize_url(os.environ["MLBENCH_MASTER_URL"])
+        return Location(url, token or _known_token(url), "MLBENCH_MASTER_URL")
+    settings = _settings.read(_settings.SETTINGS)
+    if settings.get("master_url"):
+        return Location(normalize_url(str(settings["master_url"])), token or settings.get("token"), _settings.SETTINGS)
+    return None
+
+
+def _known_token(url: str) -> str | None:
+    """The remembered token of a master at this address, so that naming the embedded one by hand works too."""
+    for name, key in ((_settings.SETTINGS, "master_url"), (_settings.MASTER, "url")):
+        known = _settings.read(name)
+        if known.get(key) and normalize_url(str(known[key])) == normalize_url(url):
+            return known.get("token") or None
+    return None
+
+
+def embedded() -> Location | None:
+    """The embedded master, if it is running."""
+    known = _settings.read(_settings.MASTER)
+    if not known.get("url") or not _alive(known.get("pid")):
+        return None
+    location = Location(str(known["url"]), os.environ.get("MLBENCH_TOKEN") or known.get("token"), "the embedded master")
+    return location if _healthy(location) else None
+
+
+def find(dashboard_url: str | None = None) -> Location:
+    """Where the master is.
+
+    Args:
+        dashboard_url: Value of ``--dashboard-url``.
+
+    Returns:
+        Its place. One that the user named is not asked whether it is there.
+
+    Raises:
+        MasterNotFoundError: None is named, and the embedded one does not run.
+    """
+    location = configured(dashboard_url) or embedded()
+    if location is None:
+        raise MasterNotFoundError(
+            "no master is running: start one with 'mlbench master' (or 'mlbench run', which starts it by itself), "
+            "or name one with --dashboard-url or MLBENCH_MASTER_URL"
+        )
+    return location
+
+
+def connect(dashboard_url: str | None = None) -> MasterClient:
+    """A client of the master that :func:`find` finds."""
+    location = find(dashboard_url)
+    return MasterClient(location.url, location.token)
+
+
+def find_or_start(dashboard_url: str | None = None) -> Location:
+    """Where the master is; with none named and none running, start the embedded one in the background.
+
+    Two calls at the same time start one master.
+
+    Args:
+        dashboard_url: Value of ``--dashboard-url``.
+
+    Raises:
+        MasterError: It did not start; the message has the end of its log.
+        MissingDependencyError: The master's packages are not installed.
+    """
+    location = configured(dashboard_url) or embedded()
+    if location is not None:
+        return location
+    check_installed()
+    with _settings.lock(_LOCK):
+        location = embedded()
+        if location is None:
+            location = _start()
+            remark(f"started the master: {location.url} (stop it with 'mlbench master --stop')")
+    return location
+
+
+def check_installed() -> None:
+    """Raise unless the master and its packages can be imported.
+
+    Raises:
+        MissingDependencyError: One of them is missing; the message has the pip line.
+    """
+    for package in ("fastapi", "uvicorn", "sqlalchemy", "psutil", "mlbench_master"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingDependencyError(
+                f"the master needs the package '{package}', which is not installed: pip install 'mlbench-core[master]'"
+            )
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise unless a server can listen there.
+
+    Raises:
+        ConfigurationError: The port is in use, or the address is none of this machine's.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigurationError(f"port {port} on {host} is in use; choose another with --port") from None
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+
+def master_command(host: str, port: int, database_url: str | None = None, data_dir: str | None = None) -> list[str]:
+    """The command of a master process. Its token goes through MLBENCH_TOKEN: arguments are visible to every user."""
+    command = [sys.executable, "-m", "mlbench_master", "--host", host, "--port", str(port)]
+    if database_url:
+        command += ["--database-url", database_url]
+    if data_dir:
+        command += ["--data-dir", data_dir]
+    return command
+
+
+def record(url: str, pid: int, token: str | None) -> None:
+    """Remember the embedded master for later commands."""
+    _settings.remember(_settings.MASTER, {"url": url, "pid": pid, "token": token})
+
+
+def _free_port() -> int:
+    for port in range(DEFAULT_PORT, DEFAULT_PORT + _PORTS_TRIED):
+        with contextlib.suppress(ConfigurationError):
+            check_port(DEFAULT_HOST, port)
+            return port
+    last = DEFAULT_PORT + _PORTS_TRIED - 1
+    raise ConfigurationError(f"no port from {DEFAULT_PORT} to {last} is free; start one with 'mlbench master --port P'")
+
+
+def _start() -> Location:
+    port = _free_port()
+    log = user_folder("master.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    token = os.environ.get("MLBENCH_TOKEN") or None
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            master_command(DEFAULT_HOST, port),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    location = Location(f"http://{DEFAULT_HOST}:{port}", token, "the embedded master")
+    try:
+        _await_health(process, location, log)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    record(location.url, process.pid, token)
+    process.returncode = 0  # it goes on without us: no warning that a child was left running
+    return location
+
+
+def _await_health(process: subprocess.Popen[bytes], location: Location, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    pause = threading.Event()
+    while not _healthy(location):
+        if process.poll() is not None:
+            raise MasterError(f"the master ended at its start: {_last_line(log)} (all of it: {log})")
+        if time.monotonic() > deadline:
+            raise MasterError(f"the master did not answer within {START_TIMEOUT_S:g} s; its log: {log}")
+        pause.wait(0.1)
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else "it wrote nothing"
+
+
+def _healthy(location: Location) -> bool:
+    with MasterClient(location.url, location.token, timeout_s=5.0) as client:
+        try:
+            return client.health().get("status") == "ok"
+        except MasterError:
+            return False
+
+
+def _alive(pid: object) -> bool:
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return not _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rsplit(")", 1)[-1].split()[:1] == ["Z"]
+
+
+def stop_embedded() -> Mapping[str, Any]:
+    """Stop the embedded master; it stops its runs.
+
+    Returns:
+        What was known of it: ``url`` and ``pid``.
+
+    Raises:
+        MasterNotFoundError: None is running.
+        MasterError: It did not end in time.
+    """
+    with _settings.lock(_LOCK):
+        known = _settings.read(_settings.MASTER)
+        location = embedded()
+        if location is None:
+            if not _alive(known.get("pid")):
+                _settings.forget(_settings.MASTER)
+            raise MasterNotFoundError("no embedded master is running")
+        pid = int(known["pid"])
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        pause = threading.Event()
+        while _alive(pid):
+            if time.monotonic() > deadline:
+                raise MasterError(f"the master (process {pid}) did not end within {STOP_TIMEOUT_S:g} s")
+            pause.wait(0.05)
+        _settings.forget(_settings.MASTER)
+        return {"url": location.url, "pid": pid}

@@ -1,0 +1,110 @@
+"""The command group: subcommands by name, loaded on first use; errors as one line and an exit status.
+
+Only click may be imported here: this module decides how fast ``mlbench --help`` is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import IO, Any, NamedTuple
+
+import click
+
+from mlbench_core.errors import MLBenchError
+
+__all__ = ["COMMANDS", "LazyGroup", "cli_group"]
+
+
+class LazyCommand(NamedTuple):
+    """Where a subcommand lives, and the line that ``mlbench --help`` shows for it."""
+
+    module: str
+    attribute: str
+    help: str
+
+
+_HERE = "mlbench_core.cli."
+
+COMMANDS: dict[str, LazyCommand] = {
+    "charts": LazyCommand(_HERE + "charts", "charts", "Draw the charts of downloaded results."),
+    "compare": LazyCommand(_HERE + "compare", "compare", "Compare runs: mean, spread, confidence interval."),
+    "delete": LazyCommand(_HERE + "runs", "delete", "Delete runs and their metrics."),
+    "download": LazyCommand(_HERE + "runs", "download", "Download the metrics of a run as a zip file."),
+    "env": LazyCommand(_HERE + "env", "env", "Describe this machine, as a bug report needs it."),
+    "get-dashboard-url": LazyCommand(_HERE + "master", "get_dashboard_url", "Print the address of the dashboard."),
+    "logs": LazyCommand(_HERE + "runs", "logs", "Show what the workers of a run wrote."),
+    "master": LazyCommand(_HERE + "master", "master", "Start the master in the foreground, or stop it."),
+    "run": LazyCommand(_HERE + "run", "run", "Start runs of a task or of a command of your own."),
+    "status": LazyCommand(_HERE + "runs", "status", "Show all runs, or one with its latest metrics."),
+    "stop": LazyCommand(_HERE + "runs", "stop", "Stop runs and keep their metrics."),
+    "tasks": LazyCommand(_HERE + "tasks", "tasks", "List the benchmark tasks with their goals."),
+}
+
+
+class CommandFailed(click.ClickException):
+    """A command failed for a reason the user can act on: one line on standard error, exit status 1."""
+
+    exit_code = 1
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Write ``mlbench: MESSAGE`` to standard error (or to ``file``)."""
+        click.echo(f"mlbench: {self.format_message()}", file=file, err=file is None)
+
+
+class LazyGroup(click.Group):
+    """A group that imports a subcommand's module when the subcommand is used.
+
+    Expected errors (:class:`~mlbench_core.errors.MLBenchError`, :class:`OSError`) end as one line on standard error
+    and exit status 1, never as a traceback; wrong use ends with exit status 2, as click does it.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all subcommands, sorted."""
+        return sorted({*COMMANDS, *self.commands})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Load the subcommand ``cmd_name``; ``None`` where there is none."""
+        lazy = COMMANDS.get(cmd_name)
+        if lazy is None:
+            return super().get_command(ctx, cmd_name)
+        command: click.Command = getattr(importlib.import_module(lazy.module), lazy.attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of subcommands from the static help lines, loading none of them."""
+        rows = [(name, lazy.help) for name, lazy in COMMANDS.items()]
+        rows += [(name, command.get_short_help_str()) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(rows))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand and turn expected errors into one line and exit status 1."""
+        try:
+            return super().invoke(ctx)
+        except MLBenchError as error:
+            raise CommandFailed(" ".join(str(error).split())) from error
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            place = f": {error.filename}" if error.filename else ""
+            raise CommandFailed(f"{error.strerror or error}{place}") from error
+
+
+def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    if not wanted or ctx.resilient_parsing:
+        return
+    from mlbench_core import __version__
+
+    click.echo(f"mlbench, version {__version__}")
+    ctx.exit()
+
+
+@click.group(
+    name="mlbench",
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit status: 0 done, 1 failed, 2 used wrongly. MLBENCH_MASTER_URL and MLBENCH_TOKEN name the master.",
+)
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Version.")
+def cli_group() -> None:
+    """Benchmark distributed machine learning: start runs, watch them, compare them."""

@@ -1,0 +1,91 @@
+"""How commands write: tables and JSON to standard output, remarks to standard error."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+__all__ = ["clean", "dashboard_option", "json_option", "number", "print_json", "print_table", "remark", "seconds"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
+
+
+def json_option(command: Command) -> Command:
+    """Give a command the flag ``--json`` (argument ``as_json``)."""
+    return click.option("--json", "as_json", is_flag=True, help="Write JSON instead of text.")(command)
+
+
+def dashboard_option(command: Command) -> Command:
+    """Give a command the option ``--dashboard-url``, the master's address."""
+    return click.option(
+        "--dashboard-url",
+        "-u",
+        metavar="URL",
+        help="Address of the master; else MLBENCH_MASTER_URL, else the known one.",
+    )(command)
+
+
+def print_json(value: object) -> None:
+    """Write a value as indented JSON."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def remark(text: str) -> None:
+    """Write a line for people to standard error, where it disturbs no pipe."""
+    click.echo(text, err=True)
+
+
+def clean(text: object) -> str:
+    """A text from outside (a log, a name) without the control characters that would drive the terminal.
+
+    Example:
+        >>> clean("a\\x1b[31mred\\x1b[0m\\r")
+        'ared'
+    """
+    return _CONTROL.sub("", str(text))
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """A number for a table, ``-`` where there is none.
+
+    Example:
+        >>> number(12.345), number(None), number(0.5, 2)
+        ('12.3', '-', '0.50')
+    """
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def seconds(value: float) -> str:
+    """A duration as people read it.
+
+    Example:
+        >>> seconds(5), seconds(75), seconds(3700)
+        ('0:05', '1:15', '1:01:40')
+    """
+    minutes, rest = divmod(int(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> None:
+    """Write a table with aligned columns.
+
+    Args:
+        header: Titles of the columns.
+        rows: Cells, written with ``str``; control characters are dropped.
+        right: Columns to align on the right.
+    """
+    cells = [[clean(cell).replace("\n", " ") for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    for index, row in enumerate(cells):
+        parts = [
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        line = "  ".join(parts).rstrip()
+        click.secho(line, bold=True) if index == 0 else click.echo(line)

@@ -1,0 +1,199 @@
+"""``mlbench run --wait``: watching runs until they end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlbench_core.cli._client import FINAL_STATES, MasterClient
+from mlbench_core.cli._output import clean, remark, seconds
+from mlbench_core.errors import MasterRequestError
+
+__all__ = ["Goal", "Progress", "wait_for"]
+
+POLL_S = 1.0
+LOST_MASTER_S = 120.0
+"""How long a master may be away (it is being restarted, the network is down) before waiting ends."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The value that a run is to reach, for the display alone: the training script decides."""
+
+    metric: str
+    threshold: float | None
+    minimize: bool = False
+
+
+@dataclass
+class Progress:
+    """What is known of a run while it runs."""
+
+    name: str
+    state: str = "initialized"
+    epoch: int = 0
+    metric: str | None = None
+    value: float | None = None
+    goal: Goal | None = None
+
+    @property
+    def fraction(self) -> float:
+        """How near the metric is to the goal, from 0 to 1; 1 once the run has finished."""
+        if self.state == "finished":
+            return 1.0
+        threshold = self.goal.threshold if self.goal else None
+        if self.value is None or not threshold or self.value <= 0:
+            return 0.0
+        minimize = self.goal is not None and self.goal.minimize
+        return min(threshold / self.value if minimize else self.value / threshold, 1.0)
+
+    def describe(self) -> str:
+        """State, epoch and metric in one line."""
+        parts = [self.state]
+        if self.epoch:
+            parts.append(f"epoch {self.epoch}")
+        if self.value is not None:
+            target = f" of {self.goal.threshold:g}" if self.goal and self.goal.threshold else ""
+            parts.append(f"{self.metric} {self.value:.4g}{target}")
+        return clean(", ".join(parts))
+
+
+def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal | None) -> list[dict[str, Any]]:
+    """Watch runs until all have ended, showing how far they are on standard error.
+
+    On a terminal one line a run is drawn anew; elsewhere a line is written when something changes.
+
+    Args:
+        client: The master that has them.
+        runs: The runs, as the master described them at their start.
+        goal: What they are to reach, if known.
+
+    Returns:
+        The runs, in the same order, as the master describes them now.
+
+    Raises:
+        MasterRequestError: The master was away for too long.
+    """
+    watched = {run["id"]: Progress(name=str(run["name"]), goal=goal) for run in runs}
+    latest = {run["id"]: dict(run) for run in runs}
+    patience = _Patience()
+    pause = threading.Event()
+    with _display() as show:
+        while True:
+            for run_id, progress in watched.items():
+                if latest[run_id].get("state") not in FINAL_STATES or progress.state not in FINAL_STATES:
+                    with patience:
+                        latest[run_id] = client.run(run_id)
+                        _update(client, progress, latest[run_id])
+            show(list(watched.values()))
+            if all(progress.state in FINAL_STATES for progress in watched.values()):
+                return [latest[run["id"]] for run in runs]
+            pause.wait(POLL_S)
+
+
+class _Patience:
+    """Forgives a master that is away, for a while: training goes on without it."""
+
+    def __init__(self) -> None:
+        self._away_since: float | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        if error is None:
+            self._away_since = None
+            return False
+        if not isinstance(error, MasterRequestError) or (error.status is not None and error.status < 500):
+            return False
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            remark(f"{error}; trying again for {LOST_MASTER_S:g} s")
+        return time.monotonic() - self._away_since < LOST_MASTER_S
+
+
+def _update(client: MasterClient, progress: Progress, run: Mapping[str, Any]) -> None:
+    if run.get("state") != "initialized":
+        name = _metric_name(client, progress, run["id"])
+        entries = client.metrics(run["id"], metric_filter=name).get(name, []) if name else []
+        if entries:
+            progress.epoch = len(entries)  # one value an epoch
+            with contextlib.suppress(TypeError, ValueError):
+                progress.value = float(entries[-1]["value"])
+    progress.state = str(run.get("state"))
+
+
+def _metric_name(client: MasterClient, progress: Progress, run_id: int | str) -> str | None:
+    """The full name of the metric to show: the goal's, else the first global validation metric there is."""
+    prefix, suffix = "val_global_", " @ 0"
+    if progress.metric is None:
+        if progress.goal is not None:
+            progress.metric = progress.goal.metric
+        else:
+            known = client.metrics(run_id, last_n=1)
+            names = [name for name in sorted(known) if name.startswith(prefix) and name.endswith(suffix)]
+            if not names:
+                return None
+            progress.metric = names[0][len(prefix) : -len(suffix)]
+    return f"{prefix}{progress.metric}{suffix}"
+
+
+Show = Callable[[Sequence[Progress]], None]
+
+
+@contextlib.contextmanager
+def _display() -> Iterator[Show]:
+    if sys.stderr.isatty():
+        with _bars() as show:
+            yield show
+    else:
+        yield _Lines()
+
+
+class _Lines:
+    """Writes a plain line for each run that has changed."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, str] = {}
+        self._start = time.monotonic()
+
+    def __call__(self, runs: Sequence[Progress]) -> None:
+        for run in runs:
+            text = run.describe()
+            if self._shown.get(run.name) != text:
+                self._shown[run.name] = text
+                remark(f"[{seconds(time.monotonic() - self._start)}] {clean(run.name)}: {text}")
+
+
+@contextlib.contextmanager
+def _bars() -> Iterator[Show]:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.fields[run]}", style="bold", markup=False),
+        BarColumn(bar_width=30),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(runs: Sequence[Progress]) -> None:
+            for run in runs:
+                if run.name not in tasks:
+                    tasks[run.name] = bars.add_task("", total=1.0, start=False, run=clean(run.name), text="")
+                task = tasks[run.name]
+                if run.state == "started":
+                    bars.start_task(task)
+                if run.state in FINAL_STATES:
+                    bars.stop_task(task)
+                bars.update(task, completed=run.fraction, text=run.describe())
+
+        yield show

@@ -1,0 +1,159 @@
+"""``mlbench env``: hardware, versions and backends, what a bug report needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlbench_core.cli import _embedded
+from mlbench_core.cli._output import clean, json_option, print_json
+from mlbench_core.utils.paths import user_folder
+
+__all__ = ["describe", "env"]
+
+PACKAGES = (
+    "mlbench-core",
+    "torch",
+    "torchvision",
+    "numpy",
+    "click",
+    "requests",
+    "rich",
+    "fastapi",
+    "uvicorn",
+    "sqlalchemy",
+    "scikit-learn",
+    "matplotlib",
+    "mpi4py",
+    "horovod",
+    "kubernetes",
+)
+
+_ASK_TORCH = """
+import json, torch
+import torch.distributed as dist
+cuda = torch.cuda.is_available()
+on = dist.is_available()
+print(json.dumps({
+    "version": torch.__version__,
+    "cuda": torch.version.cuda,
+    "cudnn": torch.backends.cudnn.version() if cuda else None,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and on and dist.is_nccl_available() else None,
+    "threads": torch.get_num_threads(),
+    "gpus": [{"name": p.name, "memory_bytes": p.total_memory, "capability": f"{p.major}.{p.minor}"}
+             for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))] if cuda else [],
+    "backends": [name for name, there in (
+        ("gloo", on and dist.is_gloo_available()),
+        ("nccl", on and dist.is_nccl_available() and cuda),
+        ("mpi", on and dist.is_mpi_available()),
+    ) if there],
+}))
+"""
+_TORCH_TIMEOUT_S = 120.0
+
+
+def describe() -> dict[str, Any]:
+    """Everything ``mlbench env`` prints, as JSON-ready values. torch is asked in a process of its own."""
+    return {
+        "system": {
+            "platform": platform.platform(),
+            "python": f"{platform.python_implementation()} {platform.python_version()}",
+            "executable": sys.executable,
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "cores_usable": _usable_cores(),
+            "memory_bytes": _memory_bytes(),
+        },
+        "packages": {name: _version(name) for name in PACKAGES},
+        "torch": _torch(),
+        "mlbench": {"folder": str(user_folder()), "master": _master()},
+    }
+
+
+def _version(package: str) -> str | None:
+    if package == "mlbench-core":
+        from mlbench_core import __version__
+
+        return __version__
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int | None:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _torch() -> dict[str, Any]:
+    if _version("torch") is None:
+        return {"problem": "not installed: pip install 'mlbench-core[torch]'"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S
+        )
+        answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"problem": f"did not load within {_TORCH_TIMEOUT_S:g} s"}
+    except (ValueError, IndexError):
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return {"problem": f"does not load: {lines[-1]}"}
+    return answer
+
+
+def _master() -> dict[str, Any] | None:
+    location = _embedded.configured() or _embedded.embedded()
+    return None if location is None else {"url": location.url, "source": location.source}
+
+
+@click.command()
+@json_option
+def env(as_json: bool) -> None:
+    """Describe this machine: hardware, versions, backends. Put it into a bug report."""
+    found = describe()
+    if as_json:
+        print_json(found)
+        return
+    for section, values in found.items():
+        click.secho(section, bold=True)
+        for key, value in values.items():
+            click.echo(f"  {key:14} {_text(key, value)}")
+
+
+def _text(key: str, value: object) -> str:
+    if value is None:
+        return "-"
+    if key.endswith("_bytes") and isinstance(value, int):
+        return f"{value / 2**30:.1f} GiB"
+    if isinstance(value, dict):
+        return clean(", ".join(f"{k} {_text(k, v)}" for k, v in value.items()))
+    if isinstance(value, list):
+        return clean("; ".join(_text("", item) for item in value) or "-")
+    return clean(value)

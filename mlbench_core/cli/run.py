@@ -1,0 +1,290 @@
+"""``mlbench run``: start runs, and with ``--wait`` watch them and show what they came to."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlbench_core.cli import _embedded, _results, _settings, _wait
+from mlbench_core.cli._client import MasterClient
+from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, print_table, remark
+from mlbench_core.errors import MissingDependencyError, MLBenchError
+from mlbench_core.tasks import Task, get_task
+
+__all__ = ["run"]
+
+BACKENDS = ("gloo", "nccl", "mpi")
+CUSTOM_IMAGE = "custom_image"
+LOG_LINES_SHOWN = 20
+_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+class _TaskType(click.ParamType):
+    name = "task"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Task:
+        if isinstance(value, Task):
+            return value
+        try:
+            return get_task(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _RunCommand(click.Command):
+    """Keeps what follows ``--`` for the training script; click itself would take it for numbers of workers."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        cut = args.index("--") if "--" in args else len(args)
+        ctx.obj = list(args[cut + 1 :])
+        return super().parse_args(ctx, args[:cut])
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS...]"]
+
+
+@click.command(cls=_RunCommand)
+@click.argument("name", required=False)
+@click.argument("num_workers", nargs=-1, type=click.IntRange(min=1))
+@click.option("--task", type=_TaskType(), metavar="TASK", help="A benchmark task; see 'mlbench tasks'.")
+@click.option("--image", help="Container image of a program of your own; needs --command.")
+@click.option("--command", help="A worker's command line; {run_id} {rank} {hosts} {backend} are filled in.")
+@click.option("--backend", type=click.Choice(BACKENDS, case_sensitive=False), help="How workers communicate.")
+@click.option("--gpu", is_flag=True, help="One GPU for each worker.")
+@click.option("--num-cpus", type=click.FloatRange(min=0, min_open=True), help="Cores for each worker.")
+@click.option("--light", is_flag=True, help="Stop at the task's light goal.")
+@click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder for the results of --wait (default: mlbench-results/NAME).",
+)
+@dashboard_option
+@json_option
+@click.pass_context
+def run(
+    ctx: click.Context,
+    name: str | None,
+    num_workers: tuple[int, ...],
+    task: Task | None,
+    image: str | None,
+    command: str | None,
+    backend: str | None,
+    gpu: bool,
+    num_cpus: float | None,
+    light: bool,
+    wait: bool,
+    output: Path | None,
+    dashboard_url: str | None,
+    as_json: bool,
+) -> None:
+    """Start one run for each of NUM_WORKERS, named NAME-NUM_WORKERS.
+
+    ARGUMENTS after -- go to the task's script:
+
+    \b
+        mlbench run demo 1 2 --task 1a --wait -- --dataset digits
+
+    What is missing is asked for on a terminal. Where no master is configured, one is started on this machine.
+    """
+    if task is not None and (image or command):
+        raise click.UsageError("--task excludes --image and --command: a task brings its own")
+    if output is not None and not wait:
+        raise click.UsageError("--output needs --wait")
+    last = _settings.read(_settings.LAST_RUN)
+    asked = task is None and command is None and image is None
+    name = _name(name or _ask("the name", "NAME", last.get("name")))
+    num_workers = tuple(dict.fromkeys(num_workers or _ask_workers(last.get("num_workers"))))
+    _check_names(name, num_workers)
+    if asked:
+        task = _TaskType().convert(_ask("the task", "--task or --image and --command", last.get("task")), None, ctx)
+    if image and not command:
+        command = _ask(f"the command of image {image}", "--command", last.get("command"))
+    if backend is None and asked:
+        backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=last.get("backend") or BACKENDS[0])
+    backend = backend or (task.backends[0] if task else BACKENDS[0])
+    _check_backend(task, backend, gpu)
+    request = _request(task, image, command, ctx.obj, backend, gpu, num_cpus, light)
+    answers: dict[str, Any] = {
+        "name": name,
+        "num_workers": num_workers,
+        "task": task.key if task else None,
+        "image": image,
+    }
+    answers |= {"command": command, "backend": backend, "gpu": gpu, "light": light, "num_cpus": num_cpus}
+    _settings.remember(_settings.LAST_RUN, {**answers, "arguments": ctx.obj})
+    location = _embedded.find_or_start(dashboard_url)
+    with MasterClient(location.url, location.token) as client:
+        started = _start(client, name, num_workers, request)
+        if wait:
+            goal = _goal(task, light, ctx.obj)
+            _follow(client, started, goal, output or Path("mlbench-results") / name, as_json)
+        elif as_json:
+            print_json(started)
+        else:
+            rows = [(item["name"], item["id"], item.get("num_workers"), item.get("state")) for item in started]
+            print_table(("RUN", "ID", "WORKERS", "STATE"), rows, right=(1, 2))
+            remark(f"watch them at {client.url} or with 'mlbench status NAME' and 'mlbench logs NAME --follow'")
+
+
+def _interactive() -> bool:
+    return sys.stdin.isatty()
+
+
+def _ask(what: str, option: str, default: str | None) -> str:
+    """Ask on a terminal; elsewhere the command was used wrongly."""
+    if not _interactive():
+        raise click.UsageError(f"{what} is missing: give {option}")
+    answer: str = click.prompt(what.removeprefix("the ").capitalize(), default=default, type=str, err=True)
+    return answer
+
+
+def _ask_workers(default: Sequence[int] | None) -> tuple[int, ...]:
+    text = _ask("the number of workers", "NUM_WORKERS", " ".join(map(str, default)) if default else None)
+    try:
+        numbers = tuple(int(word) for word in text.replace(",", " ").split())
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise click.UsageError(f"{text!r} is no number of workers: give whole numbers from 1, for example: 1 2 4")
+    return numbers
+
+
+def _name(name: str) -> str:
+    if not _DNS_LABEL.fullmatch(name):
+        raise click.BadParameter(
+            f"{name!r} cannot name a run: at most 63 small letters, digits and '-', which neither begins nor ends it",
+            param_hint="NAME",
+        )
+    return name
+
+
+def _check_names(name: str, num_workers: Sequence[int]) -> None:
+    for workers in num_workers:
+        _name(f"{name}-{workers}")
+
+
+def _check_backend(task: Task | None, backend: str, gpu: bool) -> None:
+    if task is not None and backend not in task.backends:
+        raise click.BadParameter(
+            f"task {task.key} has no backend {backend!r}; it has {', '.join(task.backends)}", param_hint="--backend"
+        )
+    if backend == "nccl" and not gpu:
+        raise click.BadParameter("nccl moves tensors between GPUs: add --gpu, or take gloo", param_hint="--backend")
+
+
+def _request(
+    task: Task | None,
+    image: str | None,
+    command: str | None,
+    arguments: Sequence[str],
+    backend: str,
+    gpu: bool,
+    num_cpus: float | None,
+    light: bool,
+) -> dict[str, Any]:
+    """The body of ``POST /api/runs/``, less the name and the number of workers."""
+    request: dict[str, Any] = {"backend": backend, "gpu_enabled": gpu, "light_target": light}
+    if num_cpus is not None:
+        request["num_cpus"] = num_cpus
+    if task is not None:
+        return {**request, "task": task.key, "arguments": list(arguments)}
+    if command is None:
+        raise click.UsageError("--image needs --command")
+    import shlex
+
+    line = " ".join([command, *map(shlex.quote, arguments)])
+    return {
+        **request,
+        "image_name": CUSTOM_IMAGE,
+        "custom_image_name": image or CUSTOM_IMAGE,
+        "custom_image_command": line,
+    }
+
+
+def _start(
+    client: MasterClient, name: str, num_workers: Sequence[int], request: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    started: list[dict[str, Any]] = []
+    for workers in num_workers:
+        try:
+            started.append(client.create({**request, "name": f"{name}-{workers}", "num_workers": workers}))
+        except MLBenchError:
+            if started:
+                remark(f"started before the failure: {', '.join(str(item['name']) for item in started)}")
+            raise
+    return started
+
+
+def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goal | None:
+    """What the progress display compares with; a stand-in for the task's data has a goal that only its script knows."""
+    if task is None:
+        return None
+    own_data = _option(arguments, "--dataset") in (None, task.data.lower().replace("-", ""))
+    threshold = (task.light_goal if light else task.goal) if own_data else None
+    return _wait.Goal(task.metric, threshold, task.minimize)
+
+
+def _option(arguments: Sequence[str], option: str) -> str | None:
+    for index, word in enumerate(arguments):
+        if word == option and index + 1 < len(arguments):
+            return arguments[index + 1]
+        if word.startswith(option + "="):
+            return word.removeprefix(option + "=")
+    return None
+
+
+def _follow(
+    client: MasterClient, started: Sequence[dict[str, Any]], goal: _wait.Goal | None, folder: Path, as_json: bool
+) -> None:
+    names = " ".join(str(item["name"]) for item in started)
+    try:
+        ended = _wait.wait_for(client, started, goal)
+    except KeyboardInterrupt:
+        raise MLBenchError(f"no longer waiting; the runs go on ('mlbench stop {names}' stops them)") from None
+    results = []
+    for item in ended:
+        metrics = client.metrics(item["id"])
+        _results.save(folder / f"{item['name']}.json", item, metrics)
+        results.append(_results.RunResult.from_metrics(metrics, item))
+    chart = _draw(folder, results)
+    if as_json:
+        places = {"folder": str(folder.absolute()), "chart": str(chart.absolute()) if chart else None}
+        print_json({"results": [result.as_json() for result in results], **places})
+    else:
+        _results.print_results(results)
+        click.echo(f"results: {folder.absolute()}")
+        if chart:
+            click.echo(f"chart: {chart.absolute()}")
+    failed = [item for item in ended if item.get("state") != "finished"]
+    for item in failed:
+        _show_log(client, item)
+    if failed:
+        raise MLBenchError("; ".join(f"run {item['name']} {item.get('state')}" for item in failed))
+
+
+def _draw(folder: Path, results: Sequence[_results.RunResult]) -> Path | None:
+    """Draw the overview of the runs that came to something; without matplotlib only say so."""
+    drawable = [result for result in results if result.phases_s]
+    if not drawable:
+        return None
+    try:
+        from mlbench_core.cli import _plots
+
+        return _plots.draw_overview(drawable, folder / "overview.png")
+    except MissingDependencyError as error:
+        remark(f"no chart: {error}")
+        return None
+
+
+def _show_log(client: MasterClient, item: Mapping[str, Any]) -> None:
+    lines, _ = client.logs(item["id"])
+    remark(f"--- the last lines of {clean(item['name'])}")
+    for line in lines[-LOG_LINES_SHOWN:]:
+        remark(f"[{line.get('rank', '-')}] {clean(line.get('text', ''))}")

@@ -1,0 +1,175 @@
+"""Commands about runs that exist: status, logs, stop, delete, download."""
+
+from __future__ import annotations
+
+import json
+import threading
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlbench_core.cli._client import FINAL_STATES, MasterClient
+from mlbench_core.cli._embedded import connect
+from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, print_table
+from mlbench_core.cli._settings import replacing
+from mlbench_core.errors import MasterRequestError
+
+__all__ = ["delete", "download", "logs", "status", "stop"]
+
+FOLLOW_POLL_S = 0.5
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--metric", "-m", metavar="M", help="Show every value of this metric, for example 'val_loss @ 0'.")
+@dashboard_option
+@json_option
+def status(name: str | None, metric: str | None, dashboard_url: str | None, as_json: bool) -> None:
+    """Show all runs, or the run NAME with the latest value of each metric."""
+    if metric and not name:
+        raise click.UsageError("--metric needs the NAME of a run")
+    with connect(dashboard_url) as client:
+        if name is None:
+            _show_runs(client.runs(), as_json)
+            return
+        run = client.find(name)
+        if metric is None:
+            _show_run(run, client.metrics(run["id"], last_n=1), as_json)
+        else:
+            _show_metric(client, run, metric, as_json)
+
+
+def _show_runs(runs: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_json(list(runs))
+        return
+    keys = ("name", "id", "state", "num_workers", "backend", "created_at", "finished_at")
+    rows = [[_cell(run.get(key)) for key in keys] for run in runs]
+    print_table(("RUN", "ID", "STATE", "WORKERS", "BACKEND", "CREATED", "FINISHED"), rows, right=(1, 3))
+
+
+def _show_run(run: Mapping[str, Any], metrics: Mapping[str, Sequence[Mapping[str, Any]]], as_json: bool) -> None:
+    latest = {name: entries[-1] for name, entries in sorted(metrics.items()) if entries}
+    if as_json:
+        print_json({"run": dict(run), "metrics": latest})
+        return
+    for key in ("name", "id", "state", "num_workers", "backend", "image", "command", "created_at", "finished_at"):
+        if run.get(key) is not None:
+            click.echo(f"{key + ':':14}{clean(run[key])}")
+    if latest:
+        click.echo()
+        rows = [(name, entry.get("value"), _cell(entry.get("date"))) for name, entry in latest.items()]
+        print_table(("METRIC", "LATEST", "DATE"), rows)
+
+
+def _show_metric(client: MasterClient, run: Mapping[str, Any], metric: str, as_json: bool) -> None:
+    found = client.metrics(run["id"], metric_filter=metric)
+    if metric not in found:
+        known = ", ".join(sorted(client.metrics(run["id"], last_n=1))) or "none yet"
+        raise MasterRequestError(f"run {run['name']} has no metric {metric!r}; it has: {known}")
+    if as_json:
+        print_json({metric: found[metric]})
+    else:
+        print_table(("DATE", "VALUE"), [(_cell(entry.get("date")), entry.get("value")) for entry in found[metric]])
+
+
+def _cell(value: object) -> str:
+    """A value for a table; dates lose their fraction of a second."""
+    text = "-" if value is None else str(value)
+    return text[:19].replace("T", " ") if len(text) > 19 and text[4:5] == text[7:8] == "-" else text
+
+
+@click.command()
+@click.argument("name")
+@click.option("--follow", "-f", is_flag=True, help="Go on until the run has ended.")
+@dashboard_option
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object a line.")
+def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool) -> None:
+    """Show what the workers of the run NAME wrote."""
+    with connect(dashboard_url) as client:
+        run_id = client.find(name)["id"]
+        pause = threading.Event()
+        position = 0
+        while True:
+            ended = client.run(run_id).get("state") in FINAL_STATES  # asked first: then no line comes after these
+            lines, position = client.logs(run_id, position)
+            for line in lines:
+                click.echo(json.dumps(line, ensure_ascii=False) if as_json else _log_line(line))
+            if ended or not follow:
+                return
+            pause.wait(FOLLOW_POLL_S)
+
+
+def _log_line(line: Mapping[str, Any]) -> str:
+    rank = line.get("rank")
+    prefix = f"[{rank}] " if rank is not None else ""
+    return prefix + clean(line.get("text", ""))
+
+
+@click.command()
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@dashboard_option
+def stop(names: tuple[str, ...], dashboard_url: str | None) -> None:
+    """Stop the runs NAME... and keep their metrics."""
+    with connect(dashboard_url) as client:
+        for run in [client.find(name) for name in names]:
+            if run.get("state") in FINAL_STATES:
+                click.echo(f"{clean(run['name'])} has ended already ({run['state']})")
+                continue
+            client.stop(run["id"])
+            click.echo(f"stopped {clean(run['name'])}")
+
+
+@click.command()
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@dashboard_option
+def delete(names: tuple[str, ...], yes: bool, dashboard_url: str | None) -> None:
+    """Delete the runs NAME... with their metrics and logs; runs that go on are stopped."""
+    with connect(dashboard_url) as client:
+        runs = [client.find(name) for name in names]
+        if not yes and not _confirmed([str(run["name"]) for run in runs]):
+            click.echo("nothing deleted", err=True)
+            return
+        for run in runs:
+            client.delete(run["id"])
+            click.echo(f"deleted {clean(run['name'])}")
+
+
+def _confirmed(names: Sequence[str]) -> bool:
+    try:
+        return click.confirm(f"Delete {clean(', '.join(names))} with all metrics?", err=True)
+    except click.Abort:
+        raise click.UsageError("nobody there to confirm: add --yes") from None
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The file to write (default: NAME.zip).",
+)
+@dashboard_option
+@json_option
+def download(name: str, output: Path | None, dashboard_url: str | None, as_json: bool) -> None:
+    """Download the metrics of the run NAME as a zip file.
+
+    The file is there once it is complete; an old one of the same name stays until then.
+    """
+    with connect(dashboard_url) as client:
+        run = client.find(name)
+        path = output or Path(f"{run['name']}.zip")
+        with replacing(path) as temporary:
+            size_bytes = client.download(run["id"], temporary)
+            if not zipfile.is_zipfile(temporary):
+                raise MasterRequestError(f"what {client.url} sent for run {run['name']} is no whole zip file")
+    if as_json:
+        print_json({"run": run["name"], "file": str(path.absolute()), "size_bytes": size_bytes})
+    else:
+        click.echo(f"{path} ({size_bytes / 1024:,.0f} KiB)")

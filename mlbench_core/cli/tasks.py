@@ -1,0 +1,37 @@
+"""``mlbench tasks``: the benchmark tasks and their goals."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from mlbench_core.cli._output import json_option, print_json, print_table
+from mlbench_core.tasks import TASKS
+
+__all__ = ["tasks"]
+
+
+@click.command()
+@json_option
+def tasks(as_json: bool) -> None:
+    """List the benchmark tasks with their goals."""
+    known = [TASKS[key] for key in sorted(TASKS)]
+    if as_json:
+        print_json([dataclasses.asdict(task) for task in known])
+        return
+    sign = {True: "<=", False: ">="}
+    rows = [
+        (
+            task.key,
+            task.title,
+            task.model,
+            task.data,
+            f"{task.metric} {sign[task.minimize]} {task.goal:g}",
+            f"{sign[task.minimize]} {task.light_goal:g}",
+            task.max_epochs,
+            ", ".join(task.backends),
+        )
+        for task in known
+    ]
+    print_table(("TASK", "TITLE", "MODEL", "DATA", "GOAL", "LIGHT", "EPOCHS", "BACKENDS"), rows, right=(6,))

@@ -1,0 +1,70 @@
+"""The group: what it loads, how it fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import click
+import pytest
+
+from mlbench_core import __version__
+from mlbench_core.cli import cli_group
+from mlbench_core.cli._group import COMMANDS
+from mlbench_core.errors import MasterError
+from tests.cli.conftest import Call
+
+HEAVY = ("numpy", "requests", "rich", "torch", "kubernetes", "matplotlib", "platformdirs", "mlbench_core.utils")
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_load_click_only(option: str) -> None:
+    code = (
+        "import sys, mlbench_core.cli as cli\n"
+        f"sys.argv = ['mlbench', '{option}']\n"
+        "try:\n    cli.main()\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        f"loaded = [m for m in {HEAVY!r} if m in sys.modules]\nassert not loaded, loaded"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_commands_and_their_static_help() -> None:
+    """Each command loads, and the line of the overview is the line of the command."""
+    context = click.Context(cli_group)
+    assert set(cli_group.list_commands(context)) == {
+        *("charts", "compare", "delete", "download", "env", "get-dashboard-url", "logs", "master"),
+        *("run", "status", "stop", "tasks"),
+    }
+    for name in COMMANDS:
+        command = cli_group.get_command(context, name)
+        assert isinstance(command, click.Command), name
+        assert command.name == name
+        assert command.help
+
+
+def test_module_runs_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "mlbench_core.cli", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"mlbench, version {__version__}\n", "")
+
+
+def test_unknown_command_is_wrong_use(call: Call) -> None:
+    assert "No such command 'nonsense'" in call("nonsense", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MasterError("it broke\nin two lines"), "mlbench: it broke in two lines\n"),
+        (OSError(28, "No space left on device", "/data/x"), "mlbench: No space left on device: /data/x\n"),
+    ],
+)
+def test_expected_errors_are_one_line(error: Exception, line: str, call: Call, patch: pytest.MonkeyPatch) -> None:
+    @click.command()
+    def broken() -> None:
+        raise error
+
+    patch.setitem(cli_group.commands, "broken", broken)
+    result = call("broken", code=1)
+    assert result.stdout == ""
+    assert result.stderr == line

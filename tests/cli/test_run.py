@@ -1,0 +1,223 @@
+"""``mlbench run``: what it asks, sends, shows and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlbench_core.cli import _settings, _wait
+from mlbench_core.cli import run as run_module
+from mlbench_core.errors import MasterRequestError
+from tests.cli.conftest import Call
+from tests.cli.fake_master import FakeMaster, entry
+
+
+def test_several_numbers_start_several_runs(fake: FakeMaster, call: Call) -> None:
+    text = call("run", "demo", "1", "2", "--task", "task1a", "--num-cpus", "1", "--light", "--", "--dataset", "digits")
+    assert [(r["name"], r["num_workers"]) for r in fake.requests] == [("demo-1", 1), ("demo-2", 2)]
+    assert fake.requests[0] == {
+        "name": "demo-1",
+        "num_workers": 1,
+        "num_cpus": 1.0,
+        "backend": "gloo",
+        "gpu_enabled": False,
+        "light_target": True,
+        "task": "1a",
+        "arguments": ["--dataset", "digits"],
+    }
+    assert text.stdout.splitlines()[1].split() == ["demo-1", "1", "1", "initialized"]
+
+
+def test_one_number_names_the_run_too(fake: FakeMaster, call: Call) -> None:
+    started = json.loads(call("run", "demo", "2", "--task", "1a", "--json").stdout)
+    assert [item["name"] for item in started] == ["demo-2"]
+
+
+def test_custom_image(fake: FakeMaster, call: Call) -> None:
+    call("run", "own", "1", "--image", "me/img:1", "--command", "python x.py", "--backend", "mpi", "--", "--a", "b c")
+    request = fake.requests[0]
+    assert request["image_name"] == "custom_image"
+    assert request["custom_image_name"] == "me/img:1"
+    assert request["custom_image_command"] == "python x.py --a 'b c'"
+    assert request["backend"] == "mpi"
+    call("run", "bare", "1", "--command", "true")
+    assert fake.requests[1]["custom_image_name"] == "custom_image"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the name is missing: give NAME"),
+        (["demo"], "the number of workers is missing: give NUM_WORKERS"),
+        (["demo", "1"], "the task is missing: give --task or --image and --command"),
+        (["demo", "0", "--task", "1a"], "0 is not in the range"),
+        (["demo", "two", "--task", "1a"], "'two' is not a valid integer"),
+        (["demo", "1", "--task", "9z"], "unknown task '9z'; known: 1a"),
+        (["demo", "1", "--task", "1a", "--image", "x"], "--task excludes --image"),
+        (["demo", "1", "--image", "x"], "the command of image x is missing: give --command"),
+        (["demo", "1", "--task", "1a", "--backend", "pigeon"], "'pigeon' is not one of 'gloo', 'nccl', 'mpi'"),
+        (["demo", "1", "--task", "1a", "--backend", "nccl"], "nccl moves tensors between GPUs: add --gpu"),
+        (["Demo_X", "1", "--task", "1a"], "'Demo_X' cannot name a run"),
+        (["a" * 62, "1000", "--task", "1a"], "cannot name a run"),
+        (["demo", "1", "--task", "1a", "--output", "x"], "--output needs --wait"),
+        (["demo", "1", "--task", "1a", "--num-cpus", "0"], "0.0 is not in the range"),
+    ],
+)
+def test_wrong_use_is_status_2_and_starts_nothing(
+    arguments: list[str], message: str, fake: FakeMaster, call: Call
+) -> None:
+    assert message in " ".join(call("run", *arguments, code=2).stderr.split())
+    assert fake.requests == []
+
+
+def test_asks_on_a_terminal_and_remembers(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(run_module, "_interactive", lambda: True)
+    call("run", input="first\n1 2\n1a\nmpi\n")
+    assert [r["name"] for r in fake.requests] == ["first-1", "first-2"]
+    assert fake.requests[0]["backend"] == "mpi"
+    assert _settings.read(_settings.LAST_RUN)["task"] == "1a"
+    fake.runs.clear()
+    call("run", "second", input="\n\n\n")
+    assert [(r["name"], r["task"], r["backend"]) for r in fake.requests[2:]] == [
+        ("second-1", "1a", "mpi"),
+        ("second-2", "1a", "mpi"),
+    ]
+
+
+def test_damaged_memory_counts_as_empty(fake: FakeMaster, call: Call) -> None:
+    path = Path(os.environ["MLBENCH_HOME"], _settings.LAST_RUN)
+    path.write_text("{broken")
+    call("run", "demo", "1", "--task", "1a")
+    assert json.loads(path.read_text())["name"] == "demo"
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_name_in_use(fake: FakeMaster, call: Call) -> None:
+    fake.add("demo-2")
+    error = call("run", "demo", "1", "2", "--task", "1a", code=1).stderr
+    assert "started before the failure: demo-1" in error
+    assert f"mlbench: name: a run 'demo-2' exists (HTTP 409 from {fake.url})" in error
+
+
+def test_wait_shows_progress_table_results_and_chart(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
+    result = call("run", "demo", "1", "2", "--task", "1a", "--wait", "--output", str(tmp_path / "out"))
+    progress = [line.split("] ", 1)[1] for line in result.stderr.splitlines()]
+    assert "demo-1: started, epoch 2, Prec@1 60 of 80" in progress
+    assert "demo-2: finished, epoch 2, Prec@1 60 of 80" in progress
+    assert len(progress) == len(set(progress)), "a line is written only when something changes"
+    table = [line.split() for line in result.stdout.splitlines()]
+    assert table[0][:6] == ["RUN", "WORKERS", "REACHED", "SECONDS", "COMPUTE", "COMMUNICATION"]
+    assert table[0][6:] == ["METRICS", "DATA", "IMAGES/S"]
+    assert table[1] == ["demo-1", "1", "yes", "81.5", "80.0", "0.0", "0.5", "1.0", "400"]
+    assert table[2] == ["demo-2", "2", "yes", "45.5", "40.0", "4.0", "0.5", "1.0", "800"]
+    saved = json.loads((tmp_path / "out" / "demo-2.json").read_text())
+    assert saved["run"]["name"] == "demo-2"
+    assert "summary @ 0" in saved["metrics"]
+    chart = tmp_path / "out" / "overview.png"
+    assert f"results: {tmp_path / 'out'}" in result.stdout
+    assert f"chart: {chart}" in result.stdout
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_wait_hides_the_goal_of_data_it_does_not_know(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
+    call_ = ("run", "demo", "1", "--task", "1a", "--wait", "--output", str(tmp_path), "--json", "--")
+    result = call(*call_, "--dataset", "digits")
+    assert "Prec@1 60\n" in result.stderr
+    assert json.loads(result.stdout)["results"][0]["total_s"] == 81.5
+
+
+def test_wait_fails_with_the_end_of_the_log(
+    fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    fake.final_state = "failed"
+    patch.setattr(run_module, "LOG_LINES_SHOWN", 2)
+    create = fake._create
+
+    def create_with_log(body: dict[str, Any]) -> tuple[int, Any]:
+        answer = create(body)
+        fake.lines[answer[1]["id"]] = [{"rank": 0, "text": f"line {i}"} for i in range(7)]
+        return answer
+
+    patch.setattr(fake, "_create", create_with_log)
+    result = call("run", "demo", "1", "--task", "1a", "--wait", "--output", str(tmp_path), code=1)
+    assert result.stderr.splitlines()[-4:] == [
+        "--- the last lines of demo-1",
+        "[0] line 5",
+        "[0] line 6",
+        "mlbench: run demo-1 failed",
+    ]
+    assert (tmp_path / "demo-1.json").exists()
+
+
+def test_interrupt_leaves_the_runs_alone(
+    fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    patch.setattr(_wait, "wait_for", interrupted)
+    result = call("run", "demo", "1", "2", "--task", "1a", "--wait", "--output", str(tmp_path), code=1)
+    assert "the runs go on ('mlbench stop demo-1 demo-2' stops them)" in result.stderr
+    assert fake.deleted == []
+
+
+def test_wait_survives_a_master_that_is_away_for_a_while(
+    fake: FakeMaster, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlbench_core.cli._client import MasterClient
+
+    run_id = fake.add("a-1")
+    real, calls = MasterClient.run, []
+
+    def flaky(client: MasterClient, wanted: int | str) -> dict[str, Any]:
+        calls.append(wanted)
+        if len(calls) < 3:
+            raise MasterRequestError("cannot reach the master")
+        return real(client, wanted)
+
+    patch.setattr(MasterClient, "run", flaky)
+    with MasterClient(fake.url) as client:
+        ended = _wait.wait_for(client, [{"id": run_id, "name": "a-1", "state": "started"}], None)
+        assert ended[0]["state"] == "finished"
+        assert capsys.readouterr().err.count("trying again") == 1
+        calls.clear()
+        patch.setattr(_wait, "LOST_MASTER_S", 0.0)
+        with pytest.raises(MasterRequestError, match="cannot reach"):
+            _wait.wait_for(client, [{"id": run_id, "name": "a-1", "state": "started"}], None)
+
+
+def test_wait_finds_a_metric_to_show_without_a_task(fake: FakeMaster, capsys: pytest.CaptureFixture[str]) -> None:
+    from mlbench_core.cli._client import MasterClient
+
+    run_id = fake.add("a-1", val_global_F1=0.5)
+    fake.metrics[run_id]["val_global_F1 @ 0"].append(entry(0.75))
+    with MasterClient(fake.url) as client:
+        _wait.wait_for(client, [{"id": run_id, "name": "a-1", "state": "started"}], None)
+    assert "a-1: finished, epoch 2, F1 0.75" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "goal", "fraction"),
+    [
+        (40.0, _wait.Goal("Prec@1", 80.0), 0.5),
+        (90.0, _wait.Goal("Prec@1", 80.0), 1.0),
+        (140.0, _wait.Goal("Perplexity", 70.0, minimize=True), 0.5),
+        (None, _wait.Goal("Prec@1", 80.0), 0.0),
+        (40.0, None, 0.0),
+    ],
+)
+def test_fraction_of_the_goal(value: float | None, goal: _wait.Goal | None, fraction: float) -> None:
+    assert _wait.Progress("a", "started", value=value, goal=goal).fraction == fraction
+
+
+def test_bars_draw_on_a_terminal(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    patch.setenv("COLUMNS", "100")
+    with _wait._bars() as show:
+        show([_wait.Progress("a-1", "started", 3, "Prec@1", 60.0, _wait.Goal("Prec@1", 80.0))])
+        show([_wait.Progress("a-1", "finished", 4, "Prec@1", 81.0, _wait.Goal("Prec@1", 80.0))])
+    assert "a-1" in (shown := capsys.readouterr().err)
+    assert "finished, epoch 4, Prec@1 81 of 80" in shown

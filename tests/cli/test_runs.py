@@ -1,0 +1,176 @@
+"""status, logs, stop, delete, download against a fake master; the failures that every command shares."""
+
+from __future__ import annotations
+
+import json
+import socket
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mlbench_core.cli import _client
+from mlbench_core.errors import ConfigurationError
+from tests.cli.conftest import Call
+from tests.cli.fake_master import FakeMaster, entry
+
+
+def test_status_lists_runs(fake: FakeMaster, call: Call) -> None:
+    fake.add("a-1", state="failed")
+    fake.add("a-2", 2)
+    lines = call("status").stdout.splitlines()
+    assert lines[0].split() == ["RUN", "ID", "STATE", "WORKERS", "BACKEND", "CREATED", "FINISHED"]
+    assert lines[2].split() == ["a-2", "2", "finished", "2", "gloo", "2024-05-01", "10:00:00", "-"]
+    assert [run["name"] for run in json.loads(call("status", "--json").stdout)] == ["a-1", "a-2"]
+
+
+def test_status_of_a_run_by_name_or_id(fake: FakeMaster, call: Call) -> None:
+    run_id = fake.add("a-1", train_loss=0.5)
+    fake.metrics[run_id]["train_loss @ 0"].append(entry(0.25))
+    text = call("status", "a-1").stdout
+    assert "train_loss @ 0  0.25" in text
+    assert "0.5 " not in text
+    shown = json.loads(call("status", str(run_id), "--json").stdout)
+    assert shown["run"]["name"] == "a-1"
+    assert shown["metrics"]["train_loss @ 0"]["value"] == "0.25"
+
+
+def test_status_of_one_metric_shows_its_history(fake: FakeMaster, call: Call) -> None:
+    run_id = fake.add("a-1", train_loss=0.5)
+    fake.metrics[run_id]["train_loss @ 0"].append(entry(0.25))
+    found = json.loads(call("status", "a-1", "--metric", "train_loss @ 0", "--json").stdout)
+    assert [item["value"] for item in found["train_loss @ 0"]] == ["0.5", "0.25"]
+    assert "it has: train_loss @ 0" in call("status", "a-1", "--metric", "loss", code=1).stderr
+    assert "--metric needs" in call("status", "--metric", "loss", code=2).stderr
+
+
+def test_unknown_run_names_the_known_ones(fake: FakeMaster, call: Call) -> None:
+    fake.add("a-1")
+    error = call("status", "b-1", code=1).stderr
+    assert error == f"mlbench: no run 'b-1' at {fake.url}; runs there: a-1\n"
+
+
+def test_names_and_logs_cannot_drive_the_terminal(fake: FakeMaster, call: Call) -> None:
+    run_id = fake.add("a-1", evil="\x1b]0;title\x07\x1b[2Jx")
+    fake.lines[run_id] = [{"rank": 0, "stream": "stdout", "text": "\x1b[31mred\x1b[0m", "date": "d"}]
+    assert "\x1b" not in call("status", "a-1").stdout
+    assert call("logs", "a-1").stdout == "[0] red\n"
+
+
+def test_logs_come_whole_in_pages(fake: FakeMaster, call: Call) -> None:
+    run_id = fake.add("a-2", 2)
+    fake.lines[run_id] = [{"rank": i % 2, "stream": "stdout", "text": f"line {i}", "date": "d"} for i in range(5)]
+    assert call("logs", "a-2").stdout.splitlines() == [f"[{i % 2}] line {i}" for i in range(5)]
+    lines = [json.loads(line) for line in call("logs", "a-2", "--json").stdout.splitlines()]
+    assert [line["text"] for line in lines] == [f"line {i}" for i in range(5)]
+
+
+def test_logs_follow_until_the_run_ends(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+    run_id = fake.add("a-1", state="started")
+    fake.states[run_id] = ["started", "started", "finished"]
+    whole = _client.MasterClient.run
+
+    def grow(client: _client.MasterClient, wanted: int | str) -> dict[str, object]:
+        fake.lines[run_id].append({"rank": 0, "text": f"line {len(fake.lines[run_id])}"})
+        return whole(client, wanted)
+
+    patch.setattr(_client.MasterClient, "run", grow)
+    assert call("logs", "a-1", "--follow").stdout.splitlines() == ["[0] line 0", "[0] line 1", "[0] line 2"]
+
+
+def test_stop_keeps_and_delete_removes(fake: FakeMaster, call: Call) -> None:
+    fake.add("a-1", state="started")
+    fake.add("b-1")
+    assert call("stop", "a-1", "b-1").stdout.splitlines() == ["stopped a-1", "b-1 has ended already (finished)"]
+    assert fake.runs[1]["state"] == "failed"
+    assert "nothing deleted" in call("delete", "a-1", input="n\n").stderr
+    assert "--yes" in call("delete", "a-1", code=2).stderr
+    assert fake.deleted == []
+    call("delete", "a-1", input="y\n")
+    call("delete", "b-1", "--yes")
+    assert fake.deleted == [1, 2]
+
+
+def test_delete_of_an_unknown_run_deletes_nothing(fake: FakeMaster, call: Call) -> None:
+    fake.add("a-1")
+    call("delete", "a-1", "missing", "--yes", code=1)
+    assert fake.deleted == []
+
+
+def test_download_writes_a_zip(fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.chdir(tmp_path)
+    fake.add("a-1", train_loss=0.5)
+    call("download", "a-1")
+    assert json.loads(zipfile.ZipFile("a-1.zip").read("result_train_loss @ 0.json"))[0]["value"] == "0.5"
+    told = json.loads(call("download", "a-1", "-o", "sub/x.zip", "--json").stdout)
+    assert told["file"] == str(tmp_path / "sub/x.zip")
+    assert told["size_bytes"] == Path("sub/x.zip").stat().st_size
+
+
+def test_broken_download_leaves_the_old_file(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
+    fake.add("a-1", train_loss=0.5)
+    fake.cut_download = True
+    target = tmp_path / "x.zip"
+    target.write_text("old")
+    assert "no whole zip file" in call("download", "a-1", "-o", str(target), code=1).stderr
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_token_is_sent_from_the_environment(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+    fake.token = "secret"
+    assert "needs a token (HTTP 401): set MLBENCH_TOKEN" in call("status", code=1).stderr
+    patch.setenv("MLBENCH_TOKEN", "wrong")
+    assert "does not accept the token" in call("status", code=1).stderr
+    patch.setenv("MLBENCH_TOKEN", "secret")
+    call("status")
+
+
+def test_netrc_and_proxies_do_not_reach_a_master_on_this_machine(
+    fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login a password b\n")
+    patch.setenv("NETRC", str(tmp_path / "netrc"))
+    patch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    patch.setenv("http_proxy", "http://127.0.0.1:9")
+    fake.token = "secret"
+    patch.setenv("MLBENCH_TOKEN", "secret")
+    call("status")
+
+
+def test_refused_connection(call: Call) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    error = call("status", "--dashboard-url", f"127.0.0.1:{port}", code=1).stderr
+    assert error == f"mlbench: cannot reach the master at http://127.0.0.1:{port}: connection refused; is it running?\n"
+
+
+def test_silent_master_times_out() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with (
+            _client.MasterClient(url, timeout_s=0.1) as client,
+            pytest.raises(_client.MasterRequestError, match=r"did not answer within 0\.1 s"),
+        ):
+            client.runs()
+
+
+@pytest.mark.parametrize("answer", [b"<html>hello</html>", b"7"])
+def test_something_else_on_the_port(answer: bytes, fake: FakeMaster, call: Call) -> None:
+    fake.broken = answer
+    assert "not as an MLBench master does" in call("status", code=1).stderr
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port"])
+def test_bad_address(url: str, call: Call) -> None:
+    assert "is no address of a master" in call("status", "--dashboard-url", url, code=1).stderr
+    with pytest.raises(ConfigurationError):
+        _client.normalize_url(url)
+
+
+def test_no_master_says_what_to_do(call: Call) -> None:
+    error = call("status", code=1).stderr
+    assert error.startswith("mlbench: no master is running: start one with 'mlbench master'")
