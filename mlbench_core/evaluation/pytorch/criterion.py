@@ -1,0 +1,239 @@
+r"""Loss functions that torch does not have: with a penalty on all weights, and with smoothed labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["BCELossRegularized", "LabelSmoothing", "MSELossRegularized"]
+
+
+class _WeightPenalty:
+    r""":math:`\lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2` over a model's parameters.
+
+    It is no module, so that a loss holding it does not count the model's parameters as its own.
+    """
+
+    def __init__(self, l1: float, l2: float, model: nn.Module | None) -> None:
+        for name, weight in (("l1", l1), ("l2", l2)):
+            if not weight >= 0:
+                raise ValueError(f"{name} is {weight}; the weight of a penalty must be at least 0")
+        if model is None and (l1 > 0 or l2 > 0):
+            raise ValueError(f"l1 is {l1} and l2 is {l2} but there is no model to penalise; pass model=")
+        self.l1 = l1
+        self.l2 = l2
+        self.model = model
+
+    def __call__(self) -> Tensor | float:
+        if self.model is None or (self.l1 == 0 and self.l2 == 0):
+            return 0.0
+        penalty: Tensor | float = 0.0
+        for weight in self.model.parameters():
+            if self.l1 > 0:
+                penalty = penalty + self.l1 * weight.abs().sum()
+            if self.l2 > 0:
+                penalty = penalty + self.l2 / 2 * weight.square().sum()
+        return penalty
+
+
+class BCELossRegularized(nn.BCELoss):
+    r"""Binary cross-entropy with a penalty on the model's weights.
+
+    .. math:: \mathrm{BCE}(x, y) + \lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2
+
+    where :math:`w` are all parameters of the model.
+
+    Args:
+        weight: Weight of each element of a batch, as in :class:`torch.nn.BCELoss`.
+        size_average: Deprecated by torch, see ``reduction``.
+        reduce: Deprecated by torch, see ``reduction``.
+        l1: :math:`\lambda_1`, at least 0.
+        l2: :math:`\lambda_2`, at least 0.
+        model: The model. It may be left out if both penalties are 0.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The penalty is added once to a mean or a sum, and to each
+            element with ``"none"``.
+
+    Raises:
+        ValueError: A penalty is negative, or has no model.
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.constant_(model.weight, 2.0)
+        >>> loss = BCELossRegularized(l1=0.5, l2=0.1, model=model)
+        >>> round(loss(torch.tensor([1.0]), torch.tensor([1.0])).item(), 6)  # 0 + 0.5 * 2 + 0.1 / 2 * 2^2
+        1.2
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        reduce: bool | None = None,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        model: nn.Module | None = None,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(weight, size_average, reduce, reduction)
+        self.penalty = _WeightPenalty(l1, l2, model)
+
+    def forward(self, input_: Tensor, target: Tensor) -> Tensor:
+        """Loss of one batch.
+
+        Args:
+            input_: Probabilities, any shape.
+            target: Between 0 and 1, the same shape.
+
+        Returns:
+            The loss, no dimensions unless ``reduction="none"``.
+        """
+        return super().forward(input_, target) + self.penalty()
+
+
+class MSELossRegularized(nn.MSELoss):
+    r"""Mean squared error with a penalty on the model's weights.
+
+    .. math:: \mathrm{MSE}(x, y) + \lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2
+
+    where :math:`w` are all parameters of the model.
+
+    Args:
+        weight: Weight of each element, the shape of the input; a mean is then divided by the sum of the weights.
+        size_average: Deprecated by torch, see ``reduction``.
+        reduce: Deprecated by torch, see ``reduction``.
+        l1: :math:`\lambda_1`, at least 0.
+        l2: :math:`\lambda_2`, at least 0.
+        model: The model. It may be left out if both penalties are 0.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``. The penalty is added once to a mean or a sum, and to each
+            element with ``"none"``.
+
+    Raises:
+        ValueError: A penalty is negative, or has no model.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        reduce: bool | None = None,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        model: nn.Module | None = None,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(size_average, reduce, reduction)
+        self.register_buffer("weight", weight)
+        self.penalty = _WeightPenalty(l1, l2, model)
+
+    def forward(self, input_: Tensor, target: Tensor) -> Tensor:
+        """Loss of one batch.
+
+        Args:
+            input_: Predictions, any shape.
+            target: What was right, the same shape.
+
+        Returns:
+            The loss, no dimensions unless ``reduction="none"``.
+
+        Raises:
+            ValueError: ``weight`` has another shape than the input.
+        """
+        if self.weight is None:
+            return super().forward(input_, target) + self.penalty()
+        if self.weight.shape != input_.shape:
+            raise ValueError(
+                f"weight has shape {tuple(self.weight.shape)} and input {tuple(input_.shape)}; they must be equal"
+            )
+        errors = self.weight * F.mse_loss(input_, target, reduction="none")
+        if self.reduction == "none":
+            return errors + self.penalty()
+        total = errors.sum()
+        return (total / self.weight.sum() if self.reduction == "mean" else total) + self.penalty()
+
+
+class LabelSmoothing(nn.Module):
+    r"""Cross-entropy against smoothed labels, summed over all tokens but padding.
+
+    .. math::
+        \sum_{i:\, y_i \ne \text{pad}}
+        -(1 - \varepsilon) \log p_i(y_i) - \frac{\varepsilon}{C} \sum_{c=1}^{C} \log p_i(c)
+
+    with smoothing :math:`\varepsilon` and :math:`C` classes.
+
+    Args:
+        padding_idx: Target id that is left out.
+        smoothing: :math:`\varepsilon`, from 0 to 1.
+        fast_xentropy: Compute with torch's fused cross-entropy, without the (tokens, classes) matrix of
+            log-probabilities in memory; otherwise by the formula above.
+
+    Raises:
+        ValueError: ``smoothing`` is outside of 0 to 1.
+
+    References:
+        Szegedy et al. 2015, Rethinking the Inception Architecture for Computer Vision, arXiv 1512.00567.
+
+    Example:
+        >>> loss = LabelSmoothing(padding_idx=0, smoothing=0.1)
+        >>> x = torch.zeros(3, 4)  # every class has probability 1/4
+        >>> round(loss(x, torch.tensor([1, 2, 0])).item() / 2, 4)  # log(4); the padded token is left out
+        1.3863
+    """
+
+    def __init__(self, padding_idx: int, smoothing: float = 0.0, fast_xentropy: bool = False) -> None:
+        super().__init__()
+        if not 0.0 <= smoothing <= 1.0:
+            raise ValueError(f"smoothing is {smoothing}; it must be from 0 to 1")
+        self.padding_idx = padding_idx
+        self.smoothing = smoothing
+        self.fast_xentropy = fast_xentropy
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Summed loss of one batch.
+
+        Args:
+            x: Scores (or log-probabilities: a softmax leaves them as they are) of shape (..., classes). Half precision
+                is computed in float32.
+            target: Token ids of shape (...).
+
+        Returns:
+            The sum of the losses, no dimensions; divide it by the number of tokens for a mean.
+
+        Raises:
+            ValueError: The shapes do not fit.
+        """
+        if x.shape[:-1].numel() != target.numel():
+            raise ValueError(
+                f"x has shape {tuple(x.shape)} and target {tuple(target.shape)}; they must be (..., classes) and (...)"
+            )
+        x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+        compute_dtype = torch.promote_types(x.dtype, torch.float32)
+        loss = self._fused if self.fast_xentropy else self._plain
+        return loss(x.to(compute_dtype), target)
+
+    def _plain(self, x: Tensor, target: Tensor) -> Tensor:
+        log_p = F.log_softmax(x, dim=-1)
+        counted = target != self.padding_idx
+        # A padding id outside of the classes (-100, say) cannot be gathered; its row is left out afterwards.
+        nll = -log_p.gather(1, target.where(counted, 0).unsqueeze(1)).squeeze(1)
+        uniform = -log_p.mean(dim=-1)
+        losses = (1.0 - self.smoothing) * nll + self.smoothing * uniform
+        return losses.masked_fill(~counted, 0.0).sum()
+
+    def _fused(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(
+            x, target, ignore_index=self.padding_idx, reduction="sum", label_smoothing=self.smoothing
+        )
+
+    def extra_repr(self) -> str:
+        """The arguments, for ``repr``."""
+        arguments: dict[str, Any] = {
+            "padding_idx": self.padding_idx,
+            "smoothing": self.smoothing,
+            "fast_xentropy": self.fast_xentropy,
+        }
+        return ", ".join(f"{name}={value}" for name, value in arguments.items())

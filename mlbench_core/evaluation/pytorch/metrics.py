@@ -1,0 +1,480 @@
+r"""Metrics over batches and workers.
+
+A metric is called with one batch and returns the batch's value; :meth:`~MLBenchMetric.update` takes the batch into the
+average, and :meth:`~MLBenchMetric.average` gives the value over everything taken in, on all workers::
+
+    metric.reset()
+    for data, target in batches:
+        output = model(data)
+        metric.update(metric(output, target), len(output))
+    value = metric.average()          # a collective: every worker calls it
+
+Most metrics are no mean of their batches' values: the perplexity of two batches is not the mean of two perplexities.
+Each metric here therefore sums *statistics*, a few numbers that add up over batches and workers, and computes its value
+from the sums, so that the value depends neither on how the data was cut into batches nor on the number of workers.
+All sums are float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mlbench_core.errors import require
+from mlbench_core.utils.pytorch import distributed
+
+__all__ = ["BLEUScore", "DiceCoefficient", "F1Score", "MLBenchMetric", "Perplexity", "TopKAccuracy"]
+
+
+class MLBenchMetric:
+    r"""Base of the metrics; by itself the mean of the batches' values, weighted by their sizes.
+
+    A subclass gives ``__call__`` and ``name``. Its average is then
+
+    .. math:: \frac{\sum_k \sum_b n_{kb} v_{kb}}{\sum_k \sum_b n_{kb}}
+
+    over the batches :math:`b` of the workers :math:`k`, with values :math:`v` and sizes :math:`n`.
+
+    Example:
+        >>> class Mean(MLBenchMetric):
+        ...     name = "Mean"
+        ...     def __call__(self, output, target):
+        ...         return output.mean()
+        >>> mean = Mean()
+        >>> mean.update(mean(torch.tensor([1.0, 1.0, 1.0]), None), 3)
+        >>> mean.update(mean(torch.tensor([5.0]), None), 1)
+        >>> mean.average().item()
+        2.0
+    """
+
+    def __init__(self) -> None:
+        self._totals = self._no_statistics()
+
+    def __call__(self, output: Any, target: Any) -> Tensor:
+        """Value of one batch, without taking it into the average.
+
+        Args:
+            output: What the model gave.
+            target: What was right.
+
+        Returns:
+            The value, float32, no dimensions.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no __call__(output, target); a metric must define it")
+
+    @property
+    def name(self) -> str:
+        """Name of the metric, as the tracker and the master show it."""
+        raise NotImplementedError(f"{type(self).__name__} has no name; a metric must define it")
+
+    def update(self, perc: float | Tensor, size: int) -> None:
+        """Take a batch into the average.
+
+        Args:
+            perc: The batch's value, as the call returned it.
+            size: Number of samples in the batch; the weight of the value.
+
+        Raises:
+            ValueError: ``size`` is negative.
+        """
+        if size < 0:
+            raise ValueError(f"size is {size}; a batch has at least 0 samples")
+        self._add(self._as_statistics(perc, size))
+
+    def average(self) -> Tensor:
+        """Value over everything taken in since the last reset, on all workers.
+
+        Every worker must call it: it is one all-reduce of a few numbers.
+
+        Returns:
+            The value, float32, no dimensions; 0 if no worker took in a batch.
+        """
+        totals = distributed.global_average(self._totals, 1) * distributed.world_size()
+        return self._score(totals).to(torch.float32)
+
+    def reset(self) -> None:
+        """Forget every batch."""
+        self._totals = self._no_statistics()
+
+    # What a subclass with other statistics than (weighted sum, weight) overrides.
+
+    def _no_statistics(self) -> Tensor:
+        """The statistics of no batch, all zero."""
+        return torch.zeros(2, dtype=torch.float64)
+
+    def _as_statistics(self, value: float | Tensor, size: int) -> Tensor:
+        """The statistics that ``size`` samples of this value add."""
+        weighted = torch.as_tensor(value).detach().to(torch.float64).sum() * size
+        return torch.stack([weighted, torch.as_tensor(float(size), dtype=torch.float64, device=weighted.device)])
+
+    def _score(self, totals: Tensor) -> Tensor:
+        """The metric's value from summed statistics."""
+        return _ratio(totals[0], totals[1])
+
+    def _add(self, statistics: Tensor) -> None:
+        self._totals = self._totals.to(statistics.device) + statistics
+
+
+class _StatisticsMetric(MLBenchMetric):
+    """A metric whose batches add statistics of their own instead of a weighted value.
+
+    The call remembers the statistics behind the value it returned until the next call; an update with that value adds
+    them. An update with any other value falls back to what :meth:`_as_statistics` makes of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def _value_of(self, statistics: Tensor) -> Tensor:
+        """The value of a batch with these statistics, which are remembered."""
+        value = self._score(statistics).to(torch.float32)
+        self._last = (value, statistics)
+        return value
+
+    def reset(self) -> None:
+        """Forget every batch."""
+        super().reset()
+        self._last = None
+
+    def update(self, perc: float | Tensor, size: int) -> None:
+        """Take the batch of the last call into the average.
+
+        Args:
+            perc: What the last call returned (the tensor or its number).
+            size: Number of samples in the batch. It weighs ``perc`` only if the last call did not return it: the
+                batch's own statistics say more than its size.
+
+        Raises:
+            ValueError: ``size`` is negative.
+        """
+        last, self._last = self._last, None
+        if last is not None and _is_same(perc, last[0]):
+            self._add(last[1])
+        else:
+            super().update(perc, size)
+
+
+class TopKAccuracy(MLBenchMetric):
+    r"""Share of samples whose target is among the ``topk`` most likely classes, in percent.
+
+    Args:
+        topk: How many of the most likely classes count, at least 1.
+
+    Raises:
+        ValueError: ``topk`` is below 1.
+
+    Example:
+        >>> output = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3]])
+        >>> TopKAccuracy(1)(output, torch.tensor([1, 2])).item()
+        50.0
+        >>> TopKAccuracy(2)(output, torch.tensor([1, 2])).item()
+        100.0
+        >>> TopKAccuracy()(torch.tensor([[0.9], [0.2]]), torch.tensor([1, 0])).item()
+        100.0
+    """
+
+    def __init__(self, topk: int = 1) -> None:
+        if topk < 1:
+            raise ValueError(f"topk is {topk}; it must be at least 1")
+        super().__init__()
+        self.topk = topk
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """Accuracy of one batch.
+
+        Args:
+            output: Scores of shape (batch, classes); or probabilities of the positive one of two classes, of shape
+                (batch, 1) or (batch,), which count as positive from 0.5 on.
+            target: Class numbers, shape (batch,) or (batch, 1).
+
+        Returns:
+            Percentage, float32, no dimensions; 0 for an empty batch.
+
+        Raises:
+            ValueError: ``topk`` is not below the number of classes, or the shapes do not fit.
+        """
+        if output.dim() == 1:
+            output = output.unsqueeze(1)
+        if output.dim() != 2 or target.numel() != output.shape[0]:
+            raise ValueError(
+                f"output has shape {tuple(output.shape)} and target {tuple(target.shape)}; "
+                "they must be (batch, classes) and (batch,)"
+            )
+        classes = max(2, output.shape[1])
+        if self.topk >= classes:
+            raise ValueError(
+                f"topk is {self.topk} with {classes} classes, so every sample would be right; "
+                f"it must be at most {classes - 1}"
+            )
+        target = target.reshape(-1, 1)
+        if output.shape[1] == 1:
+            predicted = (output >= 0.5).to(target.dtype)
+        else:
+            predicted = output.topk(self.topk, dim=1).indices
+        correct = (predicted == target).sum()
+        return _ratio(100.0 * correct.to(torch.float32), correct.new_tensor(len(output), dtype=torch.float32))
+
+    @property
+    def name(self) -> str:
+        """``Prec@k``."""
+        return f"Prec@{self.topk}"
+
+
+class Perplexity(_StatisticsMetric):
+    r"""Perplexity of a language model: exp of the mean loss of all tokens.
+
+    .. math:: \exp\Bigl(-\frac{1}{N} \sum_{i=1}^{N} \log p(w_i)\Bigr)
+
+    where the :math:`N` tokens are those of all batches and workers.
+
+    Example:
+        >>> perplexity = Perplexity()
+        >>> for loss in (1.0, 4.0):
+        ...     perplexity.update(perplexity(torch.tensor(loss), None), 1)
+        >>> round(perplexity.average().item(), 3)  # exp(2.5), not (exp(1) + exp(4)) / 2 = 28.7
+        12.182
+    """
+
+    def __call__(self, output: Tensor, target: Tensor | None = None) -> Tensor:
+        """Perplexity of one batch.
+
+        Args:
+            output: Scores or log-probabilities of shape (..., classes), or (batch, classes, ...) as torch's
+                cross-entropy takes them; or the batch's mean loss, without dimensions.
+            target: Token ids of shape (...); not used with a loss. Ids of -100 are left out.
+
+        Returns:
+            The perplexity, float32, no dimensions. With scores, a following :meth:`update` counts the tokens itself;
+            with a loss, it weighs the loss by ``size``.
+
+        Raises:
+            ValueError: The shapes do not fit.
+        """
+        if output.dim() == 0:
+            self._last = None
+            return output.detach().to(torch.float32).exp()
+        if target is None:
+            raise ValueError(f"output has shape {tuple(output.shape)}, so it needs a target of token ids")
+        scores = _classes_last(output, target).to(torch.promote_types(output.dtype, torch.float32))
+        losses = F.cross_entropy(scores, target.reshape(-1).long(), ignore_index=-100, reduction="sum")
+        tokens = (target != -100).sum()
+        return self._value_of(torch.stack([losses.detach().to(torch.float64), tokens.to(torch.float64)]))
+
+    @property
+    def name(self) -> str:
+        """``Perplexity``."""
+        return "Perplexity"
+
+    def _as_statistics(self, value: float | Tensor, size: int) -> Tensor:
+        return super()._as_statistics(torch.as_tensor(value).detach().to(torch.float64).log(), size)
+
+    def _score(self, totals: Tensor) -> Tensor:
+        return torch.where(totals[1] == 0, torch.zeros_like(totals[0]), torch.exp(_ratio(totals[0], totals[1])))
+
+
+class DiceCoefficient(_StatisticsMetric):
+    r"""Dice coefficient of two masks.
+
+    .. math:: \frac{2 \sum_i o_i t_i}{\sum_i o_i + \sum_i t_i}
+
+    with the sums over all elements of all batches and workers. Two masks that are both empty agree: 1.
+
+    Example:
+        >>> round(DiceCoefficient()(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[1, 0], [0, 1]])).item(), 6)
+        0.8
+    """
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """Dice coefficient of one batch.
+
+        Args:
+            output: Mask or probabilities between 0 and 1, any shape.
+            target: The true mask, the same number of elements.
+
+        Returns:
+            The coefficient between 0 and 1, float32, no dimensions.
+
+        Raises:
+            ValueError: The numbers of elements differ.
+        """
+        predicted, true = _flat_pair(output, target)
+        overlap = 2.0 * (predicted * true).sum()
+        total = predicted.sum() + true.sum()
+        empty = total == 0  # counted as one element of full agreement
+        return self._value_of(torch.stack([overlap + empty, total + empty]))
+
+    @property
+    def name(self) -> str:
+        """``Dice Coefficient``."""
+        return "Dice Coefficient"
+
+
+class F1Score(_StatisticsMetric):
+    r"""F1 score: harmonic mean of precision and recall.
+
+    .. math:: F_1 = \frac{2\,\mathrm{TP}}{2\,\mathrm{TP} + \mathrm{FP} + \mathrm{FN}}
+
+    with true positives, false positives and false negatives counted over all batches and workers.
+
+    Args:
+        threshold: Outputs from here on are predicted positive.
+        eps: Added to the denominator, so that a score without any positive is 0.
+
+    Example:
+        >>> F1Score()(torch.tensor([0.9, 0.6, 0.4, 0.1]), torch.tensor([1, 0, 1, 0])).item()
+        0.5
+    """
+
+    def __init__(self, threshold: float = 0.5, eps: float = 1e-9) -> None:
+        super().__init__()
+        self.threshold = threshold
+        self.eps = eps
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """F1 score of one batch.
+
+        Args:
+            output: Probabilities of the positive class, any shape.
+            target: 1 for positive, 0 for negative, the same number of elements.
+
+        Returns:
+            The score between 0 and 1, float32, no dimensions.
+
+        Raises:
+            ValueError: The numbers of elements differ.
+        """
+        scores, true = _flat_pair(output, target)
+        predicted = (scores >= self.threshold).to(true.dtype)
+        true_positives = (predicted * true).sum()
+        # predicted.sum() = TP + FP and true.sum() = TP + FN
+        return self._value_of(torch.stack([2.0 * true_positives, predicted.sum() + true.sum()]))
+
+    @property
+    def name(self) -> str:
+        """``F1-Score``."""
+        return "F1-Score"
+
+    def _score(self, totals: Tensor) -> Tensor:
+        return totals[0] / (totals[1] + self.eps)
+
+
+class BLEUScore(_StatisticsMetric):
+    """Corpus BLEU of translations, from 0 to 100, as sacrebleu computes it.
+
+    The matches and counts of n-grams (n = 1 to 4) and both lengths are summed over all batches and workers, and the
+    score is computed from the sums: a mean of batches' scores would be another number.
+
+    Args:
+        use_raw: False: sacrebleu's tokenizer 13a and exponential smoothing (``sacrebleu.corpus_bleu``). True: the text
+            is tokenized already; no tokenizer, floor smoothing of 0.1 and effective order
+            (``sacrebleu.raw_corpus_bleu``).
+
+    Raises:
+        MissingDependencyError: sacrebleu is not installed.
+
+    References:
+        Papineni et al. 2002, BLEU: a Method for Automatic Evaluation of Machine Translation;
+        Post 2018, A Call for Clarity in Reporting BLEU Scores, arXiv 1804.08771.
+    """
+
+    _MAX_ORDER = 4
+
+    def __init__(self, use_raw: bool = False) -> None:
+        super().__init__()
+        bleu = cast(Any, require("sacrebleu.metrics", "text")).BLEU
+        self.use_raw = use_raw
+        self._smoothing: dict[str, Any]
+        if use_raw:
+            self._smoothing = {"smooth_method": "floor", "smooth_value": 0.1, "effective_order": True}
+            self._bleu = bleu(tokenize="none", force=True, max_ngram_order=self._MAX_ORDER, **self._smoothing)
+        else:
+            self._smoothing = {"smooth_method": "exp", "effective_order": False}
+            # force: sacrebleu would warn of a trailing " ." in tokenized text, once for every batch
+            self._bleu = bleu(tokenize="13a", force=True, max_ngram_order=self._MAX_ORDER, **self._smoothing)
+
+    def __call__(self, output: Sequence[str], target: Sequence[str]) -> Tensor:
+        """BLEU of one batch as if it were the whole corpus.
+
+        Args:
+            output: Translations, one string a sentence.
+            target: One reference for each.
+
+        Returns:
+            The score, float32, no dimensions; 0 for an empty batch.
+
+        Raises:
+            TypeError: One of them is a string instead of a sequence of strings.
+            ValueError: The numbers of sentences differ.
+        """
+        for argument, sentences in (("output", output), ("target", target)):
+            if isinstance(sentences, str):
+                raise TypeError(f"{argument} is one string ({sentences!r:.60}); it must be a list of sentences")
+        if len(output) != len(target):
+            raise ValueError(f"{len(output)} translations but {len(target)} references; every translation needs one")
+        if len(output) == 0:
+            return self._value_of(self._no_statistics())
+        score = self._bleu.corpus_score(list(output), [list(target)])
+        statistics = [score.sys_len, score.ref_len, *score.counts, *score.totals]
+        return self._value_of(torch.tensor(statistics, dtype=torch.float64))
+
+    @property
+    def name(self) -> str:
+        """``BLEU-Score``."""
+        return "BLEU-Score"
+
+    def _no_statistics(self) -> Tensor:
+        return torch.zeros(2 + 2 * self._MAX_ORDER, dtype=torch.float64)
+
+    def _as_statistics(self, value: float | Tensor, size: int) -> Tensor:
+        raise ValueError(
+            f"update() got {float(value)}, which the last call did not return; scores of batches cannot be averaged to "
+            "a corpus score: call the metric and update it with what it returned, batch by batch"
+        )
+
+    def _score(self, totals: Tensor) -> Tensor:
+        # Averages over workers times their number are whole only up to rounding.
+        sys_len, ref_len, *counts = (round(number) for number in totals.tolist())
+        matches, possible = counts[: self._MAX_ORDER], counts[self._MAX_ORDER :]
+        if sys_len == 0:
+            return torch.zeros((), dtype=torch.float64)
+        score = self._bleu.compute_bleu(
+            matches, possible, sys_len, ref_len, max_ngram_order=self._MAX_ORDER, **self._smoothing
+        )
+        return torch.tensor(float(score.score), dtype=torch.float64)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """``numerator / denominator``, 0 where the denominator is 0."""
+    return torch.where(denominator == 0, torch.zeros_like(numerator), numerator / denominator)
+
+
+def _is_same(value: float | Tensor, returned: Tensor) -> bool:
+    """Whether ``value`` is what a call returned, as the tensor (no synchronisation) or as its number."""
+    return value is returned or float(value) == float(returned)
+
+
+def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as float64 vectors; sums of half-precision or float32 elements would lose counts."""
+    if output.numel() != target.numel():
+        raise ValueError(
+            f"output has shape {tuple(output.shape)} and target {tuple(target.shape)}; "
+            "they must have the same number of elements"
+        )
+    return output.detach().reshape(-1).to(torch.float64), target.detach().reshape(-1).to(torch.float64)
+
+
+def _classes_last(output: Tensor, target: Tensor) -> Tensor:
+    """Scores as a matrix (tokens, classes) in the order of ``target.reshape(-1)``."""
+    if output.shape[:-1] == target.shape or output.shape[:-1].numel() == target.numel():
+        return output.reshape(-1, output.shape[-1])
+    if output.dim() == target.dim() + 1 and output.shape[:1] + output.shape[2:] == target.shape:
+        return output.movedim(1, -1).reshape(-1, output.shape[1])
+    raise ValueError(
+        f"output has shape {tuple(output.shape)} and target {tuple(target.shape)}; "
+        "they must be (..., classes) and (...), or (batch, classes, ...) and (batch, ...)"
+    )

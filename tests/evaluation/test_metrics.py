@@ -1,0 +1,279 @@
+"""Values of the metrics, on one worker and on several."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import sacrebleu
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import f1_score
+
+from mlbench_core.errors import MissingDependencyError
+from mlbench_core.evaluation.pytorch.metrics import (
+    BLEUScore,
+    DiceCoefficient,
+    F1Score,
+    MLBenchMetric,
+    Perplexity,
+    TopKAccuracy,
+)
+from tests.helpers.ranks import run_ranks
+
+HYPOTHESES = [
+    "the cat sat on the mat",
+    "a quick brown fox jumps over the dog .",
+    "hello world",
+    "there is a house in New Orleans",
+    "it is raining",
+    "he reads the book, she writes one",
+]
+REFERENCES = [
+    "the cat is on the mat",
+    "the quick brown fox jumps over the lazy dog.",
+    "hello there, world",
+    "there is a house in New Orleans, they call",
+    "it rains",
+    "he reads the book, and she writes one",
+]
+
+
+def batches_of_classes() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Eight uneven batches of scores and classes."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = [3, 7, 1, 5, 2, 4, 6, 8]
+    return [(torch.randn(n, 6, generator=generator) * 3, torch.randint(0, 6, (n,), generator=generator)) for n in sizes]
+
+
+def batches_of_masks() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Eight uneven batches of probabilities and zeros or ones."""
+    generator = torch.Generator().manual_seed(6)
+    sizes = [3, 7, 1, 5, 2, 4, 6, 8]
+    return [(torch.rand(n, generator=generator), torch.randint(0, 2, (n,), generator=generator)) for n in sizes]
+
+
+def batches_of_sentences() -> list[tuple[list[str], list[str]]]:
+    """Eight uneven batches of translations, one of them empty."""
+    cuts = [0, 1, 1, 2, 3, 4, 5, 5, 6]
+    return [(HYPOTHESES[a:b], REFERENCES[a:b]) for a, b in itertools.pairwise(cuts)]
+
+
+def joined(batches: list[Any]) -> tuple[Any, Any]:
+    """All batches as one."""
+    if isinstance(batches[0][0], list):
+        return [s for batch, _ in batches for s in batch], [s for _, batch in batches for s in batch]
+    return torch.cat([output for output, _ in batches]), torch.cat([target for _, target in batches])
+
+
+def expected_accuracy(k: int) -> float:
+    output, target = joined(batches_of_classes())
+    rank_of_target = (output > output.gather(1, target[:, None])).sum(1)
+    return 100.0 * (rank_of_target < k).double().mean().item()
+
+
+def expected_perplexity() -> float:
+    output, target = joined(batches_of_classes())
+    return math.exp(F.cross_entropy(output.double(), target).item())
+
+
+def expected_f1() -> float:
+    output, target = joined(batches_of_masks())
+    return float(f1_score(target.numpy(), (output >= 0.5).numpy()))
+
+
+def expected_dice() -> float:
+    output, target = joined(batches_of_masks())
+    return (2 * (output * target).sum() / (output.sum() + target.sum())).item()
+
+
+METRICS: dict[str, tuple[Callable[[], MLBenchMetric], Callable[[], list[Any]], Callable[[], float]]] = {
+    "Prec@1": (TopKAccuracy, batches_of_classes, lambda: expected_accuracy(1)),
+    "Prec@3": (lambda: TopKAccuracy(3), batches_of_classes, lambda: expected_accuracy(3)),
+    "Perplexity": (Perplexity, batches_of_classes, expected_perplexity),
+    "F1-Score": (F1Score, batches_of_masks, expected_f1),
+    "Dice Coefficient": (DiceCoefficient, batches_of_masks, expected_dice),
+    "BLEU-Score": (BLEUScore, batches_of_sentences, lambda: sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES]).score),
+    "BLEU-Score raw": (
+        lambda: BLEUScore(use_raw=True),
+        batches_of_sentences,
+        lambda: sacrebleu.raw_corpus_bleu(HYPOTHESES, [REFERENCES]).score,
+    ),
+}
+
+
+def average_of_my_part(rank: int, world_size: int) -> dict[str, float]:
+    """What each worker gets from all metrics over its share of the batches."""
+    averages = {}
+    for key, (make, batches, _) in METRICS.items():
+        metric = make()
+        for output, target in batches()[rank::world_size]:
+            metric.update(metric(output, target), len(output))
+        averages[key] = metric.average().item()
+    # One worker without a batch neither hangs the others nor changes their average.
+    lonely = TopKAccuracy()
+    if rank == world_size - 1:
+        lonely.update(75.0, 4)
+    averages["lonely"] = lonely.average().item()
+    averages["nobody"] = BLEUScore().average().item()
+    return averages
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_averages_over_workers_are_those_of_the_joined_batches(world_size: int) -> None:
+    for averages in run_ranks(world_size, average_of_my_part):
+        for key, (_, _, expected) in METRICS.items():
+            assert averages[key] == pytest.approx(expected(), rel=1e-6), key
+        assert averages["lonely"] == 75.0
+        assert averages["nobody"] == 0.0
+
+
+@pytest.mark.parametrize("key", METRICS)
+def test_without_a_process_group_the_world_is_one_worker(key: str) -> None:
+    make, batches, expected = METRICS[key]
+    metric = make()
+    for output, target in batches():
+        metric.update(metric(output, target).item(), len(output))  # a number instead of the tensor
+    assert metric.average().item() == pytest.approx(expected(), rel=1e-6)
+    assert metric.name == key.removesuffix(" raw")
+
+
+@pytest.mark.parametrize("key", METRICS)
+def test_one_batch_has_the_value_of_the_call(key: str) -> None:
+    make, batches, expected = METRICS[key]
+    assert make()(*joined(batches())).item() == pytest.approx(expected(), rel=1e-6)
+
+
+def test_averages_with_the_collectives_patched(mocker) -> None:
+    mocker.patch("mlbench_core.utils.pytorch.distributed.dist")
+    metric = TopKAccuracy(1)
+    output = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
+    accuracy = metric(output, torch.tensor([1, 0, 0, 0]))
+    assert accuracy.item() == 75.0
+    metric.update(accuracy, 4)
+    metric.update(metric(output[:2], torch.tensor([0, 1])), 2)
+    assert metric.average().item() == 50.0
+
+
+def test_an_average_costs_one_all_reduce(mocker) -> None:
+    dist = mocker.patch("mlbench_core.utils.pytorch.distributed.dist", MagicMock())
+    metric = F1Score()
+    metric.update(metric(torch.ones(3), torch.ones(3)), 3)
+    metric.average()
+    assert dist.all_reduce.call_count == 1
+
+
+def test_counts_beyond_float32_are_exact() -> None:
+    metric = F1Score()
+    ones = 2**24
+    metric._add(torch.tensor([0.0, float(ones)], dtype=torch.float64))
+    for _ in range(3):
+        metric.update(metric(torch.tensor([1.0]), torch.tensor([0.0])), 1)
+    assert metric._totals[1].item() == ones + 3
+
+
+def test_perplexity_is_exp_of_the_mean_loss() -> None:
+    """Not the mean of exp(loss), which is 75.2 for these two batches."""
+    metric = Perplexity()
+    for loss in (0.01, 5.0):
+        metric.update(metric(torch.tensor(loss)), 10)
+    assert metric.average().item() == pytest.approx(math.exp(2.505), rel=1e-6)
+
+
+def test_perplexity_takes_scores_of_any_layout_and_log_probabilities() -> None:
+    torch.manual_seed(0)
+    scores, target = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
+    expected = math.exp(F.cross_entropy(scores.reshape(-1, 7), target.reshape(-1)).item())
+    metric = Perplexity()
+    for output in (scores, scores.movedim(-1, 1), scores.log_softmax(-1)):
+        assert metric(output, target).item() == pytest.approx(expected, rel=1e-5)
+    assert metric(scores.reshape(-1, 7), target).item() == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match=r"\(3,\)"):
+        metric(scores, torch.zeros(3, dtype=torch.long))
+
+
+def test_perplexity_weighs_tokens_not_batches_and_skips_ignored_ones() -> None:
+    scores = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    target = torch.tensor([1, 2, -100, 0, -100, 3])
+    metric = Perplexity()
+    metric.update(metric(scores[:3], target[:3]), 1)
+    metric.update(metric(scores[3:], target[3:]), 1)
+    assert metric.average().item() == pytest.approx(math.exp(F.cross_entropy(scores, target).item()), rel=1e-6)
+
+
+def test_f1_sums_counts_over_batches() -> None:
+    """The mean of these two batches' scores is 0.333; over all of their elements it is 0.667."""
+    metric = F1Score()
+    for output, target in [([0.9, 0.9], [1, 1]), ([0.1, 0.1], [0, 0]), ([0.9, 0.9], [0, 0])]:
+        metric.update(metric(torch.tensor(output), torch.tensor(target)), 2)
+    assert metric.average().item() == pytest.approx(2 / 3)
+
+
+def test_a_value_from_elsewhere_is_a_weighted_mean() -> None:
+    metric = F1Score()
+    metric(torch.tensor([0.9]), torch.tensor([1]))  # seen in training, never taken in
+    metric.update(0.5, 2)
+    metric.update(torch.tensor(0.8), 1)
+    assert metric.average().item() == pytest.approx(0.6)
+
+
+def test_bleu_of_a_batch_cannot_come_from_elsewhere() -> None:
+    with pytest.raises(ValueError, match=r"17\.5"):
+        BLEUScore().update(17.5, 4)
+
+
+def test_bleu_refuses_what_is_no_list_of_pairs() -> None:
+    with pytest.raises(TypeError, match="list of sentences"):
+        BLEUScore()("one sentence", ["one sentence"])
+    with pytest.raises(ValueError, match="2 translations but 1"):
+        BLEUScore()(["a", "b"], ["a"])
+
+
+def test_bleu_says_how_to_install_sacrebleu(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    with pytest.raises(MissingDependencyError, match="text"):
+        BLEUScore()
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (4,)])
+def test_accuracy_of_probabilities_of_two_classes(shape) -> None:
+    output = torch.tensor([0.9, 0.5, 0.49, 0.1]).reshape(shape)
+    assert TopKAccuracy(1)(output, torch.tensor([1, 1, 1, 0])).item() == 75.0
+    assert TopKAccuracy(1)(output, torch.tensor([[1.0], [1.0], [1.0], [0.0]])).item() == 75.0
+
+
+@pytest.mark.parametrize(("topk", "classes"), [(2, 2), (10, 10), (11, 10), (2, 1)])
+def test_k_must_be_below_the_number_of_classes(topk: int, classes: int) -> None:
+    with pytest.raises(ValueError, match=f"topk is {topk}"):
+        TopKAccuracy(topk)(torch.zeros(3, classes), torch.zeros(3, dtype=torch.long))
+
+
+def test_accuracy_refuses_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="topk is 0"):
+        TopKAccuracy(0)
+    with pytest.raises(ValueError, match=r"\(3, 4\) and target \(2,\)"):
+        TopKAccuracy()(torch.zeros(3, 4), torch.zeros(2))
+
+
+def test_masks_must_have_the_same_size() -> None:
+    for metric in (DiceCoefficient(), F1Score()):
+        with pytest.raises(ValueError, match=r"\(3,\) and target \(2,\)"):
+            metric(torch.zeros(3), torch.zeros(2))
+
+
+def test_empty_masks_agree() -> None:
+    assert DiceCoefficient()(torch.zeros(3), torch.zeros(3)).item() == 1.0
+    assert F1Score()(torch.zeros(3), torch.zeros(3)).item() == 0.0
+
+
+def test_the_base_says_what_a_metric_must_define() -> None:
+    with pytest.raises(NotImplementedError, match="__call__"):
+        MLBenchMetric()(None, None)
+    with pytest.raises(NotImplementedError, match="name"):
+        _ = MLBenchMetric().name
