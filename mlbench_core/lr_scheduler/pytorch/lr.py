@@ -1,0 +1,652 @@
+r"""Learning rate schedules.
+
+Every schedule is a ``torch.optim.lr_scheduler``: call ``step()`` after each update (or each epoch, whatever its unit
+:math:`t` is meant to be), read ``get_last_lr()``, save ``state_dict()``. All but the plateau one are pure functions of
+the number of steps :math:`t` (``last_epoch``), so a resumed schedule continues bit by bit.
+
+Two kinds of rates appear. A schedule whose arguments name rates (``init_lr``, ``scaled_lr``, ``base_lr``, ``gamma``)
+sets that rate in *every* parameter group, whatever ``lr`` the optimizer was made with. A schedule whose formula has
+:math:`\eta` scales each group's own initial ``lr``.
+
+References:
+    Goyal et al. 2017, Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, arXiv 1706.02677 (linear warm-up).
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+import numbers
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, SupportsFloat
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+__all__ = [
+    "ExponentialWarmupMultiStepLR",
+    "LRLinearWarmUp",
+    "MultiStepLRLinearWarmUp",
+    "PolyDecayLRLinearWarmup",
+    "ReduceLROnPlateauWithWarmup",
+    "SQRTTimeDecayLR",
+    "SQRTTimeDecayLRWithWarmup",
+    "SparsifiedSGDLR",
+    "TimeDecayLR",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class _AbsoluteLR(LRScheduler):
+    """A schedule that sets the same rate, a function of the step, in every parameter group."""
+
+    @abstractmethod
+    def lr_at(self, t: int) -> float:
+        """The rate after ``t`` steps."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rates of the current step, one a group."""
+        return [self.lr_at(self.last_epoch) for _ in self.optimizer.param_groups]
+
+
+class _RelativeLR(LRScheduler):
+    """A schedule that multiplies each parameter group's initial rate by a function of the step."""
+
+    @abstractmethod
+    def factor_at(self, t: int) -> float:
+        """The factor after ``t`` steps."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rates of the current step, one a group."""
+        factor = self.factor_at(self.last_epoch)
+        return [base_lr * factor for base_lr in self.base_lrs]
+
+
+def _linear(start: float, end: float, t: float, duration: float) -> float:
+    """The line from ``start`` at 0 to exactly ``end`` at ``duration`` and after."""
+    if t >= duration:
+        return end
+    progress = t / duration
+    return progress * end + (1.0 - progress) * start
+
+
+def _check_at_least_0(**arguments: float) -> None:
+    for name, value in arguments.items():
+        if not value >= 0 or math.isinf(value):
+            raise ValueError(f"{name} is {value}; it must be a finite number and at least 0")
+
+
+def _check_positive(**arguments: float) -> None:
+    for name, value in arguments.items():
+        if not value > 0 or math.isinf(value):
+            raise ValueError(f"{name} is {value}; it must be a finite number above 0")
+
+
+class LRLinearWarmUp(_AbsoluteLR):
+    r"""Linear warm-up, constant afterwards.
+
+    .. math::
+        \eta_t = \begin{cases}
+            \eta_0 + \frac{t}{w} (\eta_s - \eta_0) & t < w \\
+            \eta_s & t \ge w
+        \end{cases}
+
+    with :math:`\eta_0` = ``init_lr``, :math:`\eta_s` = ``scaled_lr``, :math:`w` = ``warmup_duration``. For
+    ``LRLinearWarmUp(optimizer, init_lr=0.02, scaled_lr=0.08, warmup_duration=3)``:
+
+    ==  ====  ====  ====  ====  ====
+    t   0     1     2     3     4
+    lr  0.02  0.04  0.06  0.08  0.08
+    ==  ====  ====  ====  ====  ====
+
+    Args:
+        optimizer: Its groups' rates are set.
+        init_lr: Rate at t = 0.
+        scaled_lr: Rate from t = ``warmup_duration`` on.
+        warmup_duration: Number of steps; 0 starts at ``scaled_lr``.
+
+    Raises:
+        ValueError: An argument is negative or not finite.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> schedule = LRLinearWarmUp(optimizer, init_lr=0.02, scaled_lr=0.08, warmup_duration=3)
+        >>> [round(schedule.lr_at(t), 6) for t in range(5)]
+        [0.02, 0.04, 0.06, 0.08, 0.08]
+    """
+
+    def __init__(self, optimizer: Optimizer, init_lr: float, scaled_lr: float, warmup_duration: float) -> None:
+        _check_at_least_0(init_lr=init_lr, scaled_lr=scaled_lr, warmup_duration=warmup_duration)
+        self.init_lr = init_lr
+        self.scaled_lr = scaled_lr
+        self.warmup_duration = warmup_duration
+        super().__init__(optimizer)
+
+    def lr_at(self, t: int) -> float:
+        """The rate after ``t`` steps."""
+        return _linear(self.init_lr, self.scaled_lr, t, self.warmup_duration)
+
+
+class MultiStepLRLinearWarmUp(_AbsoluteLR):
+    r"""Linear warm-up, then a factor at each milestone.
+
+    .. math::
+        \eta_t = \begin{cases}
+            \eta_0 + \frac{t}{w} (\eta_s - \eta_0) & t < w \\
+            \eta_s \gamma^{|\{m \,:\, m \le t\}|} & t \ge w
+        \end{cases}
+
+    with :math:`\eta_0` = ``warmup_init_lr``, :math:`\eta_s` = ``scaled_lr``, :math:`w` = ``warmup_duration`` and
+    milestones :math:`m`. For ``MultiStepLRLinearWarmUp(optimizer, gamma=0.1, milestones=[4, 6], scaled_lr=0.4,
+    warmup_duration=2)``:
+
+    ==  ===  ===  ===  ===  ====  ====  =====  =====
+    t   0    1    2    3    4     5     6      7
+    lr  0    0.2  0.4  0.4  0.04  0.04  0.004  0.004
+    ==  ===  ===  ===  ===  ====  ====  =====  =====
+
+    Args:
+        optimizer: Its groups' rates are set.
+        gamma: The factor.
+        milestones: Steps at which the factor applies, increasing; may be empty.
+        scaled_lr: Rate after the warm-up.
+        warmup_init_lr: Rate at t = 0, where there is a warm-up.
+        warmup_duration: Number of steps; at most the first milestone.
+
+    Raises:
+        ValueError: The milestones are not in order, one lies within the warm-up, or another argument is negative.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> schedule = MultiStepLRLinearWarmUp(optimizer, 0.1, [4, 6], scaled_lr=0.4, warmup_duration=2)
+        >>> [round(schedule.lr_at(t), 6) for t in range(8)]
+        [0.0, 0.2, 0.4, 0.4, 0.04, 0.04, 0.004, 0.004]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        gamma: float,
+        milestones: Sequence[int],
+        scaled_lr: float,
+        warmup_init_lr: float = 0,
+        warmup_duration: float = 0,
+    ) -> None:
+        _check_at_least_0(
+            gamma=gamma, scaled_lr=scaled_lr, warmup_init_lr=warmup_init_lr, warmup_duration=warmup_duration
+        )
+        milestones = [int(milestone) for milestone in milestones]
+        if milestones != sorted(milestones):
+            raise ValueError(f"milestones are {milestones}; they must be in increasing order")
+        if milestones and warmup_duration > milestones[0]:
+            raise ValueError(
+                f"warmup_duration is {warmup_duration} and the first milestone {milestones[0]}; "
+                "the warm-up must end at or before the first milestone"
+            )
+        self.gamma = gamma
+        self.milestones = milestones
+        self.scaled_lr = scaled_lr
+        self.warmup_init_lr = warmup_init_lr
+        self.warmup_duration = warmup_duration
+        super().__init__(optimizer)
+
+    def lr_at(self, t: int) -> float:
+        """The rate after ``t`` steps."""
+        if t < self.warmup_duration:
+            return _linear(self.warmup_init_lr, self.scaled_lr, t, self.warmup_duration)
+        return float(self.scaled_lr * self.gamma ** bisect.bisect_right(self.milestones, t))
+
+
+class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
+    r"""Linear warm-up, then a smaller rate whenever a metric stops improving.
+
+    The warm-up counts batches if ``batches_per_epoch`` is given, and epochs if not:
+
+    .. math:: \eta_i = \eta_0 + \frac{i}{w} (\eta_s - \eta_0), \quad i = 0, \dots, w
+
+    with :math:`\eta_0` = ``warmup_init_lr``, :math:`\eta_s` = ``scaled_lr`` and :math:`w` = ``warmup_epochs`` (times
+    ``batches_per_epoch``); ``warmup_epochs`` need not be whole. Each :meth:`batch_step`, or each :meth:`step` of a
+    warm-up by epochs, is one :math:`i`. Metrics given to :meth:`step` before the warm-up is over are passed over; from
+    then on :class:`torch.optim.lr_scheduler.ReduceLROnPlateau` decides.
+
+    For ``ReduceLROnPlateauWithWarmup(optimizer, 0.02, 0.08, warmup_epochs=2, factor=0.5, patience=1)`` and a loss that
+    stays at 1, the rate after n calls of ``step`` is:
+
+    ==  ====  ====  ====  ====  ====  ====  ====
+    n   0     1     2     3     4     5     6
+    lr  0.02  0.05  0.08  0.08  0.08  0.04  0.04
+    ==  ====  ====  ====  ====  ====  ====  ====
+
+    Args:
+        optimizer: Its groups' rates are set.
+        warmup_init_lr: Rate at the start.
+        scaled_lr: Rate at the end of the warm-up.
+        warmup_epochs: Duration of the warm-up in epochs; 0 starts at ``scaled_lr``.
+        batches_per_epoch: Number of batches in an epoch, for a warm-up by batches.
+        plateau_kwargs: Arguments of :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`: ``mode``, ``factor``,
+            ``patience``, ``threshold``, ``threshold_mode``, ``cooldown``, ``min_lr``, ``eps``.
+
+    Raises:
+        ValueError: An argument is negative, or ``batches_per_epoch`` is not positive.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> schedule = ReduceLROnPlateauWithWarmup(optimizer, 0.02, 0.08, warmup_epochs=2, factor=0.5, patience=1)
+        >>> rates = []
+        >>> for loss in [1.0] * 7:
+        ...     rates.append(round(schedule.get_last_lr()[0], 6))
+        ...     schedule.step(loss)
+        >>> rates
+        [0.02, 0.05, 0.08, 0.08, 0.08, 0.04, 0.04]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_init_lr: float,
+        scaled_lr: float,
+        warmup_epochs: float,
+        batches_per_epoch: int | None = None,
+        **plateau_kwargs: Any,
+    ) -> None:
+        _check_at_least_0(warmup_init_lr=warmup_init_lr, scaled_lr=scaled_lr, warmup_epochs=warmup_epochs)
+        if batches_per_epoch is not None:
+            _check_positive(batches_per_epoch=batches_per_epoch)
+        self.warmup_init_lr = float(warmup_init_lr)
+        self.scaled_lr = float(scaled_lr)
+        self.warmup_epochs = float(warmup_epochs)
+        self.batches_per_epoch = batches_per_epoch
+        self.warmup_duration = self.warmup_epochs * (batches_per_epoch or 1)
+        self.warmup_step = 0
+        super().__init__(optimizer, **plateau_kwargs)
+        self._set_warmup_lr()
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the warm-up has not yet reached ``scaled_lr``."""
+        return self.warmup_step < self.warmup_duration
+
+    def batch_step(self) -> None:
+        """Go one batch further in the warm-up; call it after each batch, it does nothing when the warm-up is over.
+
+        Raises:
+            ValueError: ``batches_per_epoch`` was not given, so that the warm-up goes by epochs.
+        """
+        if self.batches_per_epoch is None:
+            raise ValueError(
+                "batch_step() needs batches_per_epoch, which is None: pass batches_per_epoch= to warm up by batches, "
+                "or call only step(metrics) once an epoch"
+            )
+        self._warm_up()
+
+    def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
+        """End an epoch.
+
+        Args:
+            metrics: What shall improve, for example the validation loss.
+            epoch: Number of the epoch; one more than the last if left out.
+        """
+        # torch warns of its own argument; setting the count has the same effect.
+        if epoch is not None:
+            self.last_epoch = epoch - 1
+        if not self.is_warming_up:
+            super().step(metrics)
+            return
+        self.last_epoch += 1
+        if self.batches_per_epoch is None:
+            self._warm_up()
+
+    def _warm_up(self) -> None:
+        if self.is_warming_up:
+            self.warmup_step += 1
+            self._set_warmup_lr()
+
+    def _set_warmup_lr(self) -> None:
+        lr = _linear(self.warmup_init_lr, self.scaled_lr, self.warmup_step, self.warmup_duration)
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        self._last_lr = [lr for _ in self.optimizer.param_groups]
+
+
+class SparsifiedSGDLR(_AbsoluteLR):
+    r"""The rate under which SGD with memory converges on strongly convex problems.
+
+    .. math:: \eta_t = \frac{\gamma}{\lambda (t + a)}
+
+    with :math:`\lambda` = ``l2_coef`` and :math:`a` = ``shifting_param``. For ``SparsifiedSGDLR(optimizer, gamma=2,
+    l2_coef=0.5, shifting_param=1)``:
+
+    ==  =  =  =====  =
+    t   0  1  2      3
+    lr  4  2  1.333  1
+    ==  =  =  =====  =
+
+    Args:
+        optimizer: Its groups' rates are set.
+        gamma: :math:`\gamma`, at least 0.
+        l2_coef: Strong convexity or weight of the L2 penalty, above 0.
+        shifting_param: Delay in steps, above 0.
+
+    Raises:
+        ValueError: An argument is out of its range.
+
+    References:
+        Stich, Cordonnier, Jaggi 2018, Sparsified SGD with Memory, arXiv 1809.07599.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> schedule = SparsifiedSGDLR(optimizer, gamma=2, l2_coef=0.5, shifting_param=1)
+        >>> [round(schedule.lr_at(t), 3) for t in range(4)]
+        [4.0, 2.0, 1.333, 1.0]
+    """
+
+    def __init__(self, optimizer: Optimizer, gamma: float, l2_coef: float, shifting_param: float) -> None:
+        _check_at_least_0(gamma=gamma)
+        _check_positive(l2_coef=l2_coef, shifting_param=shifting_param)
+        self.gamma = gamma
+        self.l2_coef = l2_coef
+        self.shifting_param = shifting_param
+        super().__init__(optimizer)
+
+    def lr_at(self, t: int) -> float:
+        """The rate after ``t`` steps."""
+        return self.gamma / (self.l2_coef * (t + self.shifting_param))
+
+
+class TimeDecayLR(_RelativeLR):
+    r"""Decay with the inverse of time.
+
+    .. math:: \eta_t = \frac{\eta}{t + \beta}
+
+    with each group's initial rate :math:`\eta`. Where :math:`t + \beta = 0`, that is at the start with
+    :math:`\beta = 0`, the rate is :math:`\eta`. For :math:`\eta = 6, \beta = 1`:
+
+    ==  =  =  =  ===
+    t   0  1  2  3
+    lr  6  3  2  1.5
+    ==  =  =  =  ===
+
+    Args:
+        optimizer: Its groups' rates are scaled.
+        beta: :math:`\beta`, at least 0.
+
+    Raises:
+        ValueError: ``beta`` is negative or not finite.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=6.0)
+        >>> schedule = TimeDecayLR(optimizer, beta=1)
+        >>> [6.0 * schedule.factor_at(t) for t in range(4)]
+        [6.0, 3.0, 2.0, 1.5]
+    """
+
+    def __init__(self, optimizer: Optimizer, beta: float) -> None:
+        _check_at_least_0(beta=beta)
+        self.beta = beta
+        super().__init__(optimizer)
+
+    def factor_at(self, t: int) -> float:
+        """The factor after ``t`` steps."""
+        return 1.0 / (t + self.beta) if t + self.beta != 0 else 1.0
+
+
+class SQRTTimeDecayLR(_RelativeLR):
+    r"""Decay with the inverse square root of time.
+
+    .. math:: \eta_t = \frac{\eta}{\sqrt{\max(1, t)}}
+
+    with each group's initial rate :math:`\eta`. For :math:`\eta = 6`:
+
+    ==  =  =  =====  =====  =
+    t   0  1  2      3      4
+    lr  6  6  4.243  3.464  3
+    ==  =  =  =====  =====  =
+
+    Args:
+        optimizer: Its groups' rates are scaled.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=6.0)
+        >>> schedule = SQRTTimeDecayLR(optimizer)
+        >>> [round(6.0 * schedule.factor_at(t), 3) for t in range(5)]
+        [6.0, 6.0, 4.243, 3.464, 3.0]
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+
+    def factor_at(self, t: int) -> float:
+        """The factor after ``t`` steps."""
+        return 1.0 / math.sqrt(max(1, t))
+
+
+class ExponentialWarmupMultiStepLR(_RelativeLR):
+    r"""Exponential warm-up, constant, then a factor at regular intervals.
+
+    .. math::
+        \eta_t = \eta \cdot \begin{cases}
+            0.01^{(w - t) / w} & t < w \\
+            1 & w \le t < r \\
+            f^{\min(n,\, 1 + \lfloor (t - r) / d \rfloor)} & t \ge r
+        \end{cases}
+
+    with each group's initial rate :math:`\eta`, :math:`w` = ``warmup_steps``, :math:`r` = ``remain_steps``,
+    :math:`d` = ``decay_interval``, :math:`n` = ``decay_steps`` and :math:`f` = ``decay_factor``. An argument that is an
+    integer counts iterations, a float is a share of ``iterations``. For ``ExponentialWarmupMultiStepLR(optimizer,
+    iterations=10, warmup_steps=2, remain_steps=0.4, decay_interval=2, decay_steps=2)`` and :math:`\eta = 1`:
+
+    ==  ====  ===  =  =  ===  ===  ====  ====
+    t   0     1    2  3  4    5    6     9
+    lr  0.01  0.1  1  1  0.5  0.5  0.25  0.25
+    ==  ====  ===  =  =  ===  ===  ====  ====
+
+    Args:
+        optimizer: Its groups' rates are scaled.
+        iterations: Number of iterations of the whole training.
+        warmup_steps: End of the warm-up. A warm-up longer than ``remain_steps`` is cut there, with a logged warning.
+        remain_steps: Iteration of the first decay.
+        decay_interval: Iterations between decays; left out, what remains after ``remain_steps`` divided by
+            ``decay_steps``, at least 1.
+        decay_steps: Largest number of decays.
+        decay_factor: The factor of one decay.
+
+    Raises:
+        ValueError: An argument is out of its range.
+
+    References:
+        Wu et al. 2016, Google's Neural Machine Translation System, arXiv 1609.08144.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> schedule = ExponentialWarmupMultiStepLR(
+        ...     optimizer, 10, warmup_steps=2, remain_steps=0.4, decay_interval=2, decay_steps=2)
+        >>> [round(schedule.factor_at(t), 3) for t in (0, 1, 2, 3, 4, 5, 6, 9)]
+        [0.01, 0.1, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+    """
+
+    WARMUP_START = 0.01
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        iterations: int,
+        warmup_steps: int | float = 0,
+        remain_steps: int | float = 1.0,
+        decay_interval: int | float | None = None,
+        decay_steps: int = 4,
+        decay_factor: float = 0.5,
+    ) -> None:
+        _check_positive(iterations=iterations)
+        _check_at_least_0(
+            warmup_steps=warmup_steps, remain_steps=remain_steps, decay_steps=decay_steps, decay_factor=decay_factor
+        )
+        self.iterations = iterations
+        self.warmup_steps = _in_iterations(warmup_steps, iterations)
+        self.remain_steps = _in_iterations(remain_steps, iterations)
+        if self.warmup_steps > self.remain_steps:
+            logger.warning(
+                "warm-up of %d iterations is cut to %d, where the decay begins", self.warmup_steps, self.remain_steps
+            )
+            self.warmup_steps = self.remain_steps
+        if decay_interval is None:
+            interval = (iterations - self.remain_steps) // max(1, decay_steps)
+        else:
+            _check_positive(decay_interval=decay_interval)
+            interval = _in_iterations(decay_interval, iterations)
+        self.decay_interval = max(1, interval)
+        self.decay_steps = decay_steps
+        self.decay_factor = decay_factor
+        super().__init__(optimizer)
+
+    def factor_at(self, t: int) -> float:
+        """The factor after ``t`` steps."""
+        if t < self.warmup_steps:
+            return float(self.WARMUP_START ** ((self.warmup_steps - t) / self.warmup_steps))
+        if t < self.remain_steps:
+            return 1.0
+        decays = min(self.decay_steps, 1 + (t - self.remain_steps) // self.decay_interval)
+        return float(self.decay_factor**decays)
+
+
+def _in_iterations(value: int | float, iterations: int) -> int:
+    """A count of iterations, or a share of all of them, as a count."""
+    if isinstance(value, numbers.Integral):  # numpy's integers too
+        return int(value)
+    return int(value * iterations + 1e-9)  # 0.29 * 100 is 28.999999999999996
+
+
+class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
+    r"""Linear warm-up, then decay with the inverse square root of time.
+
+    .. math::
+        \eta_t = \begin{cases}
+            \eta_0 + \frac{t}{w} (\eta_b - \eta_0) & t < w \\
+            \eta_b \sqrt{w / t} & t \ge w
+        \end{cases}
+
+    with :math:`\eta_0` = ``warmup_init_lr``, :math:`\eta_b` = ``base_lr`` and :math:`w` = ``warmup_steps``; without a
+    warm-up the second line holds with :math:`w = 1` and the rate at 0 is :math:`\eta_b`. For
+    ``SQRTTimeDecayLRWithWarmup(optimizer, base_lr=2, warmup_init_lr=0, warmup_steps=4)``:
+
+    ==  =  ===  =  ===  =  =====  =
+    t   0  1    2  3    4  8      16
+    lr  0  0.5  1  1.5  2  1.414  1
+    ==  =  ===  =  ===  =  =====  =
+
+    Args:
+        optimizer: Its groups' rates are set.
+        base_lr: Rate at the end of the warm-up.
+        warmup_init_lr: Rate at t = 0, where there is a warm-up.
+        warmup_steps: Number of steps.
+
+    Raises:
+        ValueError: An argument is negative or not finite.
+
+    References:
+        Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> schedule = SQRTTimeDecayLRWithWarmup(optimizer, base_lr=2, warmup_init_lr=0, warmup_steps=4)
+        >>> [round(schedule.lr_at(t), 3) for t in (0, 1, 2, 3, 4, 8, 16)]
+        [0.0, 0.5, 1.0, 1.5, 2.0, 1.414, 1.0]
+    """
+
+    def __init__(self, optimizer: Optimizer, base_lr: float, warmup_init_lr: float, warmup_steps: int) -> None:
+        _check_at_least_0(base_lr=base_lr, warmup_init_lr=warmup_init_lr, warmup_steps=warmup_steps)
+        self.base_lr = base_lr
+        self.warmup_init_lr = warmup_init_lr
+        self.warmup_steps = warmup_steps
+        super().__init__(optimizer)
+
+    def lr_at(self, t: int) -> float:
+        """The rate after ``t`` steps."""
+        if t < self.warmup_steps:
+            return _linear(self.warmup_init_lr, self.base_lr, t, self.warmup_steps)
+        return self.base_lr * math.sqrt(max(1, self.warmup_steps) / max(1, t))
+
+
+class PolyDecayLRLinearWarmup(_AbsoluteLR):
+    r"""Linear warm-up, then polynomial decay to a smallest rate.
+
+    .. math::
+        \eta_t = \begin{cases}
+            \eta_0 + \frac{t}{w} (\eta_s - \eta_0) & t < w \\
+            \eta_{\min} + (\eta_s - \eta_{\min}) \bigl(1 - \frac{t - w}{d}\bigr)^p & w \le t < w + d \\
+            \eta_{\min} & t \ge w + d
+        \end{cases}
+
+    with :math:`\eta_0` = ``init_lr``, :math:`\eta_s` = ``scaled_lr``, :math:`w` = ``warmup_duration``,
+    :math:`d` = ``decay_steps``, :math:`\eta_{\min}` = ``min_lr`` and :math:`p` = ``power``. For
+    ``PolyDecayLRLinearWarmup(optimizer, init_lr=0, scaled_lr=1.6, warmup_duration=2, decay_steps=4)``:
+
+    ==  =  ===  ===  ===  ===  ===  =  =
+    t   0  1    2    3    4    5    6  7
+    lr  0  0.8  1.6  0.9  0.4  0.1  0  0
+    ==  =  ===  ===  ===  ===  ===  =  =
+
+    Args:
+        optimizer: Its groups' rates are set.
+        init_lr: Rate at t = 0, where there is a warm-up.
+        scaled_lr: Rate at the end of the warm-up.
+        warmup_duration: Number of steps of the warm-up.
+        decay_steps: Number of steps of the decay, counted from the end of the warm-up; above 0.
+        min_lr: Rate at the end of the decay and after it.
+        power: Power of the polynomial.
+
+    Raises:
+        ValueError: An argument is negative or not finite, or ``decay_steps`` is 0.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        >>> schedule = PolyDecayLRLinearWarmup(optimizer, 0, scaled_lr=1.6, warmup_duration=2, decay_steps=4)
+        >>> [round(schedule.lr_at(t), 6) for t in range(8)]
+        [0.0, 0.8, 1.6, 0.9, 0.4, 0.1, 0.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        init_lr: float,
+        scaled_lr: float,
+        warmup_duration: int,
+        decay_steps: int,
+        min_lr: float = 0,
+        power: float = 2,
+    ) -> None:
+        _check_at_least_0(
+            init_lr=init_lr, scaled_lr=scaled_lr, warmup_duration=warmup_duration, min_lr=min_lr, power=power
+        )
+        _check_positive(decay_steps=decay_steps)
+        self.init_lr = init_lr
+        self.scaled_lr = scaled_lr
+        self.warmup_duration = warmup_duration
+        self.decay_steps = decay_steps
+        self.min_lr = min_lr
+        self.power = power
+        super().__init__(optimizer)
+
+    def lr_at(self, t: int) -> float:
+        """The rate after ``t`` steps."""
+        if t < self.warmup_duration:
+            return _linear(self.init_lr, self.scaled_lr, t, self.warmup_duration)
+        if t >= self.warmup_duration + self.decay_steps:
+            return float(self.min_lr)
+        remaining = 1.0 - (t - self.warmup_duration) / self.decay_steps
+        return self.min_lr + (self.scaled_lr - self.min_lr) * remaining**self.power
