@@ -1,0 +1,25 @@
+"""The master: keeps runs and their metrics, starts and stops runs, and shows them.
+
+Importing this package loads neither FastAPI nor SQLAlchemy nor torch; :func:`create_app` does on first use
+(:pep:`562`)::
+
+    python -m mlbench_master --port 5080                # as a server
+    mlbench_master.create_app(database_url="sqlite://")  # as an ASGI application, for a test
+
+How a request travels: ``security`` (who may) -> ``routes`` (HTTP) -> ``schemas`` (what is allowed) -> ``store``
+(the database) and ``scheduler`` (which run may start) -> ``launchers`` (processes).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["create_app"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "create_app":
+        from mlbench_master.app import create_app
+
+        return create_app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

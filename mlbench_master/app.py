@@ -1,0 +1,126 @@
+"""Puts the master together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from pathlib import Path
+
+import anyio.to_thread
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.staticfiles import StaticFiles
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import mlbench_core
+from mlbench_core.utils.paths import user_folder
+from mlbench_master.events import EventBus
+from mlbench_master.launchers import Launcher, make_launcher
+from mlbench_master.pages import make_pages
+from mlbench_master.routes import make_router
+from mlbench_master.scheduler import Scheduler
+from mlbench_master.security import GuardMiddleware
+from mlbench_master.store import Store
+
+__all__ = ["create_app"]
+
+_log = logging.getLogger(__name__)
+
+
+def create_app(
+    database_url: str | None = None,
+    data_dir: str | Path | None = None,
+    token: str | None = None,
+    launcher: Launcher | None = None,
+    master_url: str = "http://127.0.0.1:5080",
+) -> FastAPI:
+    """Make the master as an ASGI application.
+
+    Nothing runs until the application's lifespan starts; when it ends, runs go on without the master.
+
+    Args:
+        database_url: SQLAlchemy URL; ``master.db`` in the data folder, where left out.
+        data_dir: Folder for logs and states; ``master`` in the user's folder, where left out.
+        token: Secret that every request must carry; None: nobody is asked, only loopback names are answered.
+        launcher: What starts runs; processes on this machine, where left out.
+        master_url: Where workers reach this master.
+
+    Returns:
+        The application; ``app.state`` has ``store``, ``scheduler``, ``launcher``, ``events``.
+
+    Raises:
+        ConfigurationError: The database cannot be opened.
+        ValueError: The token is empty.
+    """
+    if token is not None and not token.strip():
+        raise ValueError("token: must not be empty; leave it out for a master on loopback without one")
+    folder = Path(data_dir).expanduser().absolute() if data_dir is not None else user_folder("master")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    store = Store(database_url or f"sqlite:///{folder / 'master.db'}")
+    launcher = launcher or make_launcher("local", folder)
+    events = EventBus()
+    worker_env = {"MLBENCH_MASTER_URL": master_url, **({"MLBENCH_TOKEN": token} if token else {})}
+    scheduler = Scheduler(store, launcher, events, worker_env)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        scheduler.start()
+        try:
+            yield
+        finally:
+            events.close()
+            await anyio.to_thread.run_sync(scheduler.close)
+            launcher.close()
+            store.close()
+
+    app = FastAPI(title="MLBench master", version=mlbench_core.__version__, lifespan=lifespan, redirect_slashes=False)
+    app.state.store, app.state.scheduler, app.state.launcher, app.state.events = store, scheduler, launcher, events
+    app.include_router(make_router(store, scheduler, launcher, events))
+    app.include_router(make_pages(store, launcher, token))
+    app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
+    app.add_exception_handler(StarletteHTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(SQLAlchemyError, _database_error)
+    app.add_middleware(GuardMiddleware, token=token)
+    app.add_middleware(_SlashMiddleware)
+    return app
+
+
+class _SlashMiddleware:
+    """Adds the final slash that a client of the API left out, so that both forms are one path."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"]
+            if not path.endswith("/") and path.startswith(("/api/", "/runs/", "/login")):
+                scope = {**scope, "path": path + "/", "raw_path": path.encode("utf-8", "replace") + b"/"}
+        await self._app(scope, receive, send)
+
+
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"status": HTTPStatus(status).phrase, "message": message}, status_code=status, headers=headers)
+
+
+async def _http_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, StarletteHTTPException)
+    return _error(error.status_code, str(error.detail), dict(error.headers or {}))
+
+
+async def _validation_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    parts = [f"{'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}" for item in error.errors()]
+    return _error(400, "; ".join(parts))
+
+
+async def _database_error(_: Request, error: Exception) -> JSONResponse:
+    _log.error("the database failed: %s", error)
+    reason = str(getattr(error, "orig", None) or error).splitlines()[0]
+    return _error(503, f"the database failed: {reason}; try again", {"Retry-After": "1"})

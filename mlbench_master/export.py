@@ -1,0 +1,224 @@
+"""Metrics on their way out: averaged, as JSON or as a zip archive, in pieces that fit in memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlbench_master.dates import format_date
+from mlbench_master.store import GOAL_METRIC, Point, Store, pod_owner, run_owner
+
+__all__ = ["Selection", "all_metrics_json", "metrics_json", "metrics_zip", "safe_file_name", "summarize"]
+
+_CHUNK_CHARACTERS = 65_536
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which entries are wanted.
+
+    Attributes:
+        since: Nothing older (microseconds since 1970).
+        name: Only this metric.
+        last_n: Only the last so many of each metric.
+        summarize: At most so many of each metric.
+    """
+
+    since: int | None = None
+    name: str | None = None
+    last_n: int | None = None
+    summarize: int | None = None
+
+    def of(self, store: Store, owner: str) -> Iterator[tuple[str, Iterator[Point]]]:
+        """Name and entries of each metric of an owner that is wanted."""
+        for name, count in store.metric_counts(owner, self.name, self.since):
+            skip = max(0, count - self.last_n) if self.last_n is not None else 0
+            points = store.points(owner, name, self.since, skip)
+            if self.summarize is not None and count - skip > self.summarize:
+                points = summarize(points, count - skip, self.summarize)
+            yield name, points
+
+
+def summarize(points: Iterable[Point], count: int, most: int) -> Iterator[Point]:
+    """Average neighbours, so that at most ``most`` entries remain.
+
+    Entry i of n goes to group floor(i * most / n). A group's value is the average of its numbers (of its last text,
+    if it has none), its date the average of its dates, everything else that of its last entry.
+
+    Args:
+        points: The entries, by date.
+        count: How many they are (more that arrive meanwhile join the last group).
+        most: How many may remain, at least 1.
+
+    Yields:
+        The groups in order.
+    """
+    group: list[Point] = []
+    number = 0
+    for index, point in enumerate(points):
+        target = min(index * most // count, most - 1)
+        if target != number and group:
+            yield _average(group)
+            group = []
+        number = target
+        group.append(point)
+    if group:
+        yield _average(group)
+
+
+def _average(group: Sequence[Point]) -> Point:
+    if len(group) == 1:
+        return group[0]
+    numbers = [number for number in map(_number, group) if number is not None]
+    finite = [number for number in numbers if math.isfinite(number)]
+    value = repr(math.fsum(number / len(finite) for number in finite)) if finite else group[-1].value
+    return replace(group[-1], value=value, date=sum(point.date for point in group) // len(group))
+
+
+def _number(point: Point) -> float | None:
+    try:
+        return float(point.value)
+    except ValueError:
+        return None
+
+
+def metrics_json(store: Store, owner: str, selection: Selection) -> Iterator[str]:
+    """``{metric: [{date, value, cumulative}, ...]}`` in pieces."""
+    return _in_chunks(_object((name, _list(map(_short, points))) for name, points in selection.of(store, owner)))
+
+
+def all_metrics_json(store: Store) -> Iterator[str]:
+    """Every metric of every pod and run, as ``GET /api/metrics/`` answers, in pieces."""
+
+    def owners(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+        return _object((name, _metrics_of(store, owner)) for name, owner in pairs)
+
+    pods = ((name, pod_owner(name)) for name in store.pods_with_metrics())
+    runs = ((run.name, run_owner(run.id)) for run in store.runs())
+    return _in_chunks(_object((("pod_metrics", owners(pods)), ("run_metrics", owners(runs)))))
+
+
+def metrics_zip(
+    store: Store, owner: str, pods: Sequence[str], with_result: bool, selection: Selection
+) -> Iterator[bytes]:
+    """The download: a zip archive, in pieces, made while it is sent.
+
+    Args:
+        store: The database.
+        owner: Whose metrics.
+        pods: The run's workers; each gets a file ``pod_<name>.json`` with its own metrics.
+        with_result: Whether ``official_result.txt`` belongs in it: the value of ``TaskResult @ 0``, empty if the
+            goal was not reached.
+        selection: Which entries.
+
+    Yields:
+        Bytes of the archive.
+    """
+    sink = _Sink()
+    names: set[str] = set()
+    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as archive:  # type: ignore[call-overload]
+        files = ((f"result_{name}", _list(map(_short, points))) for name, points in selection.of(store, owner))
+        pod_files = ((f"pod_{pod}", metrics_json(store, pod_owner(pod), selection)) for pod in pods)
+        for source in (files, pod_files):
+            for name, content in source:
+                with archive.open(safe_file_name(name, names) + ".json", "w", force_zip64=True) as file:
+                    for text in _in_chunks(content):
+                        file.write(text.encode())
+                        yield sink.take()
+        if with_result:
+            archive.writestr("official_result.txt", _last_value(store, owner, GOAL_METRIC))
+    yield sink.take()
+
+
+def safe_file_name(name: str, taken: set[str]) -> str:
+    """A file name that stays in its folder on every system.
+
+    Args:
+        name: Any text.
+        taken: Names in use (compared without case); the new one is added.
+
+    Returns:
+        The name with everything but letters, digits, blanks and ``@._+-`` replaced by ``_``, numbered if taken.
+
+    Example:
+        >>> safe_file_name("result_../../etc/passwd @ 0", set())
+        'result_.._.._etc_passwd @ 0'
+    """
+    base = re.sub(r"[^\w @.+-]", "_", name, flags=re.ASCII)[:150].strip(" .") or "_"
+    unique, number = base, 1
+    while unique.lower() in taken:
+        number += 1
+        unique = f"{base}~{number}"
+    taken.add(unique.lower())
+    return unique
+
+
+class _Sink:
+    """A file that cannot seek: keeps what was written until somebody takes it."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def write(self, data: bytes) -> int:
+        self._parts.append(bytes(data))
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing to do."""
+
+    def take(self) -> bytes:
+        data = b"".join(self._parts)
+        self._parts.clear()
+        return data
+
+
+def _short(point: Point) -> dict[str, Any]:
+    return {"date": format_date(point.date), "value": point.value, "cumulative": point.cumulative}
+
+
+def _metrics_of(store: Store, owner: str) -> Iterator[str]:
+    return _object(
+        (name, _list({"name": name, **_short(point), "metadata": point.extra} for point in points))
+        for name, points in Selection().of(store, owner)
+    )
+
+
+def _last_value(store: Store, owner: str, name: str) -> str:
+    for _, points in Selection(name=name, last_n=1).of(store, owner):
+        for point in points:
+            return point.value
+    return ""
+
+
+def _object(pairs: Iterable[tuple[str, Iterable[str]]]) -> Iterator[str]:
+    separator = "{"
+    for key, pieces in pairs:
+        yield f"{separator}{json.dumps(key)}: "
+        yield from pieces
+        separator = ", "
+    yield "{}" if separator == "{" else "}"
+
+
+def _list(entries: Iterable[dict[str, Any]]) -> Iterator[str]:
+    separator = "["
+    for entry in entries:
+        yield separator + json.dumps(entry)
+        separator = ", "
+    yield "[]" if separator == "[" else "]"
+
+
+def _in_chunks(pieces: Iterable[str]) -> Iterator[str]:
+    buffer: list[str] = []
+    size = 0
+    for piece in pieces:
+        buffer.append(piece)
+        size += len(piece)
+        if size >= _CHUNK_CHARACTERS:
+            yield "".join(buffer)
+            buffer, size = [], 0
+    yield "".join(buffer)

@@ -1,0 +1,323 @@
+"""Workers as processes of this machine.
+
+A command that starts with a Python script (``main.py --run_id {run_id}``) goes through torchrun, which gives each
+worker its rank. Any other command, or one that asks for ``{rank}`` or ``{hosts}``, is started once for each worker,
+with these filled in and torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...) set. There is no
+shell: the command line is split as a shell would, and run.
+
+A run's folder holds ``job.json`` (what was started), ``supervisor.json`` (who looks after it), ``log.jsonl``,
+``status.json`` (how it ended) and ``work/``, the folder in which the workers run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import mlbench_core
+from mlbench_core.errors import ConfigurationError
+from mlbench_master.launchers.base import Job, JobStatus, Launcher, LogPage
+from mlbench_master.launchers.supervise import append_log, end_processes, write_json
+
+__all__ = ["LocalLauncher", "LogIndex", "worker_commands"]
+
+_JOB_ID = re.compile(r"local-(\d+)")
+_INDEX_STEP = 500
+_FOLDER_VARIABLE = "MLBENCH_RUN_DIR"
+# Supervisors this process started: a child must be waited for by its parent, whichever launcher object asks.
+_children: dict[int, subprocess.Popen[bytes]] = {}
+
+
+class LocalLauncher(Launcher):
+    """Starts the workers of a run on this machine.
+
+    Args:
+        folder: Where the runs' folders lie; made if missing.
+        cores: Cores for workers; those this process may use, where left out.
+        grace_s: Seconds between asking a worker to end and killing it.
+    """
+
+    name = "local"
+
+    def __init__(self, folder: Path, cores: int | None = None, grace_s: float = 3.0) -> None:
+        self._folder = folder.expanduser().absolute()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._cores = cores or _usable_cores()
+        self._grace_s = grace_s
+        self._indexes: dict[str, LogIndex] = {}
+
+    @property
+    def capacity(self) -> float:
+        """Cores that this process may use."""
+        return float(self._cores)
+
+    def start(self, job: Job) -> str:
+        """Start a job; see :meth:`Launcher.start`."""
+        job_id = f"local-{job.run_id}"
+        folder = self._job_folder(job_id)
+        self.stop(job_id)  # a database that was thrown away gives the ids of runs that still go on again
+        self.remove(job_id)
+        try:
+            (folder / "work").mkdir(parents=True)
+            threads = max(1, int(min(job.num_cpus, self._cores / min(job.num_workers, self._cores))))
+            env = {"OMP_NUM_THREADS": str(threads), **job.env, **_python_environment(), _FOLDER_VARIABLE: str(folder)}
+            commands = worker_commands(job, folder)
+            content = {"commands": commands, "env": env, "grace_s": self._grace_s}
+            (folder / "job.json").touch(mode=0o600)  # it may hold a token
+            (folder / "job.json").write_text(json.dumps(content))
+            for note in (*job.notes, f"command: {shlex.join(commands[0]['argv'])}"):
+                append_log(folder / "log.jsonl", None, "system", note)
+            supervisor = self._start_supervisor(folder)
+        except OSError as error:
+            raise ConfigurationError(f"cannot start run {job.run_id} in {folder}: {error}") from error
+        _children[supervisor.pid] = supervisor
+        write_json(folder / "supervisor.json", {"pid": supervisor.pid, "create_time": _create_time(supervisor.pid)})
+        return job_id
+
+    def poll(self, job_id: str) -> JobStatus:
+        """Where a job stands; see :meth:`Launcher.poll`."""
+        folder = self._job_folder(job_id)
+        alive = self._supervisor(folder) is not None  # asked first: the status is written before it ends
+        try:
+            status = json.loads((folder / "status.json").read_text())
+        except (OSError, ValueError):
+            if alive:
+                return JobStatus("running")
+            _end_marked(folder, self._grace_s)
+            return JobStatus("lost", "lost: the run was neither running nor did it say how it ended")
+        returncode = int(status["returncode"])
+        return JobStatus("failed" if returncode else "finished", str(status["reason"]), returncode)
+
+    def stop(self, job_id: str) -> None:
+        """End a job; see :meth:`Launcher.stop`."""
+        folder = self._job_folder(job_id)
+        supervisor = self._supervisor(folder)
+        if supervisor is not None:
+            supervisor.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + self._grace_s + 7
+            while self._supervisor(folder) is not None:
+                if time.monotonic() > deadline:
+                    supervisor.kill()
+                    break
+                threading.Event().wait(0.05)
+        if folder.exists() and not (folder / "status.json").exists():
+            _end_marked(folder, self._grace_s)
+
+    def logs(self, job_id: str, since_line: int = 0, limit: int = 5000) -> LogPage:
+        """Lines of a job's log; see :meth:`Launcher.logs`."""
+        index = self._indexes.setdefault(job_id, LogIndex(self._job_folder(job_id) / "log.jsonl"))
+        return index.read(since_line, limit)
+
+    def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:
+        """The last lines of a job's log; see :meth:`Launcher.log_tail`."""
+        try:
+            with (self._job_folder(job_id) / "log.jsonl").open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - max_bytes))
+                content = file.read(max_bytes)
+        except OSError:
+            return []
+        lines = content.split(b"\n")[:-1]
+        return [_decode(line) for line in (lines[1:] if size > max_bytes else lines)]
+
+    def note(self, job_id: str, text: str) -> None:
+        """Add a line of the master's own to a job's log; see :meth:`Launcher.note`."""
+        folder = self._job_folder(job_id)
+        if folder.is_dir():
+            append_log(folder / "log.jsonl", None, "system", text)
+
+    def remove(self, job_id: str) -> None:
+        """Delete a job's folder; see :meth:`Launcher.remove`."""
+        self._indexes.pop(job_id, None)
+        shutil.rmtree(self._job_folder(job_id), ignore_errors=True)
+
+    def close(self) -> None:
+        """Nothing to let go of: supervisors run on their own."""
+        self._indexes.clear()
+
+    def _job_folder(self, job_id: str) -> Path:
+        match = _JOB_ID.fullmatch(job_id)
+        if match is None:
+            raise ValueError(f"{job_id!r} is no job of the local launcher (local-NUMBER)")
+        return self._folder / match.group(1)
+
+    def _start_supervisor(self, folder: Path) -> subprocess.Popen[bytes]:
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+        with (folder / "supervisor.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "mlbench_master.launchers.supervise", str(folder)],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": path, _FOLDER_VARIABLE: str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _supervisor(self, folder: Path) -> psutil.Process | None:
+        """The supervisor, if it lives. A process id alone proves nothing: the system uses it again."""
+        try:
+            known = json.loads((folder / "supervisor.json").read_text())
+            pid, created = int(known["pid"]), float(known["create_time"])
+            child = _children.get(pid)
+            if child is not None and child.poll() is not None:
+                _children.pop(pid, None)
+            process = psutil.Process(pid)
+            alive = abs(process.create_time() - created) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        except (OSError, ValueError, KeyError, psutil.Error):
+            return None
+        return process if alive else None
+
+
+class LogIndex:
+    """Reads a growing file of JSON lines from any line on without starting over.
+
+    Args:
+        path: The file; it may not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._marks: list[tuple[int, int]] = [(0, 0)]  # (line number, offset), every few hundred lines
+
+    def read(self, since_line: int, limit: int) -> LogPage:
+        """Lines from ``since_line`` on, at most ``limit``; a line still being written is left for later."""
+        lines: list[dict[str, Any]] = []
+        with self._lock:
+            number, offset = self._marks[bisect_right(self._marks, (since_line, sys.maxsize)) - 1]
+            try:
+                file = self._path.open("rb")
+            except OSError:
+                return LogPage([], since_line)
+            with file:
+                file.seek(offset)
+                for raw in file:
+                    if not raw.endswith(b"\n") or len(lines) >= limit:
+                        break
+                    if number >= since_line:
+                        lines.append(_decode(raw))
+                    number, offset = number + 1, offset + len(raw)
+                    if number - self._marks[-1][0] >= _INDEX_STEP:
+                        self._marks.append((number, offset))
+        return LogPage(lines, max(since_line, number) if lines else since_line)
+
+
+def worker_commands(job: Job, folder: Path) -> list[dict[str, Any]]:
+    """The processes of a job.
+
+    Args:
+        job: What to start.
+        folder: The run's folder.
+
+    Returns:
+        Each with ``argv``, ``env`` and ``rank``; a single one with rank None where torchrun starts the workers.
+    """
+    template = shlex.split(job.command)
+    hosts = ",".join(["127.0.0.1"] * job.num_workers)
+    words = {"{run_id}": str(job.run_id), "{hosts}": hosts, "{backend}": job.backend}
+    argv = [_script_path(_fill(word, words), position) for position, word in enumerate(template)]
+    is_script = argv[0].endswith(".py")
+    if is_script and not any(mark in job.command for mark in ("{rank}", "{hosts}")):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        options = ["--nproc-per-node", str(job.num_workers), "--role", "worker", "--tee", "3"]
+        return [{"argv": [*torchrun, *options, "--log-dir", str(folder / "torchrun"), *argv], "env": {}, "rank": None}]
+    if is_script:
+        argv = [sys.executable, *argv]
+    port = str(_free_port())
+    return [
+        {
+            "argv": [_fill(word, {"{rank}": str(rank)}) for word in argv],
+            "env": {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(job.num_workers),
+                "LOCAL_WORLD_SIZE": str(job.num_workers),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
+            "rank": rank,
+        }
+        for rank in range(job.num_workers)
+    ]
+
+
+def _fill(word: str, values: dict[str, str]) -> str:
+    for mark, value in values.items():
+        word = word.replace(mark, value)
+    return word
+
+
+def _script_path(word: str, position: int) -> str:
+    """Workers run in a folder of their own: a script next to the master needs its whole path."""
+    if position < 2 and word.endswith(".py") and Path(word).is_file():
+        return str(Path(word).absolute())
+    return word
+
+
+def _python_environment() -> dict[str, str]:
+    """``python`` means this Python, and this package is found even where it is not installed."""
+    env = {
+        "PYTHONUNBUFFERED": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+    }
+    root = str(Path(mlbench_core.__file__).resolve().parent.parent)
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env["PYTHONPATH"]]))
+    return env
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _create_time(pid: int) -> float:
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return 0.0
+
+
+def _end_marked(folder: Path, grace_s: float) -> None:
+    """End what a supervisor that was killed left behind: processes carry their run's folder in the environment."""
+    left = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(_FOLDER_VARIABLE) == str(folder):
+                left.append(process)
+        except (psutil.Error, OSError):
+            continue
+    end_processes(left, grace_s)
+
+
+def _decode(line: bytes) -> dict[str, Any]:
+    try:
+        entry: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return {"rank": None, "stream": "system", "text": line.decode("utf-8", "replace"), "date": ""}
+    return entry

@@ -1,0 +1,197 @@
+"""Which run may start, and what became of those that did."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from mlbench_core.errors import MLBenchError
+from mlbench_master.dates import now_us
+from mlbench_master.events import EventBus
+from mlbench_master.launchers.base import Job, JobStatus, Launcher
+from mlbench_master.store import Run, Store
+
+__all__ = ["Scheduler"]
+
+_log = logging.getLogger(__name__)
+_TAIL_CHARACTERS = 16_384
+
+
+class Scheduler:
+    """Starts waiting runs, smallest first, as soon as enough workers are free, and records how they end.
+
+    A run that needs more cores than there are starts when nothing else runs, with a warning in its log: else it
+    would wait for ever. After a restart of the master, runs that go on are watched again; those that are gone
+    without a word are marked as lost.
+
+    Args:
+        store: Where runs are kept.
+        launcher: What starts them.
+        events: Who is told.
+        worker_env: Environment for all workers, for example where the master is.
+        poll_s: Seconds between two looks.
+    """
+
+    def __init__(
+        self, store: Store, launcher: Launcher, events: EventBus, worker_env: dict[str, str], poll_s: float = 0.25
+    ) -> None:
+        self._store = store
+        self._launcher = launcher
+        self._events = events
+        self._worker_env = worker_env
+        self._poll_s = poll_s
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._log_lines: dict[int, int] = {}
+
+    def start(self) -> None:
+        """Begin to look after the runs, those of an earlier master included."""
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="mlbench-scheduler", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop looking; the runs go on."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def wake(self) -> None:
+        """Look now: something has changed."""
+        self._wake.set()
+
+    def stop_run(self, run_id: int) -> Run | None:
+        """End a run that waits or runs; it is then ``failed`` and keeps its metrics.
+
+        Args:
+            run_id: The run.
+
+        Returns:
+            The run as it is now, None if there is none.
+        """
+        with self._lock:
+            run = self._store.run(run_id)
+            if run is None or run.state in ("finished", "failed"):
+                return run
+            if run.job_id is not None:
+                self._launcher.stop(run.job_id)
+            run = self._finish(run, JobStatus("failed", "stopped by a user"))
+        self.wake()
+        return run
+
+    def delete_run(self, run_id: int) -> None:
+        """End a run if it runs, and forget it with its metrics and logs."""
+        with self._lock:
+            run = self.stop_run(run_id)
+            self._store.delete_run(run_id)
+            if run is not None and run.job_id is not None:
+                self._launcher.remove(run.job_id)
+        self._events.publish("deleted", {"id": run_id})
+
+    def tick(self) -> None:
+        """One look: record what has ended, start what fits."""
+        with self._lock:
+            running = [run for run in self._store.runs("started") if not self._watch(run)]
+            used = sum(_cores(run) for run in running)
+            for run in sorted(self._store.runs("initialized"), key=lambda run: (_cores(run), run.id)):
+                fits = used + _cores(run) <= self._launcher.capacity
+                if not fits and running:
+                    break
+                if self._launch(run):
+                    running.append(run)
+                    used += _cores(run)
+
+    def _loop(self) -> None:
+        while not self._closed:
+            self._wake.clear()
+            try:
+                self.tick()
+            except Exception:  # the thread must outlive a full disk or a database that is away
+                _log.exception("looking after the runs failed; trying again")
+            self._wake.wait(self._poll_s)
+
+    def _watch(self, run: Run) -> bool:
+        """Record what a started run does; True if it has ended."""
+        status = (
+            JobStatus("lost", "lost: it was never started") if run.job_id is None else self._launcher.poll(run.job_id)
+        )
+        self._publish_logs(run)
+        if status.state == "running":
+            return False
+        if status.state == "lost" and run.job_id is not None:
+            self._launcher.note(run.job_id, status.reason)
+        self._finish(run, status)
+        return True
+
+    def _launch(self, run: Run) -> bool:
+        notes = []
+        capacity = self._launcher.capacity
+        if _cores(run) > capacity:
+            notes.append(
+                f"warning: {run.num_workers} workers x {run.num_cpus:g} cores want more than the {capacity:g} cores of "
+                "this machine; they share them, so times are not comparable"
+            )
+        job = Job(
+            run_id=run.id,
+            name=run.name,
+            command=run.command,
+            num_workers=run.num_workers,
+            num_cpus=run.num_cpus,
+            backend=run.backend,
+            gpu_enabled=run.gpu_enabled,
+            image=run.image,
+            env={**self._worker_env, "MLBENCH_RUN_ID": str(run.id)},
+            notes=tuple(notes),
+        )
+        # Recorded before it starts: a master that dies in between finds it again, and marks it as lost.
+        job_id = f"{self._launcher.name}-{run.id}"
+        started = self._store.update_run(run.id, state="started", job_id=job_id, started_at=now_us())
+        if started is None:
+            return False
+        try:
+            self._launcher.start(job)
+        except (MLBenchError, ValueError) as error:
+            self._finish(started, JobStatus("failed", str(error)))
+            return False
+        self._events.publish("state", {"id": run.id, "name": run.name, "state": "started"})
+        return True
+
+    def _finish(self, run: Run, status: JobStatus) -> Run | None:
+        state = "finished" if status.state == "finished" else "failed"
+        details: dict[str, Any] = {**self.tails(run), "reason": status.reason, "returncode": status.returncode}
+        self._publish_logs(run)
+        self._log_lines.pop(run.id, None)
+        changed = self._store.update_run(run.id, details, state=state, finished_at=now_us())
+        self._events.publish("state", {"id": run.id, "name": run.name, "state": state, "reason": status.reason})
+        return changed
+
+    def tails(self, run: Run) -> dict[str, str]:
+        """The last lines a run's workers wrote.
+
+        Args:
+            run: The run.
+
+        Returns:
+            ``stdout`` and ``stderr``; the master's own lines count as the latter.
+        """
+        lines = [] if run.job_id is None else self._launcher.log_tail(run.job_id)
+        out = [line["text"] for line in lines if line["stream"] == "stdout"]
+        err = [line["text"] for line in lines if line["stream"] != "stdout"]
+        return {"stdout": "\n".join(out)[-_TAIL_CHARACTERS:], "stderr": "\n".join(err)[-_TAIL_CHARACTERS:]}
+
+    def _publish_logs(self, run: Run) -> None:
+        if run.job_id is None or not self._events.has_subscribers:
+            return
+        page = self._launcher.logs(run.job_id, self._log_lines.get(run.id, 0))
+        self._log_lines[run.id] = page.next
+        for line in page.lines:
+            self._events.publish("log", {"run_id": run.id, **line})
+
+
+def _cores(run: Run) -> float:
+    return run.num_workers * run.num_cpus

@@ -1,0 +1,247 @@
+"""What the API accepts, as pydantic models; every limit is here.
+
+Bodies come as JSON or as a form, so numbers and truth values may be text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from mlbench_master.dates import parse_date
+
+__all__ = [
+    "BACKENDS",
+    "MAX_BATCH",
+    "MAX_ID",
+    "MetricIn",
+    "MetricQuery",
+    "RunIn",
+    "describe_error",
+]
+
+MAX_BATCH = 10_000
+MAX_ID = 2**63 - 1
+BACKENDS = ("gloo", "nccl", "mpi")
+_DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_POD_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_MAY_BE_EMPTY = ("value", "metadata")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def _plain_text(text: str) -> str:
+    """Refuse what no database keeps: NUL and halves of surrogate pairs."""
+    if "\x00" in text:
+        raise ValueError("must not contain a NUL character")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("is no valid Unicode text (a lone surrogate)") from None
+    return text
+
+
+def _one_line(text: str) -> str:
+    if _CONTROL.search(text):
+        raise ValueError("must not contain control characters")
+    if not text.strip():
+        raise ValueError("must not be empty")
+    return text
+
+
+def _dns_label(text: str) -> str:
+    if not _DNS_LABEL.fullmatch(text):
+        raise ValueError(
+            "must be a DNS label: 1 to 63 of a-z, 0-9 and '-', not starting or ending with '-' (for example my-run-2)"
+        )
+    return text
+
+
+def _pod_name(text: str) -> str:
+    if not _POD_NAME.fullmatch(text):
+        raise ValueError("must be a pod's name: 1 to 253 of a-z, 0-9, '-' and '.'")
+    return text
+
+
+def _number_to_text(value: object) -> object:
+    """Values are kept as text; ``nan`` and ``inf`` are values a diverging run has."""
+    if isinstance(value, (bool, int, float)):
+        return repr(value)
+    return value
+
+
+def _json_to_text(value: object) -> object:
+    if value is None:
+        return ""
+    if isinstance(value, (dict, list, int, float)):
+        return json.dumps(value)
+    return value
+
+
+def _date_to_us(value: object) -> object:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        raise ValueError("must be an ISO 8601 date such as 2026-01-31T12:00:00.5Z")
+    return parse_date(value) if isinstance(value, str) else value
+
+
+def _split(value: object) -> object:
+    """Arguments come as a list, or as one text that is split as a shell would."""
+    if isinstance(value, str):
+        return shlex.split(value)
+    return value
+
+
+def _command(text: str) -> str:
+    try:
+        if not shlex.split(text):
+            raise ValueError("is empty")
+    except ValueError as error:
+        raise ValueError(f"is no command line: {error}") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_plain_text)]
+Line = Annotated[Text, AfterValidator(_one_line)]
+Identifier = Annotated[int, Field(ge=1, le=MAX_ID)]
+Date = Annotated[int, BeforeValidator(_date_to_us)]
+Command = Annotated[Line, Field(max_length=16_384), AfterValidator(_command)]
+
+
+class _Body(BaseModel):
+    """A body: empty form fields count as left out; unknown fields are ignored, as 3.0 did."""
+
+    model_config = ConfigDict(extra="ignore", str_max_length=262_144)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise ValueError("must be an object with named fields")
+        return {k: v for k, v in data.items() if v is not None and (v != "" or k in _MAY_BE_EMPTY)}
+
+
+class MetricIn(_Body):
+    """One value of one metric of a run or of a pod.
+
+    Attributes:
+        run_id: The run it belongs to; this or ``pod_name``.
+        pod_name: The pod it belongs to.
+        name: For example ``"train_loss @ 0"``.
+        date: When it was measured (microseconds since 1970); now, where left out.
+        value: Text; numbers are welcome.
+        cumulative: Whether it grows over time, like a counter.
+        metadata: Anything the client wants back; text or JSON.
+        id: Made by the client: the same id for the same run or pod is stored once, however often it is delivered.
+    """
+
+    run_id: Identifier | None = None
+    pod_name: Annotated[Text, AfterValidator(_pod_name)] | None = None
+    name: Annotated[Line, Field(max_length=255)]
+    date: Date | None = None
+    value: Annotated[Text, BeforeValidator(_number_to_text), Field(max_length=65_536)]
+    cumulative: bool = False
+    metadata: Annotated[Text, BeforeValidator(_json_to_text), Field(max_length=65_536)] = ""
+    id: Annotated[Line, BeforeValidator(_number_to_text), Field(max_length=128)] | None = None
+
+    @model_validator(mode="after")
+    def _one_owner(self) -> MetricIn:
+        if (self.run_id is None) == (self.pod_name is None):
+            raise ValueError("run_id, pod_name: give one of them, not both and not none")
+        return self
+
+
+class RunIn(_Body):
+    """A run to start.
+
+    Attributes:
+        name: A DNS label, not in use.
+        num_workers: Number of worker processes.
+        num_cpus: Cores of each worker.
+        max_bandwidth: Mbit/s of each worker; the local launcher cannot limit it.
+        task: Key of a task (``"1a"``); this, or ``image_name``, or ``command``.
+        arguments: Further arguments of the task's script.
+        command: A worker's command line.
+        image_name: A task's image, or ``"custom_image"`` with the next two.
+        custom_image_name: Name of the image.
+        custom_image_command: A worker's command line in it.
+        backend: ``gloo``, ``nccl``, ``mpi``, or ``"custom_backend"`` with the next two.
+        custom_backend: Its name.
+        run_all_nodes: Whether every worker runs the command (else the first starts the others).
+        gpu_enabled: Whether the workers use GPUs.
+        light_target: Whether the goal is the task's light one.
+    """
+
+    name: Annotated[Text, AfterValidator(_dns_label)]
+    num_workers: Annotated[int, Field(ge=1, le=4096)]
+    num_cpus: Annotated[float, Field(gt=0, le=4096, allow_inf_nan=False)] = 1.0
+    max_bandwidth: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 1000.0
+    task: Annotated[Line, Field(max_length=128)] | None = None
+    arguments: Annotated[
+        list[Annotated[Text, Field(max_length=4096)]], BeforeValidator(_split), Field(max_length=256)
+    ] = []
+    command: Command | None = None
+    image_name: Annotated[Line, Field(max_length=512)] | None = None
+    custom_image_name: Annotated[Line, Field(max_length=512)] | None = None
+    custom_image_command: Command | None = None
+    backend: Annotated[Line, Field(max_length=64)] = "gloo"
+    custom_backend: Annotated[Line, Field(max_length=64)] | None = None
+    run_all_nodes: bool = True
+    gpu_enabled: bool = False
+    light_target: bool = False
+
+
+class MetricQuery(_Body):
+    """How ``GET /api/metrics/{id}/`` is asked.
+
+    Attributes:
+        metric_type: Whether the id is a pod's name or a run's id.
+        since: Nothing older than this (microseconds since 1970).
+        summarize: At most this many entries of each metric, by averaging neighbours.
+        metric_filter: Only the metric of exactly this name.
+        last_n: Only the last so many entries of each metric.
+        format: ``"json"``, or ``"zip"`` for a download.
+    """
+
+    metric_type: Annotated[str, Field(pattern="^(pod|run)$")] = "pod"
+    since: Date | None = None
+    summarize: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
+    metric_filter: Annotated[Text, Field(max_length=255)] | None = None
+    last_n: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
+    format: Annotated[str, Field(pattern="^(json|zip|api)$")] = "json"
+
+
+def describe_error(error: ValidationError, prefix: str = "") -> str:
+    """One line for people that names each wrong field, what it was and what is allowed.
+
+    Args:
+        error: What pydantic raised.
+        prefix: Goes before each field's name, for example ``"[3]."``.
+
+    Returns:
+        For example ``"num_workers: Input should be greater than or equal to 1 (got 0)"``.
+    """
+    parts = []
+    for item in error.errors(include_url=False, include_context=False)[:5]:
+        field = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        if not field:
+            parts.append(prefix + message)
+        elif item["type"] == "missing":
+            parts.append(f"{prefix}{field}: is required")
+        else:
+            parts.append(f"{prefix}{field}: {message} (got {_short(item['input'])})")
+    return "; ".join(parts)
+
+
+def _short(value: object, limit: int = 80) -> str:
+    text = ascii(value if not isinstance(value, (str, bytes)) else value[:limit])
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def allowed(values: Iterable[str]) -> str:
+    """A list of allowed words for a message."""
+    return ", ".join(values)

@@ -1,0 +1,127 @@
+"""Who may talk to the master.
+
+The master runs commands that its users post, so it must know them: with a token each request carries it
+(``Authorization: Bearer``; a browser gets a cookie from the login page). Without one the master listens on
+loopback only, and then a foreign web page in the user's own browser is the danger: a page that rebinds its name to
+127.0.0.1 is refused by the ``Host`` header, a page that posts across origins by the ``Origin`` header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from http.cookies import CookieError, SimpleCookie
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, RedirectResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+__all__ = ["COOKIE", "GuardMiddleware", "is_loopback", "session_cookie", "token_matches"]
+
+COOKIE = "mlbench_session"
+_OPEN_PATHS = ("/api/health/", "/login/")
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address can only mean this machine.
+
+    Args:
+        host: For example ``"127.0.0.1"``, ``"::1"`` or ``"localhost"``.
+
+    Returns:
+        True for loopback addresses and ``localhost``.
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
+        (True, False)
+    """
+    name = host.strip("[]").rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def token_matches(given: str, token: str) -> bool:
+    """Compare two secrets in a time that does not depend on where they differ."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode("utf-8", "surrogateescape"))
+
+
+def session_cookie(token: str) -> str:
+    """The cookie of a browser that has shown the token; the token itself cannot be read from it."""
+    return hmac.new(token.encode(), b"mlbench dashboard session", hashlib.sha256).hexdigest()
+
+
+class GuardMiddleware:
+    """Refuses requests that must not reach the API (see the module's description).
+
+    Args:
+        app: The application behind it.
+        token: The secret, or None where the master listens on loopback only.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None = None) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401 or 403."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ASGIApp | None:
+        headers = Headers(scope=scope)
+        path = scope["path"]
+        if self._token is None:
+            if not _is_local_name(headers.get("host", "")):
+                return _refuse(
+                    403, "Forbidden", "Host: a master without a token answers only to localhost; start it with --token"
+                )
+        elif self._has_bearer(headers):
+            return None
+        elif not self._has_cookie(headers) and path not in _OPEN_PATHS:
+            if not path.startswith("/api/") and "text/html" in headers.get("accept", ""):
+                return RedirectResponse("/login/", status_code=303)
+            return _refuse(
+                401,
+                "Unauthorized",
+                "Authorization: send the master's token as 'Bearer TOKEN'",
+                {"WWW-Authenticate": "Bearer"},
+            )
+        origin = headers.get("origin")
+        if scope["method"] not in _SAFE_METHODS and origin is not None and not _same_origin(origin, headers):
+            return _refuse(403, "Forbidden", f"Origin: {origin[:80]!r} may not write to this master")
+        return None
+
+    def _has_bearer(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and token_matches(given.strip(), self._token or "")
+
+    def _has_cookie(self, headers: Headers) -> bool:
+        try:
+            morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        except CookieError:
+            return False
+        return morsel is not None and token_matches(morsel.value, session_cookie(self._token or ""))
+
+
+def _is_local_name(host: str) -> bool:
+    """Loopback, or a name without a dot: no public DNS server answers for those, so nobody can rebind them."""
+    name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    return bool(name) and (is_loopback(name) or ("." not in name and ":" not in name))
+
+
+def _same_origin(origin: str, headers: Headers) -> bool:
+    _, separator, place = origin.partition("://")
+    return bool(separator) and place.lower() == headers.get("host", "").lower()
+
+
+def _refuse(status: int, phrase: str, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"status": phrase, "message": message}, status_code=status, headers=headers)

@@ -1,0 +1,405 @@
+"""The database: runs and metrics, in SQLite (WAL) or PostgreSQL.
+
+Long answers are read page by page, each page a short query, so that neither memory nor a transaction grows with
+the length of a run. All writers take one lock: SQLite has one writer anyway, and waiting here is fair.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.pool import StaticPool
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_master.dates import format_date, now_us
+
+__all__ = ["GOAL_METRIC", "Metric", "NameInUseError", "NewMetric", "Point", "Run", "Store", "pod_owner", "run_owner"]
+
+GOAL_METRIC = "TaskResult @ 0"
+_PAGE = 2000
+_INSERT_CHUNK = 500
+
+
+class NameInUseError(Exception):
+    """A run of this name exists."""
+
+
+class _Base(DeclarativeBase):
+    pass
+
+
+class Run(_Base):
+    """One run of the benchmark."""
+
+    __tablename__ = "runs"
+    __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012 - SQLAlchemy's form
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(sa.String(63), unique=True)
+    created_at: Mapped[int] = mapped_column(sa.BigInteger)
+    started_at: Mapped[int | None] = mapped_column(sa.BigInteger)
+    finished_at: Mapped[int | None] = mapped_column(sa.BigInteger)
+    state: Mapped[str] = mapped_column(sa.String(16), default="initialized", index=True)
+    job_id: Mapped[str | None] = mapped_column(sa.String(255))
+    job_metadata: Mapped[str] = mapped_column(sa.Text, default="{}")
+    num_workers: Mapped[int] = mapped_column()
+    num_cpus: Mapped[float] = mapped_column()
+    max_bandwidth: Mapped[float] = mapped_column()
+    image: Mapped[str] = mapped_column(sa.String(512))
+    backend: Mapped[str] = mapped_column(sa.String(64))
+    run_all_nodes: Mapped[bool] = mapped_column(default=True)
+    command: Mapped[str] = mapped_column(sa.Text)
+    gpu_enabled: Mapped[bool] = mapped_column(default=False)
+    light_target: Mapped[bool] = mapped_column(default=False)
+    goal_result: Mapped[str | None] = mapped_column(sa.Text)
+
+    def metadata_dict(self) -> dict[str, Any]:
+        """The job's metadata as a dictionary."""
+        loaded: dict[str, Any] = json.loads(self.job_metadata)
+        return loaded
+
+    def to_json(self) -> dict[str, Any]:
+        """The run as the API shows it."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "created_at": format_date(self.created_at),
+            "started_at": None if self.started_at is None else format_date(self.started_at),
+            "finished_at": None if self.finished_at is None else format_date(self.finished_at),
+            "state": self.state,
+            "job_id": self.job_id,
+            "job_metadata": {"stdout": "", "stderr": "", **self.metadata_dict(), "command": self.command},
+            "num_workers": self.num_workers,
+            "num_cpus": self.num_cpus,
+            "max_bandwidth": self.max_bandwidth,
+            "backend": self.backend,
+            "run_all_nodes": self.run_all_nodes,
+            "image": self.image,
+            "command": self.command,
+            "gpu_enabled": self.gpu_enabled,
+            "light_target": self.light_target,
+            "goal_result": self.goal_result,
+        }
+
+    def worker_names(self) -> list[str]:
+        """Names of the run's workers, by rank."""
+        return [f"{self.name}-worker-{rank}" for rank in range(self.num_workers)]
+
+
+class Metric(_Base):
+    """One value of one metric; ``owner`` is ``run:ID`` or ``pod:NAME``."""
+
+    __tablename__ = "metrics"
+    __table_args__ = (
+        sa.UniqueConstraint("owner", "client_id"),
+        sa.Index("metrics_by_name", "owner", "name", "date", "id"),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: Mapped[int] = mapped_column(sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True)
+    owner: Mapped[str] = mapped_column(sa.String(300))
+    client_id: Mapped[str | None] = mapped_column(sa.String(128))
+    name: Mapped[str] = mapped_column(sa.String(255))
+    date: Mapped[int] = mapped_column(sa.BigInteger)
+    value: Mapped[str] = mapped_column(sa.Text)
+    cumulative: Mapped[bool] = mapped_column(default=False)
+    # The attribute cannot be called `metadata`: SQLAlchemy has one of that name.
+    extra: Mapped[str] = mapped_column("metadata", sa.Text, default="")
+
+
+@dataclass(frozen=True)
+class NewMetric:
+    """A metric on its way into the database; see :class:`Metric`."""
+
+    owner: str
+    name: str
+    date: int
+    value: str
+    cumulative: bool = False
+    extra: str = ""
+    client_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Point:
+    """One entry of a metric, read."""
+
+    id: int
+    date: int
+    value: str
+    cumulative: bool
+    extra: str
+
+
+def run_owner(run_id: int) -> str:
+    """The owner text of a run's metrics."""
+    return f"run:{run_id}"
+
+
+def pod_owner(name: str) -> str:
+    """The owner text of a pod's metrics."""
+    return f"pod:{name}"
+
+
+class Store:
+    """Runs and metrics, kept.
+
+    Args:
+        database_url: SQLAlchemy URL, for example ``sqlite:////home/me/master.db``, ``sqlite://`` (in memory) or
+            ``postgresql+psycopg://user@host/db``.
+
+    Raises:
+        ConfigurationError: The database cannot be opened.
+    """
+
+    def __init__(self, database_url: str) -> None:
+        self._write_lock = threading.RLock()
+        try:
+            self._engine = _make_engine(database_url)
+            self._in_memory = isinstance(self._engine.pool, StaticPool)
+            _Base.metadata.create_all(self._engine)
+        except (SQLAlchemyError, ImportError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigurationError(
+                f"cannot open the database {_without_password(database_url)}: {reason}; "
+                "give one with --database-url, for example sqlite:////path/to/master.db"
+            ) from error
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._engine.dispose()
+
+    # Runs
+
+    def add_run(self, run: Run) -> Run:
+        """Keep a new run.
+
+        Args:
+            run: Without an id.
+
+        Returns:
+            The run with its id.
+
+        Raises:
+            NameInUseError: There is a run of this name.
+        """
+        try:
+            with self._writing() as session:
+                session.add(run)
+        except IntegrityError as error:
+            raise NameInUseError(run.name) from error
+        return run
+
+    def run(self, run_id: int) -> Run | None:
+        """The run of this id, or None."""
+        with self._reading() as session:
+            return session.get(Run, run_id)
+
+    def runs(self, *states: str) -> list[Run]:
+        """All runs by id; only those in ``states``, where given."""
+        query = sa.select(Run).order_by(Run.id)
+        if states:
+            query = query.where(Run.state.in_(states))
+        with self._reading() as session:
+            return list(session.scalars(query))
+
+    def update_run(self, run_id: int, job_metadata: dict[str, Any] | None = None, **values: Any) -> Run | None:
+        """Change columns of a run.
+
+        Args:
+            run_id: Which one.
+            job_metadata: Entries to add to its metadata.
+            values: New values by column.
+
+        Returns:
+            The changed run, or None if it is gone.
+        """
+        with self._writing() as session:
+            run = session.get(Run, run_id)
+            if run is None:
+                return None
+            for column, value in values.items():
+                setattr(run, column, value)
+            if job_metadata:
+                run.job_metadata = json.dumps({**run.metadata_dict(), **job_metadata})
+        return run
+
+    def delete_run(self, run_id: int) -> None:
+        """Forget a run, its metrics and those of its workers."""
+        with self._writing() as session:
+            run = session.get(Run, run_id)
+            if run is None:
+                return
+            owners = [run_owner(run_id), *map(pod_owner, run.worker_names())]
+            for start in range(0, len(owners), _INSERT_CHUNK):
+                session.execute(sa.delete(Metric).where(Metric.owner.in_(owners[start : start + _INSERT_CHUNK])))
+            session.delete(run)
+
+    # Metrics
+
+    def add_metrics(self, metrics: Sequence[NewMetric]) -> int:
+        """Keep metrics in one transaction: all of them or none.
+
+        Args:
+            metrics: In the order in which they were measured. One whose ``client_id`` its owner has delivered
+                before is skipped.
+
+        Returns:
+            How many were new.
+        """
+        insert = postgresql.insert if self._engine.dialect.name == "postgresql" else sqlite.insert
+        rows = [
+            {
+                "owner": m.owner,
+                "client_id": m.client_id,
+                "name": m.name,
+                "date": m.date,
+                "value": m.value,
+                "cumulative": m.cumulative,
+                "metadata": m.extra,
+            }
+            for m in metrics
+        ]
+        added = 0
+        with self._writing() as session:
+            for start in range(0, len(rows), _INSERT_CHUNK):
+                chunk = rows[start : start + _INSERT_CHUNK]
+                statement = insert(Metric.__table__).values(chunk).on_conflict_do_nothing()  # type: ignore[arg-type]
+                result = session.connection().execute(statement)
+                added += max(result.rowcount, 0)
+            for metric in metrics:
+                if metric.name == GOAL_METRIC and metric.owner.startswith("run:"):
+                    run = session.get(Run, int(metric.owner[4:]))
+                    if run is not None:
+                        run.goal_result = metric.value
+        return added
+
+    def existing_runs(self, ids: Iterable[int]) -> set[int]:
+        """Those of the ids that are runs."""
+        wanted = list(set(ids))
+        found: set[int] = set()
+        with self._reading() as session:
+            for start in range(0, len(wanted), _INSERT_CHUNK):
+                query = sa.select(Run.id).where(Run.id.in_(wanted[start : start + _INSERT_CHUNK]))
+                found.update(session.scalars(query))
+        return found
+
+    def pods_with_metrics(self) -> list[str]:
+        """Names of all pods that have metrics, sorted."""
+        query = sa.select(Metric.owner).where(Metric.owner.startswith("pod:")).distinct().order_by(Metric.owner)
+        with self._reading() as session:
+            return [owner[4:] for owner in session.scalars(query)]
+
+    def metric_counts(self, owner: str, name: str | None = None, since: int | None = None) -> list[tuple[str, int]]:
+        """The metrics of an owner.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            name: Only this metric.
+            since: Count only entries from this date on (microseconds since 1970).
+
+        Returns:
+            Name and number of entries of each metric, by name.
+        """
+        query = sa.select(Metric.name, sa.func.count()).where(Metric.owner == owner)
+        if name is not None:
+            query = query.where(Metric.name == name)
+        if since is not None:
+            query = query.where(Metric.date >= since)
+        with self._reading() as session:
+            return [(row[0], row[1]) for row in session.execute(query.group_by(Metric.name).order_by(Metric.name))]
+
+    def points(self, owner: str, name: str, since: int | None = None, skip: int = 0) -> Iterator[Point]:
+        """The entries of one metric by date, those of the same date in the order of their arrival.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            name: The metric.
+            since: Only entries from this date on (microseconds since 1970).
+            skip: Leave out the first so many.
+
+        Yields:
+            The entries; memory holds one page of them.
+        """
+        columns = (Metric.id, Metric.date, Metric.value, Metric.cumulative, Metric.extra)
+        base = sa.select(*columns).where(Metric.owner == owner, Metric.name == name)
+        if since is not None:
+            base = base.where(Metric.date >= since)
+        page = base.order_by(Metric.date, Metric.id).limit(_PAGE)
+        query = page.offset(skip)
+        while True:
+            with self._reading() as session:
+                rows = [Point(*row) for row in session.execute(query)]
+            yield from rows
+            if len(rows) < _PAGE:
+                return
+            query = page.where(sa.tuple_(Metric.date, Metric.id) > sa.tuple_(rows[-1].date, rows[-1].id))
+
+    def latest(self, owner: str) -> list[tuple[str, Point]]:
+        """Name and latest entry of each metric of an owner, by name."""
+        latest: list[tuple[str, Point]] = []
+        for name, count in self.metric_counts(owner):
+            latest.extend((name, point) for point in self.points(owner, name, skip=count - 1))
+        return latest
+
+    @contextmanager
+    def _reading(self) -> Iterator[Session]:
+        if self._in_memory:  # one connection for everybody
+            with self._write_lock, Session(self._engine, expire_on_commit=False) as session:
+                yield session
+            return
+        with Session(self._engine, expire_on_commit=False) as session:
+            yield session
+
+    @contextmanager
+    def _writing(self) -> Iterator[Session]:
+        with self._write_lock, Session(self._engine, expire_on_commit=False) as session, session.begin():
+            yield session
+
+
+def new_run(**values: Any) -> Run:
+    """A run that waits to be started.
+
+    Args:
+        values: Columns of :class:`Run`.
+    """
+    return Run(created_at=now_us(), state="initialized", **{"job_metadata": "{}", **values})
+
+
+def _make_engine(database_url: str) -> sa.Engine:
+    url = sa.make_url(database_url)
+    if url.get_backend_name() != "sqlite":
+        return sa.create_engine(url, pool_pre_ping=True)
+    arguments = {"check_same_thread": False, "timeout": 30}
+    if url.database in (None, "", ":memory:"):
+        engine = sa.create_engine(url, poolclass=StaticPool, connect_args=arguments)
+    else:
+        Path(url.database or "").expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
+        engine = sa.create_engine(url, connect_args=arguments, pool_size=10, max_overflow=40)
+    event.listen(engine, "connect", _prepare_sqlite)
+    return engine
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000", "foreign_keys=ON"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _without_password(database_url: str) -> str:
+    try:
+        return sa.make_url(database_url).render_as_string(hide_password=True)
+    except SQLAlchemyError:
+        return repr(database_url)

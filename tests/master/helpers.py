@@ -1,0 +1,87 @@
+"""A master for tests: in this process, or as a real server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+with warnings.catch_warnings():  # newer Starlette would rather have a successor of httpx
+    warnings.simplefilter("ignore")
+    from starlette.testclient import TestClient
+
+__all__ = ["TestClient", "answers", "processes_of", "server", "wait_for"]
+
+PYTHON = sys.executable
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "the condition") -> Any:
+    """Ask until the answer is true; the answer."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answer = condition()
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.05)
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every living process whose environment names a folder below ``folder``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MLBENCH_RUN_DIR", "").startswith(str(folder)):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+@contextmanager
+def server(data_dir: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A master in a process of its own; its URL and the process. It is asked to end at the end."""
+    log = data_dir.parent / "master.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [PYTHON, "-m", "mlbench_master", "--port", "0", "--data-dir", str(data_dir), *options],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stderr=output,
+            stdout=output,
+        )
+    try:
+
+        def url() -> str:
+            assert process.poll() is None, log.read_text()
+            text = log.read_text()
+            return text.split("MLBench master on ")[1].split(" ")[0] if "MLBench master on " in text else ""
+
+        base = wait_for(url, what="the master's first line")
+        wait_for(lambda: answers(base), what="the master's health")
+        yield base, process
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def answers(base: str) -> bool:
+    """Whether a master answers there."""
+    try:
+        return httpx.get(f"{base}/api/health/", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False

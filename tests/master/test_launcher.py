@@ -1,0 +1,212 @@
+"""Runs on this machine: started, logged, ended, survived."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_master.launchers import Job, make_launcher
+from mlbench_master.launchers.local import LocalLauncher, LogIndex, worker_commands
+from mlbench_master.launchers.supervise import append_log
+from tests.master.helpers import TestClient, processes_of, server, wait_for
+
+WORKER = """
+import os, sys, time
+rank = os.environ["RANK"]
+print("args", sys.argv[1:], "world", os.environ["WORLD_SIZE"], "run", os.environ["MLBENCH_RUN_ID"])
+print("to stderr", rank, file=sys.stderr)
+print("pid", os.getpid())
+seconds, status = float(sys.argv[1]), int(sys.argv[2])
+end = time.monotonic() + seconds
+while time.monotonic() < end:
+    time.sleep(0.05)
+sys.exit(status if rank == "0" else 0)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return path
+
+
+def create(client: Any, command: str, workers: int = 2, name: str = "a-run", base: str = "") -> dict[str, Any]:
+    body = {"name": name, "num_workers": workers, "num_cpus": 1, "command": command}
+    response = client.post(f"{base}/api/runs/", json=body)
+    assert response.status_code == 201, response.text
+    return dict(response.json())
+
+
+def wait_state(client: Any, run_id: int, *states: str, timeout_s: float = 20, base: str = "") -> dict[str, Any]:
+    def look() -> Any:
+        run = client.get(f"{base}/api/runs/{run_id}/").json()
+        return run if run["state"] in states else None
+
+    return dict(wait_for(look, timeout_s, f"state {states}"))
+
+
+def lines(client: Any, run_id: int, base: str = "") -> list[dict[str, Any]]:
+    return list(client.get(f"{base}/api/runs/{run_id}/logs/").json()["lines"])
+
+
+def test_a_command_runs_once_for_each_worker(client: TestClient, script: Path, tmp_path: Path) -> None:
+    run = create(client, f"python {script} 0 0 '{{run_id}}' {{rank}} {{hosts}} {{backend}}")
+    done = wait_state(client, run["id"], "finished", "failed")
+    assert done["state"] == "finished", done
+    assert done["finished_at"] > done["created_at"]
+    assert "to stderr" in done["job_metadata"]["stderr"] and "args" in done["job_metadata"]["stdout"]
+    said = {line["rank"]: line["text"] for line in lines(client, run["id"]) if line["text"].startswith("args")}
+    for rank in (0, 1):
+        wanted = ["0", "0", str(run["id"]), str(rank), "127.0.0.1,127.0.0.1", "gloo"]
+        assert said[rank] == f"args {wanted} world 2 run {run['id']}"
+    page = client.get(f"/api/runs/{run['id']}/logs/?since_line=1").json()
+    assert page["lines"] == lines(client, run["id"])[1:]
+    assert client.get(f"/api/runs/{run['id']}/logs/?since_line={page['next']}").json()["lines"] == []
+    assert processes_of(tmp_path) == []
+
+
+def test_a_script_runs_through_torchrun_and_a_killed_worker_ends_the_run(
+    client: TestClient, script: Path, tmp_path: Path
+) -> None:
+    run = create(client, f"{script} 100 0")
+
+    def pids() -> dict[int, int]:
+        found = {x["rank"]: int(x["text"][4:]) for x in lines(client, run["id"]) if x["text"].startswith("pid ")}
+        return found if len(found) == 2 else {}
+
+    workers = wait_for(pids, 60, "both workers")
+    assert {psutil.Process(pid).environ()["OMP_NUM_THREADS"] for pid in workers.values()} == {"1"}
+    killed = time.monotonic()
+    os.kill(workers[1], signal.SIGKILL)
+    done = wait_state(client, run["id"], "finished", "failed")
+    assert time.monotonic() - killed < 15
+    assert done["state"] == "failed"
+    assert done["job_metadata"]["reason"] == "worker 1 died: signal 9 (SIGKILL)"
+    assert "worker 1 died: signal 9 (SIGKILL)" in [line["text"] for line in lines(client, run["id"])]
+    assert "worker 1 died" in done["job_metadata"]["stderr"]
+    assert processes_of(tmp_path) == []
+
+
+def test_a_worker_that_fails_ends_the_others(client: TestClient, script: Path, tmp_path: Path) -> None:
+    failing = tmp_path / "failing.py"
+    failing.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(100)\n")
+    run = create(client, f"python {failing}")
+    done = wait_state(client, run["id"], "finished", "failed")
+    assert (done["state"], done["job_metadata"]["reason"]) == ("failed", "worker 1 failed: exit status 3")
+    assert done["job_metadata"]["returncode"] == 3
+    assert processes_of(tmp_path) == []
+
+
+def test_a_command_that_does_not_exist_says_so(client: TestClient) -> None:
+    run = create(client, "no-such-program --x", workers=1)
+    done = wait_state(client, run["id"], "failed")
+    assert done["job_metadata"]["reason"] == "cannot start 'no-such-program': No such file or directory"
+
+
+def test_stop_keeps_the_run_and_delete_ends_it(client: TestClient, tmp_path: Path) -> None:
+    stubborn = tmp_path / "stubborn.py"  # ignores SIGTERM, and has a child in a session of its own
+    stubborn.write_text(
+        "import signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], start_new_session=True)\n"
+        "print('ready', flush=True)\ntime.sleep(100)\n"
+    )
+    first = create(client, f"python {stubborn}", workers=1, name="first")
+    client.post("/api/metrics/", json={"run_id": first["id"], "name": "loss @ 0", "value": 1})
+    wait_for(lambda: any(line["text"] == "ready" for line in lines(client, first["id"])))
+    assert len(processes_of(tmp_path)) == 3
+    stopped = client.post(f"/api/runs/{first['id']}/stop/").json()
+    assert (stopped["state"], stopped["job_metadata"]["reason"]) == ("failed", "stopped by a user")
+    assert processes_of(tmp_path) == []
+    assert len(client.get(f"/api/metrics/{first['id']}/?metric_type=run").json()["loss @ 0"]) == 1
+
+    second = create(client, "sleep 100", workers=1, name="second")
+    wait_for(lambda: len(processes_of(tmp_path)) == 2)
+    assert client.delete(f"/api/runs/{second['id']}/").status_code == 204
+    assert processes_of(tmp_path) == []
+    assert client.get(f"/api/runs/{second['id']}/").status_code == 404
+    assert not (tmp_path / "data" / "runs" / str(second["id"])).exists()
+
+
+def test_a_run_survives_the_master_and_a_lost_one_is_marked(script: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with server(data) as (base, master):
+        kept = create(httpx, f"python {script} 4 0", workers=1, name="kept", base=base)
+        lost = create(httpx, "sleep 100", workers=1, name="lost", base=base)
+        wait_state(httpx, kept["id"], "started", base=base)
+        wait_state(httpx, lost["id"], "started", base=base)
+        wait_for(lambda: len(processes_of(data / "runs" / str(lost["id"]))) == 2)
+        master.kill()
+    assert len(processes_of(data / "runs" / str(kept["id"]))) == 2
+    for process in processes_of(data / "runs" / str(lost["id"])):
+        if "supervise" in " ".join(process.cmdline()):
+            process.kill()
+    with server(data) as (base, _):
+        assert wait_state(httpx, kept["id"], "started", "finished", base=base)["name"] == "kept"
+        gone = wait_state(httpx, lost["id"], "failed", base=base)
+        assert gone["job_metadata"]["reason"].startswith("lost")
+        assert processes_of(data / "runs" / str(lost["id"])) == []
+        assert wait_state(httpx, kept["id"], "finished", "failed", base=base)["state"] == "finished"
+
+
+def test_runs_wait_for_free_workers_smallest_first(tmp_path: Path) -> None:
+    from mlbench_master import create_app
+
+    app = create_app(data_dir=tmp_path / "data", launcher=LocalLauncher(tmp_path / "runs", cores=2))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        first = create(client, "sleep 1", workers=1, name="first")
+        wait_state(client, first["id"], "started")
+        huge = create(client, "sleep 0", workers=3, name="huge")
+        small = create(client, "sleep 0", workers=2, name="small")
+        assert client.get(f"/api/runs/{small['id']}/").json()["state"] == "initialized"
+        phases = {pod["name"]: pod["phase"] for pod in client.get("/api/pods/").json()}
+        assert phases["first-worker-0"] == "Running" and phases["small-worker-1"] == "Pending"
+        done = {name: wait_state(client, run["id"], "finished") for name, run in (("small", small), ("huge", huge))}
+        assert wait_state(client, first["id"], "finished")["finished_at"] <= done["small"]["started_at"]
+        assert done["small"]["finished_at"] <= done["huge"]["started_at"]
+        assert "warning: 3 workers x 1 cores" in lines(client, huge["id"])[0]["text"]
+
+
+def test_launchers_to_come_say_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="'slurm' is not available yet"):
+        make_launcher("slurm", tmp_path)
+    with pytest.raises(ValueError, match="unknown launcher 'x'; known: local, kubernetes, slurm"):
+        make_launcher("x", tmp_path)
+    with pytest.raises(ValueError, match="no job of the local launcher"):
+        LocalLauncher(tmp_path).logs("../../etc")
+
+
+def test_torchrun_starts_scripts_and_only_scripts(tmp_path: Path) -> None:
+    def commands(command: str) -> list[dict[str, Any]]:
+        return worker_commands(Job(run_id=7, name="a", command=command, num_workers=2, backend="mpi"), tmp_path)
+
+    (script,) = commands("'/a b/main.py' --run_id {run_id} --backend {backend}")
+    assert script["argv"][1:3] == ["-m", "torch.distributed.run"]
+    assert script["argv"][-5:] == ["/a b/main.py", "--run_id", "7", "--backend", "mpi"]
+    ranked = commands("main.py --rank {rank}")
+    assert [command["argv"][1:] for command in ranked] == [["main.py", "--rank", "0"], ["main.py", "--rank", "1"]]
+    assert commands("echo '$HOME; {rank}'")[1]["argv"] == ["echo", "$HOME; 1"]
+
+
+def test_the_log_index_reads_from_any_line_and_waits_for_whole_ones(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    index = LogIndex(path)
+    assert index.read(0, 10).next == 0
+    for number in range(1200):
+        append_log(path, 0, "stdout", str(number))
+    assert [line["text"] for line in index.read(0, 2).lines] == ["0", "1"]
+    assert [line["text"] for line in index.read(1100, 5000).lines] == [str(n) for n in range(1100, 1200)]
+    with path.open("a") as file:
+        file.write('{"rank": 0, "str')
+    page = index.read(1198, 10)
+    assert (len(page.lines), page.next) == (2, 1200)
+    assert index.read(1200, 10).next == 1200
+    assert index.read(5000, 10).lines == []
