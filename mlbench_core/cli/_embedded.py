@@ -213,9 +213,12 @@ def _start() -> Location:
 def _await_health(process: subprocess.Popen[bytes], location: Location, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     pause = threading.Event()
-    while not _healthy(location):
-        if process.poll() is not None:
+    while True:
+        healthy = _healthy(location)
+        if process.poll() is not None:  # asked second: whoever answered then was somebody else
             raise MasterError(f"the master ended at its start: {_last_line(log)} (all of it: {log})")
+        if healthy:
+            return
         if time.monotonic() > deadline:
             raise MasterError(f"the master did not answer within {START_TIMEOUT_S:g} s; its log: {log}")
         pause.wait(0.1)
@@ -255,7 +258,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def stop_embedded() -> Mapping[str, Any]:
-    """Stop the embedded master; it stops its runs.
+    """Stop the embedded master. Runs that go on are taken up again by the next one.
 
     Returns:
         What was known of it: ``url`` and ``pid``.

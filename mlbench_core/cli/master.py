@@ -21,11 +21,11 @@ __all__ = ["get_dashboard_url", "master"]
 @click.option("--database-url", metavar="URL", help="SQLAlchemy URL of a database instead of SQLite.")
 @click.option("--token", envvar="MLBENCH_TOKEN", help="Token that clients must send; needed outside 127.0.0.1.")
 @click.option("--data-dir", type=click.Path(file_okay=False), help="Folder for the database and the logs.")
-@click.option("--stop", "stop", is_flag=True, help="Stop the master that runs in the background or elsewhere here.")
+@click.option("--stop", "stop", is_flag=True, help="Stop the master that runs on this machine.")
 def master(host: str, port: int, database_url: str | None, token: str | None, data_dir: str | None, stop: bool) -> None:
     """Start the master in the foreground, or stop the one that 'mlbench run' started.
 
-    Ctrl-C ends it.
+    Ctrl-C ends it. Runs that go on are taken up again by the next one.
     """
     if stop:
         known = _embedded.stop_embedded()

@@ -1,0 +1,45 @@
+"""tasks and env."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mlbench_core import __version__
+from mlbench_core.cli import env as env_module
+from mlbench_core.tasks import TASKS
+from tests.cli.conftest import Call
+
+
+def test_tasks_with_goals(call: Call) -> None:
+    line = next(line for line in call("tasks").stdout.splitlines() if line.startswith("1a"))
+    assert "Prec@1 >= 80  >= 70" in line
+    assert [task["key"] for task in json.loads(call("tasks", "--json").stdout)] == sorted(TASKS)
+
+
+def test_env_asks_torch_in_a_process_of_its_own(call: Call, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(env_module, "_ASK_TORCH", 'print(\'{"version": "9.9", "backends": ["gloo"]}\')')
+    found = json.loads(call("env", "--json").stdout)
+    assert found["packages"]["mlbench-core"] == __version__
+    assert found["system"]["cores"] >= 1
+    assert found["mlbench"]["master"] is None
+    if found["packages"]["torch"]:
+        assert found["torch"] == {"version": "9.9", "backends": ["gloo"]}
+    assert "mlbench-core" in call("env").stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("raise SystemExit('libcudart is missing')", "does not load: libcudart is missing"),
+        ("print('x')", "does not load"),
+    ],
+)
+def test_env_says_why_torch_does_not_load(code: str, problem: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(env_module, "_version", lambda _: "2")
+    patch.setattr(env_module, "_ASK_TORCH", code)
+    assert problem in env_module._torch()["problem"]
+    patch.setattr(env_module, "_ASK_TORCH", "while True: pass")
+    patch.setattr(env_module, "_TORCH_TIMEOUT_S", 0.2)
+    assert env_module._torch() == {"problem": "did not load within 0.2 s"}
