@@ -61,11 +61,10 @@ def test_uniform_covers_all_for_every_world_size(shuffle: bool) -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_distributions_by_class_cover_all(distribution: str, shuffle: bool) -> None:
     dataset = Labelled(1000)
-    for world_size in (1, 2, 3, 7, 16, 31, 199):
-        ranks = range(world_size) if world_size < 32 else range(world_size)
+    for world_size in (1, 2, 3, 7, 16, 31):
         found = [
             partition_dataset_by_rank(dataset, rank, world_size, distribution, shuffle, alpha=0.1).indices
-            for rank in ranks
+            for rank in range(world_size)
         ]
         assert_exact_cover(found, 1000)
 
@@ -137,7 +136,7 @@ def test_classes_may_be_given() -> None:
         ({"distribution": "dirichlet"}, "range has no `targets`: give them as labels=..."),
         (
             {"distribution": "dirichlet", "labels": [1, 2]},
-            r"labels has shape \(2,\); for this data set it must be \(9,\)",
+            r"labels has shape \(2,\); .* must be \(9,\)",
         ),
         ({"alpha": 0.0}, "alpha is 0.0"),
         ({"classes_per_worker": 0}, "classes_per_worker is 0"),
@@ -227,5 +226,5 @@ def test_partitioner_bad_shares(sizes: list[float]) -> None:
 
 
 def test_partitioner_bad_part() -> None:
-    with pytest.raises(ValueError, match="partition_ind is 3; there are 3 parts, counted from 0"):
+    with pytest.raises(ValueError, match="partition_ind is 3; there are 3 parts, from 0"):
         DataPartitioner(range(10), 0, False).use(3)

@@ -241,7 +241,7 @@ class ResNetCIFAR(_ResNet32):
             examples = ", ".join(str(per_block * n + 2) for n in (1, 2, 3, 5, 7, 9, 18))
             kind = "with bottlenecks" if bottleneck else "without bottlenecks"
             raise ValueError(
-                f"resnet_size is {resnet_size}; {kind} it must be {per_block}n + 2 for an n of at least 1: {examples}, ..."
+                f"resnet_size is {resnet_size}; {kind} it must be {per_block}n + 2 with n >= 1: {examples}, ..."
             )
         if version not in _VERSIONS:
             raise ValueError(f"version is {version!r}; allowed: 1 (He et al. 2015) and 2 (He et al. 2016)")

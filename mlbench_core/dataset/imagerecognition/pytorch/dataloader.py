@@ -132,7 +132,9 @@ def _cifar_files(root: Path, names: list[str], partial: bool) -> list[Path]:
     paths = [path for path in found.values() if path is not None]
     missing = ", ".join(name for name, path in found.items() if path is None)
     if not paths:
-        raise DatasetNotFoundError(f"no CIFAR-10 in {root}: {missing} (also as .bin, .bin.xz, .bin.gz); {help_}")
+        raise DatasetNotFoundError(
+            f"no CIFAR-10 in {root}: missing {missing} (also as .bin, .bin.xz, .bin.gz); {help_}"
+        )
     if missing and not partial:
         raise DatasetError(f"CIFAR-10 in {root} is not complete: missing {missing}; {help_}, or take partial=True")
     return paths
