@@ -1,0 +1,127 @@
+"""The world of workers as the rest of the library sees it.
+
+This is the one place that decides what happens without a process group: one process is then a world of size 1, whose
+rank is 0 and whose collectives do nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "backend",
+    "barrier",
+    "get_backend_tensor",
+    "global_average",
+    "is_distributed",
+    "rank",
+    "world_size",
+]
+
+
+def is_distributed() -> bool:
+    """Whether this process belongs to a process group.
+
+    Returns:
+        True after ``init_process_group`` (also in a group of one process), False before it and after its end.
+
+    Example:
+        >>> is_distributed()
+        False
+    """
+    return bool(dist.is_available()) and bool(dist.is_initialized())
+
+
+def world_size() -> int:
+    """Number of workers; 1 without a process group.
+
+    Example:
+        >>> world_size()
+        1
+    """
+    return int(dist.get_world_size()) if is_distributed() else 1
+
+
+def rank() -> int:
+    """This worker's number, from 0 to ``world_size() - 1``; 0 without a process group.
+
+    Example:
+        >>> rank()
+        0
+    """
+    return int(dist.get_rank()) if is_distributed() else 0
+
+
+def backend() -> str | None:
+    """Name of the communication backend, such as ``"gloo"``; None without a process group.
+
+    Example:
+        >>> backend() is None
+        True
+    """
+    return dist.get_backend() if is_distributed() else None
+
+
+def barrier() -> None:
+    """Wait until every worker is here; returns at once without a process group."""
+    if is_distributed():
+        dist.barrier()
+
+
+def get_backend_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Put a tensor where the backend can send it from.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        ``tensor`` on the current GPU if the backend is NCCL, which sends nothing else; otherwise ``tensor`` itself.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> get_backend_tensor(x) is x
+        True
+    """
+    if is_distributed() and dist.get_backend() == dist.Backend.NCCL:
+        return tensor.cuda()
+    return tensor
+
+
+def global_average(sum: float | torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
+    r"""Average over all workers of what each has summed up.
+
+    .. math:: \frac{\sum_{k} \text{sum}_k}{\sum_{k} \text{count}_k}
+
+    Both sums run in float64, so that counts stay exact up to :math:`2^{53}` (float32 loses single counts from
+    :math:`2^{24}`).
+
+    Args:
+        sum: This worker's sum: a number, or a tensor of any shape (then the average is taken element by element).
+            Every worker gives the same shape.
+        count: How many values went into ``sum``: a number or a tensor with one element.
+
+    Returns:
+        The average, float64, in the shape of ``sum`` (no dimensions for a number). It is 0 where no worker counted
+        anything: an average of nothing is then a number that can be logged, not nan.
+
+    Raises:
+        ValueError: ``count`` has more than one element.
+
+    Example:
+        >>> global_average(10.0, 4).item()
+        2.5
+        >>> global_average(0.0, 0).item()
+        0.0
+    """
+    local_sum = torch.as_tensor(sum).detach().to(torch.float64)
+    local_count = torch.as_tensor(count).detach().to(device=local_sum.device, dtype=torch.float64)
+    if local_count.numel() != 1:
+        raise ValueError(
+            f"count has {local_count.numel()} elements (shape {tuple(local_count.shape)}); it must be one number"
+        )
+    totals = get_backend_tensor(torch.cat([local_sum.reshape(-1), local_count.reshape(-1)]))
+    if is_distributed():
+        dist.all_reduce(totals)
+    total_sum, total_count = totals[:-1].reshape(local_sum.shape), totals[-1]
+    return torch.where(total_count == 0, torch.zeros_like(total_sum), total_sum / total_count)

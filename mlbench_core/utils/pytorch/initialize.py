@@ -1,0 +1,195 @@
+"""Joining the other workers, and leaving them again."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from mlbench_core.errors import BackendError, ConfigurationError, WorkerError
+from mlbench_core.utils.pytorch import distributed
+from mlbench_core.utils.pytorch.environment import (
+    ClusterEnvironment,
+    Place,
+    TorchrunEnvironment,
+    detect_environment,
+)
+from mlbench_core.utils.pytorch.helpers import config_logging, config_path, config_pytorch
+from mlbench_core.utils.pytorch.topology import FCGraph
+
+__all__ = ["initialize_backends"]
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def initialize_backends(
+    comm_backend: str = "mpi",
+    hosts: str | Sequence[str] | None = None,
+    rank: int = -1,
+    logging_level: str | int = "INFO",
+    logging_file: str | os.PathLike[str] | None = None,
+    use_cuda: bool = False,
+    seed: int | None = None,
+    cudnn_deterministic: bool = False,
+    ckpt_run_dir: str | os.PathLike[str] | None = None,
+    delete_existing_ckpts: bool = False,
+    timeout_s: float = 1800.0,
+) -> Iterator[tuple[int, int, FCGraph]]:
+    """Join the other workers for the length of a ``with`` block.
+
+    The workers are found through torchrun's environment, ``hosts`` and ``rank``, an ``mpirun``'s or SLURM's
+    environment; a process started by none of them is a world of size 1 (see
+    :mod:`mlbench_core.utils.pytorch.environment`). At the end of the block, also after an exception, the process group
+    is destroyed, and environment variables, loggers and cuDNN's settings are as they were. Random generators and the
+    current CUDA device stay as they are.
+
+    Args:
+        comm_backend: ``"gloo"`` (CPU), ``"nccl"`` (GPU), ``"mpi"`` (a torch built with MPI), or another backend that is
+            registered with torch.
+        hosts: Host of each worker, separated by commas; the first one is the rendezvous, at port ``MASTER_PORT`` or
+            29500. A host that runs several workers is named several times.
+        rank: This worker's number in ``hosts``.
+        logging_level: Least severe level of messages shown.
+        logging_file: File that messages are also written to; None for no file.
+        use_cuda: Whether to compute on the GPU.
+        seed: Seed of the random generators of torch, NumPy and ``random``; None leaves them alone.
+        cudnn_deterministic: Whether cuDNN only uses deterministic algorithms.
+        ckpt_run_dir: Folder of the checkpoints, which is made; None is ``checkpoints`` in the user's data folder.
+        delete_existing_ckpts: Whether to delete checkpoints that lie there.
+        timeout_s: Seconds to wait for the other workers, here and in every later collective operation.
+
+    Yields:
+        ``(rank, world_size, graph)``.
+
+    Raises:
+        BackendError: The backend is unknown or cannot be used here.
+        ConfigurationError: The port is taken, ``use_cuda`` without a GPU, variables that contradict each other, or
+            there is a process group already.
+        WorkerError: The others did not come within ``timeout_s``.
+        ValueError: ``rank`` lies outside ``hosts``, or another argument is wrong.
+
+    Example:
+        >>> with initialize_backends("gloo", logging_level="WARNING") as (rank, world_size, graph):
+        ...     print(rank, world_size, graph.current_device)
+        0 1 cpu
+    """
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s is {timeout_s}; it must be a positive number of seconds")
+    comm_backend = _checked_backend(comm_backend)
+    if dist.is_initialized():
+        raise ConfigurationError(
+            "this process belongs to a process group already: leave the with block of initialize_backends, or call "
+            "torch.distributed.destroy_process_group(), before joining another"
+        )
+    environment = detect_environment(hosts, rank)
+    place = environment.place()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_variables(place.variables()))
+        stack.enter_context(_cudnn_restored())
+        stack.callback(config_logging(logging_level, logging_file))
+        stack.callback(_leave)
+        if use_cuda or comm_backend == "nccl":
+            FCGraph(place.rank, place.world_size, use_cuda=True).assigned_gpu_id()
+        _join(comm_backend, environment, place, timeout_s)
+        world = config_pytorch(use_cuda, seed, cudnn_deterministic)
+        config_path(ckpt_run_dir, delete_existing_ckpts)
+        distributed.barrier()  # the rendezvous may close once all have joined
+        _log.debug("joined over %s, started by %s: %s", comm_backend, environment.name, world[2])
+        yield world
+
+
+def _checked_backend(name: str) -> str:
+    name = str(name).lower()
+    known = sorted({"gloo", "mpi", "nccl"} | set(dist.Backend.backend_list) - {"undefined", "fake"})
+    if name not in known:
+        raise BackendError(f"the communication backend {name!r} is unknown; known here are {', '.join(known)}")
+    if name == "nccl" and torch.cuda.device_count() == 0:
+        raise BackendError("the backend nccl works on GPUs only, and torch sees none on this machine: use gloo")
+    missing = {
+        "nccl": not dist.is_nccl_available(),
+        "gloo": not dist.is_gloo_available(),
+        "mpi": not dist.is_mpi_available(),
+    }
+    if missing.get(name, False):
+        instead = "use gloo on CPUs or nccl on GPUs" if name == "mpi" else "install another build of torch"
+        raise BackendError(
+            f"the backend {name} needs a torch that was built with it, and torch {torch.__version__} here was not: "
+            f"{instead}"
+        )
+    return name
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the length of a block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _cudnn_restored() -> Iterator[None]:
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
+
+
+def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s: float) -> None:
+    """Make the process group."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    where = f"{place.master_address}:{place.master_port}"
+    try:
+        if backend == "mpi":
+            dist.init_process_group("mpi", timeout=timeout)
+        elif place.world_size == 1:
+            _init_over(dist.HashStore(), backend, place, timeout)
+        elif isinstance(environment, TorchrunEnvironment):
+            dist.init_process_group(backend, init_method="env://", timeout=timeout)  # torchrun may keep the store
+        else:
+            store = dist.TCPStore(
+                str(place.master_address),
+                place.master_port,
+                place.world_size,
+                is_master=place.rank == 0,
+                timeout=timeout,
+            )
+            _init_over(store, backend, place, timeout)
+    except RuntimeError as error:
+        text = str(error)
+        if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE).lower() in text.lower():
+            raise ConfigurationError(
+                f"port {place.master_port}, where rank 0 meets the other workers, is in use on {place.master_address}: "
+                f"end the program that listens there (maybe an earlier run), or set MASTER_PORT to a free port, the "
+                f"same for every worker"
+            ) from error
+        raise WorkerError(
+            f"rank {place.rank} of {place.world_size} did not meet the other workers at {where} within "
+            f"{timeout_s:g} s: check that all were started, each with its own rank and the same hosts, and that they "
+            f"can reach that port. torch says: {text.splitlines()[0] if text else type(error).__name__}"
+        ) from error
+
+
+def _init_over(store: dist.Store, backend: str, place: Place, timeout: datetime.timedelta) -> None:
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

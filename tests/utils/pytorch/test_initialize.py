@@ -1,0 +1,225 @@
+"""Joining and leaving a world, with real processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mlbench_core.errors import BackendError, ConfigurationError, MLBenchError, WorkerError
+from mlbench_core.utils.pytorch import FCGraph, initialize_backends
+from mlbench_core.utils.pytorch.helpers import config_pytorch
+
+ROOT = Path(__file__).parents[3]
+
+SCRIPT = """
+import argparse, json, os, sys
+import torch, torch.distributed as dist
+from mlbench_core.utils.pytorch import initialize_backends
+
+torch.set_num_threads(1)
+parser = argparse.ArgumentParser()
+parser.add_argument("--hosts")
+parser.add_argument("--rank", type=int, default=-1)
+parser.add_argument("--out")
+args = parser.parse_args()
+before = dict(os.environ)
+results = []
+for _ in range(2):  # the port is free again after the first world
+    with initialize_backends("gloo", args.hosts, args.rank, "WARNING", ckpt_run_dir=args.out, timeout_s=60) as world:
+        rank, world_size, graph = world
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        results.append([rank, world_size, total.item(), os.environ["LOCAL_RANK"], str(graph)])
+    assert not dist.is_initialized()
+assert dict(os.environ) == before, "the environment was changed"
+with open(os.path.join(args.out, f"{rank}.json"), "w") as file:
+    json.dump(results, file)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(no_leaks: None) -> Iterator[None]:
+    """No launcher's variables; tests may set some, and they are gone afterwards."""
+    with mock.patch.dict(os.environ):
+        for name in list(os.environ):
+            if name.startswith(("SLURM_", "OMPI_", "PMI_", "MASTER_")) or name in ("RANK", "WORLD_SIZE"):
+                del os.environ[name]
+        yield
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _run(commands: list[list[str]], **variables: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
+    try:
+        outputs = [process.communicate(timeout=90)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(commands), "\n".join(outputs)
+
+
+def _expected(rank: int) -> list[list[object]]:
+    return [[rank, 2, 3.0, str(rank), f"FCGraph(rank={rank}, world_size=2, device=cpu)"]] * 2
+
+
+def test_two_workers_by_hosts_and_rank(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    common = [sys.executable, str(script), "--out", str(tmp_path), "--hosts", "127.0.0.1,127.0.0.1"]
+    _run([[*common, "--rank", str(rank)] for rank in range(2)], MASTER_PORT=str(_free_port()))
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == _expected(rank)
+
+
+def test_two_workers_by_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("range(2)", "range(1)"))  # torchrun's own store lasts for one world
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    _run([[*torchrun, str(script), "--out", str(tmp_path)]])
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == _expected(rank)[:1]
+
+
+def test_two_workers_by_the_variables_of_mpirun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), "--out", str(tmp_path)]
+    port = _free_port()
+    variables = [
+        f"OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={rank} "
+        f"OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT={port}".split()
+        for rank in range(2)
+    ]
+    _run([["env", *values, *command] for values in variables])
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == _expected(rank)
+
+
+def test_alone() -> None:
+    before = dict(os.environ)
+    with initialize_backends("gloo", seed=0) as (rank, world_size, graph):
+        assert (rank, world_size, str(graph)) == (0, 1, "FCGraph(rank=0, world_size=1, device=cpu)")
+        assert isinstance(graph, FCGraph)
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [1, 1]
+        drawn = torch.rand(1)
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before
+    config_pytorch(seed=0)
+    assert torch.equal(drawn, torch.rand(1))
+
+
+@pytest.mark.parametrize("hosts", [None, "127.0.0.1"])
+def test_everything_is_torn_down_after_an_exception(hosts: str | None) -> None:
+    before, handlers = dict(os.environ), list(logging.getLogger("mlbench").handlers)
+    with (
+        pytest.raises(ZeroDivisionError),
+        initialize_backends("gloo", hosts, cudnn_deterministic=True, logging_level="ERROR"),
+    ):
+        assert torch.backends.cudnn.deterministic
+        raise ZeroDivisionError
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before
+    assert logging.getLogger("mlbench").handlers == handlers
+    assert not torch.backends.cudnn.deterministic
+
+
+def test_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "1_0.pth.tar").write_text("old")
+    (folder / "notes").write_text("mine")
+    log = tmp_path / "log"
+    with initialize_backends("GLOO", logging_file=log, ckpt_run_dir=folder, delete_existing_ckpts=True):
+        pass
+    assert [path.name for path in folder.iterdir()] == ["notes"]
+    assert log.exists()
+
+
+def test_a_world_inside_a_world_is_refused() -> None:
+    with initialize_backends("gloo"):
+        with pytest.raises(ConfigurationError, match="a process group already"), initialize_backends("gloo"):
+            pass
+        assert dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("carrier_pigeon", "'carrier_pigeon' is unknown; known here are gloo, mpi, nccl"),
+        ("nccl", "nccl works on GPUs only.*use gloo"),
+        ("mpi", "mpi needs a torch.*use gloo"),
+    ],
+)
+def test_backends_that_cannot_work(backend: str, message: str) -> None:
+    with (
+        mock.patch("torch.cuda.device_count", return_value=0),
+        mock.patch("torch.distributed.is_mpi_available", return_value=False),
+        pytest.raises(BackendError, match=message),
+        initialize_backends(backend),
+    ):
+        pass
+
+
+def test_arguments_that_cannot_work() -> None:
+    with pytest.raises(ValueError, match="rank is 2, but hosts names 2 workers"), initialize_backends("gloo", "a,b", 2):
+        pass
+    with pytest.raises(ValueError, match="timeout_s is 0"), initialize_backends("gloo", timeout_s=0):
+        pass
+    with (
+        mock.patch("torch.cuda.device_count", return_value=0),
+        pytest.raises(ConfigurationError, match="sees no GPU"),
+        initialize_backends("gloo", use_cuda=True),
+    ):
+        pass
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1"])
+def test_a_port_in_use_is_named(address: str) -> None:
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        os.environ["MASTER_PORT"] = str(port)
+        with (
+            pytest.raises(MLBenchError, match=f"port {port}.*in use.*set MASTER_PORT"),
+            initialize_backends("gloo", "127.0.0.1,127.0.0.1", 0, timeout_s=5),
+        ):
+            pass
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_workers_that_do_not_come(rank: int) -> None:
+    os.environ["MASTER_PORT"] = str(_free_port())
+    with (
+        pytest.raises(
+            WorkerError, match=rf"rank {rank} of 2 did not meet the other workers at 127.0.0.1:\d+ within 1 s"
+        ),
+        initialize_backends("gloo", "127.0.0.1,127.0.0.1", rank, timeout_s=1),
+    ):
+        pass
+    assert not dist.is_initialized()
