@@ -1,0 +1,16 @@
+"""What every part of a run uses, without any framework: the tracker, its meters, and the metrics logger.
+
+Example:
+    >>> from mlbench_core.utils import AverageMeter
+    >>> meter = AverageMeter()
+    >>> meter.update(2.0)
+    >>> meter.avg
+    2.0
+"""
+
+from __future__ import annotations
+
+from mlbench_core.utils.log_metrics import LogMetrics
+from mlbench_core.utils.tracker import AverageMeter, Tracker
+
+__all__ = ["AverageMeter", "LogMetrics", "Tracker"]

@@ -1,0 +1,145 @@
+"""Running statistics whose memory does not grow with what they have seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+__all__ = ["AverageMeter", "QuantileSketch"]
+
+
+class AverageMeter:
+    """The last value and the weighted mean of all values.
+
+    Attributes:
+        val: The value given last.
+        sum: Sum of value times weight.
+        count: Sum of the weights.
+        avg: ``sum / count``, or 0 before any weight was given.
+
+    Example:
+        >>> meter = AverageMeter()
+        >>> meter.update(1.0, n=3)
+        >>> meter.update(5.0)
+        >>> meter.val, meter.avg, meter.count
+        (5.0, 2.0, 4)
+    """
+
+    __slots__ = ("avg", "count", "sum", "val")
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.val: float = 0
+        self.avg: float = 0
+        self.sum: float = 0
+        self.count: float = 0
+
+    def update(self, val: float, n: float = 1) -> None:
+        """Add a value.
+
+        Args:
+            val: The value: the mean over ``n`` samples.
+            n: Its weight, at least 0. A weight of 0 sets ``val`` and leaves the mean.
+
+        Raises:
+            ValueError: ``n`` is negative.
+        """
+        if n < 0:
+            raise ValueError(f"n is {n}, but a weight is at least 0: pass the number of samples behind the value")
+        self.val = val
+        if n == 0:
+            return
+        self.sum += val * n
+        self.count += n
+        self.avg = self.sum / self.count
+
+    def __repr__(self) -> str:
+        return f"AverageMeter(val={self.val}, avg={self.avg}, count={self.count})"
+
+
+class QuantileSketch:
+    r"""Quantiles of a stream of durations, to 1 % and in bounded memory.
+
+    A value :math:`x` falls into bin :math:`i = \lceil \log_\gamma x \rceil` with
+    :math:`\gamma = (1 + \alpha) / (1 - \alpha)`; every value of a bin is then within the share :math:`\alpha` of
+    :math:`2 \gamma^i / (\gamma + 1)`. The bins are counters, so nothing is sampled and no random generator is used.
+    Values are held between 1 ns and 1e9 s, which bounds the number of bins by about 2,100.
+
+    References:
+        Masson, Rim, Lee: DDSketch: a fast and fully-mergeable quantile sketch with relative-error guarantees.
+        arXiv:1908.10693.
+
+    Example:
+        >>> sketch = QuantileSketch()
+        >>> for x in range(1, 101):
+        ...     sketch.add(float(x))
+        >>> abs(sketch.quantile(0.5) - 50) <= 0.5
+        True
+    """
+
+    __slots__ = ("_bins", "_zeros", "count")
+
+    ALPHA = 0.01
+    SMALLEST = 1e-9
+    LARGEST = 1e9
+    _GAMMA = (1 + ALPHA) / (1 - ALPHA)
+    _PER_LOG = 1 / math.log(_GAMMA)
+
+    def __init__(self) -> None:
+        self._bins: dict[int, int] = {}
+        self._zeros = 0
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        """Count a value.
+
+        Args:
+            value: In any unit; below 1e-9 it counts as 0.
+        """
+        self.count += 1
+        if value < 1e-9:
+            self._zeros += 1
+            return
+        index = math.ceil(math.log(value if value < 1e9 else 1e9) * self._PER_LOG)
+        bins = self._bins
+        bins[index] = bins.get(index, 0) + 1
+
+    def quantile(self, share: float) -> float | None:
+        """The value below which ``share`` of the values lie.
+
+        Args:
+            share: Between 0 and 1, for example 0.99.
+
+        Returns:
+            The quantile to a relative error of 1 %, or None before any value.
+
+        Raises:
+            ValueError: ``share`` is outside [0, 1].
+        """
+        if not 0 <= share <= 1:
+            raise ValueError(f"share is {share}, but a quantile's share lies in [0, 1]: 0.99 for the 99th percentile")
+        if self.count == 0:
+            return None
+        rank = share * (self.count - 1)
+        seen = self._zeros
+        if seen > rank:
+            return 0.0
+        for index in sorted(self._bins):
+            seen += self._bins[index]
+            if seen > rank:
+                break
+        return float(2 * self._GAMMA**index / (self._GAMMA + 1))
+
+    def state(self) -> list[list[int]]:
+        """Pairs of bin and count, in order; the first pair is ``[0, number of zeros]``."""
+        return [[0, self._zeros], *([index, self._bins[index]] for index in sorted(self._bins))]
+
+    def load(self, state: Iterable[Iterable[int]]) -> None:
+        """Take over what :meth:`state` gave."""
+        (_, zeros), *bins = ((int(index), int(number)) for index, number in state)
+        self._zeros = zeros
+        self._bins = dict(bins)
+        self.count = zeros + sum(self._bins.values())
