@@ -364,7 +364,8 @@ class MetricDelivery:
     # ------------------------------------------------------------------ the queue; callers hold self._state
 
     def _in_memory(self) -> int:
-        return sum(chunk.count for chunk in self._chunks if chunk.file is None)
+        waiting = [*self._chunks, self._in_flight] if self._in_flight else self._chunks
+        return sum(chunk.count for chunk in waiting if chunk.file is None)
 
     def _new_chunk(self, file: ChunkFile | None = None) -> _Chunk:
         chunk = _Chunk(self._next_index)
@@ -452,7 +453,7 @@ class MetricDelivery:
             logger.warning(
                 "the master at %s does not answer (%s): metrics are kept in %s and delivered when it is back",
                 self._endpoint,
-                error,
+                str(error),  # not the exception: its traceback would keep the client alive in a log
                 self._spool,
             )
 
