@@ -63,6 +63,21 @@ class _NamedMetric:
     name: str
 
 
+def _step_method(name: str) -> Callable[[Tracker], None]:
+    """The method ``record_batch_step(name)`` for one name, in a single call where nothing special is to do."""
+
+    def record(self: Tracker) -> None:
+        mark = self._mark
+        if mark is not None and self._device is None and name in self._step_s:
+            self._mark = now = time.perf_counter()
+            self._step_s[name] += now - mark
+        else:
+            self.record_batch_step(name)
+
+    record.__doc__ = f'Mark the end of the step ``"{name}"``, see :meth:`record_batch_step`.'
+    return record
+
+
 class Tracker:
     """Tracks times, statistics and metrics of one worker.
 
@@ -331,37 +346,14 @@ class Tracker:
             self._device.mark(name)
         self._mark = now
 
-    def record_batch_init(self) -> None:
-        """Mark the end of the step ``"init"``."""
-        self.record_batch_step("init")
-
-    def record_batch_load(self) -> None:
-        """Mark the end of the step ``"batch_load"``."""
-        self.record_batch_step("batch_load")
-
-    def record_batch_fwd_pass(self) -> None:
-        """Mark the end of the step ``"fwd_pass"``."""
-        self.record_batch_step("fwd_pass")
-
-    def record_batch_comp_loss(self) -> None:
-        """Mark the end of the step ``"comp_loss"``."""
-        self.record_batch_step("comp_loss")
-
-    def record_batch_backprop(self) -> None:
-        """Mark the end of the step ``"backprop"``."""
-        self.record_batch_step("backprop")
-
-    def record_batch_agg(self) -> None:
-        """Mark the end of the step ``"agg"``: the aggregation over workers."""
-        self.record_batch_step("agg")
-
-    def record_batch_opt_step(self) -> None:
-        """Mark the end of the step ``"opt_step"``."""
-        self.record_batch_step("opt_step")
-
-    def record_batch_comp_metrics(self) -> None:
-        """Mark the end of the step ``"comp_metrics"``."""
-        self.record_batch_step("comp_metrics")
+    record_batch_init = _step_method("init")
+    record_batch_load = _step_method("batch_load")
+    record_batch_fwd_pass = _step_method("fwd_pass")
+    record_batch_comp_loss = _step_method("comp_loss")
+    record_batch_backprop = _step_method("backprop")
+    record_batch_agg = _step_method("agg")
+    record_batch_opt_step = _step_method("opt_step")
+    record_batch_comp_metrics = _step_method("comp_metrics")
 
     def record_communication(self, total_s: float, exposed_s: float, size_bytes: int) -> None:
         """Add communication that may have run beside the backward pass.

@@ -19,10 +19,10 @@ from mlbench_core.utils.pytorch.helpers import config_logging, config_path, conf
 
 @pytest.fixture
 def generators_kept() -> Iterator[None]:
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
     yield
     torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
+    np.random.set_state(states[1])  # noqa: NPY002
     random.setstate(states[2])
 
 
@@ -76,7 +76,7 @@ def test_seed_zero_seeds() -> None:
     drawn = []
     for _ in range(2):
         config_pytorch(seed=0)
-        drawn.append((torch.rand(1).item(), np.random.rand(), random.random()))
+        drawn.append((torch.rand(1).item(), np.random.rand(), random.random()))  # noqa: NPY002
         config_pytorch()  # no seed: nothing is reseeded
         drawn[-1] += (torch.rand(1).item(),)
     assert drawn[0] == drawn[1]

@@ -111,6 +111,6 @@ def test_workers_of_a_machine_take_its_gpus_in_turn() -> None:
 def test_cuda_without_a_gpu_says_what_to_do() -> None:
     with (
         mock.patch("torch.cuda.device_count", return_value=0),
-        pytest.raises(ConfigurationError, match="sees no GPU.*leave out use_cuda"),
+        pytest.raises(ConfigurationError, match=r"sees no GPU.*leave out use_cuda"),
     ):
         FCGraph(0, 1, use_cuda=True)

@@ -1,0 +1,412 @@
+"""Checkpoints: what lies on disk, what a kill or a full disk leaves, and resumed runs."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from mlbench_core.errors import CheckpointError
+from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
+from mlbench_core.utils.tracker import Tracker
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def generators_kept() -> Iterator[None]:
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    yield
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    random.setstate(states[2])
+
+
+class Run:
+    """A small training run: dropout, momentum, a schedule, shuffled batches."""
+
+    def __init__(self, seed: int = 1) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.5)
+        self.order = torch.Generator().manual_seed(seed)
+        data = torch.linspace(-1, 1, 48).reshape(12, 4)
+        self.loader = DataLoader(TensorDataset(data), batch_size=4, shuffle=True, generator=self.order)
+        self.tracker = Tracker([], "1", 0)
+        self.tracker.start()
+
+    def epoch(self) -> list[float]:
+        losses = []
+        self.tracker.train()
+        for (batch,) in self.loader:
+            self.tracker.batch_start()
+            self.optimizer.zero_grad()
+            noise = float(np.random.rand()) + random.random()  # noqa: NPY002
+            loss = ((self.model(batch) - noise) ** 2).mean()
+            loss.backward()
+            self.optimizer.step()
+            self.tracker.batch_end()
+            self.tracker.record_loss(loss.item(), len(batch))
+            losses.append(loss.item())
+        self.scheduler.step()
+        self.tracker.epoch_end()
+        return losses
+
+    def state(self) -> tuple[Any, ...]:
+        return self.tracker, self.model, self.optimizer, self.scheduler
+
+
+def _tracker(epoch: int) -> Any:
+    return SimpleNamespace(current_epoch=epoch)
+
+
+def _save(folder: Path, epoch: int, value: float, best: bool = False, rank: int = 0, freq: str = "all") -> None:
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(model.weight, value)
+    Checkpointer(folder, rank, CheckpointFreq(freq)).save(_tracker(epoch), model, None, None, best)
+
+
+def _load(folder: Path, rank: int = 0, **arguments: Any) -> float:
+    model = torch.nn.Linear(1, 1)
+    Checkpointer.load(folder, rank, model, None, None, **arguments)
+    return float(model.weight.item())
+
+
+def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
+    whole = Run()
+    checkpointer = Checkpointer(tmp_path, 0, CheckpointFreq.ALL)
+    for _ in range(3):
+        whole.epoch()
+    checkpointer.save(*whole.state(), is_best=False, sampler=whole.order)
+    expected = [whole.epoch() for _ in range(3)]
+
+    resumed = Run(seed=99)
+    torch.rand(7), random.random(), np.random.rand(3)  # noqa: NPY002
+    found, model, optimizer, scheduler, tracker = Checkpointer.load(
+        tmp_path, 0, resumed.model, resumed.optimizer, resumed.scheduler, sampler=resumed.order
+    )
+    assert model is resumed.model and optimizer is resumed.optimizer and scheduler is resumed.scheduler
+    assert isinstance(tracker, Tracker)
+    assert (tracker.current_epoch, found.freq, found.save_stats) == (3, CheckpointFreq.ALL, True)
+    assert tracker.get_total_train_time() > 0
+    resumed.tracker = tracker
+    assert [resumed.epoch() for _ in range(3)] == expected
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+    assert resumed.scheduler.get_last_lr() == whole.scheduler.get_last_lr() != [0.1]
+    assert resumed.tracker.current_epoch == whole.tracker.current_epoch
+
+
+def test_a_tracker_of_the_callers_is_restored(tmp_path: Path) -> None:
+    run = Run()
+    run.epoch()
+    Checkpointer(tmp_path, 0, CheckpointFreq.ALL).save(*run.state(), is_best=False)
+    mine = Tracker([], "1", 0)
+    *_, tracker = Checkpointer.load(tmp_path, 0, run.model, None, None, tracker=mine)
+    assert tracker is mine
+    assert mine.current_epoch == run.tracker.current_epoch
+
+
+def test_files_hold_no_code_and_no_tracker_without_save_stats(tmp_path: Path) -> None:
+    run = Run()
+    Checkpointer(tmp_path, 2, CheckpointFreq.ALL, save_stats=False).save(*run.state(), is_best=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["0_2.pth.tar"]  # rank 0 writes the best one
+    state = torch.load(tmp_path / "0_2.pth.tar", weights_only=True)
+    assert state["tracker"] is None
+    assert state["model"].keys() == run.model.state_dict().keys()
+    checkpointer, *_, tracker = Checkpointer.load(tmp_path, 2, run.model, run.optimizer, run.scheduler)
+    assert tracker is None
+    assert not checkpointer.save_stats
+    mine = Tracker([], "1", 2)
+    mine.current_epoch = 7
+    assert Checkpointer.load(tmp_path, 2, run.model, None, None, tracker=mine)[-1] is mine
+    assert mine.current_epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("freq", "names"),
+    [
+        (CheckpointFreq.ALL, ["0_0.pth.tar", "1_0.pth.tar", "2_0.pth.tar", "model_best.pth.tar"]),
+        (CheckpointFreq.BEST, ["model_best.pth.tar"]),
+        (CheckpointFreq.NONE, []),
+    ],
+)
+def test_what_each_frequency_keeps(tmp_path: Path, freq: CheckpointFreq, names: list[str]) -> None:
+    for epoch, best in enumerate([True, True, False]):
+        _save(tmp_path, epoch, float(epoch), best, freq=freq.value)
+    assert sorted(os.listdir(tmp_path)) == names
+    assert [Checkpointer.checkpoint_exists(tmp_path, 0, epoch) for epoch in range(4)] == [
+        f"{epoch}_0.pth.tar" in names for epoch in range(4)
+    ]
+    if names:
+        best_model = torch.load(tmp_path / "model_best.pth.tar", weights_only=True)["model"]
+        assert best_model["weight"].item() == 1.0  # epoch 2 was worse
+
+
+def test_a_best_file_alone_loads_on_every_rank(tmp_path: Path) -> None:
+    _save(tmp_path, 4, 4.5, best=True, freq="best")
+    assert _load(tmp_path, rank=0) == 4.5
+    state = torch.get_rng_state()
+    assert _load(tmp_path, rank=3) == 4.5
+    fresh = torch.Generator()
+    fresh.set_state(state)
+    torch.nn.init.uniform_(torch.empty(1, 1), generator=fresh)  # rank 3 keeps its own generator
+    saved = torch.load(tmp_path / "model_best.pth.tar", weights_only=True)
+    assert not torch.equal(torch.get_rng_state(), saved["rng"]["torch"])
+
+
+def test_the_newest_epoch_of_the_own_rank_is_loaded(tmp_path: Path) -> None:
+    for epoch in (2, 9, 10):
+        _save(tmp_path, epoch, float(epoch))
+    _save(tmp_path, 11, 11.0, rank=1)
+    assert _load(tmp_path) == 10.0
+    assert _load(tmp_path, epoch=2) == 2.0
+    model = torch.nn.Linear(1, 1)
+    assert Checkpointer.load_model_by_epoch(tmp_path, 0, 9, model) is model
+    assert model.weight.item() == 9.0
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _flip_a_bit_of_a_tensor(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    position = data.index(torch.tensor(2.0).numpy().tobytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [_truncate, _empty, _flip_a_bit_of_a_tensor])
+def test_a_damaged_file_is_noticed(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    _save(tmp_path, 1, 1.0)
+    _save(tmp_path, 2, 2.0)
+    newest = tmp_path / "2_0.pth.tar"
+    damage(newest)
+    with caplog.at_level(logging.WARNING):
+        assert _load(tmp_path) == 1.0
+    assert str(newest) in caplog.text
+    with pytest.raises(CheckpointError, match=r"2_0\.pth\.tar.*damaged"):
+        Checkpointer.load_model_by_epoch(tmp_path, 0, 2, torch.nn.Linear(1, 1))
+    damage_all = [path for path in tmp_path.iterdir() if path != newest]
+    for path in damage_all:
+        _truncate(path)
+    with pytest.raises(CheckpointError, match=r"2_0\.pth\.tar.*1_0\.pth\.tar"):
+        _load(tmp_path)
+
+
+def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"format": 1, "model": Bomb()}, tmp_path / "0_0.pth.tar")
+    with pytest.raises(CheckpointError, match="pickled code, which is not run"):
+        _load(tmp_path)
+    (tmp_path / "0_0.pth.tar").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(CheckpointError, match="damaged or no checkpoint"):
+        _load(tmp_path)
+    torch.save([1], tmp_path / "0_0.pth.tar")
+    with pytest.raises(CheckpointError, match="format 'list'"):
+        _load(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_nothing_to_load(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match="no checkpoint of rank 0 in"):
+            _load(folder)
+    with pytest.raises(CheckpointError, match=r"of epoch 3 of rank 0.*3_0\.pth\.tar"):
+        Checkpointer.load_model_by_epoch(tmp_path, 0, 3, torch.nn.Linear(1, 1))
+
+
+def test_a_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    _save(tmp_path, 0, 1.0)
+    with pytest.raises(CheckpointError, match=r"0_0\.pth\.tar does not fit the model"):
+        Checkpointer.load(tmp_path, 0, torch.nn.Linear(2, 1), None, None)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    with pytest.raises(CheckpointError, match="has no state of optimizer"):
+        Checkpointer.load(tmp_path, 0, torch.nn.Linear(1, 1), optimizer, None)
+
+
+@pytest.mark.parametrize("where", ["os.fsync", "os.replace"])
+def test_a_full_disk_leaves_the_file_before(tmp_path: Path, where: str) -> None:
+    _save(tmp_path, 0, 1.0)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch(where, side_effect=full), pytest.raises(CheckpointError, match=r"0_0\.pth\.tar.*No space left"):
+        _save(tmp_path, 0, 2.0)
+    assert os.listdir(tmp_path) == ["0_0.pth.tar"]
+    assert _load(tmp_path) == 1.0
+
+
+FULL_DISK = """
+import resource, signal, sys, torch
+from types import SimpleNamespace
+from mlbench_core.errors import CheckpointError
+from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+checkpointer = Checkpointer(sys.argv[1], 0, CheckpointFreq.ALL)
+checkpointer.save(SimpleNamespace(current_epoch=0), torch.nn.Linear(1, 1), None, None, False)
+try:
+    checkpointer.save(SimpleNamespace(current_epoch=0), torch.nn.Linear(1000, 100), None, None, False)
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_a_write_that_the_system_refuses(tmp_path: Path) -> None:
+    output = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+    assert "0_0.pth.tar could not be written" in output
+    assert os.strerror(errno.EFBIG) in output
+    assert os.listdir(tmp_path) == ["0_0.pth.tar"]
+    Checkpointer.load(tmp_path, 0, torch.nn.Linear(1, 1), None, None)
+
+
+KILLS = """
+import os, random, signal, sys, time
+from types import SimpleNamespace
+import torch
+from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
+
+torch.set_num_threads(1)
+folder, kills = sys.argv[1], int(sys.argv[2])
+checkpointer = Checkpointer(folder, 0, CheckpointFreq.ALL)
+model = torch.nn.Linear(20, 20)
+done = interrupted = 0
+
+
+def save(epoch):
+    with torch.no_grad():
+        model.weight.fill_(epoch)
+    checkpointer.save(SimpleNamespace(current_epoch=epoch), model, None, None, is_best=True)
+
+
+save(0)
+for _ in range(kills):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, b"s")
+        epoch = done
+        while True:
+            epoch += 1
+            save(epoch)
+            os.write(writing, b"+")
+    os.read(reading, 1)
+    time.sleep(random.uniform(0, 0.01))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(writing)
+    acknowledged = done
+    while chunk := os.read(reading, 65536):
+        acknowledged += len(chunk)
+    os.close(reading)
+    interrupted += os.path.exists(os.path.join(folder, ".saving_0.tmp"))
+    Checkpointer.load(folder, 0, model, None, None)
+    done = int(model.weight[0, 0])
+    assert bool((model.weight == done).all()), "a mixture of two epochs"
+    assert acknowledged <= done <= acknowledged + 1, (acknowledged, done)
+    best = torch.load(os.path.join(folder, "model_best.pth.tar"), weights_only=True)
+    assert best["epoch"] in (done, done - 1)
+    for name in os.listdir(folder):
+        if name.endswith("_0.pth.tar") and int(name.split("_")[0]) < done:
+            os.remove(os.path.join(folder, name))
+print(done, interrupted)
+"""
+
+
+def test_killed_a_hundred_times_while_saving(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", KILLS, str(tmp_path), "100"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    epochs, interrupted = map(int, run.stdout.split())
+    assert epochs > 10
+    assert interrupted > 10  # the kills did hit saves
+    _save(tmp_path, epochs + 1, 5.0)
+    assert _load(tmp_path) == 5.0
+    assert ".saving_0.tmp" not in os.listdir(tmp_path)
+
+
+def test_states_are_made_plain_or_refused(tmp_path: Path) -> None:
+    class Holder:
+        def __init__(self, state: Any) -> None:
+            self.state = state
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"state": self.state}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state["state"]
+
+    plain = [
+        1,
+        (2.5, None),
+        {"a": torch.ones(2)},
+        OrderedDict(b=Counter([3])),
+        np.float64(1.5),
+        CheckpointFreq.ALL,
+        {7},
+    ]
+    saved, loaded = Holder(plain), Holder(None)
+    checkpointer, model = Checkpointer(tmp_path, 0, CheckpointFreq.ALL), torch.nn.Linear(1, 1)
+    checkpointer.save(_tracker(0), model, None, None, False, extra={"scaler": saved})
+    Checkpointer.load(tmp_path, 0, model, None, None, extra={"scaler": loaded})
+    assert repr(loaded.state) == repr([*plain[:4], 1.5, "all", {7}])
+    with pytest.raises(TypeError, match=r"scaler\['state'\] is a builtins.object"):
+        checkpointer.save(_tracker(1), model, None, None, False, extra={"scaler": Holder(object())})
+    with pytest.raises(TypeError, match="sampler is a int"):
+        checkpointer.save(_tracker(1), model, None, None, False, sampler=3)
+    assert not Checkpointer.checkpoint_exists(tmp_path, 0, 1)
+    with pytest.raises(CheckpointError, match="no state of other"):
+        Checkpointer.load(tmp_path, 0, model, None, None, extra={"other": loaded})
+
+
+def test_the_epoch_of_a_distributed_sampler_is_kept(tmp_path: Path) -> None:
+    def make() -> DistributedSampler[Any]:
+        return DistributedSampler(range(10), num_replicas=2, rank=0)  # type: ignore[arg-type]
+
+    sampler, resumed = make(), make()
+    sampler.set_epoch(5)
+    model = torch.nn.Linear(1, 1)
+    Checkpointer(tmp_path, 0, CheckpointFreq.ALL).save(_tracker(5), model, None, None, False, sampler=sampler)
+    Checkpointer.load(tmp_path, 0, model, None, None, sampler=resumed)
+    assert list(resumed) == list(sampler) != list(make())
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="freq is 'often'; it must be one of"):
+        Checkpointer(tmp_path, 0, "often")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rank is -1"):
+        Checkpointer(tmp_path, -1)
+    assert Checkpointer(tmp_path, 0).freq is CheckpointFreq.BEST

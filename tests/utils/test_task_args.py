@@ -1,0 +1,147 @@
+"""The command line of the task scripts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlbench_core.errors import DatasetNotFoundError
+from mlbench_core.utils.task_args import task_main
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def call(*argv: str, uid: str = "task1a", **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run a task that notes what it is called with."""
+    calls = []
+    task_main(lambda *args, **kwargs: calls.append((args, kwargs)), uid, argv=argv, **options)
+    assert len(calls) == 1
+    return calls[0]
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Standard error of a command line that must end with status 2."""
+    with pytest.raises(SystemExit) as stop:
+        call(*argv)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_defaults_lie_below_the_users_folder_and_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLBENCH_HOME", str(tmp_path))
+    args, kwargs = call()
+    folders = (tmp_path / "datasets/torch/task1a", tmp_path / "checkpoints/task1a/1", tmp_path / "output/task1a/1")
+    assert args == ("1", *map(str, folders), 0, "gloo", None, False, False, False)
+    assert kwargs == {}
+    assert all(folder.is_dir() for folder in folders)
+
+
+def test_every_task_has_its_own_data_folder() -> None:
+    assert call(uid="a")[0][1] != call(uid="b")[0][1]
+    assert "wmt17" not in call(uid="a")[0][1]
+
+
+@pytest.mark.parametrize("spell", [lambda name: name, lambda n: n.replace("_", "-"), lambda n: n.replace("-", "_")])
+def test_both_spellings_of_every_option(spell: Any, tmp_path: Path) -> None:
+    def option(name: str) -> str:
+        return "--" + spell(name)
+
+    values = [option("run_id"), "7", option("validation_only"), option("gpu"), option("light"), option("rank"), "1"]
+    values += [option("backend"), "MPI", option("hosts"), "a,b"]
+    for name in ("dataset", "checkpoint", "output"):
+        values += [option(f"root-{name}"), str(tmp_path / name)]
+    args, _ = call(*values)
+    folders = (tmp_path / "dataset/torch/task1a", tmp_path / "checkpoint/task1a/7", tmp_path / "output/task1a/7")
+    assert args == ("7", *map(str, folders), 1, "mpi", "a,b", True, True, True)
+
+
+def test_gpu_means_nccl_unless_said_otherwise() -> None:
+    assert call("--gpu")[0][5] == "nccl"
+    assert call("--gpu", "--backend", "gloo")[0][5] == "gloo"
+
+
+def test_torchrun_gives_the_rank_and_hosts_are_left_to_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    args, _ = call()
+    assert (args[4], args[6]) == (3, None)
+
+
+def test_a_broken_torchrun_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "4")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "RANK=4" in error_of(capsys)
+
+
+def test_mpirun_gives_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
+    assert call("--backend", "mpi")[0][4] == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--hosts", "a,b", "--rank", "2"], "2 is outside the 2 hosts a,b; it must be from 0 to 1"),
+        (["--hosts", "a,b", "--rank", "-1"], "-1 is outside the 2 hosts"),
+        (["--hosts", "a,b"], "--rank: needed"),
+        (["--hosts", "a,,b", "--rank", "0"], "empty entry"),
+        (["--rank", "1"], "without --hosts there is one worker"),
+        (["--backend", "smoke"], "'smoke'"),
+        (["--run_id", "../x"], "cannot name a folder"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_wrong_arguments_end_with_status_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in error_of(capsys, *argv)
+
+
+def test_an_error_of_the_world_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(*_: Any) -> None:
+        raise DatasetNotFoundError("no data in /nowhere:\n  download it first")
+
+    with pytest.raises(SystemExit) as stop:
+        task_main(main, "task1a", argv=[])
+    assert stop.value.code == 1
+    assert capsys.readouterr().err.endswith("error: no data in /nowhere: download it first\n")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_world(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        call("--root-output", str(tmp_path / "file"))
+    assert stop.value.code == 1
+    assert "choose another --root-output" in capsys.readouterr().err
+
+
+def test_other_errors_of_the_task_pass_through() -> None:
+    def main(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        task_main(main, argv=[])
+
+
+def test_a_task_adds_arguments_of_its_own() -> None:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--epochs", type=int)
+
+    _, kwargs = call("--epochs", "3", add_arguments=add)
+    assert kwargs["args"].epochs == 3
+
+
+def test_arguments_of_the_function_are_checked() -> None:
+    with pytest.raises(TypeError, match="cannot be called"):
+        task_main("main")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'a/b'"):
+        task_main(print, "a/b", argv=[])
