@@ -6,6 +6,8 @@ import copy
 import io
 import itertools
 import logging
+import sys
+import types
 
 import pytest
 import torch
@@ -233,6 +235,42 @@ def test_imagenet_model_comes_from_torchvision(caplog: pytest.LogCaptureFixture)
     # 11,689,512 parameters with 1000 classes (torchvision's table)
     assert count(model) == 11_689_512 - 995 * 513
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
+
+
+def test_a_torchvision_that_imports_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = types.ModuleType("torchvision")
+    monkeypatch.setitem(sys.modules, "torchvision", whole)
+    monkeypatch.setattr(_torchvision, "_declare_operators", lambda: pytest.fail("nothing needs declaring"))
+    assert _torchvision.load() is whole
+
+
+def test_operators_are_declared_only_after_the_import_failed_for_lack_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+
+    def failing(module: str, extra: str) -> None:
+        steps.append("failed")
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(_torchvision, "require", failing)
+    monkeypatch.setattr(_torchvision, "_declare_operators", lambda: steps.append("declared"))
+    monkeypatch.setattr(_torchvision, "_forget", lambda package: steps.append(f"forgot {package}"))
+    assert _torchvision.load().__name__ == "torchvision"
+    assert steps == ["failed", "declared", "forgot torchvision"]
+
+
+def test_other_failures_of_the_import_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(module: str, extra: str) -> None:
+        raise RuntimeError("libcudart is broken")
+
+    monkeypatch.setattr(_torchvision, "require", failing)
+    with pytest.raises(RuntimeError, match="libcudart is broken"):
+        _torchvision.load()
+
+
+def test_missing_torchvision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(errors.MissingDependencyError, match=r"pip install 'mlbench-core\[vision\]'"):
+        get_resnet_model("resnet18", 1, "fp32")
 
 
 def test_torchvision_loads_once_and_leaves_its_operators_alone() -> None:

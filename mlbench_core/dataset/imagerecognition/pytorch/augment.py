@@ -148,5 +148,5 @@ def normalize(
     deviation = torch.tensor(std, dtype=torch.float64)
     scale = (1 / (255 * deviation)).float().to(images.device)[:, None, None]
     shift = (-torch.tensor(mean, dtype=torch.float64) / deviation).float().to(images.device)[:, None, None]
-    numbers = images.to(torch.float32, memory_format=memory_format)
-    return numbers.mul_(scale).add_(shift)
+    # The arithmetic first: it is several times faster on contiguous planes than on interleaved channels.
+    return images.to(torch.float32).mul_(scale).add_(shift).contiguous(memory_format=memory_format)
