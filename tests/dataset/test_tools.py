@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import hashlib
 import io
+import multiprocessing
 import os
 import re
 import shutil
@@ -349,3 +350,57 @@ def test_an_archive_with_a_wrong_checksum_is_not_unpacked(tmp_path: Path) -> Non
 def test_a_file_name_stays_in_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="it must name a file below"):
         tools.maybe_download_and_extract_zip(tmp_path, name, "http://127.0.0.1:1/")
+
+
+# --- data sets that download themselves
+
+
+def test_cifar_downloads_what_is_missing_once(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataloader = pytest.importorskip("mlbench_core.dataset.imagerecognition.pytorch.dataloader", exc_type=ImportError)
+    record = bytes([3]) + bytes(range(256)) * 12
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    server.body = tar_of(*((member(f"cifar-10-batches-bin/{name}.bin"), record * 2) for name in names))
+    monkeypatch.setattr(dataloader, "CIFAR10_URL", server.url)
+    monkeypatch.setattr(dataloader, "CIFAR10_ARCHIVE_MD5", hashlib.md5(server.body).hexdigest())
+    monkeypatch.setattr(dataloader, "_CIFAR10_RECORDS", 2)
+    monkeypatch.setattr(dataloader, "_CIFAR10_MD5", {})
+    root = tmp_path / "data"
+    for _ in range(2):
+        assert len(dataloader.CIFAR10V1(root, download=True)) == 10
+        assert dataloader.CIFAR10V1(root, train=False, download=True).targets.tolist() == [3, 3]
+    assert len(server.requests) == 1
+
+
+def test_a_wrong_cifar_archive_is_refused(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataloader = pytest.importorskip("mlbench_core.dataset.imagerecognition.pytorch.dataloader", exc_type=ImportError)
+    monkeypatch.setattr(dataloader, "CIFAR10_URL", server.url)
+    with pytest.raises(DownloadError, match="should be c32a1d4ab5d03f1284b67883e8d87530"):
+        dataloader.CIFAR10V1(tmp_path, download=True)
+
+
+def test_mnist_downloads_and_checks(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataloader = pytest.importorskip("mlbench_core.dataset.imagerecognition.pytorch.dataloader", exc_type=ImportError)
+    monkeypatch.setattr(dataloader, "MNIST_URL", server.url + "/")
+    with pytest.raises(DownloadError, match="should be 9fb629c4189551a2d022fa330f9573f3"):
+        dataloader.MNIST(tmp_path, train=False, download=True)
+
+
+# --- several processes on one machine
+
+
+def unpack(root: str, url: str) -> None:
+    """What each worker of a machine does at its start."""
+    tools.maybe_download_and_extract_zip(root, "file.zip", url)
+
+
+def test_workers_of_one_machine_download_once(server: Server, tmp_path: Path) -> None:
+    server.body = zip_of("a.txt", BODY)
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=unpack, args=(str(tmp_path), server.url)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert len(server.requests) == 1
+    assert (tmp_path / "a.txt").read_bytes() == BODY
