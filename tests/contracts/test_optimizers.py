@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler

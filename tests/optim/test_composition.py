@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation

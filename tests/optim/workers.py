@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
 import torch.distributed as dist
 from torch import Tensor, nn
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -129,8 +130,10 @@ def check_world_size(world_size: int | None) -> int:
     actual = distributed.world_size()
     if world_size is None:
         return actual
-    if isinstance(world_size, bool) or not isinstance(world_size, int):
-        raise TypeError(f"world_size must be an integer or None, not {world_size!r}")
+    try:
+        world_size = operator.index(world_size)
+    except TypeError:
+        raise TypeError(f"world_size must be an integer or None, not {world_size!r}") from None
     if world_size != actual:
         raise ValueError(
             f"world_size is {world_size}, but "
