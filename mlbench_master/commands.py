@@ -11,6 +11,17 @@ from mlbench_master.schemas import BACKENDS, RunIn, allowed
 
 __all__ = ["resolve_backend", "resolve_command"]
 
+# Images of 3.0 (mlbench_core.api.MLBENCH_IMAGES) and the tasks that stand for them where there are no containers.
+_TASKS_OF_IMAGES = {
+    "pytorch-backend-benchmark": "0",
+    "pytorch-cifar10-resnet": "1a",
+    "pytorch-cifar10-resnet-ddp": "1a",
+    "pytorch-epsilon-logistic-regression": "2a",
+    "pytorch-wikitext2-lstm": "3a",
+    "pytorch-wmt16-gnmt": "4a",
+    "pytorch-wmt17-transformer": "4b",
+}
+
 
 def resolve_command(run: RunIn) -> tuple[str, str]:
     """What a worker of the run executes.
@@ -79,10 +90,10 @@ def _task_command(task: Task, run: RunIn) -> tuple[str, str]:
 
 
 def _task_of_image(image: str) -> Task | None:
-    """The task of an image such as ``mlbench/pytorch-task1a-resnet20-cifar10:latest``, or of a task's own name."""
+    """The task of an image such as ``mlbench/pytorch-cifar10-resnet:latest``, or of a task's own name."""
     name = image.rsplit("/", 1)[-1].partition(":")[0].lower()
     folder = re.sub(r"^pytorch_", "", name.replace("-", "_"))
-    for candidate in (name, folder):
+    for candidate in (_TASKS_OF_IMAGES.get(name, name), folder):
         try:
             return get_task(candidate)
         except ValueError:

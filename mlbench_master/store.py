@@ -28,7 +28,7 @@ __all__ = ["GOAL_METRIC", "Metric", "NameInUseError", "NewMetric", "Point", "Run
 
 GOAL_METRIC = "TaskResult @ 0"
 _PAGE = 2000
-_INSERT_CHUNK = 500
+_MANY = 500
 
 
 class NameInUseError(Exception):
@@ -242,8 +242,8 @@ class Store:
             if run is None:
                 return
             owners = [run_owner(run_id), *map(pod_owner, run.worker_names())]
-            for start in range(0, len(owners), _INSERT_CHUNK):
-                session.execute(sa.delete(Metric).where(Metric.owner.in_(owners[start : start + _INSERT_CHUNK])))
+            for start in range(0, len(owners), _MANY):
+                session.execute(sa.delete(Metric).where(Metric.owner.in_(owners[start : start + _MANY])))
             session.delete(run)
 
     # Metrics
@@ -273,11 +273,10 @@ class Store:
         ]
         added = 0
         with self._writing() as session:
-            for start in range(0, len(rows), _INSERT_CHUNK):
-                chunk = rows[start : start + _INSERT_CHUNK]
-                statement = insert(Metric.__table__).values(chunk).on_conflict_do_nothing()  # type: ignore[arg-type]
-                result = session.connection().execute(statement)
-                added += max(result.rowcount, 0)
+            if rows:
+                statement = insert(Metric.__table__).on_conflict_do_nothing()  # type: ignore[arg-type]
+                connection = session.connection(execution_options={"preserve_rowcount": True})
+                added = connection.execute(statement, rows).rowcount
             for metric in metrics:
                 if metric.name == GOAL_METRIC and metric.owner.startswith("run:"):
                     run = session.get(Run, int(metric.owner[4:]))
@@ -290,8 +289,8 @@ class Store:
         wanted = list(set(ids))
         found: set[int] = set()
         with self._reading() as session:
-            for start in range(0, len(wanted), _INSERT_CHUNK):
-                query = sa.select(Run.id).where(Run.id.in_(wanted[start : start + _INSERT_CHUNK]))
+            for start in range(0, len(wanted), _MANY):
+                query = sa.select(Run.id).where(Run.id.in_(wanted[start : start + _MANY]))
                 found.update(session.scalars(query))
         return found
 

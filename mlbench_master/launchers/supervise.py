@@ -154,6 +154,7 @@ class _Supervisor:
         """Wait until all have ended, or one has failed and the others had their time to notice."""
         worst = 0
         deadline: float | None = None
+        hurried = False
         waiting = list(processes)
         while waiting and not self._stopping.is_set():
             for rank, process in list(waiting):
@@ -168,7 +169,11 @@ class _Supervisor:
             if deadline is None and (worst or self._closing.is_set()):
                 deadline = time.monotonic() + self._grace_s
             if deadline is not None and time.monotonic() > deadline:
-                return worst or 1
+                if hurried or not (waiting and self._closing.is_set()):
+                    return worst or 1
+                # torchrun waits half a minute for workers that do not listen, and only then says who died.
+                self._kill_grandchildren([process.pid for _, process in waiting])
+                deadline, hurried = time.monotonic() + self._grace_s, True
             self._stopping.wait(_POLL_S)
         return worst
 
@@ -196,6 +201,11 @@ class _Supervisor:
     def _log(self, rank: int | None, stream: str, text: str) -> None:
         with self._lock:
             append_log(self._log_path, rank, stream, text)
+
+    def _kill_grandchildren(self, children: list[int]) -> None:
+        for process in psutil.Process().children(recursive=True):
+            if process.pid not in children:
+                _signal(process, signal.SIGKILL)
 
     def _clean_up(self) -> None:
         """End every descendant, orphans included, and collect them."""

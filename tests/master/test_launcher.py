@@ -77,6 +77,7 @@ def test_a_command_runs_once_for_each_worker(client: TestClient, script: Path, t
 def test_a_script_runs_through_torchrun_and_a_killed_worker_ends_the_run(
     client: TestClient, script: Path, tmp_path: Path
 ) -> None:
+    script.write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WORKER)  # does not listen
     run = create(client, f"{script} 100 0")
 
     def pids() -> dict[int, int]:

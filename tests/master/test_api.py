@@ -1,0 +1,352 @@
+"""The REST API as clients of 3.0 and of today speak it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+import zipfile
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlbench_core.tasks import get_task
+from mlbench_master import create_app
+from mlbench_master.launchers import Job, JobStatus, Launcher, LogPage
+from mlbench_master.schemas import MAX_BATCH
+from tests.master.helpers import TestClient, wait_for
+
+
+class IdleLauncher(Launcher):
+    """Starts nothing, and says that it runs."""
+
+    name = "idle"
+    capacity = 0.0  # type: ignore[assignment]
+
+    def start(self, job: Job) -> str:
+        return f"idle-{job.run_id}"
+
+    def poll(self, job_id: str) -> JobStatus:
+        return JobStatus("running")
+
+    def stop(self, job_id: str) -> None: ...
+    def note(self, job_id: str, text: str) -> None: ...
+    def remove(self, job_id: str) -> None: ...
+    def close(self) -> None: ...
+
+    def logs(self, job_id: str, since_line: int = 0, limit: int = 5000) -> LogPage:
+        return LogPage([], since_line)
+
+    def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:
+        return [{"rank": 0, "stream": "stdout", "text": "<b>log</b>", "date": ""}]
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Any:
+    app = create_app(data_dir=tmp_path, launcher=IdleLauncher())
+    with TestClient(app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False) as test_client:
+        yield test_client
+
+
+@pytest.fixture
+def run(client: Any) -> dict[str, Any]:
+    response = client.post("/api/runs/", json={"name": "my-run", "num_workers": 2, "command": "sleep 100"})
+    assert response.status_code == 201, response.text
+    made = response.json()
+    assert (made["state"], made["job_id"]) == ("initialized", None)
+    return dict(wait_for(lambda: started(client, made["id"]), what="the start"))
+
+
+def started(client: Any, run_id: int) -> Any:
+    run = client.get(f"/api/runs/{run_id}/").json()
+    return run if run["state"] == "started" else None
+
+
+def post(client: Any, run: dict[str, Any], name: str, values: list[Any], **more: Any) -> None:
+    items = [
+        {"run_id": run["id"], "name": name, "value": value, "date": f"2026-01-01T00:00:{index:02d}", **more}
+        for index, value in enumerate(values)
+    ]
+    assert client.post("/api/metrics/", json=items).status_code == 201
+
+
+def values(client: Any, run: dict[str, Any], query: str = "") -> dict[str, list[str]]:
+    response = client.get(f"/api/metrics/{run['id']}/?metric_type=run&{query}")
+    assert response.status_code == 200, response.text
+    return {name: [entry["value"] for entry in entries] for name, entries in response.json().items()}
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    import subprocess
+
+    code = "import sys, mlbench_master; print({'torch', 'fastapi', 'sqlalchemy'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
+
+
+def test_health(client: Any) -> None:
+    assert client.get("/api/health/").json()["status"] == "ok"
+    assert client.get("/api/health").json()["status"] == "ok"
+    assert client.get("/openapi.json").status_code == 200
+
+
+def test_a_run_has_every_field(client: Any, run: dict[str, Any]) -> None:
+    old = {"id", "name", "created_at", "finished_at", "state", "job_id", "job_metadata", "num_workers"}
+    new = {"backend", "image", "command", "gpu_enabled", "light_target", "goal_result"}
+    assert old | new <= set(run)
+    assert client.get(f"/api/runs/{run['id']}").json() == run
+    (listed,) = client.get("/api/runs").json()
+    assert {**listed, "job_metadata": None} == {**run, "job_metadata": None}
+    assert {"stdout", "stderr", "command"} <= set(run["job_metadata"])
+    datetime.strptime(run["created_at"], "%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def test_a_form_of_a_3_0_client_starts_a_run(client: Any) -> None:
+    form = {
+        "name": "old-client",
+        "num_workers": "2",
+        "num_cpus": "2.0",
+        "max_bandwidth": "1000",
+        "image_name": "custom_image",
+        "custom_image_name": "me/image:1",
+        "custom_image_command": "/app/main.py --run_id {run_id}",
+        "backend": "custom_backend",
+        "custom_backend": "mine",
+        "run_all_nodes": "True",
+        "gpu_enabled": "False",
+        "light_target": "true",
+    }
+    made = client.post("/api/runs/", data=form).json()
+    assert (made["image"], made["backend"], made["light_target"], made["gpu_enabled"]) == (
+        "me/image:1",
+        "mine",
+        True,
+        False,
+    )
+    multipart = client.post("/api/runs/", files={k: (None, v) for k, v in {**form, "name": "parts"}.items()})
+    assert multipart.status_code == 201, multipart.text
+
+
+def test_a_task_becomes_its_command(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(get_task("1a")), "script", Path("/bench marks/main.py"))
+    body = {"name": "t", "num_workers": 1, "task": "task1a", "arguments": ["--data", "a b"], "backend": "GLOO"}
+    made = client.post("/api/runs/", json={**body, "light_target": True, "gpu_enabled": True}).json()
+    wanted = "'/bench marks/main.py' --run_id {run_id} --backend {backend} --data 'a b' --light --gpu"
+    assert (made["command"], made["image"], made["backend"]) == (wanted, "task1a_resnet20_cifar10", "gloo")
+    for number, image in enumerate(
+        ("mlbench/pytorch-cifar10-resnet:latest", "mlbench/pytorch-task1a-resnet20-cifar10:1")
+    ):
+        made = client.post("/api/runs/", json={"image_name": image, "name": f"i{number}", "num_workers": 1}).json()
+        assert (made["image"], made["command"].split()[-1]) == (image, "{backend}")
+
+
+def test_refused_runs_say_which_field(client: Any, run: dict[str, Any]) -> None:
+    good = {"name": "good", "num_workers": 1, "command": "sleep 1"}
+    for change, status, word in (
+        ({"name": "my-run"}, 409, "name"),
+        ({"name": "My_Run"}, 400, "name"),
+        ({"name": "a" * 64}, 400, "name"),
+        ({"name": "<b>"}, 400, "name"),
+        ({"num_workers": 0}, 400, "num_workers"),
+        ({"num_workers": 1.5}, 400, "num_workers"),
+        ({"num_cpus": "nan"}, 400, "num_cpus"),
+        ({"backend": "carrier-pigeon"}, 400, "known: gloo, nccl, mpi"),
+        ({"backend": "custom_backend"}, 400, "custom_backend"),
+        ({"task": "99z"}, 400, "known: 1a"),
+        ({"command": "echo 'unclosed"}, 400, "command"),
+        ({"command": None}, 400, "task"),
+        ({"command": None, "image_name": "custom_image"}, 400, "custom_image_command"),
+        ({"command": None, "image_name": "no/such"}, 400, "image_name"),
+        ({"gpu_enabled": "perhaps"}, 400, "gpu_enabled"),
+    ):
+        response = client.post("/api/runs/", json={**good, **change})
+        assert (response.status_code, change) == (status, change), response.text
+        assert set(response.json()) == {"status", "message"} and word in response.json()["message"]
+    assert "unknown image" not in client.post("/api/runs/", json=good).text
+
+
+@pytest.mark.parametrize("date", ["2026-01-01 10:00:00.25", "2026-01-01T12:00:00.250+02:00", "2026-01-01T10:00:00.25Z"])
+@pytest.mark.parametrize("form", [True, False])
+def test_dates_of_every_spelling_are_utc(client: Any, run: dict[str, Any], date: str, form: bool) -> None:
+    body = {"run_id": run["id"], "name": "loss @ 0", "value": "0.5", "date": date, "cumulative": "True", "metadata": ""}
+    response = client.post("/api/metrics/", **({"data": body} if form else {"json": body}))
+    assert response.status_code == 201
+    entry = {"date": "2026-01-01T10:00:00.250000Z", "value": "0.5", "cumulative": True}
+    assert response.json().items() >= entry.items()
+    assert client.get(f"/api/metrics/{run['id']}?metric_type=run").json() == {"loss @ 0": [entry]}
+
+
+def test_repeated_delivery_is_harmless_and_order_is_by_date(client: Any, run: dict[str, Any]) -> None:
+    items = [
+        {"run_id": run["id"], "name": "m", "value": n, "date": "2026-01-01", "id": f"client-{n}"} for n in range(3000)
+    ]
+    assert client.post("/api/metrics/", json=items[:2000]).json()["added"] == 2000
+    assert client.post("/api/metrics/", json=items[1000:]).json() == {"status": "ok", "received": 2000, "added": 1000}
+    assert client.post("/api/metrics/", json=items[0]).status_code == 201
+    assert values(client, run) == {"m": [str(n) for n in range(3000)]}
+    late = {"run_id": run["id"], "name": "m", "value": "first", "date": "2025-12-31 23:59:59"}
+    client.post("/api/metrics/", json=late)
+    assert values(client, run)["m"][:2] == ["first", "0"]
+
+
+def test_a_list_is_all_or_nothing(client: Any, run: dict[str, Any]) -> None:
+    good = {"run_id": run["id"], "name": "m", "value": 1}
+    response = client.post("/api/metrics/", json=[good, {**good, "name": ""}])
+    assert (response.status_code, "[1].name" in response.json()["message"]) == (400, True)
+    assert client.post("/api/metrics/", json=[good, {**good, "run_id": 999}]).status_code == 404
+    assert client.post("/api/metrics/", json=[good] * (MAX_BATCH + 1)).status_code == 400
+    assert values(client, run) == {}
+    assert client.post("/api/metrics/", json=[good] * MAX_BATCH).json()["added"] == MAX_BATCH
+
+
+def test_asking_for_a_part(client: Any, run: dict[str, Any]) -> None:
+    post(client, run, "loss @ 0", [1, 2, 3, 4, 5])
+    post(client, run, "text @ 0", ["a", "b", "nan"])
+    assert values(client, run, "last_n=2") == {"loss @ 0": ["4", "5"], "text @ 0": ["b", "nan"]}
+    assert values(client, run, "metric_filter=loss @ 0&since=2026-01-01 00:00:03") == {"loss @ 0": ["4", "5"]}
+    assert values(client, run, "since=2026-01-01T02:00:04+02:00") == {"loss @ 0": ["5"]}
+    assert values(client, run, "summarize=2") == {"loss @ 0": ["2.0", "4.5"], "text @ 0": ["b", "nan"]}
+    assert values(client, run, "summarize=1&last_n=2")["loss @ 0"] == ["4.5"]
+    assert values(client, run, "summarize=100")["loss @ 0"] == ["1", "2", "3", "4", "5"]
+    for query in ("since=yesterday", "summarize=0", "last_n=x", "metric_type=cat", "format=exe"):
+        response = client.get(f"/api/metrics/{run['id']}/?metric_type=run&{query}")
+        assert (response.status_code, query.split("=")[0] in response.json()["message"]) == (400, True)
+
+
+def test_pods_and_all_metrics(client: Any, run: dict[str, Any]) -> None:
+    pods = client.get("/api/pods/").json()
+    assert [pod["name"] for pod in pods] == ["my-run-worker-0", "my-run-worker-1"]
+    assert set(pods[0]) == {"name", "labels", "phase", "ip"} and pods[0]["phase"] == "Running"
+    body = {"pod_name": "my-run-worker-0", "name": "cpu", "value": 3, "date": "2026-01-01", "metadata": {"a": 1}}
+    client.post("/api/metrics/", json=body)
+    post(client, run, "loss @ 0", [1])
+    assert client.get("/api/metrics/my-run-worker-0/").json()["cpu"][0]["value"] == "3"
+    assert client.get("/api/metrics/my-run-worker-1/").json() == {}
+    everything = client.get("/api/metrics/").json()
+    date = "2026-01-01T00:00:00.000000Z"
+    cpu = {"name": "cpu", "value": "3", "date": date, "metadata": '{"a": 1}', "cumulative": False}
+    assert everything["pod_metrics"] == {"my-run-worker-0": {"cpu": [cpu]}}
+    assert everything["run_metrics"]["my-run"]["loss @ 0"][0]["value"] == "1"
+
+
+def test_the_zip_holds_safe_names_and_the_official_result(client: Any, run: dict[str, Any]) -> None:
+    post(client, run, "../../evil/x @ 0", list(range(5000 // 100)))
+    post(client, run, "TaskResult @ 0", ["Reached 80 in 12.5 s"])
+    response = client.get(f"/api/metrics/{run['id']}/?metric_type=run&format=zip")
+    assert response.headers["content-type"] == "application/zip"
+    archive = zipfile.ZipFile(io.BytesIO(response.content))
+    assert archive.testzip() is None
+    assert archive.namelist() == [
+        "result_.._.._evil_x @ 0.json",
+        "result_TaskResult @ 0.json",
+        "pod_my-run-worker-0.json",
+        "pod_my-run-worker-1.json",
+        "official_result.txt",
+    ]
+    assert archive.read("official_result.txt") == b"Reached 80 in 12.5 s"
+    assert json.loads(archive.read("result_TaskResult @ 0.json"))[0]["value"] == "Reached 80 in 12.5 s"
+    assert client.get(f"/api/runs/{run['id']}/").json()["goal_result"] == "Reached 80 in 12.5 s"
+
+
+def test_deleting_takes_the_metrics_and_never_reuses_the_id(client: Any, run: dict[str, Any]) -> None:
+    post(client, run, "loss @ 0", [1])
+    assert client.delete(f"/api/runs/{run['id']}").status_code == 204
+    assert client.get(f"/api/metrics/{run['id']}/?metric_type=run").status_code == 404
+    again = client.post("/api/runs/", json={"name": "my-run", "num_workers": 1, "command": "sleep 1"}).json()
+    assert again["id"] != run["id"] and values(client, again) == {}
+
+
+@pytest.mark.parametrize("kind", ["/api/runs/{}/", "/api/metrics/{}/", "/api/metrics/{}/?metric_type=run"])
+@pytest.mark.parametrize(
+    "bad", ["0", "-1", "9" * 30, "x", "%00", "..%2f..%2fetc%2fpasswd", "1.5", "%ff", "²", "1;drop table runs"]
+)
+def test_ids_that_do_not_exist_are_404(client: Any, run: dict[str, Any], kind: str, bad: str) -> None:
+    assert client.get(kind.format(bad)).status_code == 404
+
+
+NASTY: list[Any] = [
+    b"",
+    b"{",
+    b"[]",
+    b"[[]]",
+    b"null",
+    b"5",
+    b'"text"',
+    b"\xff\xfe{",
+    b"[" * 100_000,
+    b'{"run_id": 1, "name": "a", "value": ' + b"9" * 5000 + b"}",
+    b'{"run_id": 1, "name": "a", "value": "\\ud800"}',
+    b'{"run_id": 1, "name": "\\u0000", "value": 1}',
+    b'{"run_id": 1, "name": "a", "value": "\\u0000"}',
+    b'{"run_id": 1e400, "name": "a", "value": 1}',
+    b'{"run_id": NaN, "name": "a", "value": 1}',
+    {"run_id": 2**70, "name": "a", "value": 1},
+    {"run_id": -1, "name": "a", "value": 1},
+    {"run_id": [], "name": "a", "value": 1},
+    {"run_id": 1, "pod_name": "p", "name": "a", "value": 1},
+    {"run_id": 1, "name": "a\n", "value": 1},
+    {"run_id": 1, "name": "a" * 300, "value": 1},
+    {"run_id": 1, "name": {}, "value": 1},
+    {"run_id": 1, "name": "a", "value": None},
+    {"run_id": 1, "name": "a", "value": []},
+    {"run_id": 1, "name": "a", "value": 1, "date": "99999-01-01"},
+    {"run_id": 1, "name": "a", "value": 1, "date": "0001-01-01T00:00:00+23:59", "cumulative": "x"},
+    {"run_id": 1, "name": "a", "value": 1, "date": 10**300},
+    {"run_id": 1, "name": "a", "value": 1, "date": {}},
+    {"pod_name": "../x", "name": "a", "value": 1},
+    {"name": "a\x00", "num_workers": 10**300, "num_cpus": "1e999"},
+    {"name": ["a"], "num_workers": "٣", "arguments": "'", "command": "\x00"},
+    {"name": "a", "num_workers": 1, "command": "\ud800"},
+]
+
+
+@pytest.mark.parametrize("body", NASTY, ids=range(len(NASTY)))
+def test_bad_bodies_are_never_a_500(client: Any, body: Any) -> None:
+    made = client.post("/api/runs/", json={"name": "my-run", "num_workers": 2, "command": "sleep 100"})
+    assert made.json()["id"] == 1
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    kinds = ("application/json", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "x/y")
+    for path, kind in itertools.product(("/api/metrics/", "/api/runs/"), kinds):
+        response = client.post(path, content=content, headers={"content-type": kind})
+        if path == "/api/metrics/" and content == b"[]" and kind in ("application/json", "x/y"):
+            assert response.json()["added"] == 0
+            continue
+        assert response.status_code in (400, 404, 422), (kind, response.text)
+        assert set(response.json()) == {"status", "message"}
+
+
+def test_diverged_values_are_kept(client: Any, run: dict[str, Any]) -> None:
+    body = b'[{"run_id": %d, "name": "a", "value": NaN}, {"run_id": %d, "name": "a", "value": 1e308}]'
+    content = body % (run["id"], run["id"])
+    assert client.post("/api/metrics/", content=content, headers={"content-type": "application/json"}).is_success
+    assert values(client, run) == {"a": ["nan", "1e+308"]}
+    assert values(client, run, "summarize=1") == {"a": ["1e+308"]}
+
+
+def test_unknown_paths_and_methods_answer_in_the_same_form(client: Any) -> None:
+    for response in (client.get("/api/nothing/"), client.put("/api/runs/")):
+        assert response.status_code in (404, 405) and set(response.json()) == {"status", "message"}
+    assert client.get("/api/runs/1/logs/?since_line=x").status_code == 404
+
+
+def test_pages_show_text_never_html(client: Any, run: dict[str, Any]) -> None:
+    post(client, run, "<script>alert(1)</script>", ["<img src=x>"])
+    client.app.state.store.update_run(run["id"], name="<b>bold</b>", job_id="idle-1", goal_result="<i>")
+    for page in (client.get("/"), client.get(f"/runs/{run['id']}/")):
+        assert page.status_code == 200
+        assert "&lt;b&gt;bold&lt;/b&gt;" in page.text and "&lt;i&gt;" in page.text
+        assert not any(bad in page.text for bad in ("<b>", "<i>", "<script>", "<img"))
+    assert "&lt;b&gt;log&lt;/b&gt;" in page.text
+    assert client.get("/runs/77/").status_code == 404
+    assert client.get("/static/app.js").status_code == 200
+
+
+def test_a_database_in_memory_works(tmp_path: Path) -> None:
+    app = create_app(database_url="sqlite://", data_dir=tmp_path, launcher=IdleLauncher())
+    with TestClient(app, base_url="http://localhost") as client:
+        body = {"name": "x", "num_workers": 1, "command": "true"}
+        assert client.post("/api/runs/", json=body).status_code == 201
+        assert len(client.get("/api/runs/").json()) == 1
