@@ -1,0 +1,91 @@
+"""Evaluating the checkpoints of a finished run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
+from mlbench_core.controlflow.pytorch.controlflow import validation_round
+from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
+from mlbench_core.utils.pytorch.checkpoint import Checkpointer
+
+__all__ = ["CheckpointsEvaluationControlFlow"]
+
+
+class CheckpointsEvaluationControlFlow:
+    """Evaluates the models that a run saved after each of its epochs.
+
+    Every worker loads its own checkpoint of an epoch, the weights are averaged over the workers, and the averaged model
+    is evaluated on all workers' data. Run it in as many workers as trained, with :attr:`CheckpointFreq.ALL`
+    checkpoints.
+
+    Args:
+        ckpt_dir: Folder of the checkpoints.
+        rank: This worker's rank.
+        world_size: Number of workers.
+        checkpointer: Loads the weights (its class's ``load_model_by_epoch``); None for :class:`Checkpointer`.
+        model: Gets the weights, epoch by epoch.
+        epochs: Number of epochs (0 to ``epochs - 1`` are evaluated), or the epochs themselves.
+        loss_function: Called ``(output, target)``; gives the mean loss of a batch.
+        metrics: The metrics.
+        use_cuda: Whether batches go to the current GPU.
+        dtype: Type of floating-point data, as in :func:`~mlbench_core.controlflow.pytorch.validation_round`.
+        max_batch_per_epoch: Largest number of batches for each evaluation; None for all.
+    """
+
+    def __init__(
+        self,
+        ckpt_dir: str,
+        rank: int,
+        world_size: int,
+        checkpointer: Checkpointer | type[Checkpointer] | None,
+        model: nn.Module,
+        epochs: int | Sequence[int],
+        loss_function: Callable[[Any, Any], Tensor],
+        metrics: Sequence[MLBenchMetric],
+        use_cuda: bool = False,
+        dtype: str | None = None,
+        max_batch_per_epoch: int | None = None,
+    ) -> None:
+        self.ckpt_dir = ckpt_dir
+        self.rank = rank
+        self.world_size = world_size
+        self.checkpointer = checkpointer if checkpointer is not None else Checkpointer
+        self.model = model
+        self.epochs = range(epochs) if isinstance(epochs, int) else list(epochs)
+        self.loss_function = loss_function
+        self.metrics = metrics
+        self.use_cuda = use_cuda
+        self.dtype = dtype
+        self.max_batch_per_epoch = max_batch_per_epoch
+
+    def evaluate_by_epochs(self, dataloader: Iterable[Any]) -> list[dict[str, float]]:
+        """Evaluate every epoch's model.
+
+        Args:
+            dataloader: This worker's pairs (data, target).
+
+        Returns:
+            One dict an epoch, in order: ``"epoch"``, ``"loss"`` and each metric by its name, over all workers.
+
+        Raises:
+            CheckpointError: A checkpoint is missing, damaged or does not fit the model.
+        """
+        return [self._evaluate(epoch, dataloader) for epoch in self.epochs]
+
+    def _evaluate(self, epoch: int, dataloader: Iterable[Any]) -> dict[str, float]:
+        self.model = self.checkpointer.load_model_by_epoch(self.ckpt_dir, self.rank, epoch, self.model)
+        AllReduceAggregation(self.world_size).agg_model()(self.model, "avg_world")
+        values, loss = validation_round(
+            dataloader,
+            self.model,
+            self.loss_function,
+            self.metrics,
+            self.dtype,
+            use_cuda=self.use_cuda,
+            max_batches=self.max_batch_per_epoch,
+        )
+        return {"epoch": epoch, "loss": loss, **{metric.name: value for metric, value in values.items()}}

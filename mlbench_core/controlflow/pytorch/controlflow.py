@@ -1,0 +1,259 @@
+"""The parts of a training script that every task shares: recording batches, and the validation round."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import deprecation
+import torch
+from torch import Tensor, nn
+
+from mlbench_core import __version__
+from mlbench_core.controlflow.pytorch.helpers import DTYPES, batch_size, iterate_dataloader, prepare_batch
+from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
+from mlbench_core.utils.pytorch import distributed
+from mlbench_core.utils.tracker import Tracker
+
+__all__ = [
+    "compute_train_batch_metrics",
+    "prepare_batch",
+    "record_train_batch_stats",
+    "record_validation_stats",
+    "validation_round",
+]
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_N_BATCHES = 25
+"""Every this many batches, and at the end of an epoch, training statistics go to the master."""
+
+_Result = tuple[dict[MLBenchMetric, float], float]
+
+
+def compute_train_batch_metrics(
+    output: Any, target: Any, metrics: Iterable[MLBenchMetric]
+) -> dict[MLBenchMetric, float]:
+    """Compute the metrics of one training batch on this worker.
+
+    Args:
+        output: What the model gave.
+        target: What was right.
+        metrics: The metrics; their averages are not touched.
+
+    Returns:
+        The value of each metric.
+    """
+    detached = output.detach() if isinstance(output, Tensor) else output
+    return {metric: metric(detached, target).item() for metric in metrics}
+
+
+def record_train_batch_stats(
+    batch_idx: int,
+    loss: float | Tensor,
+    output: Any,
+    metric_results: Mapping[MLBenchMetric, float] | None,
+    tracker: Tracker | None,
+    num_batches_per_device_train: int | None,
+) -> None:
+    """Record the loss and metrics of one training batch.
+
+    They go to the master every 25 batches and at the last batch of the epoch.
+
+    Args:
+        batch_idx: Number of the batch in the epoch, from 0.
+        loss: Mean loss of the batch.
+        output: What the model gave; its length weighs the values in the epoch's means.
+        metric_results: What :func:`compute_train_batch_metrics` returned; may be empty or None.
+        tracker: Where to record; None records nothing.
+        num_batches_per_device_train: Number of this worker's batches in an epoch; None if it is not known.
+    """
+    if tracker is None:
+        return
+    is_last = num_batches_per_device_train is not None and batch_idx >= num_batches_per_device_train - 1
+    log_to_api = is_last or batch_idx % LOG_EVERY_N_BATCHES == 0
+    size = batch_size(None, output)
+    tracker.record_loss(_number(loss), size, log_to_api=log_to_api)
+    for metric, value in (metric_results or {}).items():
+        tracker.record_metric(metric, value, size, log_to_api=log_to_api)
+    if log_to_api:
+        logger.debug("batch %d: %s", batch_idx, tracker)
+
+
+def _validate(
+    dataloader: Iterable[Any],
+    model: nn.Module,
+    loss_function: Callable[[Any, Any], Tensor],
+    metrics: Sequence[MLBenchMetric],
+    batches: Callable[[], Iterator[tuple[Any, Any]]],
+) -> _Result:
+    """The round itself: sums over this worker's batches, then averages over all workers."""
+    for metric in metrics:
+        metric.reset()
+    loss_sum: float | Tensor = 0.0
+    samples = 0
+    for data, target in batches():
+        output = model(data)
+        size = batch_size(data, output)
+        # Summed where it is: reading the number of every batch would wait for the device every time.
+        loss_sum = loss_sum + torch.as_tensor(loss_function(output, target)).detach().to(torch.float64) * size
+        samples += size
+        for metric in metrics:
+            metric.update(metric(output, target), size)
+    averages = {metric: metric.average().item() for metric in metrics}
+    return averages, distributed.global_average(loss_sum, samples).item()
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every module gets its own mode back, also after an exception."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+
+
+def _number(value: float | Tensor) -> float:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, str) and value in DTYPES
+
+
+_OLDER_KEYWORDS = {"run_id", "rank", "max_batch_per_epoch"}
+
+
+def _accepts_older_call(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Send calls of mlbench-core 2, which had ``run_id, rank`` before ``dtype``, to the function that takes them."""
+
+    @functools.wraps(function)
+    def dispatch(*args: Any, **kwargs: Any) -> _Result:
+        has_dtype_seventh = len(args) >= 7 and _is_dtype(args[6]) and not _is_dtype(args[4])
+        if has_dtype_seventh or not _OLDER_KEYWORDS.isdisjoint(kwargs):
+            return _validation_round_of_run(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return dispatch
+
+
+@_accepts_older_call
+def validation_round(
+    dataloader: Iterable[Any],
+    model: nn.Module,
+    loss_function: Callable[[Any, Any], Tensor],
+    metrics: Sequence[MLBenchMetric],
+    dtype: str | None,
+    tracker: Tracker | None = None,
+    transform_target_type: bool | None = False,
+    use_cuda: bool = False,
+    max_batches: int | None = None,
+) -> _Result:
+    """Evaluate a model on all workers' validation data.
+
+    The model is put into evaluation mode and back into the mode it was in. Every worker must call it, since averages
+    are taken over all of them; a worker may have fewer batches than another.
+
+    Args:
+        dataloader: Gives this worker's pairs (data, target).
+        model: The model.
+        loss_function: Called ``(output, target)``; gives the mean loss of a batch.
+        metrics: The metrics; they are reset first.
+        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; type of floating-point data. None leaves it.
+        tracker: Is told to name what follows ``val_...`` and gets the time of the round.
+        transform_target_type: Whether targets are converted to ``dtype`` too.
+        use_cuda: Whether batches go to the current GPU.
+        max_batches: Largest number of batches; None for all.
+
+    Returns:
+        ``({metric: average}, loss)``: plain numbers over all batches and workers, each batch's loss weighted by its
+        size. Pass both to :func:`record_validation_stats`.
+    """
+    if tracker is not None:
+        tracker.validation()
+        tracker.validation_start()
+    try:
+        with _evaluation_mode(model):
+            return _validate(
+                dataloader,
+                model,
+                loss_function,
+                metrics,
+                lambda: iterate_dataloader(dataloader, dtype, max_batches, use_cuda, transform_target_type),
+            )
+    finally:
+        if tracker is not None:
+            tracker.validation_end()
+
+
+@deprecation.deprecated(
+    deprecated_in="3.0.0",
+    removed_in="6.0.0",
+    current_version=__version__,
+    details="Call validation_round(dataloader, model, loss_function, metrics, dtype, tracker=...) without run_id and "
+    "rank, then record_validation_stats(metrics_values, loss, tracker, rank).",
+)
+def _validation_round_of_run(
+    dataloader: Iterable[Any],
+    model: nn.Module,
+    loss_function: Callable[[Any, Any], Tensor],
+    metrics: Sequence[MLBenchMetric],
+    run_id: str,
+    rank: int,
+    dtype: str | None,
+    transform_target_type: bool | None = None,
+    use_cuda: bool = False,
+    max_batch_per_epoch: int | None = None,
+    tracker: Tracker | None = None,
+) -> _Result:
+    """Evaluate and record in one call, as mlbench-core 2 had it; the run is the tracker's."""
+    values, loss = validation_round(
+        dataloader, model, loss_function, metrics, dtype, tracker, transform_target_type, use_cuda, max_batch_per_epoch
+    )
+    record_validation_stats(values, loss, tracker, rank)
+    return values, loss
+
+
+def record_validation_stats(
+    metrics_values: Mapping[MLBenchMetric, float] | None,
+    loss: float | Tensor,
+    tracker: Tracker | None = None,
+    rank: int = 0,
+) -> bool:
+    """Record the result of a validation round, and whether it is the best so far.
+
+    Every worker records ``val_loss``, ``val_global_loss`` and ``val_global_<metric>``; as the values are those of all
+    workers, only rank 0 sends them to the master. The tracker's goal sees each value, and the primary metric is told
+    to it.
+
+    Args:
+        metrics_values: The first result of :func:`validation_round`; may be empty or None.
+        loss: The second.
+        tracker: Where to record; None records nothing.
+        rank: This worker's rank.
+
+    Returns:
+        Whether the primary metric is better than ever before; False without a tracker or without its metric.
+    """
+    if tracker is None:
+        return False
+    tracker.validation()
+    tracker.record_loss(_number(loss), log_to_api=rank == 0)
+    tracker.record_stat("global_loss", _number(loss), log_to_api=rank == 0)
+    primary = tracker.primary_metric
+    has_primary = False
+    for metric, value in (metrics_values or {}).items():
+        # Before it is recorded, so that a goal which looks at the best value sees this one.
+        if primary is not None and metric.name == primary.name:
+            tracker.update_primary_metric(value)
+            has_primary = True
+        tracker.record_stat(f"global_{metric.name}", value, log_to_api=rank == 0)
+    logger.info("rank %d: %s", rank, tracker)
+    return bool(has_primary and tracker.is_best())

@@ -1,0 +1,183 @@
+"""Getting batches into the type and onto the device of the model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["convert_dtype", "iterate_dataloader", "maybe_range", "prepare_batch"]
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+_TensorOrModule = TypeVar("_TensorOrModule", Tensor, nn.Module)
+
+
+def maybe_range(maximum: int | None) -> Iterable[int]:
+    """Count from 0 up to a maximum, or for ever.
+
+    Args:
+        maximum: How many numbers; None for no end.
+
+    Returns:
+        An iterable of 0, 1, 2, ...
+
+    Raises:
+        ValueError: ``maximum`` is negative.
+
+    Example:
+        >>> list(maybe_range(3))
+        [0, 1, 2]
+        >>> from itertools import islice
+        >>> list(islice(maybe_range(None), 4))
+        [0, 1, 2, 3]
+    """
+    if maximum is None:
+        return itertools.count()
+    if maximum < 0:
+        raise ValueError(f"maximum is {maximum}; it must be at least 0, or None for no limit")
+    return range(maximum)
+
+
+def convert_dtype(dtype: str | None, obj: _TensorOrModule) -> _TensorOrModule:
+    """Convert a tensor or the parameters of a module to a floating-point type.
+
+    Args:
+        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; None leaves ``obj`` as it is.
+        obj: A tensor of any type, integers included, or a module (converted in place).
+
+    Returns:
+        The converted tensor, or the module itself.
+
+    Raises:
+        ValueError: ``dtype`` is none of these.
+
+    Example:
+        >>> convert_dtype("fp64", torch.tensor([1, 2]))
+        tensor([1., 2.], dtype=torch.float64)
+    """
+    if dtype is None:
+        return obj
+    return obj.to(_torch_dtype(dtype))
+
+
+def _torch_dtype(dtype: str) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(map(repr, DTYPES))}")
+    return DTYPES[dtype]
+
+
+def prepare_batch(
+    data: Any,
+    target: Any,
+    dtype: str | None,
+    transform_target_dtype: bool | None = False,
+    use_cuda: bool = False,
+) -> tuple[Any, Any]:
+    """Bring a batch into the type and onto the device of the model.
+
+    Floating-point data is converted; integers (token ids, lengths) and booleans stay what they are.
+
+    Args:
+        data: A tensor, or lists, tuples and dicts of tensors. What is no tensor is passed through.
+        target: The same.
+        dtype: Type for the data, as in :func:`convert_dtype`.
+        transform_target_dtype: Whether the target is converted too, integers included, as losses on probabilities need
+            it.
+        use_cuda: Whether both go to the current GPU.
+
+    Returns:
+        ``(data, target)``.
+
+    Raises:
+        ValueError: ``dtype`` is unknown.
+
+    Example:
+        >>> data, target = prepare_batch(torch.ones(1, dtype=torch.float64), torch.tensor([1]), "fp32")
+        >>> data.dtype, target.dtype
+        (torch.float32, torch.int64)
+    """
+
+    def prepare_data(tensor: Tensor) -> Tensor:
+        return convert_dtype(dtype, tensor) if tensor.is_floating_point() else tensor
+
+    def prepare_target(tensor: Tensor) -> Tensor:
+        return convert_dtype(dtype, tensor) if transform_target_dtype else tensor
+
+    if dtype is not None:
+        _torch_dtype(dtype)
+    if use_cuda:
+        data, target = _map_tensors(_to_gpu, data), _map_tensors(_to_gpu, target)
+    return _map_tensors(prepare_data, data), _map_tensors(prepare_target, target)
+
+
+def _to_gpu(tensor: Tensor) -> Tensor:
+    return tensor.cuda(non_blocking=True)
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """Apply a function to each tensor of a nested batch."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, dict):
+        return {key: _map_tensors(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map_tensors(function, value) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_map_tensors(function, value) for value in batch)
+    return batch
+
+
+def iterate_dataloader(
+    dataloader: Iterable[Any],
+    dtype: str | None,
+    max_batch_per_epoch: int | None = None,
+    use_cuda: bool = False,
+    transform_target_type: bool | None = False,
+) -> Iterator[tuple[Any, Any]]:
+    """Iterate over prepared batches.
+
+    Args:
+        dataloader: Gives pairs (data, target).
+        dtype: Type for floating-point data, as in :func:`prepare_batch`.
+        max_batch_per_epoch: Largest number of batches; no further one is drawn. None for all.
+        use_cuda: Whether batches go to the current GPU.
+        transform_target_type: Whether targets are converted to ``dtype`` too.
+
+    Yields:
+        ``(data, target)``.
+
+    Raises:
+        ValueError: ``dtype`` is unknown or ``max_batch_per_epoch`` negative.
+    """
+    for _, (data, target) in zip(maybe_range(max_batch_per_epoch), dataloader, strict=False):
+        yield prepare_batch(data, target, dtype, transform_target_type, use_cuda)
+
+
+def batch_size(data: Any, output: Any) -> int:
+    """Number of samples in a batch: the length of the output, or else of the data.
+
+    Raises:
+        TypeError: Neither has a length.
+    """
+    for candidate in (output, data):
+        if isinstance(candidate, Tensor) and candidate.dim() == 0:
+            continue
+        if hasattr(candidate, "__len__"):
+            return len(candidate)
+    raise TypeError(
+        f"neither the model's output ({type(output).__name__}) nor the data ({type(data).__name__}) has a length, so "
+        "the size of the batch is unknown; give tensors whose first dimension is the batch, or lists"
+    )
+
+
+def number_of_batches(dataloader: Iterable[Any], maximum: int | None) -> int | None:
+    """How many batches an epoch has, or None where the loader does not know."""
+    try:
+        length = len(dataloader)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return length if maximum is None else min(length, maximum)

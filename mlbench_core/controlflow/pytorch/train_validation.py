@@ -1,0 +1,321 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
+from mlbench_core.controlflow.pytorch.controlflow import (
+    compute_train_batch_metrics,
+    record_train_batch_stats,
+    record_validation_stats,
+    validation_round,
+)
+from mlbench_core.controlflow.pytorch.helpers import batch_size, maybe_range, number_of_batches, prepare_batch
+from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
+from mlbench_core.utils.pytorch.checkpoint import Checkpointer
+from mlbench_core.utils.tracker import Tracker
+
+__all__ = ["TrainValidation", "train_round"]
+
+SchedulePer = Literal["epoch", "batch"]
+
+
+def train_round(
+    dataloader: Iterable[Any],
+    model: nn.Module,
+    optimizer: Any,
+    loss_function: Callable[[Any, Any], Tensor],
+    metrics: Sequence[MLBenchMetric],
+    scheduler: Any,
+    dtype: str | None,
+    schedule_per: SchedulePer = "epoch",
+    transform_target_type: bool | None = None,
+    use_cuda: bool = False,
+    max_batch_per_epoch: int | None = None,
+    tracker: Tracker | None = None,
+) -> float:
+    """Train for one epoch.
+
+    Each batch goes through these steps, each of which the tracker is told: load (drawing it from the loader included),
+    init (gradients to zero), forward pass, loss, backward pass, aggregation and update (both told by the optimizer
+    where its ``step`` takes a tracker), metrics.
+
+    A scheduler that waits for a plateau needs a validation result, so stepping it once an epoch is the caller's part;
+    with ``schedule_per="batch"`` its ``batch_step()`` is called, where it has one, for the warm-up.
+
+    Args:
+        dataloader: Gives this worker's pairs (data, target).
+        model: The model; it is put into training mode.
+        optimizer: The optimizer. If it has ``backward_loss(loss)``, for loss scaling, that replaces
+            ``loss.backward()``.
+        loss_function: Called ``(output, target)``; gives a loss without dimensions.
+        metrics: Metrics to compute on each batch; may be empty.
+        scheduler: Learning rate schedule, or None.
+        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; type of floating-point data. None leaves it.
+        schedule_per: Whether the scheduler steps after each ``"batch"`` or at the end of the ``"epoch"``.
+        transform_target_type: Whether targets are converted to ``dtype`` too.
+        use_cuda: Whether batches go to the current GPU.
+        max_batch_per_epoch: Largest number of batches; None for all.
+        tracker: Gets times, loss and metrics.
+
+    Returns:
+        This worker's mean loss over the epoch, each batch weighted by its size; 0 without a batch.
+
+    Raises:
+        ValueError: ``schedule_per`` is neither.
+    """
+    if schedule_per not in ("epoch", "batch"):
+        raise ValueError(f"schedule_per is {schedule_per!r}; it must be 'epoch' or 'batch'")
+    model.train()
+    if tracker is not None:
+        tracker.train()
+    total = number_of_batches(dataloader, max_batch_per_epoch)
+    iterator = iter(dataloader)
+    loss_sum: float | Tensor = 0.0
+    samples = 0
+    for batch_idx in maybe_range(total if total is not None else max_batch_per_epoch):
+        if tracker is not None:
+            tracker.batch_start()
+        batch = next(iterator, None)
+        if batch is None:
+            break
+        data, target = batch
+        data, target = prepare_batch(data, target, dtype, transform_target_type, use_cuda)
+        _mark(tracker, "batch_load")
+        loss, output = _train_batch(data, target, model, optimizer, loss_function, tracker)
+        if scheduler is not None and schedule_per == "batch":
+            _step_after_batch(scheduler)
+        results = compute_train_batch_metrics(output, target, metrics)
+        _mark(tracker, "comp_metrics")
+        size = batch_size(data, output)
+        if tracker is not None:
+            tracker.batch_end(samples=size)
+        record_train_batch_stats(batch_idx, loss, output, results, tracker, total)
+        loss_sum = loss_sum + loss.to(torch.float64) * size
+        samples += size
+    if scheduler is not None and schedule_per == "epoch" and not isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step()
+    return float(loss_sum) / max(1, samples)
+
+
+def _train_batch(
+    data: Any,
+    target: Any,
+    model: nn.Module,
+    optimizer: Any,
+    loss_function: Callable[[Any, Any], Tensor],
+    tracker: Tracker | None,
+) -> tuple[Tensor, Any]:
+    """One update; gives the loss, without its graph, and the output."""
+    optimizer.zero_grad()
+    _mark(tracker, "init")
+    output = model(data)
+    _mark(tracker, "fwd_pass")
+    loss = loss_function(output, target)
+    _mark(tracker, "comp_loss")
+    if hasattr(optimizer, "backward_loss"):
+        optimizer.backward_loss(loss)
+    else:
+        loss.backward()
+    _mark(tracker, "backprop")
+    if tracker is not None and _takes_tracker(optimizer):
+        optimizer.step(tracker=tracker)
+    else:
+        optimizer.step()
+        _mark(tracker, "opt_step")
+    return loss.detach(), output
+
+
+def _mark(tracker: Tracker | None, step: str) -> None:
+    if tracker is not None:
+        tracker.record_batch_step(step)
+
+
+def _takes_tracker(optimizer: Any) -> bool:
+    """Whether ``optimizer.step`` has an argument ``tracker``, and so marks its own steps."""
+    return "tracker" in inspect.signature(optimizer.step).parameters
+
+
+def _step_after_batch(scheduler: Any) -> None:
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step()
+    elif getattr(scheduler, "batches_per_epoch", None) is not None:
+        scheduler.batch_step()  # type: ignore[attr-defined]
+
+
+class TrainValidation:
+    """Trains and validates in turn, until the goal is reached or the epochs are over.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer.
+        loss_function: Called ``(output, target)``; gives the mean loss of a batch.
+        metrics: The metrics; the first is the one that says which epoch is best.
+        scheduler: Learning rate schedule, or None. One that waits for a plateau gets the validation loss.
+        batch_size: Samples in a batch of one worker.
+        train_epochs: Largest number of epochs.
+        rank: This worker's rank.
+        world_size: Number of workers.
+        run_id: Id of the run.
+        dtype: Type of floating-point data, as in :func:`train_round`.
+        validate: Whether to validate after each epoch.
+        schedule_per: Whether the scheduler steps after each ``"batch"`` or each ``"epoch"``.
+        checkpoint: Saves after each epoch and is what ``resume`` loads from; None for neither.
+        transform_target_type: Whether targets are converted to ``dtype`` too.
+        average_models: Whether weights are averaged over the workers after each epoch.
+        use_cuda: Whether batches go to the current GPU.
+        max_batch_per_epoch: Largest number of batches in a round; None for all.
+        tracker: The tracker; one without a goal is made if it is left out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        loss_function: Callable[[Any, Any], Tensor],
+        metrics: Sequence[MLBenchMetric],
+        scheduler: Any,
+        batch_size: int,
+        train_epochs: int,
+        rank: int,
+        world_size: int,
+        run_id: str,
+        dtype: str | None,
+        validate: bool = True,
+        schedule_per: SchedulePer = "epoch",
+        checkpoint: Checkpointer | None = None,
+        transform_target_type: bool | None = None,
+        average_models: bool = False,
+        use_cuda: bool = False,
+        max_batch_per_epoch: int | None = None,
+        tracker: Tracker | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.loss_function = loss_function
+        self.metrics = metrics
+        self.scheduler = scheduler
+        self.batch_size = batch_size
+        self.train_epochs = train_epochs
+        self.rank = rank
+        self.world_size = world_size
+        self.run_id = run_id
+        self.dtype = dtype
+        self.validate = validate
+        self.schedule_per: SchedulePer = schedule_per
+        self.checkpoint = checkpoint
+        self.transform_target_type = transform_target_type
+        self.average_models = average_models
+        self.use_cuda = use_cuda
+        self.max_batch_per_epoch = max_batch_per_epoch
+        self.tracker = tracker if tracker is not None else Tracker(metrics, run_id, rank)
+
+    def run(
+        self,
+        dataloader_train: Iterable[Any] | None = None,
+        dataloader_val: Iterable[Any] | None = None,
+        dataloader_train_fn: Callable[[], Iterable[Any]] | None = None,
+        dataloader_val_fn: Callable[[], Iterable[Any]] | None = None,
+        resume: bool = False,
+        repartition_per_epoch: bool = False,
+    ) -> None:
+        """Train.
+
+        Args:
+            dataloader_train: This worker's training batches.
+            dataloader_val: This worker's validation batches.
+            dataloader_train_fn: Makes the training batches; instead of ``dataloader_train``.
+            dataloader_val_fn: Makes the validation batches; instead of ``dataloader_val``.
+            resume: Whether to go on from the newest checkpoint.
+            repartition_per_epoch: Whether ``dataloader_train_fn`` and ``dataloader_val_fn`` are called anew before each
+                epoch, to deal the data out again.
+
+        Raises:
+            ValueError: Batches are missing or given twice, or ``resume`` has no checkpointer.
+        """
+        make_train = _maker("dataloader_train", dataloader_train, dataloader_train_fn)
+        make_val = _maker("dataloader_val", dataloader_val, dataloader_val_fn) if self.validate else None
+        if resume:
+            self._resume()
+        elif self.tracker.current_epoch == 0:
+            self.tracker.start()
+        train_batches = make_train()
+        val_batches = make_val() if make_val is not None else None
+        first_epoch = self.tracker.current_epoch
+        for epoch in range(first_epoch, self.train_epochs):
+            if repartition_per_epoch and epoch > first_epoch:
+                train_batches = make_train()
+                val_batches = make_val() if make_val is not None else None
+            self._run_epoch(train_batches, val_batches)
+            if self.tracker.goal_reached:
+                break
+
+    def _run_epoch(self, train_batches: Iterable[Any], val_batches: Iterable[Any] | None) -> None:
+        train_loss = train_round(
+            train_batches,
+            self.model,
+            self.optimizer,
+            self.loss_function,
+            self.metrics,
+            self.scheduler,
+            self.dtype,
+            self.schedule_per,
+            self.transform_target_type,
+            self.use_cuda,
+            self.max_batch_per_epoch,
+            self.tracker,
+        )
+        if self.average_models:
+            AllReduceAggregation(self.world_size).agg_model()(self.model, "avg_world")
+        is_best = False
+        plateau_loss = train_loss
+        if val_batches is not None:
+            values, plateau_loss = validation_round(
+                val_batches,
+                self.model,
+                self.loss_function,
+                self.metrics,
+                self.dtype,
+                self.tracker,
+                self.transform_target_type,
+                self.use_cuda,
+                self.max_batch_per_epoch,
+            )
+            is_best = record_validation_stats(values, plateau_loss, self.tracker, self.rank)
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(plateau_loss)
+        self.tracker.epoch_end()
+        if self.checkpoint is not None:
+            self.checkpoint.save(self.tracker, self.model, self.optimizer, self.scheduler, is_best)
+
+    def _resume(self) -> None:
+        if self.checkpoint is None:
+            raise ValueError(
+                "resume is True but there is no checkpoint to go on from; pass checkpoint=Checkpointer(...)"
+            )
+        Checkpointer.load(
+            self.checkpoint.dirname,
+            self.rank,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            tracker=self.tracker,
+        )
+
+
+def _maker(
+    name: str, batches: Iterable[Any] | None, make: Callable[[], Iterable[Any]] | None
+) -> Callable[[], Iterable[Any]]:
+    """A function that gives the batches, from the one of two arguments that is there."""
+    if (batches is None) == (make is None):
+        raise ValueError(f"pass either {name} or {name}_fn, {'not both' if make is not None else 'one is missing'}")
+    if make is not None:
+        return make
+    return lambda: batches  # type: ignore[return-value]
