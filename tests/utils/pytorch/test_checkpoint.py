@@ -29,9 +29,10 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
-def generators_kept() -> Iterator[None]:
+def generators_and_variables_kept(no_leaks: None) -> Iterator[None]:
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-    yield
+    with mock.patch.dict(os.environ):  # the first torch optimizer of a process sets TORCHINDUCTOR_CACHE_DIR
+        yield
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])  # noqa: NPY002
     random.setstate(states[2])
@@ -70,7 +71,7 @@ class Run:
         self.tracker.epoch_end()
         return losses
 
-    def state(self) -> tuple[Any, ...]:
+    def state(self) -> tuple[Tracker, torch.nn.Module, torch.optim.Optimizer, Any]:
         return self.tracker, self.model, self.optimizer, self.scheduler
 
 
@@ -301,7 +302,7 @@ torch.set_num_threads(1)
 folder, kills = sys.argv[1], int(sys.argv[2])
 checkpointer = Checkpointer(folder, 0, CheckpointFreq.ALL)
 model = torch.nn.Linear(20, 20)
-done = interrupted = 0
+done = interrupted = best_before = 0
 
 
 def save(epoch):
@@ -336,7 +337,8 @@ for _ in range(kills):
     assert bool((model.weight == done).all()), "a mixture of two epochs"
     assert acknowledged <= done <= acknowledged + 1, (acknowledged, done)
     best = torch.load(os.path.join(folder, "model_best.pth.tar"), weights_only=True)
-    assert best["epoch"] in (done, done - 1)
+    assert best_before <= best["epoch"] <= done
+    best_before = best["epoch"]
     for name in os.listdir(folder):
         if name.endswith("_0.pth.tar") and int(name.split("_")[0]) < done:
             os.remove(os.path.join(folder, name))
@@ -369,20 +371,13 @@ def test_states_are_made_plain_or_refused(tmp_path: Path) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.state = state["state"]
 
-    plain = [
-        1,
-        (2.5, None),
-        {"a": torch.ones(2)},
-        OrderedDict(b=Counter([3])),
-        np.float64(1.5),
-        CheckpointFreq.ALL,
-        {7},
-    ]
+    nested = {"a": torch.ones(2), "b": OrderedDict(c=Counter([3]))}
+    plain = [1, (2.5, None), nested, {7}, np.float64(1.5), CheckpointFreq.ALL]
     saved, loaded = Holder(plain), Holder(None)
     checkpointer, model = Checkpointer(tmp_path, 0, CheckpointFreq.ALL), torch.nn.Linear(1, 1)
     checkpointer.save(_tracker(0), model, None, None, False, extra={"scaler": saved})
     Checkpointer.load(tmp_path, 0, model, None, None, extra={"scaler": loaded})
-    assert repr(loaded.state) == repr([*plain[:4], 1.5, "all", {7}])
+    assert repr(loaded.state) == repr([*plain[:4], 1.5, "all"])
     with pytest.raises(TypeError, match=r"scaler\['state'\] is a builtins.object"):
         checkpointer.save(_tracker(1), model, None, None, False, extra={"scaler": Holder(object())})
     with pytest.raises(TypeError, match="sampler is a int"):
