@@ -156,11 +156,11 @@ class MetricDelivery:
         endpoint: The master's address, for messages.
         spool: Folder of all clients' chunks for this endpoint; made when it is first needed.
         timeout_s: Time limit of one request, in seconds.
-        max_in_memory: Metrics kept in memory; more than that wait on disk.
+        max_in_memory: Metrics kept in memory; more than that wait on disk, and their receipts say so.
     """
 
     def __init__(
-        self, post: Post, endpoint: str, spool: Path, timeout_s: float = 10.0, max_in_memory: int = 2 * MAX_BATCH
+        self, post: Post, endpoint: str, spool: Path, timeout_s: float = 10.0, max_in_memory: int = 10 * MAX_BATCH
     ) -> None:
         self._post = post
         self._endpoint = endpoint

@@ -20,8 +20,8 @@ def core(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
     """The interface of the cluster, with nothing in it."""
     mock = MagicMock()
     monkeypatch.setattr("kubernetes.client.CoreV1Api", lambda: mock)
-    monkeypatch.setattr("kubernetes.config.load_kube_config", MagicMock())
-    monkeypatch.setattr("kubernetes.config.load_incluster_config", MagicMock())
+    monkeypatch.setattr("kubernetes.config.load_kube_config", mock.load_kube_config)
+    monkeypatch.setattr("kubernetes.config.load_incluster_config", mock.load_incluster_config)
     mock.list_namespaced_pod.return_value.items = []
     mock.list_namespaced_service.return_value.items = []
     return mock
@@ -49,13 +49,11 @@ def endpoint(**options: Any) -> str:
 
 
 def test_in_the_cluster_it_is_the_pod(core: MagicMock) -> None:
-    import kubernetes.config
-
     serve(core, "NodePort")
     assert endpoint(label_selector="app=x", k8s_namespace="lab") == "http://1.1.1.1:80/api/"
     core.list_namespaced_pod.assert_called_once_with("lab", label_selector="app=x")
-    kubernetes.config.load_incluster_config.assert_called_once_with()
-    kubernetes.config.load_kube_config.assert_not_called()
+    core.load_incluster_config.assert_called_once_with()
+    core.load_kube_config.assert_not_called()
 
 
 @pytest.mark.parametrize(
@@ -68,13 +66,11 @@ def test_in_the_cluster_it_is_the_pod(core: MagicMock) -> None:
     ],
 )
 def test_outside_a_node_port_is_on_the_pods_node(core: MagicMock, addresses: list[Any], host: str) -> None:
-    import kubernetes.config
-
     serve(core, "NodePort", addresses=addresses)
     assert endpoint(in_cluster=False) == f"http://{host}:30080/api/"
     core.list_node.assert_called_once_with(field_selector="metadata.name=node-1")
-    kubernetes.config.load_kube_config.assert_called_once_with()
-    kubernetes.config.load_incluster_config.assert_not_called()
+    core.load_kube_config.assert_called_once_with()
+    core.load_incluster_config.assert_not_called()
 
 
 def test_who_may_not_see_nodes_gets_the_pods_host(core: MagicMock) -> None:
@@ -103,11 +99,9 @@ def test_outside_a_load_balancer(core: MagicMock, ingress: Any, host: str) -> No
 
 
 def test_the_configuration_is_not_loaded_where_the_caller_did(core: MagicMock) -> None:
-    import kubernetes.config
-
     serve(core, "ClusterIP")
     assert endpoint(in_cluster=False, load_config=False) == "http://10.0.0.1:80/api/"
-    kubernetes.config.load_kube_config.assert_not_called()
+    core.load_kube_config.assert_not_called()
 
 
 @pytest.mark.parametrize(

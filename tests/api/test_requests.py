@@ -246,7 +246,7 @@ def test_no_metrics_at_all_are_refused(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("option", [{"summarize": 0}, {"last_n": 0}])
-def test_limits_must_be_positive(option: dict[str, int], connect: Connect) -> None:
+def test_limits_must_be_positive(option: dict[str, Any], connect: Connect) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
         connect().get_run_metrics(1, **option)
 
