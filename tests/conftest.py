@@ -10,6 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+# What pytest itself, and the first import of torch's compiler or scikit-learn, set.
+SET_BY_IMPORTS = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_CACHE_DIR")
+
 
 @pytest.fixture(autouse=True)
 def no_leaks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -27,7 +30,7 @@ def no_leaks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     changed = {
         key
         for key in environment.keys() | os.environ.keys()
-        if environment.get(key) != os.environ.get(key) and key != "PYTEST_CURRENT_TEST"
+        if environment.get(key) != os.environ.get(key) and not key.startswith(SET_BY_IMPORTS)
     }
     for key in changed:
         if key in environment:
