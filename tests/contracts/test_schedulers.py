@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 

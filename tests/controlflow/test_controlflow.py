@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import deprecation
 import pytest
+import sacrebleu
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,7 +19,7 @@ from mlbench_core.controlflow.pytorch import (
     validation_round,
 )
 from mlbench_core.evaluation.goals import task1_time_to_accuracy_goal
-from mlbench_core.evaluation.pytorch.metrics import Perplexity, TopKAccuracy
+from mlbench_core.evaluation.pytorch.metrics import BLEUScore, Perplexity, TopKAccuracy
 from mlbench_core.utils import Tracker
 from tests.helpers.ranks import run_ranks
 
@@ -259,17 +259,15 @@ def test_the_goal_is_reached_by_the_accuracy_of_all_workers(log) -> None:
     assert text.startswith("80% Top 1 Validation Accuracy reached in 0.000 seconds, Compute: 0.000 seconds")
 
 
-def test_models_may_give_lists() -> None:
+def test_models_may_give_sentences() -> None:
     class Echo(nn.Module):
-        def forward(self, data: list[str]) -> list[str]:
-            return data
+        def forward(self, sentences: list[str]) -> list[str]:
+            return sentences
 
-    metric = SimpleNamespace(
-        name="length", reset=lambda: None, update=lambda v, n: sizes.append(n), average=lambda: torch.tensor(1.0)
-    )
-    sizes: list[int] = []
-    length = type("Length", (), {**vars(metric), "__call__": lambda self, o, t: torch.tensor(0.0)})
-    for name in ("reset", "update", "average"):
-        setattr(length, name, staticmethod(getattr(metric, name)))
-    validation_round([(["a", "b"], ["c", "d"])], Echo(), lambda o, t: torch.tensor(0.5), [length()], "fp32")
-    assert sizes == [2]
+    bleu = BLEUScore()
+    batches = [(["one two three four", "five"], ["one two three four", "six"]), (["a b c d e"], ["a b c d e"])]
+    losses = iter([1.0, 4.0])
+    values, loss = validation_round(batches, Echo(), lambda o, t: torch.tensor(next(losses)), [bleu], "fp32")
+    translations, references = [s for b, _ in batches for s in b], [s for _, b in batches for s in b]
+    assert values[bleu] == pytest.approx(sacrebleu.corpus_bleu(translations, [references]).score)
+    assert loss == 2.0  # two sentences of loss 1, one of loss 4

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD

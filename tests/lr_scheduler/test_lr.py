@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
