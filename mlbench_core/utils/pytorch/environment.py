@@ -233,7 +233,7 @@ class SlurmEnvironment(ClusterEnvironment):
         >>> variables = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "71234",
         ...              "SLURM_NODELIST": "node[07-08]"}
         >>> SlurmEnvironment(variables).place()
-        Place(rank=2, world_size=4, local_rank=0, master_address='node07', master_port=16234)
+        Place(rank=2, world_size=4, local_rank=0, master_address='node07', master_port=26234)
     """
 
     name = "SLURM's srun"
