@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,16 @@ from mlbench_core.utils.task_args import task_main
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment() -> Iterator[pytest.MonkeyPatch]:
+    """The environment without a launcher, put back before the guard against leaks looks."""
+    with pytest.MonkeyPatch.context() as patch:
+        forget_launchers(patch)
+        yield patch
+
+
+def forget_launchers(patch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
+        patch.delenv(name, raising=False)
 
 
 def call(*argv: str, uid: str = "task1a", **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -34,8 +42,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err
 
 
-def test_defaults_lie_below_the_users_folder_and_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MLBENCH_HOME", str(tmp_path))
+def test_defaults_lie_below_the_users_folder_and_exist(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment.setenv("MLBENCH_HOME", str(tmp_path))
     args, kwargs = call()
     folders = (tmp_path / "datasets/torch/task1a", tmp_path / "checkpoints/task1a/1", tmp_path / "output/task1a/1")
     assert args == ("1", *map(str, folders), 0, "gloo", None, False, False, False)
@@ -67,23 +75,23 @@ def test_gpu_means_nccl_unless_said_otherwise() -> None:
     assert call("--gpu", "--backend", "gloo")[0][5] == "gloo"
 
 
-def test_torchrun_gives_the_rank_and_hosts_are_left_to_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+def test_torchrun_gives_the_rank_and_hosts_are_left_to_its_environment(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("RANK", "3")
+    environment.setenv("WORLD_SIZE", "4")
     args, _ = call()
     assert (args[4], args[6]) == (3, None)
 
 
 def test_a_broken_torchrun_environment_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "4")
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    environment.setenv("RANK", "4")
+    environment.setenv("WORLD_SIZE", "4")
     assert "RANK=4" in error_of(capsys)
 
 
-def test_mpirun_gives_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
+def test_mpirun_gives_the_rank(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("OMPI_COMM_WORLD_RANK", "2")
     assert call("--backend", "mpi")[0][4] == 2
 
 
