@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import time
 from collections import deque
@@ -538,6 +539,39 @@ class Tracker:
             goal_text=self.goal_text,
             time_to_goal_s=self.time_to_goal_s,
         )
+
+    def publish_summary(self, world_size: int = 1) -> None:
+        """Send the run's totals to the master as one metric ``summary``, JSON text; only rank 0 does.
+
+        ``mlbench run --wait`` and ``mlbench charts`` draw their tables and charts from it.
+
+        Args:
+            world_size: Number of workers. Throughput is this worker's times it, since all workers have parts of equal
+                size and wait for one another in every step.
+        """
+        if self.rank != 0:
+            return
+        numbers = self.summary()
+        rate = numbers.samples_per_s
+        report = {
+            "workers": world_size,
+            "goal_reached": numbers.goal_reached,
+            "time_to_goal_s": numbers.time_to_goal_s,
+            "total_s": {
+                "train": numbers.train_s,
+                "compute": numbers.compute_s,
+                "communication": numbers.communication_s,
+                "exposed_communication": numbers.communication_exposed_s,
+                "metrics": numbers.metrics_s,
+                "preprocess": numbers.preprocess_s,
+                "validation": numbers.validation_s,
+            },
+            "samples_per_s": None if rate is None else rate * world_size,
+            "epochs": numbers.epochs,
+            "best": numbers.best_metric_value,
+            "bytes_sent": numbers.communication_size_bytes,
+        }
+        self._send("summary", json.dumps(report))
 
     def __str__(self) -> str:
         """One line: the epoch, the means of its statistics, the best value, the training time."""
