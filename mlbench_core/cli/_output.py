@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
 
-__all__ = ["clean", "dashboard_option", "json_option", "number", "print_json", "print_table", "remark", "seconds"]
+__all__ = [
+    "clean",
+    "dashboard_option",
+    "json_option",
+    "log_line",
+    "number",
+    "print_json",
+    "print_table",
+    "remark",
+    "seconds",
+]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -49,6 +59,17 @@ def clean(text: object) -> str:
         'ared'
     """
     return _CONTROL.sub("", str(text))
+
+
+def log_line(line: Mapping[str, Any]) -> str:
+    """A line of a run's log, after the rank of the worker that wrote it.
+
+    Example:
+        >>> log_line({"rank": 1, "text": "epoch 2"}), log_line({"rank": None, "text": "started"})
+        ('[1] epoch 2', 'started')
+    """
+    rank = line.get("rank")
+    return ("" if rank is None else f"[{rank}] ") + clean(line.get("text", ""))
 
 
 def number(value: float | None, digits: int = 1) -> str:

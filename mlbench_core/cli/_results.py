@@ -103,9 +103,8 @@ class RunResult:
         """
         summary = _summary(metrics)
         steps = {step: s for step in STEPS if (s := _last(metrics, f"global_cum_{step} @ 0")) is not None}
-        phases = _phases(summary, steps)
-        times = summary.get("total_s") if isinstance(summary.get("total_s"), dict) else {}
-        assert isinstance(times, dict)
+        phases = _phases(_times(summary), steps)
+        times = _times(summary)
         result = _last(metrics, "TaskResult @ 0")
         to_goal = _float(summary.get("time_to_goal_s")) if summary else result
         reached = summary.get("goal_reached")
@@ -123,8 +122,8 @@ class RunResult:
             steps_s=steps,
             samples_per_s=_float(summary.get("samples_per_s")),
             epochs=_integer(_float(summary.get("epochs"))),
-            best=_float(summary.get("best")),
-            bytes_sent=_float(summary.get("bytes_sent")),
+            best=_first(_float(summary.get("best")), _float(summary.get("best_metric_value"))),
+            bytes_sent=_first(_float(summary.get("bytes_sent")), _float(summary.get("communication_size_bytes"))),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -144,13 +143,21 @@ def _summary(metrics: Metrics) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _phases(summary: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, float]:
-    totals = summary.get("total_s")
-    if isinstance(totals, dict):
-        named = {phase: totals.get("preprocess" if phase == "data" else phase) for phase in PHASES}
-        found = {phase: value for phase, raw in named.items() if (value := _float(raw)) is not None}
-        if found:
-            return found
+def _times(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Total times by name: from the entry ``total_s``, else from the fields of the tracker's own summary."""
+    times = summary.get("total_s")
+    if isinstance(times, dict):
+        return times
+    names = ("train", "compute", "communication", "metrics", "preprocess", "validation")
+    found = {name: summary.get(f"{name}_s") for name in names}
+    return {**found, "exposed_communication": summary.get("communication_exposed_s")}
+
+
+def _phases(times: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, float]:
+    named = {phase: times.get("preprocess" if phase == "data" else phase) for phase in PHASES}
+    found = {phase: value for phase, raw in named.items() if (value := _float(raw)) is not None}
+    if found:
+        return found
     phases: dict[str, float] = {}
     for step, value in steps.items():
         phases[STEPS[step]] = phases.get(STEPS[step], 0.0) + value

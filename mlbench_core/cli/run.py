@@ -12,8 +12,8 @@ import click
 
 from mlbench_core.cli import _embedded, _results, _settings, _wait
 from mlbench_core.cli._client import MasterClient
-from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, print_table, remark
-from mlbench_core.errors import MissingDependencyError, MLBenchError
+from mlbench_core.cli._output import clean, dashboard_option, json_option, log_line, print_json, print_table, remark
+from mlbench_core.errors import MasterRequestError, MissingDependencyError, MLBenchError
 from mlbench_core.tasks import Task, get_task
 
 __all__ = ["run"]
@@ -58,6 +58,7 @@ class _RunCommand(click.Command):
 @click.option("--gpu", is_flag=True, help="One GPU for each worker.")
 @click.option("--num-cpus", type=click.FloatRange(min=0, min_open=True), help="Cores for each worker.")
 @click.option("--light", is_flag=True, help="Stop at the task's light goal.")
+@click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")
 @click.option(
     "--output",
@@ -79,6 +80,7 @@ def run(
     gpu: bool,
     num_cpus: float | None,
     light: bool,
+    replace: bool,
     wait: bool,
     output: Path | None,
     dashboard_url: str | None,
@@ -121,7 +123,7 @@ def run(
     _settings.remember(_settings.LAST_RUN, {**answers, "arguments": ctx.obj})
     location = _embedded.find_or_start(dashboard_url)
     with MasterClient(location.url, location.token) as client:
-        started = _start(client, name, num_workers, request)
+        started = _start(client, name, num_workers, request, replace)
         if wait:
             goal = _goal(task, light, ctx.obj)
             _follow(client, started, goal, output or Path("mlbench-results") / name, as_json)
@@ -209,12 +211,22 @@ def _request(
 
 
 def _start(
-    client: MasterClient, name: str, num_workers: Sequence[int], request: Mapping[str, Any]
+    client: MasterClient, name: str, num_workers: Sequence[int], request: Mapping[str, Any], replace: bool
 ) -> list[dict[str, Any]]:
+    """Start all runs; names in use are found before the first one starts, or deleted with ``--replace``."""
+    names = {f"{name}-{workers}": workers for workers in num_workers}
+    for item in client.runs():
+        if item.get("name") in names:
+            if not replace:
+                raise MasterRequestError(
+                    f"there is a run {item['name']} already: choose another NAME, or give --replace to delete it first",
+                    409,
+                )
+            client.delete(item["id"])
     started: list[dict[str, Any]] = []
-    for workers in num_workers:
+    for run_name, workers in names.items():
         try:
-            started.append(client.create({**request, "name": f"{name}-{workers}", "num_workers": workers}))
+            started.append(client.create({**request, "name": run_name, "num_workers": workers}))
         except MLBenchError:
             if started:
                 remark(f"started before the failure: {', '.join(str(item['name']) for item in started)}")
@@ -284,7 +296,11 @@ def _draw(folder: Path, results: Sequence[_results.RunResult]) -> Path | None:
 
 
 def _show_log(client: MasterClient, item: Mapping[str, Any]) -> None:
+    """Write the last lines of the workers, who know the cause, and what the launcher said of it at the end."""
     lines, _ = client.logs(item["id"])
-    remark(f"--- the last lines of {clean(item['name'])}")
-    for line in lines[-LOG_LINES_SHOWN:]:
-        remark(f"[{line.get('rank', '-')}] {clean(line.get('text', ''))}")
+    workers = [line for line in lines if line.get("rank") is not None][-LOG_LINES_SHOWN:]
+    others = [line for line in lines if line.get("rank") is None]
+    verdict = [line for line in others if line.get("stream") == "system"][-1:]
+    remark(f"--- the last lines of {clean(item['name'])} (all: mlbench logs {clean(item['name'])})")
+    for line in [*(workers or others[-LOG_LINES_SHOWN:]), *verdict]:
+        remark(log_line(line))

@@ -13,7 +13,7 @@ import click
 
 from mlbench_core.cli._client import FINAL_STATES, MasterClient
 from mlbench_core.cli._embedded import connect
-from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, print_table
+from mlbench_core.cli._output import clean, dashboard_option, json_option, log_line, print_json, print_table
 from mlbench_core.cli._settings import replacing
 from mlbench_core.errors import MasterRequestError
 
@@ -97,16 +97,10 @@ def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool) -> N
             ended = client.run(run_id).get("state") in FINAL_STATES  # asked first: then no line comes after these
             lines, position = client.logs(run_id, position)
             for line in lines:
-                click.echo(json.dumps(line, ensure_ascii=False) if as_json else _log_line(line))
+                click.echo(json.dumps(line, ensure_ascii=False) if as_json else log_line(line))
             if ended or not follow:
                 return
             pause.wait(FOLLOW_POLL_S)
-
-
-def _log_line(line: Mapping[str, Any]) -> str:
-    rank = line.get("rank")
-    prefix = f"[{rank}] " if rank is not None else ""
-    return prefix + clean(line.get("text", ""))
 
 
 @click.command()

@@ -63,6 +63,7 @@ class FakeMaster:
         self.token: str | None = None
         self.broken: bytes | None = None
         self.cut_download = False
+        self._last_id = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -77,7 +78,8 @@ class FakeMaster:
 
     def add(self, name: str, workers: int = 1, state: str = "finished", **metrics: object) -> int:
         """Add a run; metrics are given as ``name=value`` for ``name @ 0``."""
-        run_id = len(self.runs) + 1
+        self._last_id += 1
+        run_id = self._last_id
         self.runs[run_id] = {
             "id": run_id,
             "name": name,

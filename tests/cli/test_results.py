@@ -58,6 +58,22 @@ def test_steps_fill_in_for_a_missing_summary() -> None:
     assert (result.workers, result.total_s, result.goal_reached) == (1, 45.0, True)
 
 
+def test_flat_summary_of_the_tracker() -> None:
+    flat = {
+        "train_s": 50.0,
+        "compute_s": 40.0,
+        "communication_s": 8.0,
+        "communication_exposed_s": 6.0,
+        "preprocess_s": 2.0,
+        "best_metric_value": 95.0,
+        "goal_reached": False,
+        "time_to_goal_s": None,
+    }
+    result = RunResult.from_metrics({"summary @ 0": [entry(json.dumps(flat))]}, {"name": "a-2"})
+    assert result.phases_s == {"compute": 40.0, "communication": 8.0, "data": 2.0}
+    assert (result.total_s, result.without_communication_s, result.best) == (50.0, 44.0, 95.0)
+
+
 @pytest.mark.parametrize("damaged", ["{", "null", "7", '{"total_s": 3, "best": "x", "goal_reached": 1}', "NaN"])
 def test_damaged_summary_counts_as_missing(damaged: str) -> None:
     result = RunResult.from_metrics({"summary @ 0": [entry(damaged)]}, {"name": "a"})

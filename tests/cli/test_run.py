@@ -96,11 +96,30 @@ def test_damaged_memory_counts_as_empty(fake: FakeMaster, call: Call) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_name_in_use(fake: FakeMaster, call: Call) -> None:
+def test_name_in_use_starts_nothing_unless_replaced(fake: FakeMaster, call: Call) -> None:
     fake.add("demo-2")
     error = call("run", "demo", "1", "2", "--task", "1a", code=1).stderr
+    assert error == (
+        "mlbench: there is a run demo-2 already: choose another NAME, or give --replace to delete it first\n"
+    )
+    assert fake.requests == []
+    call("run", "demo", "1", "2", "--task", "1a", "--replace")
+    assert fake.deleted == [1]
+    assert [r["name"] for r in fake.requests] == ["demo-1", "demo-2"]
+
+
+def test_refusal_says_what_was_started_before(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+    create = fake._create
+
+    def refuse_two(body: dict[str, Any]) -> tuple[int, Any]:
+        if body["num_workers"] == 2:
+            return 400, {"status": "Bad Request", "message": "num_workers: too many"}
+        return create(body)
+
+    patch.setattr(fake, "_create", refuse_two)
+    error = call("run", "demo", "1", "2", "--task", "1a", code=1).stderr
     assert "started before the failure: demo-1" in error
-    assert f"mlbench: name: a run 'demo-2' exists (HTTP 409 from {fake.url})" in error
+    assert f"mlbench: num_workers: too many (HTTP 400 from {fake.url})" in error
 
 
 def test_wait_shows_progress_table_results_and_chart(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
@@ -139,15 +158,20 @@ def test_wait_fails_with_the_end_of_the_log(
 
     def create_with_log(body: dict[str, Any]) -> tuple[int, Any]:
         answer = create(body)
-        fake.lines[answer[1]["id"]] = [{"rank": 0, "text": f"line {i}"} for i in range(7)]
+        fake.lines[answer[1]["id"]] = [
+            *({"rank": 0, "text": f"line {i}"} for i in range(7)),
+            {"rank": None, "stream": "stderr", "text": "a long report of torchrun"},
+            {"rank": None, "stream": "system", "text": "worker 0 failed: exit status 1"},
+        ]
         return answer
 
     patch.setattr(fake, "_create", create_with_log)
     result = call("run", "demo", "1", "--task", "1a", "--wait", "--output", str(tmp_path), code=1)
-    assert result.stderr.splitlines()[-4:] == [
-        "--- the last lines of demo-1",
+    assert result.stderr.splitlines()[-5:] == [
+        "--- the last lines of demo-1 (all: mlbench logs demo-1)",
         "[0] line 5",
         "[0] line 6",
+        "worker 0 failed: exit status 1",
         "mlbench: run demo-1 failed",
     ]
     assert (tmp_path / "demo-1.json").exists()
