@@ -28,7 +28,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/mlbench run demo 1 2 --task 1a --num-cpus 1 --wait --output demo-results -- --dataset digits
+	$(BIN)/mlbench run demo 1 2 --task 1a --num-cpus 1 --replace --wait --output demo-results -- --dataset digits --channels-last
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

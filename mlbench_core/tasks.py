@@ -6,7 +6,8 @@ Targets and budgets belong to a task's specification, not to its training script
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlbench_core.errors import ConfigurationError
@@ -30,6 +31,8 @@ class Task:
         minimize: Whether smaller values of the metric are better.
         max_epochs: Budget in epochs.
         backends: Communication backends it runs on, the default first.
+        stand_ins: Goals of small data sets that stand in for the task's own: name to (goal, light goal). Reaching one
+            is no result of the task.
     """
 
     key: str
@@ -43,6 +46,31 @@ class Task:
     minimize: bool
     max_epochs: int
     backends: tuple[str, ...] = ("gloo", "nccl", "mpi")
+    stand_ins: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def dataset(self) -> str:
+        """The task's own data set as an option takes it, for example ``"cifar10"``."""
+        return self.data.lower().replace("-", "")
+
+    def goal_on(self, dataset: str | None, light: bool = False) -> float:
+        """The threshold of the goal on a data set.
+
+        Args:
+            dataset: Name of the task's own data set or of a stand-in; None is the task's own.
+            light: The light goal.
+
+        Raises:
+            ValueError: The task has no goal on that data set; the message lists the known ones.
+
+        Example:
+            >>> get_task("1a").goal_on("digits")
+            95.0
+        """
+        goals = {self.dataset: (self.goal, self.light_goal), **self.stand_ins}
+        if dataset is not None and dataset not in goals:
+            raise ValueError(f"task {self.key} has no goal on {dataset!r}; known: {', '.join(sorted(goals))}")
+        return goals[dataset or self.dataset][1 if light else 0]
 
     @property
     def script(self) -> Path:
@@ -91,6 +119,7 @@ TASKS: dict[str, Task] = {
             light_goal=70.0,
             minimize=False,
             max_epochs=164,
+            stand_ins={"digits": (95.0, 90.0), "mnist": (98.0, 95.0)},
         ),
     )
 }

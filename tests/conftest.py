@@ -15,18 +15,22 @@ SET_BY_IMPORTS = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_CACHE_DIR")
 
 
 @pytest.fixture(autouse=True)
-def no_leaks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail a test that leaks an environment variable, a thread, or a process group.
 
     Every test gets folders of its own for the user's data and settings, and no master.
     """
-    home = tmp_path_factory.mktemp("home")
-    monkeypatch.setenv("MLBENCH_HOME", str(home))
-    for name in ("MLBENCH_MASTER_URL", "MLBENCH_TOKEN", "MLBENCH_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    environment = dict(os.environ)
-    threads = set(threading.enumerate())
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLBENCH_HOME", str(tmp_path_factory.mktemp("home")))
+        for name in ("MLBENCH_MASTER_URL", "MLBENCH_TOKEN", "MLBENCH_RUN_ID"):
+            patch.delenv(name, raising=False)
+        environment = dict(os.environ)
+        threads = set(threading.enumerate())
+        yield
+        _check(environment, threads)
+
+
+def _check(environment: dict[str, str], threads: set[threading.Thread]) -> None:
     changed = {
         key
         for key in environment.keys() | os.environ.keys()

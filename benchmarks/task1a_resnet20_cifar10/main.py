@@ -35,8 +35,6 @@ TASK = get_task("1a")
 BATCH_SIZE = 128  # images a worker
 BASE_LR = 0.02  # of one worker
 SEED = 42
-# Small data sets that stand in for CIFAR-10 have goals of their own: (goal, light goal) in percent.
-GOALS = {"cifar10": (TASK.goal, TASK.light_goal), "digits": (95.0, 90.0), "mnist": (98.0, 95.0)}
 DATASETS = {"cifar10": CIFAR10V1, "digits": Digits, "mnist": MNIST}
 
 
@@ -56,7 +54,8 @@ def load_data(
             BATCH_SIZE,
             augment=True,
             shuffle=True,
-            seed=SEED + rank,
+            seed=SEED,
+            rank=rank,
             memory_format=memory_format,
         ),
         ImageBatches(
@@ -113,7 +112,7 @@ def train(
         threshold_mode="abs",
         min_lr=BASE_LR,
     )
-    goal = time_to_accuracy_goal(GOALS[args.dataset][1 if light else 0])
+    goal = time_to_accuracy_goal(TASK.goal_on(args.dataset, light))
     tracker = Tracker(metrics, run_id, rank, goal=goal)
     checkpointer = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST)
     if args.resume or validation_only:
@@ -147,7 +146,7 @@ def train(
             checkpointer.save(tracker, model, optimizer, scheduler, is_best)
             if tracker.goal_reached:
                 break
-        tracker.publish_summary()
+        tracker.publish_summary(world_size)
     return tracker
 
 

@@ -201,13 +201,21 @@ def _request(
         raise click.UsageError("--image needs --command")
     import shlex
 
-    line = " ".join([command, *map(shlex.quote, arguments)])
+    line = shlex.join([*_with_absolute_script(shlex.split(command)), *arguments])
     return {
         **request,
         "image_name": CUSTOM_IMAGE,
         "custom_image_name": image or CUSTOM_IMAGE,
         "custom_image_command": line,
     }
+
+
+def _with_absolute_script(words: list[str]) -> list[str]:
+    """The words of a command, its Python script by its whole path: workers run in a folder of their own."""
+    for position, word in enumerate(words[:2]):
+        if word.endswith(".py") and Path(word).is_file():
+            words[position] = str(Path(word).absolute())
+    return words
 
 
 def _start(
@@ -235,11 +243,13 @@ def _start(
 
 
 def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goal | None:
-    """What the progress display compares with; a stand-in for the task's data has a goal that only its script knows."""
+    """What the progress display compares with; none where the data set is not one the task knows."""
     if task is None:
         return None
-    own_data = _option(arguments, "--dataset") in (None, task.data.lower().replace("-", ""))
-    threshold = (task.light_goal if light else task.goal) if own_data else None
+    try:
+        threshold = task.goal_on(_option(arguments, "--dataset"), light)
+    except ValueError:
+        threshold = None
     return _wait.Goal(task.metric, threshold, task.minimize)
 
 

@@ -144,7 +144,7 @@ def test_wait_shows_progress_table_results_and_chart(fake: FakeMaster, call: Cal
 
 def test_wait_hides_the_goal_of_data_it_does_not_know(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
     call_ = ("run", "demo", "1", "--task", "1a", "--wait", "--output", str(tmp_path), "--json", "--")
-    result = call(*call_, "--dataset", "digits")
+    result = call(*call_, "--dataset", "faces")
     assert "Prec@1 60\n" in result.stderr
     assert json.loads(result.stdout)["results"][0]["total_s"] == 81.5
 

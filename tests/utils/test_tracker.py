@@ -615,3 +615,35 @@ def test_a_damaged_state_changes_nothing(damage: Any) -> None:
     with pytest.raises(CheckpointError, match="records"):
         tracker.load_state_dict({**half, "current_epoch": 5})
     assert tracker.state_dict() == before
+
+
+def test_rank_0_publishes_the_totals_as_one_metric(clock: Clock, log: MagicMock) -> None:
+    for rank in (0, 1):
+        tracker = make(rank=rank)
+        tracker.start()
+        tracker.train()
+        tracker.batch_start()
+        clock.tick(1)
+        tracker.record_batch_load()
+        clock.tick(2)
+        tracker.record_batch_fwd_pass()
+        clock.tick(1)
+        tracker.record_batch_agg()
+        tracker.record_communication(1.0, 0.5, 400)
+        tracker.batch_end(samples=8)
+        log.reset_mock()
+        tracker.publish_summary(world_size=2)
+        if rank == 1:
+            log.assert_not_called()
+            continue
+        (run_id, sender, epoch, name, value) = log.call_args.args
+        assert (run_id, sender, epoch, name) == ("7", 0, 0, "summary")
+        report = json.loads(value)
+        assert report["workers"] == 2
+        assert report["samples_per_s"] == pytest.approx(2 * 8 / 4)  # both workers' samples over the same 4 seconds
+        assert report["goal_reached"] is False
+        assert report["bytes_sent"] == 400
+        total_s = report["total_s"]
+        assert total_s["train"] == pytest.approx(4)
+        assert [total_s[k] for k in ("preprocess", "compute", "communication")] == pytest.approx([1, 2, 1])
+        assert total_s["exposed_communication"] == pytest.approx(0.5)

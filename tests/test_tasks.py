@@ -1,0 +1,43 @@
+"""The tasks as data."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlbench_core.tasks import TASKS, get_task
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.key)
+def test_every_task_has_its_script_readme_and_goals(task: object) -> None:
+    from mlbench_core.tasks import Task
+
+    assert isinstance(task, Task)
+    assert task.script.is_file()
+    assert (task.script.parent / "README.md").is_file()
+    assert len(task.script.read_text().splitlines()) <= 200
+    better = min if task.minimize else max
+    assert better(task.goal, task.light_goal) == task.goal
+
+
+def test_task_1a_is_as_specified() -> None:
+    task = get_task("1a")
+    assert (task.goal, task.light_goal, task.metric, task.max_epochs) == (80.0, 70.0, "Prec@1", 164)
+    assert task.goal_on(None) == task.goal_on("cifar10") == 80.0
+    assert task.goal_on("digits", light=False) == 95.0
+
+
+@pytest.mark.parametrize("name", ["1a", "task1a", "TASK1A", "task1a_resnet20_cifar10"])
+def test_names_of_a_task(name: str) -> None:
+    assert get_task(name).key == "1a"
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown task 'nine'; known: 1a"):
+        get_task("nine")
+    with pytest.raises(ValueError, match=r"no goal on 'faces'; known: cifar10, digits, mnist"):
+        get_task("1a").goal_on("faces")
+
+
+def test_command_has_the_placeholders_of_the_launchers() -> None:
+    command = get_task("1a").command("--dataset", "digits")
+    assert command.endswith("--run_id {run_id} --backend {backend} --dataset digits")
