@@ -28,25 +28,30 @@ def mnist_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_two_workers_started_as_documented_reach_the_goal(tmp_path: Path) -> None:
+def test_two_workers_started_by_hand_as_documented_reach_the_goal_and_report(tmp_path: Path) -> None:
     folder = mnist_folder(tmp_path)
     commands = documented_commands(r"python benchmarks/tutorial/train_dist\.py")
     assert [re.search(r"--rank (\d)", c)[1] for c in commands] == ["0", "1"]  # type: ignore[index]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, *shlex.split(command)[1:], "--data", str(folder)],
-            cwd=ROOT,
-            env=environment(MASTER_PORT=port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for port in [str(free_port())]
-        for command in commands
-    ]
-    results = [(*worker.communicate(timeout=240), worker.returncode) for worker in workers]
-    assert [status for _, _, status in results] == [0, 0], results
-    assert "80%" in results[0][0] or "goal" in results[0][0].lower(), results[0]
+    with running_master(tmp_path / "master") as master:
+        run = post_json(f"{master.url}/api/runs/", {"name": "by-hand", "num_workers": 1, "command": "python -c pass"})
+        assert all(f"--run_id {run['id']}" in command for command in commands)
+        environ = environment(MASTER_PORT=str(free_port()), MLBENCH_MASTER_URL=master.url)
+        workers = [
+            subprocess.Popen(
+                [sys.executable, *shlex.split(command)[1:], "--data", str(folder)],
+                cwd=ROOT,
+                env=environ,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for command in commands
+        ]
+        results = [(*worker.communicate(timeout=240), worker.returncode) for worker in workers]
+        assert [status for _, _, status in results] == [0, 0], results
+        assert "goal reached" in results[0][0]
+        assert float(master.metric_values(run["id"], "val_global_Prec@1 @ 0")[-1]) >= 80
+        assert len(master.metric_values(run["id"], "TaskResult @ 0")) == 1
 
 
 def test_run_by_a_master_reports_to_it(tmp_path: Path) -> None:
