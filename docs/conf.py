@@ -13,3 +13,4 @@ autodoc_typehints = "description"
 autodoc_default_options = {"members": True, "undoc-members": False, "show-inheritance": True}
 exclude_patterns = ["_build"]
 suppress_warnings = ["myst.xref_missing"]
+napoleon_use_ivar = True
