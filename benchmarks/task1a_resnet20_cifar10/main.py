@@ -81,7 +81,7 @@ def train(
 ) -> Tracker:
     """Train until the goal is reached or the budget of epochs is spent."""
     batches, validation_batches = load_data(
-        args.dataset, dataset_dir, rank, world_size, args.channels_last, args.partial
+        args.dataset, args.data or dataset_dir, rank, world_size, args.channels_last, args.partial
     )
     model = get_resnet_model("resnet20", 1, "fp32", num_classes=10, use_cuda=gpu)
     if args.channels_last:
@@ -175,6 +175,7 @@ def main(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this task takes beyond the arguments that all tasks share."""
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="cifar10", help="data set (default: cifar10)")
+    parser.add_argument("--data", metavar="FOLDER", help="folder that holds its files (default: below --root-dataset)")
     parser.add_argument("--epochs", type=int, default=TASK.max_epochs, help="at most so many epochs")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run")
     parser.add_argument(
