@@ -15,13 +15,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from mlbench_core.controlflow.pytorch import train_round, validation_round
 from mlbench_core.controlflow.pytorch.checkpoints_evaluation import CheckpointsEvaluationControlFlow
 from mlbench_core.controlflow.pytorch.train_validation import TrainValidation
+from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
 from mlbench_core.evaluation.goals import time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.lr_scheduler.pytorch.lr import ReduceLROnPlateauWithWarmup
+from mlbench_core.optim.pytorch.centralized import CentralizedSGD
 from mlbench_core.utils import Tracker
 from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from tests.helpers.ranks import run_ranks
@@ -269,3 +272,25 @@ def test_each_epochs_averaged_model_is_evaluated(world_size: int, tmp_path) -> N
             assert of_rank[epoch] == {
                 "epoch": epoch, "loss": pytest.approx(loss, rel=1e-6), "Prec@1": pytest.approx(values[metric]),
             }  # fmt: skip
+
+
+def train_on_parts_of_different_length(rank: int, world_size: int) -> tuple[int, int, list[float]]:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(101, 4), torch.randn(101, 1))
+    part = partition_dataset_by_rank(data, rank, world_size)
+    model = nn.Linear(4, 1)
+    optimizer = CentralizedSGD(world_size=world_size, model=model, lr=0.1)
+    tracker = Tracker([], "1", rank)
+    tracker.start()
+    loader = DataLoader(part, batch_size=10)
+    train_round(loader, model, optimizer, nn.MSELoss(), [], None, "fp32", tracker=tracker)
+    return len(loader), tracker.summary().batches, model.weight.flatten().tolist()
+
+
+def test_workers_with_a_batch_more_do_not_wait_for_ever() -> None:
+    (length_0, batches_0, weights_0), (length_1, batches_1, weights_1) = run_ranks(
+        2, train_on_parts_of_different_length, timeout_s=30
+    )
+    assert {length_0, length_1} == {5, 6}
+    assert batches_0 == batches_1 == 5
+    assert weights_0 == weights_1

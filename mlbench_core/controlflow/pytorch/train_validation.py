@@ -19,6 +19,7 @@ from mlbench_core.controlflow.pytorch.controlflow import (
 )
 from mlbench_core.controlflow.pytorch.helpers import batch_size, maybe_range, number_of_batches, prepare_batch
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
+from mlbench_core.utils.pytorch import distributed
 from mlbench_core.utils.pytorch.checkpoint import Checkpointer
 from mlbench_core.utils.tracker import Tracker
 
@@ -46,6 +47,10 @@ def train_round(
     Each batch goes through these steps, each of which the tracker is told: load (drawing it from the loader included),
     init (gradients to zero), forward pass, loss, backward pass, aggregation and update (both told by the optimizer
     where its ``step`` takes a tracker), metrics.
+
+    All workers train on as many batches as the one with the fewest: parts of a data set that differ by one sample can
+    differ by one batch, and the worker with one more would wait for the others' gradients for ever. They agree in one
+    small message before the first batch, so every worker's loader must know its length, or none.
 
     A scheduler that waits for a plateau needs a validation result, so stepping it once an epoch is the caller's part;
     with ``schedule_per="batch"`` its ``batch_step()`` is called, where it has one, for the warm-up.
@@ -77,6 +82,8 @@ def train_round(
     if tracker is not None:
         tracker.train()
     total = number_of_batches(dataloader, max_batch_per_epoch)
+    if total is not None:
+        total = distributed.smallest(total)
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     samples = 0

@@ -16,6 +16,7 @@ __all__ = [
     "global_average",
     "is_distributed",
     "rank",
+    "smallest",
     "world_size",
 ]
 
@@ -67,6 +68,26 @@ def barrier() -> None:
     """Wait until every worker is here; returns at once without a process group."""
     if is_distributed():
         dist.barrier()
+
+
+def smallest(count: int) -> int:
+    """The smallest of all workers' counts; ``count`` itself in a world of one.
+
+    Args:
+        count: This worker's count, for example its number of batches. Every worker gives one.
+
+    Returns:
+        The minimum over the workers, the same on each.
+
+    Example:
+        >>> smallest(7)
+        7
+    """
+    if world_size() == 1:
+        return count
+    least = get_backend_tensor(torch.tensor(count, dtype=torch.int64))
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least.item())
 
 
 def get_backend_tensor(tensor: torch.Tensor) -> torch.Tensor:
