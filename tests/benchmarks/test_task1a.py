@@ -42,6 +42,20 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path: Path) ->
     assert_equal(whole["model"], parted["model"])
     assert_equal(whole["optimizer"], parted["optimizer"])
     assert_equal(whole["scheduler"], parted["scheduler"])
+    timeless = ("current_epoch", "best_epoch", "best_metric_value", "samples", "batches")
+    trackers = [{key: state["tracker"]["state"][key] for key in timeless} for state in (whole, parted)]  # type: ignore[index]
+    assert trackers[0] == trackers[1]
+    assert trackers[0]["current_epoch"] == 2
+
+
+def test_a_damaged_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt" / "task1a" / "1"
+    folder.mkdir(parents=True)
+    (folder / "0_0.pth.tar").write_bytes(b"PK\x03\x04 torn in the middle")
+    done = run_task(tmp_path, "--dataset", "digits", "--resume")
+    assert done.returncode == 1, done.stderr
+    assert "0_0.pth.tar" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def assert_equal(a: object, b: object) -> None:
