@@ -19,7 +19,7 @@ from torch import Tensor, nn
 __all__ = ["BOOKKEEPING", "Aggregation", "AggregationFunction", "Denominator", "UnknownOperationError"]
 
 BOOKKEEPING = ":"
-"""Prefix of the names of tensors that are no parameter's: a loss, or flags that travel with gradients."""
+"""Prefix of the names of tensors that are no parameter's: a loss, flags that travel with gradients, a buffer."""
 
 Denominator: TypeAlias = "float | Tensor"
 Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor]"
@@ -74,8 +74,8 @@ class Aggregation(ABC):
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker. Dense, of any
                 strides. The name is the key for whatever an aggregation remembers of a tensor. Tensors whose name
-                starts with :data:`BOOKKEEPING` hold a handful of numbers that must not be compressed; what is not
-                zero on some worker must not come out as zero on any.
+                starts with :data:`BOOKKEEPING` hold a handful of numbers that must not be compressed, remembered or
+                extrapolated, only averaged; what is not zero on some worker must not come out as zero on any.
             op: What to do, for example ``"avg_world"``.
             denom: Divisor for the operations that take one.
         """
@@ -174,7 +174,8 @@ class Aggregation(ABC):
         self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
     ) -> None:
         self.last_bytes = 0
-        weights = {name: tensor.detach() for name, tensor in (*_trainable(model), *_float_buffers(model))}
+        buffers = ((f"{BOOKKEEPING}buffer:{name}", buffer) for name, buffer in _float_buffers(model))
+        weights = {name: tensor.detach() for name, tensor in (*_trainable(model), *buffers)}
         for message in [{name: weights[name]} for name in weights] if by_layer else [weights]:
             self.aggregate(message, op, denom)
 

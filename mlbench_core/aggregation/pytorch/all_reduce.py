@@ -1,0 +1,167 @@
+"""The average over all workers, uncompressed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from mlbench_core.aggregation.pytorch.aggregation import (
+    Aggregation,
+    Denominator,
+    UnknownOperationError,
+    check_denominator,
+)
+from mlbench_core.utils.pytorch import distributed
+
+__all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "check_world_size"]
+
+AVG_WORLD = "avg_world"
+"""Divide the sum over workers by their number."""
+
+AVG_CUSTOM = "avg_custom"
+"""Divide the sum over workers by the denominator given with the call."""
+
+OPERATIONS = (AVG_WORLD, AVG_CUSTOM)
+
+
+class AllReduceAggregation(Aggregation):
+    r"""Average over all workers, uncompressed.
+
+    With :math:`x_i` the tensor of worker :math:`i` of :math:`k`, every worker's tensor becomes
+
+    .. math:: \frac{1}{d} \sum_{i=1}^{k} x_i,
+
+    where :math:`d = k` for ``"avg_world"`` and :math:`d` is ``denom`` for ``"avg_custom"``.
+
+    Tensors of the same dtype and device travel in one flat message, in their own dtype, and are written back into
+    their own memory, whatever their strides. One worker alone sends nothing.
+
+    Args:
+        world_size: Number of workers; None takes that of the process group.
+        divide_before: Divide before the sum instead of after it, so that sums of half-precision numbers stay in range.
+        use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+
+    Raises:
+        ValueError: ``world_size`` is not the number of workers in the process group.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> _ = model(torch.ones(1, 2)).sum().backward()
+        >>> aggregate = AllReduceAggregation(world_size=1).agg_grad()
+        >>> aggregate(model, AVG_CUSTOM, denom=2)
+        >>> model.weight.grad
+        tensor([[0.5000, 0.5000]])
+    """
+
+    def __init__(self, world_size: int | None, divide_before: bool = False, use_cuda: bool = False) -> None:
+        super().__init__(use_cuda=use_cuda)
+        self._world_size = check_world_size(world_size)
+        self.divide_before = divide_before
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers that take part."""
+        return self._world_size
+
+    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+        """Replace every tensor by the sum over workers divided by k or ``denom``, in place.
+
+        Args:
+            tensors: By name, in the same order with the same shapes and dtypes on every worker.
+            op: ``"avg_world"`` or ``"avg_custom"``.
+            denom: For ``"avg_custom"``, what to divide by: a positive number or a tensor with one element, the same
+                on every worker.
+
+        Raises:
+            UnknownOperationError: ``op`` is neither. It is a ValueError and a NotImplementedError.
+            ValueError: ``denom`` is missing or not positive.
+        """
+        divisor = self._divisor(op, denom)
+        for kind in _by_dtype_and_device(tensors.values()):
+            if self.world_size == 1:
+                if op != AVG_WORLD:
+                    for tensor in kind:
+                        _divide(tensor, divisor)
+            else:
+                message = _pack(kind)
+                self._average(message, divisor)
+                _unpack(message, kind)
+
+    def _divisor(self, op: str, denom: Denominator | None) -> Denominator:
+        if op == AVG_WORLD:
+            return self.world_size
+        if op == AVG_CUSTOM:
+            return check_denominator(denom)
+        raise UnknownOperationError(f"op must be one of {', '.join(map(repr, OPERATIONS))}, not {op!r}")
+
+    def _average(self, message: Tensor, divisor: Denominator) -> None:
+        """Sum a flat message over the workers and divide it, in place."""
+        if self.divide_before:
+            _divide(message, divisor)
+        sent = distributed.get_backend_tensor(message)
+        distributed.dist.all_reduce(sent)
+        self._count_bytes(sent)
+        if sent is not message:
+            message.copy_(sent)
+        if not self.divide_before:
+            _divide(message, divisor)
+
+
+def check_world_size(world_size: int | None) -> int:
+    """Hold a number of workers against the process group.
+
+    Args:
+        world_size: Number of workers that the caller expects; None for as many as there are.
+
+    Returns:
+        The number of workers; 1 where there is no process group.
+
+    Raises:
+        TypeError: ``world_size`` is no integer.
+        ValueError: It is not the number of workers there are.
+
+    Example:
+        >>> check_world_size(None)
+        1
+    """
+    actual = distributed.world_size()
+    if world_size is None:
+        return actual
+    try:
+        world_size = operator.index(world_size)
+    except TypeError:
+        raise TypeError(f"world_size must be an integer or None, not {world_size!r}") from None
+    if world_size != actual:
+        raise ValueError(
+            f"world_size is {world_size}, but "
+            + (f"the process group has {actual} workers" if distributed.is_distributed() else "there is 1 process")
+            + ": enter initialize_backends first and give the world_size it yields, or None"
+        )
+    return world_size
+
+
+def _divide(tensor: Tensor, divisor: Denominator) -> None:
+    tensor.div_(divisor.to(tensor.device) if isinstance(divisor, Tensor) else divisor)
+
+
+def _by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors that can share a message, in the order of each group's first tensor."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())
+
+
+def _pack(tensors: list[Tensor]) -> Tensor:
+    """Copy tensors, each in its logical order, into one flat tensor."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _unpack(message: Tensor, tensors: list[Tensor]) -> None:
+    """Copy a flat tensor back into the tensors it was packed from, keeping their memory and strides."""
+    parts = message.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))

@@ -1,0 +1,343 @@
+"""Any torch optimizer, made distributed by any aggregation."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import required
+
+from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.timing import CommunicationClock
+from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
+
+__all__ = ["Closure", "CustomCentralizedOptimizer", "GenericCentralizedOptimizer", "check_lr", "evaluate"]
+
+Closure: TypeAlias = Callable[[], Any]
+OptimizerOrFactory: TypeAlias = "Optimizer | Callable[[Iterable[Tensor]], Optimizer]"
+
+
+class GenericCentralizedOptimizer(OptimizerWrapper):
+    r"""Any torch optimizer, made distributed by any aggregation.
+
+    With ``agg_grad=True`` the workers average their gradients and each takes the same step; with :math:`k` workers,
+    gradients :math:`g_i` and the step :math:`U` of the optimizer inside,
+
+    .. math:: x \leftarrow U\Bigl(x, \frac{1}{k} \sum_{i=1}^{k} g_i\Bigr).
+
+    If every worker's loss is the mean over its share of a batch and the shares are equal, that is the step of one
+    worker on the whole batch. With ``agg_grad=False`` each takes its own step and the weights are averaged afterwards:
+
+    .. math:: x \leftarrow \frac{1}{k} \sum_{i=1}^{k} U(x, g_i).
+
+    Workers must start from equal weights (seed them alike). Floating-point buffers, such as BatchNorm's running
+    statistics, are averaged together with weights and stay each worker's own where gradients are averaged.
+
+    Attributes:
+        model: As given.
+        world_size: Number of workers.
+        optimizer: The torch optimizer inside. Setting it swaps it.
+        aggregation: The aggregation; it counts the bytes.
+        agg: The function ``(model, op, denom)`` that :meth:`step` calls.
+        agg_mode: The operation it is called with.
+
+    Args:
+        world_size: Number of workers; None takes that of the process group.
+        model: The model whose gradients or weights are aggregated.
+        use_cuda: Whether training runs on GPUs; see the aggregation.
+        by_layer: One message per parameter instead of one for the whole model.
+        divide_before: Divide before the sum instead of after it, for half-precision gradients.
+        agg_grad: Average gradients before the step; False averages weights after it.
+        optimizer: A torch optimizer, or a function that makes one of an iterable of parameters. Where it is left out,
+            set the attribute before the first step.
+        aggregation: How to aggregate, instead of a plain all-reduce. It then decides on ``use_cuda`` and
+            ``divide_before``.
+
+    Raises:
+        ValueError: ``model`` is missing or without parameters, or ``world_size`` is not that of the process group.
+        TypeError: An argument has the wrong type.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = GenericCentralizedOptimizer(None, model, optimizer=partial(torch.optim.RMSprop, lr=0.01))
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> scheduler.step()
+        >>> scheduler.get_last_lr()
+        [0.001]
+    """
+
+    def __init__(
+        self,
+        world_size: int | None,
+        model: nn.Module | None,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        divide_before: bool = False,
+        agg_grad: bool = True,
+        *,
+        optimizer: OptimizerOrFactory | None = None,
+        aggregation: Aggregation | None = None,
+    ) -> None:
+        model = _check_model(model)
+        super().__init__(model.parameters())
+        self.model = model
+        self.agg_grad = agg_grad
+        self.agg_mode = AVG_WORLD
+        self.aggregation = _check_aggregation(aggregation, world_size, divide_before, use_cuda)
+        self.world_size = self.aggregation.world_size
+        make = self.aggregation.agg_grad if agg_grad else self.aggregation.agg_model
+        self.agg = make(by_layer=by_layer)
+        self._clock = CommunicationClock()
+        if optimizer is not None:
+            self.optimizer = _make_optimizer(optimizer, model)
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None, tracker: Any | None = None) -> Any:  # type: ignore[override]
+        """Aggregate and take one step.
+
+        Args:
+            closure: Clears the gradients, computes the loss and its gradients, and returns the loss. It is called
+                before the gradients are aggregated.
+            tracker: A :class:`~mlbench_core.utils.tracker.Tracker` (or None) that is told when the aggregation and
+                when the update was done, and what the communication cost.
+
+        Returns:
+            What the closure returned, this worker's loss; None without a closure.
+        """
+        return self._step(closure, tracker)
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return what the aggregation remembers, if anything, under the key ``"aggregation"``."""
+        remembered = self.aggregation.state_dict()
+        return {"aggregation": remembered} if remembered else {}
+
+    def load_extra_state(self, extra: dict[str, Any]) -> None:
+        """Restore what the aggregation remembered."""
+        self.aggregation.load_state_dict(extra.get("aggregation", {}))
+
+    def _step(
+        self,
+        closure: Closure | None,
+        tracker: Any | None,
+        denom: Denominator | None = None,
+        grad_clip: float = math.inf,
+    ) -> Any:
+        """Take one step; ``denom`` goes to the aggregation, gradients are clipped right before they are used."""
+        if closure is not None and _evaluates_repeatedly(self._inner):
+            return self._step_with_evaluations(closure, tracker, denom, grad_clip)
+        loss = evaluate(closure)
+        if self.agg_grad:
+            self._aggregate(tracker, denom)
+        self._clip(grad_clip)
+        self._inner.step()
+        if tracker is not None:
+            tracker.record_batch_opt_step()
+        if not self.agg_grad:
+            self._aggregate(tracker, denom)
+        return loss
+
+    def _step_with_evaluations(
+        self, closure: Closure, tracker: Any | None, denom: Denominator | None, grad_clip: float
+    ) -> Any:
+        """Take a step of an optimizer, such as LBFGS, that evaluates the loss as often as it needs.
+
+        Where gradients are averaged it sees the average of the losses too, so that all workers decide alike.
+        """
+        losses: list[Any] = []
+
+        def average_loss() -> Any:
+            losses.append(evaluate(closure))
+            shared = losses[-1]
+            if self.agg_grad:
+                self._aggregate(tracker, denom)
+                shared = torch.as_tensor(losses[-1]).detach().clone()
+                self.aggregation.aggregate({f"{BOOKKEEPING}loss": shared}, self.agg_mode, denom)
+            self._clip(grad_clip)
+            return shared
+
+        self._inner.step(average_loss)
+        if tracker is not None:
+            tracker.record_batch_opt_step()
+        if not self.agg_grad:
+            self._aggregate(tracker, denom)
+        return losses[0] if losses else None
+
+    def _aggregate(self, tracker: Any | None, denom: Denominator | None) -> None:
+        """Aggregate the model, and what the optimizer updates beside it, and report the cost."""
+        in_model = {id(parameter) for parameter in self.model.parameters()}
+        beside = {
+            f"group{i}.{j}": parameter
+            for i, group in enumerate(self.param_groups)
+            for j, parameter in enumerate(group["params"])
+            if id(parameter) not in in_model
+        }
+        with self._clock.measure(next(self.model.parameters()).device) as interval:
+            self.agg(self.model, self.agg_mode, denom)
+            interval.size_bytes = self.aggregation.last_bytes
+            if beside:
+                self.agg(beside, self.agg_mode, denom)
+                interval.size_bytes += self.aggregation.last_bytes
+        if tracker is not None:
+            tracker.record_batch_agg()
+        record = getattr(tracker, "record_communication", None)
+        for total_s, size_bytes in self._clock.finished():
+            if record is not None:
+                record(total_s, total_s, size_bytes)  # nothing overlaps it, so all of it is exposed
+
+    def _clip(self, max_norm: float) -> None:
+        """Scale the gradients down to the norm ``max_norm`` if theirs is larger."""
+        if max_norm < math.inf:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
+    r"""A given torch optimizer with averaged gradients, clipped by norm, divided by a denominator of choice.
+
+    With gradients :math:`g_i` of sums (not means) of losses and ``denom`` the number of samples or tokens :math:`n` of
+    all workers, ``average_custom=True`` steps along :math:`\frac{1}{n} \sum_i g_i`, which is right for workers
+    with different amounts of data.
+
+    Args:
+        model: The model.
+        world_size: Number of workers; None takes that of the process group.
+        optimizer: A torch optimizer over the model's parameters.
+        use_cuda: Whether training runs on GPUs.
+        by_layer: One message per parameter instead of one for the whole model.
+        agg_grad: Average gradients before the step; False averages weights after it.
+        grad_clip: Largest norm of the gradient over all parameters; larger ones are scaled down to it after they were
+            aggregated. Infinite: no clipping.
+        average_world: Divide sums by the number of workers. This is what happens if neither flag is set.
+        average_custom: Divide sums by the ``denom`` given to :meth:`step`.
+        divide_before: Divide before the sum instead of after it, for half-precision gradients.
+        aggregation: How to aggregate, instead of a plain all-reduce.
+
+    Raises:
+        ValueError: ``grad_clip`` is not positive, both averages are asked for, or as in the base class.
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> inside = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> optimizer = CustomCentralizedOptimizer(model, None, inside, average_custom=True)
+        >>> before = model.weight.item()
+        >>> model(torch.full((4, 1), 2.0)).sum().backward()
+        >>> optimizer.step(denom=4)
+        >>> round(before - model.weight.item(), 4)
+        2.0
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world_size: int | None,
+        optimizer: OptimizerOrFactory,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        agg_grad: bool = True,
+        grad_clip: float = float("inf"),
+        average_world: bool = False,
+        average_custom: bool = False,
+        divide_before: bool = False,
+        *,
+        aggregation: Aggregation | None = None,
+    ) -> None:
+        if average_world and average_custom:
+            raise ValueError("average_world and average_custom are both True: set the one to divide by")
+        if not grad_clip > 0:
+            raise ValueError(f"grad_clip must be positive, or inf for no clipping, not {grad_clip}")
+        if optimizer is None:
+            raise ValueError("optimizer is missing: give a torch optimizer over the model's parameters")
+        super().__init__(
+            world_size,
+            model,
+            use_cuda=use_cuda,
+            by_layer=by_layer,
+            divide_before=divide_before,
+            agg_grad=agg_grad,
+            optimizer=optimizer,
+            aggregation=aggregation,
+        )
+        self.grad_clip = grad_clip
+        if average_custom:
+            self.agg_mode = AVG_CUSTOM
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Closure | None = None, tracker: Any | None = None, denom: Denominator | None = None
+    ) -> Any:
+        """Aggregate, clip and take one step.
+
+        Args:
+            closure: As in the base class.
+            tracker: As in the base class.
+            denom: With ``average_custom``, what sums over workers are divided by: a positive number or a tensor with
+                one element, the same on every worker. Otherwise it is not used.
+
+        Returns:
+            What the closure returned; None without a closure.
+
+        Raises:
+            ValueError: ``average_custom`` without a positive ``denom``.
+        """
+        return self._step(closure, tracker, denom, self.grad_clip)
+
+
+def _check_model(model: nn.Module | None) -> nn.Module:
+    if model is None:
+        raise ValueError("model is missing: give model=, the torch.nn.Module to train")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    return model
+
+
+def _make_optimizer(optimizer: OptimizerOrFactory, model: nn.Module) -> Optimizer:
+    """Return the optimizer as given, or what the function given makes of the model's parameters."""
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+        return optimizer
+    return optimizer(model.parameters())
+
+
+def _check_aggregation(
+    aggregation: Aggregation | None, world_size: int | None, divide_before: bool, use_cuda: bool
+) -> Aggregation:
+    """Return the aggregation, an all-reduce where none is given, once it fits the number of workers."""
+    if aggregation is None:
+        return AllReduceAggregation(world_size, divide_before=divide_before, use_cuda=use_cuda)
+    if not isinstance(aggregation, Aggregation):
+        raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
+    if world_size is not None and world_size != aggregation.world_size:
+        raise ValueError(f"world_size is {world_size}, but the aggregation is for {aggregation.world_size} workers")
+    return aggregation
+
+
+def evaluate(closure: Closure | None) -> Any:
+    """Return what a closure returns, called with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _evaluates_repeatedly(optimizer: Optimizer) -> bool:
+    """Whether an optimizer cannot do without a closure, which means that it calls it as often as it likes."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def check_lr(lr: Any, optimizer: str) -> Any:
+    """Return a learning rate as given, if it was.
+
+    Raises:
+        ValueError: It is missing.
+    """
+    if lr is required or lr is None:
+        raise ValueError(f"lr is missing: {optimizer} needs a learning rate, for example lr=0.1")
+    return lr
