@@ -136,6 +136,16 @@ class Aggregation(ABC):
         self.bytes_sent += size_bytes
         self.last_bytes += size_bytes
 
+    def _delegate(
+        self, part: Aggregation, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None
+    ) -> None:
+        """Let another aggregation, a part of this one, aggregate tensors; its bytes count as this one's."""
+        if tensors:
+            before = part.bytes_sent
+            part.aggregate(tensors, op, denom)
+            self.bytes_sent += part.bytes_sent - before
+            self.last_bytes += part.bytes_sent - before
+
     @torch.no_grad()
     def _aggregate_gradients(
         self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
