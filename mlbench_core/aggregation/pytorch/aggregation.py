@@ -16,6 +16,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from mlbench_core.utils.pytorch import distributed
+
 __all__ = ["BOOKKEEPING", "Aggregation", "AggregationFunction", "Denominator", "UnknownOperationError"]
 
 BOOKKEEPING = ":"
@@ -113,6 +115,25 @@ class Aggregation(ABC):
             A function ``(model, op, denom=None)``. ``model`` may also be a mapping from names to parameters.
         """
         return functools.partial(self._aggregate_weights, by_layer=by_layer)
+
+    @torch.no_grad()
+    def any_worker(self, flag: Tensor) -> None:
+        """Raise a flag on every worker if one worker raised it, in place.
+
+        Decisions that must be the same everywhere, such as whether an overflow makes all skip an update, are taken by
+        it: a worker that skips alone leaves the others waiting. It costs one message of ``flag``'s size, and none
+        where there is one worker.
+
+        Args:
+            flag: Zero for no, positive for yes; any shape, floating point or integer. Every worker gives one.
+        """
+        if self.world_size == 1:
+            return
+        sent = distributed.get_backend_tensor(flag)
+        distributed.dist.all_reduce(sent, op=distributed.dist.ReduceOp.MAX)
+        self._count_bytes(sent)
+        if sent is not flag:
+            flag.copy_(sent)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the aggregation remembers between calls, keyed by parameter name; empty if nothing."""
