@@ -302,7 +302,6 @@ mlbench_core.utils.tracker
 NOT_YET = {
     "mlbench_core.aggregation.pytorch.centralized.PowerAggregation",
     "mlbench_core.aggregation.pytorch.centralized.SparsifiedAggregation",
-    "mlbench_core.aggregation.pytorch.decentralized",
     "mlbench_core.dataset.linearmodels.pytorch",
     "mlbench_core.dataset.linearmodels.pytorch.dataloader",
     "mlbench_core.dataset.nlp.pytorch",
@@ -324,8 +323,6 @@ NOT_YET = {
     "mlbench_core.models.pytorch.transformer.transformer",
     "mlbench_core.optim.pytorch.centralized.CentralizedSparsifiedSGD",
     "mlbench_core.optim.pytorch.centralized.PowerSGD",
-    "mlbench_core.optim.pytorch.decentralized",
-    "mlbench_core.optim.pytorch.fp_optimizers",
     "mlbench_core.optim.pytorch.optim",
     "mlbench_core.utils.pytorch.inference.beam_search",
 }

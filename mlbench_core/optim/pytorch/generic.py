@@ -15,9 +15,17 @@ from torch.optim.optimizer import required
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
+from mlbench_core.optim.pytorch.grad_scaler import must_skip
 from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
 
-__all__ = ["Closure", "CustomCentralizedOptimizer", "GenericCentralizedOptimizer", "check_lr", "evaluate"]
+__all__ = [
+    "Closure",
+    "CustomCentralizedOptimizer",
+    "GenericCentralizedOptimizer",
+    "check_lr",
+    "evaluate",
+    "evaluates_repeatedly",
+]
 
 Closure: TypeAlias = Callable[[], Any]
 OptimizerOrFactory: TypeAlias = "Optimizer | Callable[[Iterable[Tensor]], Optimizer]"
@@ -73,6 +81,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         >>> scheduler.get_last_lr()
         [0.001]
     """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to step()
 
     def __init__(
         self,
@@ -131,7 +141,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         grad_clip: float = math.inf,
     ) -> Any:
         """Take one step; ``denom`` goes to the aggregation, gradients are clipped right before they are used."""
-        if closure is not None and _evaluates_repeatedly(self._inner):
+        if must_skip(self, self.aggregation):
+            return None
+        if closure is not None and evaluates_repeatedly(self._inner):
             return self._step_with_evaluations(closure, tracker, denom, grad_clip)
         loss = evaluate(closure)
         if self.agg_grad:
@@ -326,7 +338,7 @@ def evaluate(closure: Closure | None) -> Any:
         return closure()
 
 
-def _evaluates_repeatedly(optimizer: Optimizer) -> bool:
+def evaluates_repeatedly(optimizer: Optimizer) -> bool:
     """Whether an optimizer cannot do without a closure, which means that it calls it as often as it likes."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

@@ -1,0 +1,81 @@
+"""The average over all workers, uncompressed, through Horovod."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
+from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
+from mlbench_core.errors import ConfigurationError, require
+
+__all__ = ["AllReduceAggregationHVD"]
+
+
+class AllReduceAggregationHVD(AllReduceAggregation):
+    r"""Average over all workers, uncompressed, through Horovod instead of ``torch.distributed``.
+
+    The result is that of :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`:
+    :math:`\frac{1}{d} \sum_{i=1}^{k} x_i` with :math:`d = k` or ``denom``. Horovod is an optional package and is
+    started by its own launcher; call ``horovod.torch.init()`` before this.
+
+    Args:
+        world_size: Number of workers; None takes Horovod's.
+        divide_before: Divide before the sum instead of after it, so that sums of half-precision numbers stay in range.
+        use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+
+    Raises:
+        MissingDependencyError: Horovod is not installed. The message has the pip line.
+        ConfigurationError: Horovod was not initialised.
+        ValueError: ``world_size`` is not the number of workers that Horovod knows.
+
+    Example:
+        >>> from mlbench_core.errors import MissingDependencyError
+        >>> try:
+        ...     AllReduceAggregationHVD(world_size=1)
+        ... except MissingDependencyError as error:
+        ...     print(error)
+        this needs the package 'horovod', which is not installed: pip install 'mlbench-core[horovod]'
+
+    References:
+        Sergeev and Del Balso: Horovod: fast and easy distributed deep learning in TensorFlow. arXiv:1802.05799
+    """
+
+    def __init__(self, world_size: int | None, divide_before: bool = False, use_cuda: bool = False) -> None:
+        hvd = _horovod()
+        if not hvd.is_initialized():
+            raise ConfigurationError(
+                "Horovod is installed but not initialised: call horovod.torch.init() first, in a run started by "
+                "horovodrun (or mpirun)"
+            )
+        if world_size is not None and world_size != hvd.size():
+            raise ValueError(
+                f"world_size is {world_size!r}, but Horovod has {hvd.size()} worker(s): give {hvd.size()}, or None"
+            )
+        super().__init__(None, divide_before=divide_before, use_cuda=use_cuda)
+        self._world_size = int(hvd.size())
+
+    @torch.no_grad()
+    def any_worker(self, flag: Tensor) -> None:
+        """Raise a flag on every worker if one worker raised it, in place."""
+        if self.world_size > 1:
+            flag.copy_(_horovod().allreduce(flag, op=_horovod().Sum))
+            self._count_bytes(flag)
+
+    def _average(self, message: Tensor, divisor: Denominator) -> None:
+        """Sum a flat message over the workers and divide it, in place."""
+        if isinstance(divisor, Tensor):
+            divisor = divisor.to(message.device)
+        if self.divide_before:
+            message.div_(divisor)
+        message.copy_(_horovod().allreduce(message, op=_horovod().Sum))
+        self._count_bytes(message)
+        if not self.divide_before:
+            message.div_(divisor)
+
+
+def _horovod() -> Any:
+    """Return Horovod's module for torch, which is imported on first use."""
+    return require("horovod.torch", "horovod")

@@ -1,0 +1,110 @@
+"""Loss scaling with automatic mixed precision, agreed on by all workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mlbench_core.aggregation.pytorch.aggregation import Aggregation
+from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
+
+__all__ = ["DistributedGradScaler", "must_skip"]
+
+
+class DistributedGradScaler(torch.amp.GradScaler):
+    """:class:`torch.amp.GradScaler` whose scale is the same on all workers.
+
+    torch's own looks for overflows in the gradients of its worker alone. The optimizers of this library then still
+    take or skip each step on all workers alike, since they agree on it in ``step``; but the scale is halved only where
+    the overflow was, and from then on each worker has a scale of its own. (That changes no result: each unscales its
+    gradients before they are averaged.) With this one workers agree where overflows are looked for, so that the scale,
+    ``unscale_`` and ``update`` are the same everywhere, also for optimizers that know nothing of it. It costs a message
+    of 4 bytes a step and device.
+
+    Args:
+        *args: As for :class:`torch.amp.GradScaler`.
+        aggregation: Through which to agree; None for an all-reduce over the process group.
+        **kwargs: As for :class:`torch.amp.GradScaler`.
+
+    Example:
+        >>> from mlbench_core.optim.pytorch import CentralizedSGD
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer, scaler = CentralizedSGD(model=model, lr=0.1), DistributedGradScaler("cpu", init_scale=8.0)
+        >>> with torch.autocast("cpu", dtype=torch.float16):
+        ...     loss = model(torch.ones(4, 2)).square().mean()
+        >>> scaler.scale(loss).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.get_scale()
+        8.0
+
+    References:
+        Micikevicius et al.: Mixed Precision Training. arXiv:1710.03740
+    """
+
+    def __init__(self, *args: Any, aggregation: Aggregation | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._aggregation = aggregation
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale this worker's gradients and agree on whether there was an overflow."""
+        found_infs = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found_infs.setdefault(found_inf.device, found_inf)  # this worker may have no gradient at all
+        found_anywhere = torch.stack([flag.to(found_inf.device) for flag in found_infs.values()]).amax()
+        aggregation = self._aggregation if self._aggregation is not None else AllReduceAggregation(None)
+        aggregation.any_worker(found_anywhere)
+        for flag in found_infs.values():
+            flag.copy_(found_anywhere)
+        return found_infs
+
+
+@torch.no_grad()
+def must_skip(optimizer: Optimizer, aggregation: Aggregation) -> bool:
+    """Do in ``step`` what a :class:`torch.amp.GradScaler` left to it: unscale the gradients, or skip the step.
+
+    A scaler sets ``found_inf`` and ``grad_scale`` on optimizers that have ``_step_supports_amp_scaling``, for the time
+    of the step. Workers agree on the former before anything else is communicated, so that a step is skipped by all of
+    them, and before an aggregation could remember an overflow as the error of its compression. Gradients are unscaled
+    before they are aggregated, since each worker may have a scale of its own.
+
+    Args:
+        optimizer: The optimizer whose ``step`` this is.
+        aggregation: Through which to agree.
+
+    Returns:
+        True if gradients overflowed on any worker; False also where there is no scaler.
+
+    Raises:
+        ValueError: Gradients to be unscaled are float16, where small ones would vanish.
+    """
+    found_inf: Tensor | int | None = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        return False
+    found_inf = torch.as_tensor(found_inf, dtype=torch.float32)  # torch says 0 where there are no gradients
+    aggregation.any_worker(found_inf)
+    if found_inf.item() > 0:
+        return True
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    if scale is not None:  # None: the caller has called unscale_
+        _unscale(optimizer, scale)
+    return False
+
+
+def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
+    """Divide all gradients by the scale, in place."""
+    inverse = scale.double().reciprocal().float()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.dtype == torch.float16:
+                raise ValueError(
+                    "a GradScaler is for float32 parameters under autocast, and these gradients are float16, in which "
+                    "unscaled ones vanish: train a float16 model with FP16Optimizer"
+                )
+            parameter.grad.mul_(inverse.to(parameter.grad.device))
