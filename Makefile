@@ -45,7 +45,7 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
 micro: $(VENV)/.installed-dev
-	for script in benchmarks/micro/*.py; do $(BIN)/python $$script || exit 1; done
+	for script in benchmarks/micro/[!_]*.py; do $(BIN)/python $$script || exit 1; done
 
 wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m build --wheel

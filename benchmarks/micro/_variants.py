@@ -1,0 +1,242 @@
+"""What `optimizers.py` compares: networks, and ways to take a step with k workers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from mlbench_core.models.pytorch.resnet import get_resnet_model, resnet18_bkj
+from mlbench_core.models.pytorch.vgg import VGG
+
+LR, MOMENTUM = 1e-3, 0.9
+SIGN_LR = 1e-6
+DDP, ALONE = "ddp", "alone"
+HUGE_MB = 10_000
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network, the size of a worker's batch, and how many steps make a block.
+
+    Args:
+        title: For tables.
+        make: Makes the network.
+        inputs: Shape of a batch.
+        steps: Steps of a block; the methods that communicate now and then do so once a block.
+    """
+
+    title: str
+    make: Callable[[], nn.Module]
+    inputs: tuple[int, ...]
+    steps: int
+
+    def batch(self, rank: int) -> tuple[Tensor, Tensor]:
+        """A worker's batch, the same for every variant."""
+        generator = torch.Generator().manual_seed(rank)
+        return (
+            torch.randn(self.inputs, generator=generator),
+            torch.randint(0, 10, self.inputs[:1], generator=generator),
+        )
+
+
+def make_mlp() -> nn.Module:
+    """19.7 million parameters, most of them in two matrices: much to send, little to compute."""
+    sizes = (3072, 2560, 2560, 2048)
+    layers = [layer for n, m in pairwise(sizes) for layer in (nn.Linear(n, m), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
+
+
+IMAGE = (3, 32, 32)
+WORKLOADS = {
+    "resnet20": Workload(
+        "ResNet-20, batch 128", lambda: get_resnet_model("resnet20", 2, "fp32", num_classes=10), (128, *IMAGE), 2
+    ),
+    "resnet18": Workload("ResNet-18 (32x32), batch 8", lambda: resnet18_bkj(10), (8, *IMAGE), 4),
+    "vgg11": Workload("VGG11, batch 16", lambda: VGG("VGG11"), (16, *IMAGE), 4),
+    "mlp": Workload("MLP, 19.7 million parameters, batch 16", make_mlp, (16, 3072), 10),
+}
+
+
+@dataclass
+class Trainee:
+    """A network under one optimizer.
+
+    Args:
+        module: What computes the forward pass.
+        optimizer: Takes the steps.
+        backward: Computes the gradients of a loss.
+        dtype: Of the inputs.
+        is_tracked: Whether ``step`` takes a tracker and reports bytes and exposed time to it.
+        bytes_per_step: Bytes that a worker hands to collectives in a step, where no tracker hears of them.
+    """
+
+    module: nn.Module
+    optimizer: Any
+    backward: Callable[[Tensor], Any] = torch.Tensor.backward
+    dtype: torch.dtype = torch.float32
+    is_tracked: bool = False
+    bytes_per_step: Callable[[], float] = field(default=lambda: 0.0)
+
+    def step(self, inputs: Tensor, targets: Tensor, tracker: Any) -> None:
+        """Forward, backward and update, as a user writes it."""
+        self.optimizer.zero_grad()
+        output = self.module(inputs.to(self.dtype))
+        self.backward(nn.functional.cross_entropy(output.float(), targets))
+        if self.is_tracked:
+            self.optimizer.step(tracker=tracker)
+        else:
+            self.optimizer.step()
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a variant is made for: the network (its own copy), the number of workers, and a block's steps."""
+
+    model: nn.Module
+    workers: int
+    rank: int
+    steps: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the gradient."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to take a step.
+
+    Args:
+        title: For tables; ``{steps}`` becomes the steps of a block.
+        make: Makes it.
+        is_ours: Whether it is this library's.
+    """
+
+    title: str
+    make: Callable[[Context], Trainee]
+    is_ours: bool = True
+
+
+def alone(context: Context, fused: bool | None = None) -> Trainee:
+    """Every worker for itself: the bound of what communication can cost."""
+    return Trainee(context.model, SGD(context.model.parameters(), LR, MOMENTUM, fused=fused))
+
+
+def ddp(context: Context, share: float = 1.0, fused: bool | None = None, hook: Any = None, **options: Any) -> Trainee:
+    """Torch's own; ``share`` is the part of the gradient's bytes that a hook sends."""
+    module = DistributedDataParallel(context.model, **options)
+    if hook is not None:
+        module.register_comm_hook(None, hook)
+    sent = share * context.size_bytes
+    optimizer = SGD(module.parameters(), LR, MOMENTUM, fused=fused)
+    return Trainee(module, optimizer, bytes_per_step=lambda: sent)
+
+
+def ddp_power(context: Context, rank: int) -> Trainee:
+    """Torch's PowerSGD. On Gloo it hangs or aborts with more than one bucket, so there is one."""
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    module = DistributedDataParallel(context.model, bucket_cap_mb=HUGE_MB)
+    module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def bytes_per_step() -> float:
+        compressed_steps = max(1, state.iter - state.start_powerSGD_iter)
+        return 4 * state.total_numel_after_compression / compressed_steps
+
+    return Trainee(module, SGD(module.parameters(), LR, MOMENTUM), bytes_per_step=bytes_per_step)
+
+
+def ours(name: str, context: Context, **options: Any) -> Trainee:
+    """One of the library's optimizers, by class."""
+    optimizer = find(name)(model=context.model, lr=LR, momentum=MOMENTUM, **options)
+    return Trainee(context.model, optimizer, is_tracked=True)
+
+
+def find(name: str) -> Any:
+    """A class of the library's optimizers."""
+    return getattr(importlib.import_module("mlbench_core.optim.pytorch"), name)
+
+
+def generic(context: Context, **options: Any) -> Trainee:
+    """The library's all-reduce around torch's fused SGD."""
+    make = partial(SGD, lr=LR, momentum=MOMENTUM, fused=True)
+    optimizer = find("GenericCentralizedOptimizer")(context.workers, context.model, optimizer=make, **options)
+    return Trainee(context.model, optimizer, is_tracked=True)
+
+
+def power(context: Context, rank: int) -> Trainee:
+    """PowerSGD with warm start."""
+    return ours("PowerSGD", context, rank=rank, reuse_query=True, world_size=context.workers)
+
+
+def sign(context: Context, name: str) -> Trainee:
+    """Signs of the gradient; the step's length does not shrink with it."""
+    optimizer = find(name)(context.model.parameters(), lr=SIGN_LR, momentum=MOMENTUM)
+    return Trainee(context.model, optimizer, is_tracked=True)
+
+
+def sparse(context: Context, random: bool) -> Trainee:
+    """A hundredth of the gradient."""
+    make, count = find("CentralizedSparsifiedSGD"), sum(p.numel() for p in context.model.parameters()) // 100
+    optimizer = make(
+        context.model.parameters(), lr=LR, sparse_grad_size=count, random_sparse=random, world_size=context.workers
+    )
+    return Trainee(context.model, optimizer, is_tracked=True)
+
+
+def gossip(name: str, context: Context, **options: Any) -> Trainee:
+    """Averaging with the neighbours on a ring."""
+    neighbors = sorted({(context.rank - 1) % context.workers, (context.rank + 1) % context.workers})
+    return ours(name, context, rank=context.rank, neighbors=neighbors, **options)
+
+
+def half(context: Context, dtype: torch.dtype) -> Trainee:
+    """A network in half precision with float32 master weights."""
+    model = context.model.to(dtype)
+    optimizer = find("FP16Optimizer")(model, context.workers, average_world=True)
+    optimizer.set_optimizer(SGD([optimizer.fp32_params], LR, MOMENTUM))
+    return Trainee(model, optimizer, optimizer.backward_loss, dtype, is_tracked=True)
+
+
+VARIANTS = {
+    ALONE: Variant("no communication", alone, False),
+    "alone_fused": Variant("no communication, fused SGD", partial(alone, fused=True), False),
+    DDP: Variant("DDP + SGD (both default)", ddp, False),
+    "ddp_fused": Variant(
+        "DDP, gradients as bucket views, fused SGD", partial(ddp, fused=True, gradient_as_bucket_view=True), False
+    ),
+    "ddp_fp16": Variant("DDP, fp16 hook", partial(ddp, share=0.5, hook=default_hooks.fp16_compress_hook), False),
+    "ddp_power2": Variant("DDP, PowerSGD hook, rank 2, one bucket", partial(ddp_power, rank=2), False),
+    "sgd": Variant("CentralizedSGD", partial(ours, "CentralizedSGD")),
+    "sgd_fused": Variant("CentralizedSGD's all-reduce, fused SGD", generic),
+    "sgd_overlap": Variant("CentralizedSGD, overlap", partial(ours, "CentralizedSGD", overlap=True)),
+    "sgd_overlap_fused": Variant("the same, fused SGD", partial(generic, overlap=True)),
+    "sgd_overlap_fp16": Variant(
+        "CentralizedSGD, overlap, fp16 transfer",
+        partial(ours, "CentralizedSGD", overlap=True, comm_dtype=torch.float16),
+    ),
+    "power1": Variant("PowerSGD, rank 1", partial(power, rank=1)),
+    "power2": Variant("PowerSGD, rank 2", partial(power, rank=2)),
+    "power4": Variant("PowerSGD, rank 4", partial(power, rank=4)),
+    "sign": Variant("SignSGD", partial(sign, name="SignSGD")),
+    "ef_sign": Variant("EFSignSGD", partial(sign, name="EFSignSGD")),
+    "top1": Variant("CentralizedSparsifiedSGD, largest 1 %", partial(sparse, random=False)),
+    "random1": Variant("CentralizedSparsifiedSGD, random 1 %", partial(sparse, random=True)),
+    "ring": Variant("DecentralizedSGD, ring", partial(gossip, "DecentralizedSGD")),
+    "choco": Variant("ChocoSGD, ring", partial(gossip, "ChocoSGD")),
+    "local": Variant("LocalSGD, every {steps} steps", lambda context: ours("LocalSGD", context, period=context.steps)),
+    "diloco": Variant("DiLoCo, every {steps} steps", lambda context: ours("DiLoCo", context, period=context.steps)),
+    "half_fp16": Variant("FP16Optimizer, fp16", partial(half, dtype=torch.float16)),
+    "half_bf16": Variant("FP16Optimizer, bf16", partial(half, dtype=torch.bfloat16)),
+}
+"""In the order of the table. What is not there or fails is reported with its error."""
