@@ -21,7 +21,7 @@ is its slowest worker's. "x DDP" is the ratio of steps/s to `DistributedDataPara
 in the same block, "x alone" that to no communication. Exposed communication is what the Tracker is told; for DDP, which
 tells nothing, it is the time beyond a step without communication. Bytes are what one worker hands to collectives in a
 step. Limits, with 2 workers: overlap at least 1.2 times DDP on the MLP, 1.1 on ResNet-18, 1.0 on ResNet-20, ahead of
-the DDP with bucket views and fused SGD; PowerSGD rank 2 at least 1.3 times torch's hook on the MLP, and at 100 Mbit/s at
+DDP with bucket views and fused SGD; PowerSGD rank 2 at least 1.3 times torch's hook on the MLP, and at 100 Mbit/s at
 least 5 times CentralizedSGD on VGG11."""
 COLUMNS = ("variant", "steps/s", "x DDP", "range", "x alone", "ms/step", "exposed ms", "MB/step")
 
