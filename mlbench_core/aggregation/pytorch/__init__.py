@@ -2,5 +2,20 @@
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.centralized import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
+from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
+from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
+from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
 
-__all__ = ["AVG_CUSTOM", "AVG_WORLD", "Aggregation", "AllReduceAggregation"]
+__all__ = [
+    "AVG_CUSTOM",
+    "AVG_WORLD",
+    "Aggregation",
+    "AllReduceAggregation",
+    "ChocoAggregation",
+    "DecentralizedAggregation",
+    "DiLoCoAggregation",
+    "PeriodicAggregation",
+    "average_weights",
+    "consensus_distance",
+]

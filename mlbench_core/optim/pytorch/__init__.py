@@ -9,15 +9,27 @@ from torch.optim import Optimizer
 from mlbench_core.optim.pytorch.centralized import (
     CentralizedAdam,
     CentralizedSGD,
+    CentralizedSparsifiedSGD,
     CustomCentralizedOptimizer,
     GenericCentralizedOptimizer,
 )
+from mlbench_core.optim.pytorch.decentralized import ChocoSGD, DecentralizedSGD
+from mlbench_core.optim.pytorch.local import DiLoCo, LocalSGD
+from mlbench_core.optim.pytorch.optim import EFSignSGD, SignSGD, SparsifiedSGD
 
 __all__ = [
     "CentralizedAdam",
     "CentralizedSGD",
+    "CentralizedSparsifiedSGD",
+    "ChocoSGD",
     "CustomCentralizedOptimizer",
+    "DecentralizedSGD",
+    "DiLoCo",
+    "EFSignSGD",
     "GenericCentralizedOptimizer",
+    "LocalSGD",
+    "SignSGD",
+    "SparsifiedSGD",
     "get_optimizer",
     "optimizers",
 ]
@@ -25,6 +37,14 @@ __all__ = [
 optimizers: dict[str, type[Optimizer]] = {
     "centralized_adam": CentralizedAdam,
     "centralized_sgd": CentralizedSGD,
+    "centralized_sparsified_sgd": CentralizedSparsifiedSGD,
+    "choco_sgd": ChocoSGD,
+    "decentralized_sgd": DecentralizedSGD,
+    "diloco": DiLoCo,
+    "ef_sign_sgd": EFSignSGD,
+    "local_sgd": LocalSGD,
+    "sign_sgd": SignSGD,
+    "sparsified_sgd": SparsifiedSGD,
 }
 """The optimizers that have a name."""
 

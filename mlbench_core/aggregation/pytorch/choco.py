@@ -1,0 +1,386 @@
+"""Averaging with neighbours of which only compressed differences are sent."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator
+from mlbench_core.aggregation.pytorch.decentralized import (
+    DecentralizedAggregation,
+    check_gossip_operation,
+    computing_dtype,
+    refuse_gradients,
+)
+from mlbench_core.utils.pytorch.topology import Topology
+
+__all__ = ["COMPRESSIONS", "ChocoAggregation", "Compressed", "Compression", "Identity", "RandomK", "ScaledSign", "TopK"]
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A compressed flat tensor.
+
+    Attributes:
+        sent: The tensors to send; their shapes and dtypes follow from those of the tensor that was compressed.
+        agreed: What the receiver knows without being sent it, such as indices drawn alike on all workers.
+    """
+
+    sent: tuple[Tensor, ...]
+    agreed: Tensor | None = None
+
+
+class Compression(ABC):
+    r"""A contraction :math:`Q`.
+
+    .. math:: \mathbb{E} \|Q(x) - x\|^2 \le (1 - \delta) \|x\|^2, \qquad 0 < \delta \le 1.
+    """
+
+    @abstractmethod
+    def compress(self, x: Tensor) -> Compressed:
+        """Compress a tensor of shape (n,), n at least 1."""
+
+    @abstractmethod
+    def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
+        """Add ``weight`` times what a compressed tensor stands for to ``y`` of shape (n,), in place."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes from call to call; empty if nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027 - most have nothing to restore
+        """Restore what :meth:`state_dict` returned."""
+
+
+class Identity(Compression):
+    """Send everything: Q(x) = x, delta = 1."""
+
+    def compress(self, x: Tensor) -> Compressed:
+        """Compress a tensor of shape (n,) to itself."""
+        return Compressed((x,))
+
+    def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
+        """Add ``weight`` times the tensor to ``y``."""
+        y.add_(q.sent[0].to(y.dtype), alpha=weight)
+
+
+class TopK(Compression):
+    """Keep the k = max(1, round(ratio n)) entries of largest magnitude, with their indices; delta = k / n.
+
+    Args:
+        ratio: Share of the entries kept, in (0, 1].
+
+    Example:
+        >>> TopK(0.5).compress(torch.tensor([1.0, -3.0, 2.0, 0.0])).sent
+        (tensor([-3.,  2.]), tensor([1, 2], dtype=torch.int32))
+    """
+
+    def __init__(self, ratio: float) -> None:
+        self.ratio = _check_ratio(ratio)
+
+    def compress(self, x: Tensor) -> Compressed:
+        """Keep the largest entries of a tensor of shape (n,)."""
+        indices = x.abs().topk(_kept(self.ratio, x.numel()), sorted=False).indices.sort().values
+        return Compressed((x[indices], indices.to(torch.int32)))
+
+    def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
+        """Add ``weight`` times the kept entries to ``y``."""
+        values, indices = q.sent
+        y.index_add_(0, indices, values.to(y.dtype), alpha=weight)
+
+
+class RandomK(Compression):
+    """Keep k = max(1, round(ratio n)) entries drawn uniformly, the same on all workers; delta = k / n.
+
+    Indices need not be sent, because all workers draw them from generators seeded alike.
+
+    Args:
+        ratio: Share of the entries kept, in (0, 1].
+        seed: Of the generator; the same on every worker.
+    """
+
+    def __init__(self, ratio: float, seed: int = 0) -> None:
+        self.ratio = _check_ratio(ratio)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def compress(self, x: Tensor) -> Compressed:
+        """Keep random entries of a tensor of shape (n,)."""
+        drawn = torch.randperm(x.numel(), generator=self._generator)[: _kept(self.ratio, x.numel())]
+        indices = drawn.sort().values.to(x.device)
+        return Compressed((x[indices],), agreed=indices)
+
+    def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
+        """Add ``weight`` times the kept entries to ``y``."""
+        assert q.agreed is not None
+        y.index_add_(0, q.agreed, q.sent[0].to(y.dtype), alpha=weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generator's state."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the generator's state."""
+        self._generator.set_state(state_dict["generator"].cpu())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"ratio": self.ratio, "generator": self._generator.get_state()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.ratio = state["ratio"]
+        self._generator = torch.Generator()
+        self._generator.set_state(state["generator"])
+
+
+class ScaledSign(Compression):
+    r"""One bit an entry and the mean magnitude: :math:`Q(x) = \frac{\|x\|_1}{n} \operatorname{sign}(x)`.
+
+    :math:`\delta = \|x\|_1^2 / (n \|x\|^2)`, at least 1/n. The sign of zero is taken as positive.
+    """
+
+    def compress(self, x: Tensor) -> Compressed:
+        """Keep the signs of a tensor of shape (n,), eight to a byte, and the mean magnitude."""
+        scale = x.abs().to(computing_dtype(x.dtype)).mean().to(x.dtype)
+        positive = torch.nn.functional.pad(x >= 0, (0, -x.numel() % 8)).view(-1, 8)
+        return Compressed(((positive * _bit_values(x.device)).sum(dim=1, dtype=torch.uint8), scale.view(1)))
+
+    def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
+        """Add ``weight`` times the scaled signs to ``y``."""
+        packed, scale = q.sent
+        positive = (packed.view(-1, 1) & _bit_values(y.device)).ne(0).view(-1)[: y.numel()]
+        step = weight * scale.to(y.dtype)
+        y.add_(torch.where(positive, step, -step))
+
+
+COMPRESSIONS = ("top_k", "random_k", "sign", "identity")
+"""The compressions that have a name."""
+
+
+class ChocoAggregation(Aggregation):
+    r"""Average with the neighbours, sending compressed differences (CHOCO-Gossip).
+
+    Every worker keeps a public copy :math:`\hat x_i` of its tensor, zero at first, that its neighbours can follow from
+    what they are sent. With a compression :math:`Q`, the mixing matrix :math:`W` and a consensus step size
+    :math:`\gamma`, a call does
+
+    .. math::
+
+        q_i &= Q(x_i - \hat x_i) && \text{(sent to the neighbours)} \\
+        \hat x_j &\leftarrow \hat x_j + q_j && \text{(for itself and the neighbours)} \\
+        x_i &\leftarrow x_i + \gamma \sum_j W_{ij} (\hat x_j - \hat x_i).
+
+    The average of all workers stays what it was. As the copies come closer to the tensors, the differences, and with
+    them the errors of compression, vanish: the workers agree at a linear rate for every contraction :math:`Q` if
+    :math:`\gamma` is small enough. Of the neighbours' copies only the sum
+    :math:`s_i = \sum_j W_{ij} (\hat x_j - \hat x_i)` is kept, so memory is twice the weights, whatever the degree.
+
+    Each tensor is compressed by itself. A call sends one message to each neighbour; a tensor of n numbers of b bytes
+    takes in it, with k = max(1, round(ratio n)): ``top_k`` k (b + 4) bytes, ``random_k`` k b, ``sign`` n / 8 rounded
+    up + b, ``identity`` n b. Half-precision tensors are sent as such; copies and sums are kept in float32. Buffers and
+    other bookkeeping are not compressed but averaged as by
+    :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation`.
+
+    Attributes:
+        gossip: Who talks to whom, with its ``topology`` and ``spectral_gap``.
+        compression: The compression Q.
+        gamma: Consensus step size.
+
+    Args:
+        rank: This worker's number; None takes that of the process group.
+        neighbors: Ranks of this worker's neighbours, or None; see :class:`DecentralizedAggregation`.
+        use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+        topology: The whole graph, instead of ``neighbors``.
+        compression: ``"top_k"``, ``"random_k"``, ``"sign"``, ``"identity"`` or a :class:`Compression`.
+        ratio: Share of the entries that ``top_k`` and ``random_k`` keep, in (0, 1].
+        gamma: Consensus step size in (0, 1]: the stronger the compression, the smaller. With ``identity`` and 1 this
+            is plain averaging with the neighbours.
+        seed: For ``random_k``; the same on every worker.
+
+    Raises:
+        ValueError: ``compression`` is unknown, ``ratio`` or ``gamma`` is out of range, or as in
+            :class:`DecentralizedAggregation`.
+
+    Example:
+        >>> aggregation = ChocoAggregation(rank=0, neighbors=None, compression="sign", gamma=0.4)
+        >>> aggregation.compression_ratio
+        1.0
+
+    References:
+        A. Koloskova, S. Stich, M. Jaggi: Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
+        Communication. arXiv:1902.00340
+        A. Koloskova, T. Lin, S. Stich, M. Jaggi: Decentralized Deep Learning with Arbitrary Communication Compression.
+        arXiv:1907.09356
+    """
+
+    def __init__(
+        self,
+        rank: int | None,
+        neighbors: Iterable[int] | None,
+        use_cuda: bool = False,
+        *,
+        topology: Topology | None = None,
+        compression: str | Compression = "top_k",
+        ratio: float = 0.1,
+        gamma: float = 0.2,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(use_cuda=use_cuda)
+        if not 0 < gamma <= 1:
+            raise ValueError(f"gamma is {gamma}; the consensus step size must be in (0, 1]")
+        self.gossip = DecentralizedAggregation(rank, neighbors, use_cuda=use_cuda, topology=topology)
+        self.compression = _make_compression(compression, ratio, seed)
+        self.gamma = gamma
+        self._copies: dict[str, Tensor] = {}  # x_hat_i by name, flat
+        self._sums: dict[str, Tensor] = {}  # s_i by name, flat
+        self._raw_bytes = self._compressed_bytes = 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the graph."""
+        return self.gossip.world_size
+
+    @property
+    def compression_ratio(self) -> float:  # type: ignore[override]
+        """Bytes of the tensors over bytes of their compressed differences so far; 1 before anything was sent."""
+        return self._raw_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
+
+    def agg_grad(self, by_layer: bool = False) -> NoReturn:
+        """Refuse: public copies follow weights, which change little from step to step; gradients do not.
+
+        Raises:
+            ValueError: Always.
+        """
+        refuse_gradients(self)
+
+    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+        """Move every tensor towards its neighbours', in place.
+
+        Args:
+            tensors: By name, in the same order with the same shapes and dtypes on every worker.
+            op: ``"avg_world"``.
+            denom: Not used.
+
+        Raises:
+            UnknownOperationError: ``op`` is another one.
+            ValueError: A tensor has not the size it was remembered with, or the workers' lists of neighbours do not
+                fit together.
+        """
+        check_gossip_operation(op)
+        bookkeeping = {name: tensor for name, tensor in tensors.items() if name.startswith(BOOKKEEPING)}
+        compressed = {n: t for n, t in tensors.items() if n not in bookkeeping and t.numel()}
+        if self.world_size > 1 and compressed:
+            self._gossip_compressed(compressed)
+        self._delegate(self.gossip, bookkeeping, op, denom)
+
+    def _gossip_compressed(self, tensors: Mapping[str, Tensor]) -> None:
+        own = {name: self._compress(name, x_i) for name, x_i in tensors.items()}
+        received = self._exchange(own)
+        self._raw_bytes += sum(x_i.numel() * x_i.element_size() for x_i in tensors.values())
+        weights = self.gossip.weights
+        for name, x_i in tensors.items():
+            x_hat, s_i, q_i = self._copies[name], self._sums[name], own[name]
+            self.compression.add_to(x_hat, q_i, 1.0)
+            self.compression.add_to(s_i, q_i, -sum(weights))
+            for w_ij, message in zip(weights, received, strict=True):
+                self.compression.add_to(s_i, message[name], w_ij)
+            x_i.copy_((x_i.reshape(-1) + self.gamma * s_i).view(x_i.shape))
+
+    def _compress(self, name: str, x_i: Tensor) -> Compressed:
+        """Return q_i = Q(x_i - x_hat_i), in the tensor's dtype; start with zeros where nothing is remembered."""
+        dtype = computing_dtype(x_i.dtype)
+        for memory in (self._copies, self._sums):
+            remembered = memory.get(name)
+            if remembered is None:
+                memory[name] = torch.zeros(x_i.numel(), dtype=dtype, device=x_i.device)
+            elif remembered.numel() != x_i.numel():
+                raise ValueError(
+                    f"{name!r} has {x_i.numel()} numbers, but {remembered.numel()} are remembered of it: the state is "
+                    "of another model"
+                )
+            else:
+                memory[name] = remembered.to(device=x_i.device, dtype=dtype)
+        return self.compression.compress((x_i.reshape(-1) - self._copies[name]).to(x_i.dtype))
+
+    def _exchange(self, own: Mapping[str, Compressed]) -> list[dict[str, Compressed]]:
+        """Send what was compressed to every neighbour as one message of bytes; return theirs."""
+        parts = [part for q_i in own.values() for part in q_i.sent]
+        device = parts[0].device
+        message = torch.cat([part.contiguous().view(torch.uint8).to(device) for part in parts])
+        received = self.gossip.exchange(message)
+        for _ in received:
+            self._count_bytes(message)
+        self._compressed_bytes += message.numel()
+        return [_unpack_like(own, theirs) for theirs in received]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the public copies and the sums by parameter name, and the compression's state."""
+        return {"copies": dict(self._copies), "sums": dict(self._sums), "compression": self.compression.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; an empty one starts afresh.
+
+        Raises:
+            ValueError: It is another aggregation's or another compression's state.
+        """
+        state = {"copies": {}, "sums": {}, "compression": self.compression.state_dict(), **state_dict}
+        if set(state) != {"copies", "sums", "compression"} or set(state["copies"]) != set(state["sums"]):
+            raise ValueError(
+                f"ChocoAggregation needs a state with copies, sums and compression, not {sorted(state_dict)}: the "
+                "checkpoint was written with another aggregation; build the optimizer with that one"
+            )
+        if set(state["compression"]) != set(self.compression.state_dict()):
+            raise ValueError(
+                f"the state is of a compression that keeps {sorted(state['compression'])}, but "
+                f"{type(self.compression).__name__} keeps {sorted(self.compression.state_dict())}: build the optimizer "
+                "with the compression of the checkpoint"
+            )
+        self._copies = {name: copy.detach().clone() for name, copy in state["copies"].items()}
+        self._sums = {name: total.detach().clone() for name, total in state["sums"].items()}
+        self.compression.load_state_dict(state["compression"])
+
+
+def _unpack_like(own: Mapping[str, Compressed], message: Tensor) -> dict[str, Compressed]:
+    """Cut a message of bytes into what stands in it: as many tensors, as large, as this worker's own."""
+    result, start = {}, 0
+    for name, q_i in own.items():
+        parts = []
+        for part in q_i.sent:
+            end = start + part.numel() * part.element_size()
+            aligned = message[start:end].to(part.device, copy=True)
+            parts.append(aligned.view(part.dtype))
+            start = end
+        result[name] = replace(q_i, sent=tuple(parts))
+    return result
+
+
+def _make_compression(compression: str | Compression, ratio: float, seed: int) -> Compression:
+    if isinstance(compression, Compression):
+        return compression
+    if compression not in COMPRESSIONS:
+        raise ValueError(
+            f"compression is {compression!r}; it must be one of {', '.join(map(repr, COMPRESSIONS))} or a Compression"
+        )
+    if compression == "top_k":
+        return TopK(ratio)
+    if compression == "random_k":
+        return RandomK(ratio, seed)
+    return ScaledSign() if compression == "sign" else Identity()
+
+
+def _check_ratio(ratio: float) -> float:
+    if not 0 < ratio <= 1:
+        raise ValueError(f"ratio is {ratio}; the share of entries that are sent must be in (0, 1]")
+    return ratio
+
+
+def _kept(ratio: float, count: int) -> int:
+    """How many of ``count`` entries are kept, at least one."""
+    return max(1, round(ratio * count))
+
+
+def _bit_values(device: torch.device) -> Tensor:
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)

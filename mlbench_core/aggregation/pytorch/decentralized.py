@@ -1,0 +1,266 @@
+"""Averaging with neighbours: each worker talks to a few others only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, UnknownOperationError
+from mlbench_core.aggregation.pytorch.all_reduce import (
+    AVG_WORLD,
+    AllReduceAggregation,
+    _by_dtype_and_device,
+    _pack,
+    _unpack,
+)
+from mlbench_core.utils.pytorch import distributed
+from mlbench_core.utils.pytorch.topology import Topology, from_edges
+
+__all__ = ["DecentralizedAggregation"]
+
+BUFFER = f"{BOOKKEEPING}buffer:"
+
+
+class DecentralizedAggregation(Aggregation):
+    r"""Average with the neighbours, uncompressed.
+
+    With :math:`x_i` the tensor of worker :math:`i` and :math:`W` the mixing matrix of the graph,
+
+    .. math:: x_i \leftarrow \sum_j W_{ij} x_j = x_i + \sum_{j \ne i} W_{ij} (x_j - x_i).
+
+    :math:`W` has Metropolis-Hastings weights, see :class:`~mlbench_core.utils.pytorch.topology.Topology`. It is doubly
+    stochastic for every graph, so the average of all workers stays what it was (to rounding), and it is
+    :math:`1 / (1 + \deg)` where all workers have as many neighbours. Workers that agree keep their bits.
+
+    Each worker knows its own neighbours only. At the first aggregation, or at :meth:`connect`, the workers exchange
+    their lists once, with one flag a worker; an edge that only one of its ends knows of would make that end wait for
+    ever, so all workers refuse it.
+
+    A call sends one flat message per dtype and device to every neighbour, in the tensors' own dtype: ``degree`` times
+    the bytes of the tensors. Half-precision numbers are mixed in float32. Buffers are mixed like weights; other
+    bookkeeping, such as a loss, is averaged over all workers. One worker alone sends nothing.
+
+    Args:
+        rank: This worker's number; None takes that of the process group.
+        neighbors: Ranks of this worker's neighbours; order and repetition do not matter. None where ``topology`` is
+            given or the worker is alone.
+        use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+        topology: The whole graph, instead of ``neighbors``.
+
+    Raises:
+        ValueError: ``rank`` is not this process's, ``neighbors`` is missing or has a rank that is not there, or
+            ``topology`` is for another number of workers.
+
+    Example:
+        >>> from mlbench_core.utils.pytorch.topology import ring
+        >>> aggregation = DecentralizedAggregation(rank=0, neighbors=None, topology=ring(1))
+        >>> aggregation.spectral_gap
+        1.0
+
+    References:
+        X. Lian, C. Zhang, H. Zhang, C. Hsieh, W. Zhang, J. Liu: Can Decentralized Algorithms Outperform Centralized
+        Algorithms? A Case Study for Decentralized Parallel Stochastic Gradient Descent. arXiv:1705.09056
+    """
+
+    def __init__(
+        self,
+        rank: int | None,
+        neighbors: Iterable[int] | None,
+        use_cuda: bool = False,
+        *,
+        topology: Topology | None = None,
+    ) -> None:
+        super().__init__(use_cuda=use_cuda)
+        self._world_size = distributed.world_size()
+        self.rank = _check_rank(rank)
+        self.neighbors = _check_neighbors(neighbors, topology, self.rank, self._world_size)
+        self.topology = topology if self._world_size > 1 else from_edges(1, ())
+        self._weights: tuple[float, ...] | None = None  # W_ij by neighbour; known once the workers are connected
+        self._all_reduce = AllReduceAggregation(self._world_size, use_cuda=use_cuda)
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the graph."""
+        return self._world_size
+
+    @property
+    def spectral_gap(self) -> float | None:
+        """How fast mixing reaches agreement, see :class:`Topology`; None before the workers exchanged their lists."""
+        return None if self.topology is None else self.topology.spectral_gap
+
+    def connect(self) -> Topology:
+        """Exchange the lists of neighbours, once; every worker must call this (the first aggregation does).
+
+        Returns:
+            The graph, the same on every worker.
+
+        Raises:
+            ValueError: On every worker alike: an edge is known to one of its ends only, or the graph is not connected.
+        """
+        if self._weights is None or self.topology is None:
+            if self.world_size > 1:
+                self.topology = _agreed_topology(self.neighbors, self.topology, self.world_size)
+            assert self.topology is not None
+            row = self.topology.mixing_matrix[self.rank].tolist()
+            self._weights = tuple(row[j] for j in self.neighbors)
+        return self.topology
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The mixing weights :math:`W_{ij}` of the neighbours, in their order; connects the workers if need be."""
+        self.connect()
+        assert self._weights is not None
+        return self._weights
+
+    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+        """Replace every tensor by its average with the neighbours', in place.
+
+        Args:
+            tensors: By name, in the same order with the same shapes and dtypes on every worker.
+            op: ``"avg_world"``.
+            denom: Not used.
+
+        Raises:
+            UnknownOperationError: ``op`` is another one. It is a ValueError and a NotImplementedError.
+            ValueError: The workers' lists of neighbours do not fit together.
+        """
+        check_gossip_operation(op)
+        shared = {name: t for name, t in tensors.items() if name.startswith(BOOKKEEPING) and not is_buffer(name)}
+        mixed = [tensor for name, tensor in tensors.items() if name not in shared]
+        for kind in _by_dtype_and_device(mixed):
+            if self.world_size > 1:
+                message = _pack(kind)
+                self._mix(message)
+                _unpack(message, kind)
+        self._delegate(self._all_reduce, shared, op, denom)
+
+    def _mix(self, x_i: Tensor) -> None:
+        """Replace a flat message by its weighted average with the neighbours', in place."""
+        weights = self.weights
+        own = x_i.to(computing_dtype(x_i.dtype))
+        mixed = own.clone()
+        for w_ij, x_j in zip(weights, self.exchange(x_i), strict=True):
+            mixed.add_(x_j.to(own.dtype) - own, alpha=w_ij)
+        x_i.copy_(mixed)
+
+    def exchange(self, message: Tensor) -> list[Tensor]:
+        """Send a flat tensor to every neighbour and return what they sent, in the order of :attr:`neighbors`.
+
+        Args:
+            message: One-dimensional, with the same length and dtype on every worker.
+
+        Returns:
+            The neighbours' messages, on the same device.
+        """
+        sent = _sendable(message)
+        received = [torch.empty_like(sent) for _ in self.neighbors]
+        if sent.numel():
+            dist = distributed.dist
+            transfers = [dist.P2POp(dist.isend, sent, rank) for rank in self.neighbors]
+            transfers += [
+                dist.P2POp(dist.irecv, buffer, rank) for buffer, rank in zip(received, self.neighbors, strict=True)
+            ]
+            for work in dist.batch_isend_irecv(transfers):
+                work.wait()
+        for _ in self.neighbors:
+            self._count_bytes(sent)
+        return [buffer.to(message.device) for buffer in received]
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a name is that of a model's buffer."""
+    return name.startswith(BUFFER)
+
+
+def check_gossip_operation(op: str) -> None:
+    """Refuse operations other than ``"avg_world"``, the only one that neighbours can do by themselves.
+
+    Raises:
+        UnknownOperationError: It is another one.
+    """
+    if op != AVG_WORLD:
+        raise UnknownOperationError(f"op must be {AVG_WORLD!r} where workers average with their neighbours, not {op!r}")
+
+
+def refuse_gradients(aggregation: Aggregation) -> NoReturn:
+    """Refuse to aggregate gradients with an aggregation that is made for weights.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(f"{type(aggregation).__name__} averages weights, not gradients: use agg_model, or agg_grad=False")
+
+
+def computing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to add up numbers of a dtype in: float32 for half precision, otherwise itself.
+
+    Example:
+        >>> computing_dtype(torch.bfloat16), computing_dtype(torch.float64)
+        (torch.float32, torch.float64)
+    """
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _sendable(message: Tensor) -> Tensor:
+    """Put a message where the backend sends from one worker to another: Gloo does so from the host only."""
+    sent = distributed.get_backend_tensor(message)
+    return sent.cpu() if distributed.backend() == "gloo" else sent
+
+
+def _check_rank(rank: int | None) -> int:
+    actual = distributed.rank()
+    if rank is not None and rank != actual:
+        raise ValueError(
+            f"rank is {rank!r}, but this process has rank {actual} of {distributed.world_size()}: enter "
+            "initialize_backends first and give the rank it yields, or None"
+        )
+    return actual
+
+
+def _check_neighbors(
+    neighbors: Iterable[int] | None, topology: Topology | None, rank: int, world_size: int
+) -> tuple[int, ...]:
+    """Return this worker's neighbours, ascending, each once."""
+    if neighbors is not None and topology is not None:
+        raise ValueError("neighbors and topology are both given: give the one that says who talks to whom")
+    if topology is not None:
+        if topology.world_size != world_size:
+            raise ValueError(f"topology is for {topology.world_size} workers, but there are {world_size}")
+        return topology.neighbours(rank)
+    if neighbors is None:
+        if world_size == 1:
+            return ()
+        raise ValueError(
+            "neighbors is missing: give the ranks this worker averages with, or topology=, for example "
+            f"mlbench_core.utils.pytorch.topology.ring({world_size})"
+        )
+    ranks = sorted({int(neighbor) for neighbor in neighbors})
+    wrong = [neighbor for neighbor in ranks if neighbor == rank or not 0 <= neighbor < world_size]
+    if wrong:
+        raise ValueError(
+            f"neighbors has {wrong}: rank {rank}'s neighbours must be other ranks from 0 to {world_size - 1}"
+        )
+    return tuple(ranks)
+
+
+def _agreed_topology(neighbors: tuple[int, ...], topology: Topology | None, world_size: int) -> Topology:
+    """Make the graph of what every worker says its neighbours are."""
+    row = torch.zeros(world_size, dtype=torch.uint8)
+    row[list(neighbors)] = 1
+    sent = distributed.get_backend_tensor(row)
+    rows = [torch.empty_like(sent) for _ in range(world_size)]
+    distributed.dist.all_gather(rows, sent)
+    adjacency = torch.stack(rows).cpu()
+    one_sided = (adjacency > adjacency.T).nonzero().tolist()
+    if one_sided:
+        listing, listed = one_sided[0]
+        raise ValueError(
+            f"rank {listing} has rank {listed} as a neighbour, but not the other way round: neighbours exchange "
+            f"tensors, so both must list the edge ({listing}, {listed})"
+            + (f"; so for {one_sided[1:]}" if one_sided[1:] else "")
+        )
+    agreed = from_edges(world_size, [(i, j) for i, j in adjacency.nonzero().tolist()])
+    return topology if topology is not None and topology.edges == agreed.edges else agreed

@@ -1,0 +1,293 @@
+"""Averaging the weights now and then: workers go on by themselves for H steps in between."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, _trainable
+from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
+from mlbench_core.aggregation.pytorch.decentralized import (
+    check_gossip_operation,
+    computing_dtype,
+    refuse_gradients,
+)
+
+__all__ = ["DiLoCoAggregation", "PeriodicAggregation"]
+
+
+class PeriodicAggregation(Aggregation):
+    r"""Aggregate every H-th time only, and send nothing in between.
+
+    With the steps counted from :math:`t = 1` and :math:`A` the aggregation inside, for example the average over all
+    workers,
+
+    .. math:: x_i \leftarrow A(x_1, \ldots, x_k) \text{ if } H \mid t, \text{ else } x_i.
+
+    Every tensor has a counter of its own, by name, so one message a layer, buffers and parameters that are added
+    later need nothing special; where all tensors take part from the first step on, the counters are equal and
+    everything travels at the same step. The bytes are those of the aggregation inside at every H-th step, 0 at others.
+
+    Attributes:
+        inside: What is done every H-th time.
+        period: H.
+
+    Args:
+        aggregation: What to do every H-th time.
+        period: H, a positive integer; 1 aggregates every time.
+
+    Raises:
+        TypeError: ``period`` is no integer or ``aggregation`` no aggregation.
+        ValueError: ``period`` is not positive.
+
+    Example:
+        >>> aggregation = PeriodicAggregation(AllReduceAggregation(world_size=1), period=8)
+        >>> aggregation.agg_model()(nn.Linear(2, 1), "avg_world")
+        >>> aggregation.state_dict()
+        {'counts': {'weight': 1, 'bias': 1}}
+
+    References:
+        S. Stich: Local SGD Converges Fast and Communicates Little. arXiv:1805.09767
+    """
+
+    def __init__(self, aggregation: Aggregation, period: int) -> None:
+        if not isinstance(aggregation, Aggregation):
+            raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
+        super().__init__(use_cuda=aggregation.use_cuda)
+        self.inside = aggregation
+        self.period = _check_period(period)
+        self._counts: dict[str, int] = {}
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers that take part."""
+        return self.inside.world_size
+
+    @property
+    def compression_ratio(self) -> float:  # type: ignore[override]
+        """That of the aggregation inside; what is saved by not sending is not counted."""
+        return self.inside.compression_ratio
+
+    def agg_grad(self, by_layer: bool = False) -> NoReturn:
+        """Refuse: gradients that are not averaged at this step would be lost to the other workers.
+
+        Raises:
+            ValueError: Always.
+        """
+        refuse_gradients(self)
+
+    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+        """Count a step of every tensor, and aggregate, in place, those for which it is the H-th.
+
+        Args:
+            tensors: By name, in the same order with the same shapes and dtypes on every worker.
+            op: As in the aggregation inside.
+            denom: As in the aggregation inside.
+        """
+        for name in tensors:
+            self._counts[name] = self._counts.get(name, 0) + 1
+        due = {name: tensor for name, tensor in tensors.items() if self._counts[name] % self.period == 0}
+        self._delegate(self.inside, due, op, denom)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters by name, and the state of the aggregation inside if it has one."""
+        inside = self.inside.state_dict()
+        return {"counts": dict(self._counts), **({"inside": inside} if inside else {})}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; an empty one starts afresh.
+
+        Raises:
+            ValueError: It is another aggregation's state.
+        """
+        if set(state_dict) - {"counts", "inside"}:
+            raise ValueError(
+                f"PeriodicAggregation needs a state with counts, not {sorted(state_dict)}: the checkpoint was written "
+                "with another aggregation; build the optimizer with that one"
+            )
+        self.inside.load_state_dict(state_dict.get("inside", {}))
+        self._counts = {name: int(count) for name, count in state_dict.get("counts", {}).items()}
+
+
+class DiLoCoAggregation(Aggregation):
+    r"""Move weights that all workers share along the average of what each has done to them.
+
+    With :math:`\theta` the shared weights and :math:`\theta_i` those that worker :math:`i` of :math:`k` came to, a call
+    takes the outer gradient
+
+    .. math:: \Delta = \theta - \frac{1}{k} \sum_i \theta_i = \frac{1}{k} \sum_i (\theta - \theta_i),
+
+    lets the outer optimizer step :math:`\theta` along it and sets every :math:`\theta_i` to :math:`\theta`. Outer SGD
+    with learning rate 1 and no momentum is the plain average.
+
+    The differences are averaged in the tensors' own dtype; :math:`\theta` of half-precision weights is kept in float32.
+    Buffers and other bookkeeping are only averaged. One worker alone takes outer steps too, and sends nothing. The
+    bytes of a call are those of the tensors.
+
+    Attributes:
+        outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next call.
+
+    Args:
+        outer_optimizer: A function that makes a torch optimizer of an iterable of parameters; by default SGD with
+            learning rate 0.7 and Nesterov momentum 0.9.
+        world_size: Number of workers; None takes that of the process group.
+        use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+
+    Raises:
+        TypeError: ``outer_optimizer`` makes no torch optimizer.
+        ValueError: ``world_size`` is not the number of workers in the process group.
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> aggregation = DiLoCoAggregation(partial(SGD, lr=0.5))
+        >>> _ = nn.init.zeros_(model.weight)
+        >>> aggregation.start(model)
+        >>> _ = nn.init.ones_(model.weight)
+        >>> aggregation.agg_model()(model, "avg_world")
+        >>> model.weight.item()
+        0.5
+
+    References:
+        A. Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models. arXiv:2311.08105
+    """
+
+    def __init__(
+        self,
+        outer_optimizer: Callable[[Iterable[Tensor]], Optimizer] | None = None,
+        world_size: int | None = None,
+        use_cuda: bool = False,
+    ) -> None:
+        super().__init__(use_cuda=use_cuda)
+        self._all_reduce = AllReduceAggregation(world_size, use_cuda=use_cuda)
+        self._shared: dict[str, nn.Parameter] = {}  # theta by name
+        self.outer_optimizer = _make_outer(outer_optimizer)
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers that take part."""
+        return self._all_reduce.world_size
+
+    def agg_grad(self, by_layer: bool = False) -> NoReturn:
+        """Refuse: shared weights stay behind if only gradients are aggregated.
+
+        Raises:
+            ValueError: Always.
+        """
+        refuse_gradients(self)
+
+    def start(self, model: nn.Module | Mapping[str, Tensor]) -> None:
+        """Take the weights of a model, equal on all workers, as the shared ones, where there are none yet.
+
+        Parameters that are not there at the start (or all, where this is not called) are plainly averaged at their
+        first aggregation and step along outer gradients from then on.
+
+        Args:
+            model: The model before its first step, or a mapping from names to parameters.
+        """
+        if not self._shared:
+            for name, parameter in _trainable(model):
+                self._share(name, parameter)
+
+    @torch.no_grad()
+    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+        """Take an outer step and replace every tensor by the shared one, in place.
+
+        Args:
+            tensors: By name, in the same order with the same shapes and dtypes on every worker.
+            op: ``"avg_world"``.
+            denom: Not used.
+
+        Raises:
+            UnknownOperationError: ``op`` is another one.
+            ValueError: A tensor has not the shape of the shared one.
+        """
+        check_gossip_operation(op)
+        steps = {name: tensor for name, tensor in tensors.items() if name in self._shared}
+        outer_gradients = {name: self._difference(name, theta_i) for name, theta_i in steps.items()}
+        averages = {name: tensor for name, tensor in tensors.items() if name not in steps}
+        self._delegate(self._all_reduce, {**outer_gradients, **averages}, op, denom)
+        for name, gradient in outer_gradients.items():
+            self._shared[name].grad = gradient.to(self._shared[name].dtype)
+        self.outer_optimizer.step()
+        self.outer_optimizer.zero_grad()
+        for name, theta_i in steps.items():
+            theta_i.copy_(self._shared[name])
+        for name, average in averages.items():
+            if not name.startswith(BOOKKEEPING):
+                self._share(name, average)
+
+    def _difference(self, name: str, theta_i: Tensor) -> Tensor:
+        """Return theta - theta_i in the dtype of theta_i."""
+        theta = self._shared[name]
+        if theta.shape != theta_i.shape:
+            raise ValueError(
+                f"{name!r} has shape {tuple(theta_i.shape)}, but the shared one has {tuple(theta.shape)}: the state is "
+                "of another model"
+            )
+        if theta.device != theta_i.device:
+            theta.data = theta.data.to(theta_i.device)
+        return (theta - theta_i).to(theta_i.dtype)
+
+    def _share(self, name: str, weights: Tensor) -> None:
+        """Remember weights as shared ones and have the outer optimizer step along their outer gradients."""
+        theta = nn.Parameter(weights.detach().to(computing_dtype(weights.dtype), copy=True))
+        self._shared[name] = theta
+        self.outer_optimizer.param_groups[0]["params"].append(theta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the shared weights and the outer optimizer's state, by parameter name, and its options."""
+        if not self._shared:
+            return {}
+        options = {key: value for key, value in self.outer_optimizer.param_groups[0].items() if key != "params"}
+        return {
+            "shared": {name: theta.detach() for name, theta in self._shared.items()},
+            "outer_state": {name: dict(self.outer_optimizer.state.get(p, {})) for name, p in self._shared.items()},
+            "outer_options": options,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; an empty one starts afresh.
+
+        Raises:
+            ValueError: It is another aggregation's state.
+        """
+        keys = {"shared", "outer_state", "outer_options"}
+        if state_dict and set(state_dict) != keys:
+            raise ValueError(
+                f"DiLoCoAggregation needs a state with {', '.join(sorted(keys))}, not {sorted(state_dict)}: the "
+                "checkpoint was written with another aggregation; build the optimizer with that one"
+            )
+        self._shared.clear()
+        self.outer_optimizer.state.clear()
+        self.outer_optimizer.param_groups[0]["params"].clear()
+        self.outer_optimizer.param_groups[0].update(state_dict.get("outer_options", {}))
+        for name, theta in state_dict.get("shared", {}).items():
+            self._share(name, theta)
+            self.outer_optimizer.state[self._shared[name]] = copy.deepcopy(state_dict["outer_state"][name])
+
+
+def _make_outer(make: Callable[[Iterable[Tensor]], Optimizer] | None) -> Optimizer:
+    """Make the outer optimizer with one group that is empty as yet."""
+    make = make or partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
+    outer = make([nn.Parameter(torch.zeros(()))])  # torch wants to see a parameter
+    if not isinstance(outer, Optimizer):
+        raise TypeError(f"outer_optimizer must make a torch.optim.Optimizer, not {type(outer).__name__}")
+    outer.param_groups[0]["params"].clear()
+    return outer
+
+
+def _check_period(period: int) -> int:
+    try:
+        period = operator.index(period)
+    except TypeError:
+        raise TypeError(f"period must be an integer, not {period!r}") from None
+    if period < 1:
+        raise ValueError(f"period is {period}; workers synchronise every 1, 2, ... steps")
+    return period
