@@ -2,5 +2,16 @@
 
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation, check_world_size
 from mlbench_core.aggregation.pytorch.horovod import AllReduceAggregationHVD
+from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, SignAggregation
+from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation
 
-__all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "AllReduceAggregationHVD", "check_world_size"]
+__all__ = [
+    "AVG_CUSTOM",
+    "AVG_WORLD",
+    "AllReduceAggregation",
+    "AllReduceAggregationHVD",
+    "EFSignAggregation",
+    "SignAggregation",
+    "SparsifiedAggregation",
+    "check_world_size",
+]

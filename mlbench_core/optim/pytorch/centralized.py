@@ -10,8 +10,15 @@ from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.optim.pytorch.generic import CustomCentralizedOptimizer, GenericCentralizedOptimizer, check_lr
+from mlbench_core.optim.pytorch.optim import CentralizedSparsifiedSGD
 
-__all__ = ["CentralizedAdam", "CentralizedSGD", "CustomCentralizedOptimizer", "GenericCentralizedOptimizer"]
+__all__ = [
+    "CentralizedAdam",
+    "CentralizedSGD",
+    "CentralizedSparsifiedSGD",
+    "CustomCentralizedOptimizer",
+    "GenericCentralizedOptimizer",
+]
 
 
 class CentralizedSGD(GenericCentralizedOptimizer):

@@ -1,0 +1,206 @@
+"""What aggregations that send less than the whole gradients have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlbench_core.aggregation.pytorch.aggregation import (
+    BOOKKEEPING,
+    Aggregation,
+    AggregationFunction,
+    Denominator,
+    UnknownOperationError,
+    check_denominator,
+)
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+from mlbench_core.utils.pytorch import distributed
+
+__all__ = ["CompressedAggregation", "as_bytes", "divide", "from_bytes", "write_back"]
+
+
+class CompressedAggregation(Aggregation):
+    r"""Base of aggregations whose messages are smaller than the gradients.
+
+    It sorts the tensors: bookkeeping is averaged uncompressed, and the rest reaches :meth:`_aggregate_kind` in groups
+    of one dtype and device, which is one message each. It also keeps the error memory :math:`e` of those that have
+    error feedback: per tensor, at least float32, what this worker did not send yet. A parameter for which no worker
+    has a gradient is skipped and its memory stays.
+
+    Only gradients (or steps) can be compressed this way; weights would be lost.
+
+    Args:
+        use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+        world_size: Number of workers; None takes that of the process group.
+
+    Raises:
+        ValueError: ``world_size`` is not the number of workers in the process group.
+    """
+
+    def __init__(self, use_cuda: bool = False, *, world_size: int | None = None) -> None:
+        super().__init__(use_cuda=use_cuda)
+        self._uncompressed = AllReduceAggregation(world_size, use_cuda=use_cuda)
+        self._memory: dict[str, Tensor] = {}
+        self._original_bytes = 0
+        self._compressed_bytes = 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers that take part."""
+        return self._uncompressed.world_size
+
+    @property
+    def compression_ratio(self) -> float:  # type: ignore[override]
+        """Bytes of the gradients over bytes sent for them so far, bookkeeping aside; 1 before anything was sent."""
+        return self._original_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
+
+    def agg_model(self, by_layer: bool = False) -> AggregationFunction:
+        """Refuse: compressed weights are no weights.
+
+        Raises:
+            UnknownOperationError: Always. It is a ValueError and a NotImplementedError.
+        """
+        raise UnknownOperationError(
+            f"{type(self).__name__} compresses gradients and would destroy weights: build the optimizer with "
+            "agg_grad=True, or average weights with AllReduceAggregation"
+        )
+
+    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+        """Replace every tensor by what the workers agree on, in place.
+
+        Args:
+            tensors: By name, in the same order with the same shapes and dtypes on every worker.
+            op: ``"avg_world"`` or ``"avg_custom"``.
+            denom: For ``"avg_custom"``, what sums over workers are divided by: a positive number or a tensor with one
+                element, the same on every worker.
+
+        Raises:
+            UnknownOperationError: ``op`` is neither.
+            ValueError: ``denom`` is missing or not positive, or a tensor does not fit what is remembered of it.
+            TypeError: A tensor holds no real floating-point numbers.
+        """
+        divisor = self._divisor(op, denom)
+        kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if not name.startswith(BOOKKEEPING) and tensor.numel() > 0:
+                _check_real(name, tensor)
+                kinds.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+        for kind in kinds.values():
+            before = self.bytes_sent
+            self._aggregate_kind(kind, divisor)
+            if self.bytes_sent > before:
+                self._original_bytes += sum(tensor.numel() * tensor.element_size() for tensor in kind.values())
+                self._compressed_bytes += self.bytes_sent - before
+        bookkeeping = {name: tensor for name, tensor in tensors.items() if name.startswith(BOOKKEEPING)}
+        self._delegate(self._uncompressed, bookkeeping, op, denom)
+
+    @abstractmethod
+    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+        """Aggregate tensors of one dtype and device, none of them empty, in place."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the error memory by parameter name under ``"memory"``; nothing where nothing is remembered."""
+        return {"memory": dict(self._memory)} if self._memory else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; an empty one forgets everything.
+
+        Raises:
+            ValueError: The state is that of another aggregation.
+        """
+        self._check_keys(state_dict, {"memory"})
+        self._memory = {name: error.clone() for name, error in state_dict.get("memory", {}).items()}
+
+    def memory(self, name: str) -> Tensor | None:
+        """What this worker still owes of a tensor: its error memory, in the tensor's shape; None without one.
+
+        Args:
+            name: The tensor's name.
+        """
+        return self._memory.get(name)
+
+    def _remembered(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor's error memory, zeros at first, on the tensor's device and at least in float32."""
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        error = self._memory.get(name)
+        if error is None:
+            error = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+        elif error.shape != tensor.shape:
+            raise ValueError(
+                f"the error memory of {name!r} has shape {tuple(error.shape)}, its gradient {tuple(tensor.shape)}: "
+                "the state was loaded from a run with another model"
+            )
+        self._memory[name] = error = error.to(device=tensor.device, dtype=dtype)
+        return error
+
+    def _gather(self, message: Tensor) -> Tensor:
+        """Return every worker's message, shape (k, length), in the order of ranks; one worker sends nothing."""
+        if self.world_size == 1:
+            return message[None]
+        sent = distributed.get_backend_tensor(message)
+        gathered = sent.new_empty(self.world_size * sent.numel())
+        distributed.dist.all_gather_into_tensor(gathered, sent)
+        self._count_bytes(sent)
+        return gathered.view(self.world_size, -1).to(message.device)
+
+    def _check_keys(self, state_dict: Mapping[str, Any], known: set[str]) -> None:
+        """Refuse the state of another aggregation."""
+        unknown = sorted(set(state_dict) - known)
+        if unknown:
+            raise ValueError(
+                f"{type(self).__name__} remembers {sorted(known)} but was given {unknown}: the checkpoint was written "
+                "with another aggregation; build the optimizer with that one"
+            )
+
+    def _divisor(self, op: str, denom: Denominator | None) -> Denominator:
+        if op == AVG_WORLD:
+            return self.world_size
+        if op == AVG_CUSTOM:
+            return check_denominator(denom)
+        raise UnknownOperationError(f"op must be '{AVG_WORLD}' or '{AVG_CUSTOM}', not {op!r}")
+
+    def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
+        """Aggregate, and give the memory back of what was thrown away because no worker had a gradient."""
+        missing = [name for name, parameter in parameters.items() if parameter.grad is None and name in self._memory]
+        kept = {name: self._memory[name].clone() for name in missing}
+        super()._aggregate_some_gradients(parameters, op, denom)
+        for name, error in kept.items():
+            if parameters[name].grad is None:
+                self._memory[name].copy_(error)
+
+
+def as_bytes(*tensors: Tensor) -> Tensor:
+    """Put tensors one after another into one message of bytes (uint8)."""
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+
+
+def from_bytes(message: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Read ``count`` numbers from a message of bytes, whatever the alignment of ``start``.
+
+    Example:
+        >>> message = as_bytes(torch.tensor([7], dtype=torch.uint8), torch.tensor([0.5, 2.0]))
+        >>> from_bytes(message, 1, 2, torch.float32)
+        tensor([0.5000, 2.0000])
+    """
+    return message[start : start + count * dtype.itemsize].clone().view(dtype)
+
+
+def divide(tensor: Tensor, divisor: Denominator) -> Tensor:
+    """Divide by a number, or by a tensor with one element on any device, in place."""
+    return tensor.div_(divisor.to(tensor.device) if isinstance(divisor, Tensor) else divisor)
+
+
+def write_back(flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Copy a flat tensor into tensors of any strides, one after another, each in its logical order."""
+    parts = flat.split([tensor.numel() for tensor in tensors.values()])
+    for tensor, part in zip(tensors.values(), parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _check_real(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name!r} has dtype {tensor.dtype}; only real floating-point tensors can be compressed")

@@ -1,0 +1,194 @@
+"""One bit a weight: majority vote of signs, and scaled signs with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
+from mlbench_core.aggregation.pytorch.compressed import (
+    CompressedAggregation,
+    as_bytes,
+    divide,
+    from_bytes,
+    write_back,
+)
+from mlbench_core.utils.pytorch import distributed
+
+__all__ = ["EFSignAggregation", "SignAggregation", "pack_bits", "unpack_bits"]
+
+
+class SignAggregation(CompressedAggregation):
+    r"""Majority vote: every coordinate becomes the sign that most workers have.
+
+    With :math:`g_i` the gradient of worker :math:`i` of :math:`k`, every worker's tensor becomes
+
+    .. math:: \operatorname{sign}\Bigl(\sum_{i=1}^{k} \operatorname{sign}(g_i)\Bigr) \in \{-1, 0, 1\},
+
+    whatever the operation divides sums by. A tie of an even number of workers gives 0. One bit has no room for a zero:
+    worker :math:`i` sends a zero in step :math:`t` as :math:`(-1)^{t + i}`, so that zeros on all of an even number of
+    workers give 0, and elsewhere the votes of a worker's zeros cancel from step to step. A gradient that this worker
+    lacks counts as zeros. One worker alone sends nothing and keeps its zeros.
+
+    Bytes a worker sends per step: :math:`\lceil d / 8 \rceil` for the :math:`d` coordinates of one dtype (of each
+    parameter with ``by_layer=True``), in one all-gather.
+
+    Args:
+        use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+        world_size: Number of workers; None takes that of the process group.
+
+    Raises:
+        ValueError: ``world_size`` is not the number of workers in the process group.
+
+    Example:
+        >>> gradient = torch.tensor([0.3, -7.0, 0.0])
+        >>> SignAggregation().aggregate({"weight": gradient}, "avg_world")
+        >>> gradient
+        tensor([ 1., -1.,  0.])
+
+    References:
+        Bernstein, Wang, Azizzadenesheli, Anandkumar: signSGD: Compressed Optimisation for Non-Convex Problems.
+        arXiv:1802.04434
+        Bernstein, Zhao, Azizzadenesheli, Anandkumar: signSGD with Majority Vote is Communication Efficient and Fault
+        Tolerant. arXiv:1810.05291
+    """
+
+    def __init__(self, use_cuda: bool = False, *, world_size: int | None = None) -> None:
+        super().__init__(use_cuda=use_cuda, world_size=world_size)
+        self._votes_held: dict[str, int] = {}
+
+    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+        if self.world_size == 1:
+            for tensor in tensors.values():
+                tensor.sign_()
+            return
+        zero_is_positive = self._zero_is_positive(next(iter(tensors)))
+        signs = torch.cat([_is_positive(tensor.reshape(-1), zero_is_positive) for tensor in tensors.values()])
+        ballots = self._gather(pack_bits(signs))
+        ayes = torch.zeros(signs.numel(), dtype=torch.int16, device=signs.device)
+        for ballot in ballots:
+            ayes += unpack_bits(ballot, signs.numel())
+        write_back(torch.sign(2 * ayes - self.world_size), tensors)
+
+    def _zero_is_positive(self, message: str) -> bool:
+        """How this worker votes for zeros now; every message, known by its first tensor, counts its own turns."""
+        turn = self._votes_held.get(message, 0)
+        self._votes_held[message] = turn + 1
+        return (turn + distributed.rank()) % 2 == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of votes held, by the name of the message's first tensor, under ``"votes_held"``."""
+        return {"votes_held": dict(self._votes_held)} if self._votes_held else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; an empty one starts anew.
+
+        Raises:
+            ValueError: The state is that of another aggregation.
+        """
+        self._check_keys(state_dict, {"votes_held"})
+        self._votes_held = dict(state_dict.get("votes_held", {}))
+
+
+class EFSignAggregation(CompressedAggregation):
+    r"""Scaled signs with error feedback.
+
+    Worker :math:`i` adds what it still owes, :math:`e_i`, to its gradient :math:`g_i` (or step; the memory is in the
+    same unit), sends the signs and the mean absolute value of each tensor with :math:`d` coordinates, and remembers
+    the rest:
+
+    .. math::
+
+        p_i &= g_i + e_i \\
+        \Delta_i &= \frac{\lVert p_i \rVert_1}{d} \operatorname{sign}(p_i) \\
+        e_i &\leftarrow p_i - \Delta_i
+
+    Every worker's tensor becomes :math:`\frac{1}{k} \sum_i \Delta_i` (or the sum over ``denom``), summed in the order
+    of ranks, so that all workers get the same bits. The sign of zero is 1. What is not finite is not remembered, so
+    that a step that overflowed can be skipped.
+
+    Bytes a worker sends per step: :math:`\lceil d / 8 \rceil` for the :math:`d` coordinates of one dtype, and 4 for
+    each tensor (8 where it is float64), in one all-gather.
+
+    Args:
+        use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+        world_size: Number of workers; None takes that of the process group.
+
+    Raises:
+        ValueError: ``world_size`` is not the number of workers in the process group.
+
+    Example:
+        >>> aggregation, gradient = EFSignAggregation(), torch.tensor([3.0, -1.0])
+        >>> aggregation.aggregate({"weight": gradient}, "avg_world")
+        >>> gradient, aggregation.memory("weight")
+        (tensor([ 2., -2.]), tensor([1., 1.]))
+
+    References:
+        Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and other Gradient Compression Schemes.
+        arXiv:1901.09847
+    """
+
+    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+        p = {name: self._remembered(name, tensor).add_(tensor) for name, tensor in tensors.items()}
+        scales = torch.stack([p_n.abs().mean() for p_n in p.values()])
+        signs = torch.cat([p_n.reshape(-1) >= 0 for p_n in p.values()])
+        for p_n, scale in zip(p.values(), scales, strict=True):
+            p_n.sub_(torch.where(p_n >= 0, scale, -scale)).nan_to_num_(nan=0, posinf=0, neginf=0)  # now e
+        sizes = torch.tensor([p_n.numel() for p_n in p.values()], device=signs.device)
+        total = torch.zeros(signs.numel(), dtype=scales.dtype, device=scales.device)
+        for message in self._gather(as_bytes(scales, pack_bits(signs))):
+            scale = from_bytes(message, 0, len(p), scales.dtype).repeat_interleave(sizes, output_size=signs.numel())
+            positive = unpack_bits(message[scales.nbytes :], signs.numel())
+            total += torch.where(positive, scale, -scale)
+        write_back(divide(total, divisor), tensors)
+
+
+def _is_positive(values: Tensor, zero_is_positive: bool) -> Tensor:
+    return values >= 0 if zero_is_positive else values > 0
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Pack truth values, eight to a byte, the first into the highest bit; the last byte is filled up with zeros.
+
+    Args:
+        bits: Shape (n,), bool.
+
+    Returns:
+        Shape (ceil(n / 8),), uint8, on the same device.
+
+    Example:
+        >>> pack_bits(torch.tensor([True, False, False, False, False, False, True, True, True]))
+        tensor([131, 128], dtype=torch.uint8)
+    """
+    if bits.device.type == "cpu":
+        return torch.from_numpy(np.packbits(bits.numpy()))
+    padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+    return (padded << _places(bits.device)).sum(dim=1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, count: int) -> Tensor:
+    """Undo :func:`pack_bits`.
+
+    Args:
+        packed: Shape (ceil(count / 8),), uint8.
+        count: Number of bits.
+
+    Returns:
+        Shape (count,), bool, on the same device.
+
+    Example:
+        >>> unpack_bits(torch.tensor([131], dtype=torch.uint8), 3)
+        tensor([ True, False, False])
+    """
+    if packed.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(packed.numpy(), count=count).view(bool))
+    return (packed[:, None] >> _places(packed.device) & 1).view(-1)[:count].bool()
+
+
+def _places(device: torch.device) -> Tensor:
+    """How far each of a byte's eight bits is shifted, on a GPU made there without a copy from the host."""
+    return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)

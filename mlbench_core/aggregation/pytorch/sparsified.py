@@ -1,0 +1,237 @@
+"""A few coordinates of each tensor: the largest or random ones, with a memory of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
+from mlbench_core.aggregation.pytorch.compressed import (
+    CompressedAggregation,
+    as_bytes,
+    divide,
+    from_bytes,
+    write_back,
+)
+
+__all__ = ["SparsifiedAggregation", "draw_coordinates"]
+
+
+class SparsifiedAggregation(CompressedAggregation):
+    r"""Send a few coordinates of each tensor and remember the rest.
+
+    Worker :math:`i` adds what it still owes, :math:`m_i`, to its gradient :math:`g_i` (or step; the memory is in the
+    same unit), sends the :math:`k` coordinates :math:`\operatorname{comp}_k` picks, and remembers the others:
+
+    .. math::
+
+        m_i &\leftarrow m_i + g_i \\
+        c_i &= \operatorname{comp}_k(m_i) \\
+        m_i &\leftarrow m_i - c_i
+
+    Every worker's tensor becomes :math:`\frac{1}{n} \sum_i c_i` over the :math:`n` workers (or the sum over
+    ``denom``). :math:`\operatorname{comp}_k` keeps the :math:`k` coordinates that are largest in absolute value on that
+    worker (top-k), or, with ``random=True``, :math:`k` uniformly drawn ones, the same on all workers (random-k). The
+    kept values are not scaled. A tensor with fewer than :math:`k` coordinates is sent whole. What is not finite is not
+    remembered, so that a step that overflowed can be skipped.
+
+    Bytes a worker sends per step, with :math:`K` the sum of :math:`k` over the tensors of one dtype of :math:`b` bytes:
+    top-k :math:`(b + 4) K`, values and their int32 positions in one all-gather, added in the order of ranks; random-k
+    :math:`b K`, only values, in one all-reduce.
+
+    Args:
+        model: The model; a state that was saved with another one is refused. None if it is not known.
+        use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+        size: Number of coordinates sent per tensor (an integer), or their share of it (a float, at most 1.0; at
+            least one coordinate is sent).
+        random: Random coordinates instead of the largest.
+        error_feedback: Remember what was not sent; False forgets it.
+        seed: Of the generator that draws random coordinates, the same on all workers. It is the aggregation's own.
+        world_size: Number of workers; None takes that of the process group.
+
+    Raises:
+        ValueError: ``size`` is out of range, or ``world_size`` is not the number of workers in the process group.
+        TypeError: ``size`` is no number.
+
+    Example:
+        >>> aggregation, gradient = SparsifiedAggregation(None, size=1), torch.tensor([1.0, -3.0, 2.0])
+        >>> aggregation.aggregate({"weight": gradient}, "avg_world")
+        >>> gradient, aggregation.memory("weight")
+        (tensor([ 0., -3.,  0.]), tensor([1., 0., 2.]))
+
+    References:
+        Stich, Cordonnier, Jaggi: Sparsified SGD with Memory. arXiv:1809.07599
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        use_cuda: bool = False,
+        *,
+        size: int | float = 10,
+        random: bool = False,
+        error_feedback: bool = True,
+        seed: int = 0,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__(use_cuda=use_cuda, world_size=world_size)
+        self.size = check_size(size, "size")
+        self.random = random
+        self.error_feedback = error_feedback
+        self._generator = torch.Generator().manual_seed(seed)
+        named = model.named_parameters() if isinstance(model, nn.Module) else ()
+        self._shapes = {name: parameter.shape for name, parameter in named}
+
+    def coordinates_sent(self, numel: int) -> int:
+        """Number of coordinates sent of a tensor.
+
+        Args:
+            numel: Number of coordinates it has.
+        """
+        return coordinates_sent(self.size, numel)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the memory by parameter name and, with ``random=True``, the state of the generator."""
+        generator = {"generator": self._generator.get_state()} if self.random else {}
+        return {**super().state_dict(), **generator}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; an empty one forgets all memory and leaves the generator.
+
+        Raises:
+            ValueError: The state is that of another aggregation or another model.
+        """
+        self._check_keys(state_dict, {"memory"} | ({"generator"} if self.random else set()))
+        memory = {"memory": state_dict.get("memory", {})}
+        for name, error in memory["memory"].items():
+            if error.shape != self._shapes.get(name, error.shape):
+                raise ValueError(
+                    f"the saved memory of {name!r} has shape {tuple(error.shape)}, the model's parameter "
+                    f"{tuple(self._shapes[name])}: the checkpoint was written with another model"
+                )
+        super().load_state_dict(memory)
+        if "generator" in state_dict:
+            self._generator.set_state(state_dict["generator"].cpu())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Replace the generator, which cannot be pickled, by its state."""
+        return {**self.__dict__, "_generator": self._generator.get_state()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        generator = torch.Generator()
+        generator.set_state(state["_generator"])
+        self.__dict__.update({**state, "_generator": generator})
+
+    def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
+        m = [self._with_memory(name, tensor) for name, tensor in tensors.items()]
+        picked = [self._pick(m_n) for m_n in m]
+        dtype = next(iter(tensors.values())).dtype
+        sent = torch.cat([_take(m_n, coordinates, dtype) for m_n, coordinates in zip(m, picked, strict=True)])
+        coordinates = torch.cat(picked)
+        starts = _starts(m, picked)
+        total = sent.new_zeros(sum(len(m_n) for m_n in m))
+        if self.random:
+            self._delegate(self._uncompressed, {"values": sent}, AVG_CUSTOM, 1)
+            total[starts + coordinates] = sent
+        else:
+            for message in self._gather(as_bytes(sent, coordinates.to(torch.int32))):
+                values = from_bytes(message, 0, len(sent), dtype)
+                theirs = from_bytes(message, sent.nbytes, len(sent), torch.int32)
+                total.index_add_(0, starts + theirs, values)
+        write_back(divide(total, divisor), tensors)
+
+    def _with_memory(self, name: str, tensor: Tensor) -> Tensor:
+        """Return memory plus tensor as a vector: the memory itself, or a copy where nothing is remembered."""
+        if tensor.numel() > torch.iinfo(torch.int32).max:
+            raise ValueError(f"{name!r} has {tensor.numel()} coordinates; positions are sent as int32, below 2**31")
+        if self.error_feedback:
+            return self._remembered(name, tensor).add_(tensor).view(-1)
+        return tensor.reshape(-1).clone()
+
+    def _pick(self, m: Tensor) -> Tensor:
+        """Return the coordinates of a vector that are sent, int64."""
+        k = self.coordinates_sent(m.numel())
+        if self.random:
+            return draw_coordinates(m.numel(), k, self._generator).to(m.device)
+        return torch.topk(m.abs(), k, sorted=False).indices
+
+
+def check_size(size: int | float, name: str) -> int | float:
+    """Return a number of coordinates, or their share, if it is one.
+
+    Args:
+        size: An integer from 1, or a float above 0 and at most 1.0.
+        name: What the caller calls it, for the message.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is out of range.
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, float)):
+        raise TypeError(f"{name} must be an integer (coordinates per tensor) or a float (their share), not {size!r}")
+    if size <= 0 or (isinstance(size, float) and not size <= 1):
+        raise ValueError(
+            f"{name} is {size}; it must be an integer from 1 (coordinates per tensor) or a float in (0, 1] (a share)"
+        )
+    return size
+
+
+def coordinates_sent(size: int | float, numel: int) -> int:
+    """Number of coordinates sent of a tensor.
+
+    Args:
+        size: Number of coordinates (an integer), or their share (a float).
+        numel: Number of coordinates the tensor has, at least 1.
+
+    Example:
+        >>> coordinates_sent(10, 7), coordinates_sent(0.01, 1000), coordinates_sent(0.01, 3)
+        (7, 10, 1)
+    """
+    return min(numel, size) if isinstance(size, int) else max(1, round(size * numel))
+
+
+def draw_coordinates(numel: int, count: int, generator: torch.Generator) -> Tensor:
+    """Draw different coordinates, every set of them with the same probability.
+
+    A few of many take time in proportion to the few: coordinates are drawn with replacement, and repetitions dropped.
+
+    Args:
+        numel: Coordinates are 0 to ``numel - 1``.
+        count: How many to draw, at most ``numel``.
+        generator: On the CPU.
+
+    Returns:
+        Shape (count,), int64, on the CPU, in no order.
+
+    Example:
+        >>> sorted(draw_coordinates(3, 3, torch.Generator()).tolist())
+        [0, 1, 2]
+    """
+    if 4 * count >= numel:
+        return torch.randperm(numel, generator=generator)[:count]
+    drawn = torch.empty(0, dtype=torch.int64)
+    while len(drawn) < count:
+        drawn = torch.cat([drawn, torch.randint(numel, (2 * count,), generator=generator)])
+        first = np.unique(drawn.numpy(), return_index=True)[1]
+        drawn = drawn[torch.from_numpy(np.sort(first))]
+    return drawn[:count]
+
+
+def _take(m: Tensor, coordinates: Tensor, dtype: torch.dtype) -> Tensor:
+    """Take values off a vector as they go over the wire; what rounding to ``dtype`` loses stays in it."""
+    values = m[coordinates].to(dtype)
+    m.index_add_(0, coordinates, values.to(m.dtype), alpha=-1)
+    m.nan_to_num_(nan=0, posinf=0, neginf=0)
+    return values
+
+
+def _starts(vectors: list[Tensor], picked: list[Tensor]) -> Tensor:
+    """For each picked coordinate, where its vector starts if all are put one after another."""
+    ends = np.cumsum([len(vector) for vector in vectors])
+    starts = np.repeat(ends - [len(vector) for vector in vectors], [len(coordinates) for coordinates in picked])
+    return torch.from_numpy(starts).to(picked[0].device)

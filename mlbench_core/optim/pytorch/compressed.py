@@ -1,0 +1,201 @@
+"""Optimizers of given parameters whose workers exchange compressed directions or steps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD
+from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
+from mlbench_core.aggregation.pytorch.timing import CommunicationClock
+from mlbench_core.optim.pytorch.generic import Closure, check_lr, evaluate
+
+__all__ = ["CompressedOptimizer", "Params", "decayed_gradient", "sgd_direction"]
+
+Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]"
+
+
+class CompressedOptimizer(Optimizer):
+    """Base of optimizers whose workers exchange something made of their gradients by a lossy aggregation.
+
+    Each worker makes a tensor of each of its gradients (:meth:`_local`), the aggregation replaces it by what the
+    workers agree on, and that times :meth:`_rate` is subtracted from the parameter. The workers start from equal
+    parameters and keep them equal.
+
+    What the aggregation remembers of a parameter goes by its name: the one it was given with (``named_parameters()``),
+    else ``"group{i}.{j}"``.
+
+    Attributes:
+        aggregation: The aggregation; it counts the bytes.
+        world_size: Number of workers.
+        agg_grad: True: communication comes before the update.
+
+    Args:
+        params: Parameters, groups of them, or pairs of name and parameter; each worker gives the same in the same
+            order.
+        defaults: Options of a group that does not name them.
+        aggregation: How to aggregate.
+        average: Divide sums over workers by their number; False leaves the sum.
+
+    Raises:
+        ValueError: Parameters or ``lr`` are missing, an option is negative, or two parameters have one name.
+    """
+
+    agg_grad = True
+
+    def __init__(
+        self, params: Params | None, defaults: dict[str, Any], aggregation: CompressedAggregation, average: bool = True
+    ) -> None:
+        if params is None:
+            raise ValueError("params is missing: give params=, for example model.parameters()")
+        check_lr(defaults["lr"], type(self).__name__)
+        for option in ("lr", "momentum", "weight_decay"):
+            if not defaults.get(option, 0) >= 0:
+                raise ValueError(f"{option} is {defaults[option]}; it must not be negative")
+        self.aggregation = aggregation
+        self._aggregate_named = aggregation.agg_grad()
+        self._average = average
+        self._clock = CommunicationClock()
+        super().__init__(params, defaults)
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.aggregation.world_size
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None, tracker: Any | None = None) -> Any:  # type: ignore[override]
+        """Exchange what the gradients give and take one step.
+
+        Args:
+            closure: Clears the gradients, computes the loss and its gradients, and returns the loss.
+            tracker: A :class:`~mlbench_core.utils.tracker.Tracker` (or None) that is told when the communication and
+                when the update was done, and what the communication cost.
+
+        Returns:
+            What the closure returned, this worker's loss; None without a closure.
+        """
+        loss = evaluate(closure)
+        named = dict(self._named_parameters())
+        stand_ins = {name: self._stand_in(parameter, group) for name, (parameter, group) in named.items()}
+        self._exchange(stand_ins, tracker)
+        for name, (parameter, group) in named.items():
+            agreed = stand_ins[name].grad
+            if agreed is not None:
+                parameter.add_(agreed, alpha=-self._rate(group))
+        if tracker is not None:
+            tracker.record_batch_opt_step()
+        return loss
+
+    @abstractmethod
+    def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """Make what this worker hands to the aggregation, a new tensor, of a parameter with a gradient."""
+
+    def _rate(self, group: dict[str, Any]) -> float:
+        """What the aggregated tensors are multiplied with; 1 where they are steps already."""
+        return 1.0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; options it does not name get the defaults."""
+        super().add_param_group(param_group)
+        names = [name for name, _ in self._named_parameters()]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            self.param_groups.pop()
+            raise ValueError(f"several parameters are called {', '.join(repeated)}: give every parameter its own name")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in torch's format, and what the aggregation remembers under ``"aggregation"``."""
+        state_dict = super().state_dict()
+        remembered = self.aggregation.state_dict()
+        return {**state_dict, "aggregation": remembered} if remembered else state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Restore what :meth:`state_dict` returned.
+
+        Args:
+            state_dict: Of an optimizer with the same groups.
+        """
+        super().load_state_dict(dict(state_dict))
+        self.aggregation.load_state_dict(state_dict.get("aggregation", {}))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but hooks and the ``step`` that a scheduler patched, which belong to this very object."""
+        own = {"step", "_opt_called", "_zero_grad_profile_name"}
+        return {k: v for k, v in self.__dict__.items() if k not in own and not k.endswith("_hooks")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+
+    def _named_parameters(self) -> Iterable[tuple[str, tuple[Tensor, dict[str, Any]]]]:
+        """Yield every parameter by its name, with its group."""
+        for i, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [f"group{i}.{j}" for j in range(len(group["params"]))]
+            for name, parameter in zip(names, group["params"], strict=True):
+                yield name, (parameter, group)
+
+    def _stand_in(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        """Make what the aggregation sees instead of a parameter: its ``grad`` is what this worker sends."""
+        stand_in = parameter.detach().requires_grad_(parameter.requires_grad)
+        if parameter.grad is not None and parameter.requires_grad:
+            if parameter.grad.layout != torch.strided:
+                raise ValueError(f"a gradient has layout {parameter.grad.layout}; only dense ones can be compressed")
+            stand_in.grad = self._local(parameter, group)
+        return stand_in
+
+    def _exchange(self, stand_ins: Mapping[str, Tensor], tracker: Any | None) -> None:
+        """Aggregate, and report the cost."""
+        device = next(iter(stand_ins.values())).device
+        with self._clock.measure(device) as interval:
+            if self._average:
+                self._aggregate_named(stand_ins, AVG_WORLD)
+            else:
+                self._aggregate_named(stand_ins, AVG_CUSTOM, 1)
+            interval.size_bytes = self.aggregation.last_bytes
+        if tracker is not None:
+            tracker.record_batch_agg()
+        record = getattr(tracker, "record_communication", None)
+        for total_s, size_bytes in self._clock.finished():
+            if record is not None:
+                record(total_s, total_s, size_bytes)  # nothing overlaps it, so all of it is exposed
+
+
+def decayed_gradient(parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """Return the gradient with weight decay (L2 penalty), a new tensor."""
+    assert parameter.grad is not None
+    if group["weight_decay"]:
+        return parameter.grad.add(parameter, alpha=group["weight_decay"])
+    return parameter.grad.clone()
+
+
+def sgd_direction(parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+    r"""Return the direction of :class:`torch.optim.SGD`, whose step is the learning rate times it; a new tensor.
+
+    With gradient :math:`g`, weight decay :math:`\lambda`, momentum :math:`\mu` and dampening :math:`\tau`:
+
+    .. math::
+
+        g &\leftarrow g + \lambda x \\
+        b &\leftarrow \mu b + (1 - \tau) g \quad \text{(the first time } b = g \text{)}
+
+    and the direction is :math:`b`, or :math:`g + \mu b` with Nesterov momentum, or :math:`g` without momentum.
+
+    Args:
+        parameter: With its gradient.
+        group: Has momentum, dampening, weight_decay and nesterov.
+        state: Holds the momentum buffer :math:`b` of the parameter between calls.
+    """
+    g = decayed_gradient(parameter, group)
+    if not group["momentum"]:
+        return g
+    b = state.get("momentum_buffer")
+    if b is None:
+        b = state["momentum_buffer"] = g.clone()
+    else:
+        b.mul_(group["momentum"]).add_(g, alpha=1 - group["dampening"])
+    return g.add_(b, alpha=group["momentum"]) if group["nesterov"] else b.clone()
