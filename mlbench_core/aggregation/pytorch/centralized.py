@@ -2,6 +2,7 @@
 
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation, check_world_size
 from mlbench_core.aggregation.pytorch.horovod import AllReduceAggregationHVD
+from mlbench_core.aggregation.pytorch.power import PowerAggregation
 from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, SignAggregation
 from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation
 
@@ -11,6 +12,7 @@ __all__ = [
     "AllReduceAggregation",
     "AllReduceAggregationHVD",
     "EFSignAggregation",
+    "PowerAggregation",
     "SignAggregation",
     "SparsifiedAggregation",
     "check_world_size",

@@ -12,6 +12,7 @@ from mlbench_core.optim.pytorch.centralized import (
     CentralizedSparsifiedSGD,
     CustomCentralizedOptimizer,
     GenericCentralizedOptimizer,
+    PowerSGD,
 )
 from mlbench_core.optim.pytorch.decentralized import ChocoSGD, DecentralizedSGD
 from mlbench_core.optim.pytorch.local import DiLoCo, LocalSGD
@@ -28,6 +29,7 @@ __all__ = [
     "EFSignSGD",
     "GenericCentralizedOptimizer",
     "LocalSGD",
+    "PowerSGD",
     "SignSGD",
     "SparsifiedSGD",
     "get_optimizer",
@@ -43,6 +45,7 @@ optimizers: dict[str, type[Optimizer]] = {
     "diloco": DiLoCo,
     "ef_sign_sgd": EFSignSGD,
     "local_sgd": LocalSGD,
+    "power_sgd": PowerSGD,
     "sign_sgd": SignSGD,
     "sparsified_sgd": SparsifiedSGD,
 }

@@ -11,6 +11,7 @@ from torch.optim.optimizer import required
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.optim.pytorch.generic import CustomCentralizedOptimizer, GenericCentralizedOptimizer, check_lr
 from mlbench_core.optim.pytorch.optim import CentralizedSparsifiedSGD
+from mlbench_core.optim.pytorch.power_sgd import PowerSGD
 
 __all__ = [
     "CentralizedAdam",
@@ -18,6 +19,7 @@ __all__ = [
     "CentralizedSparsifiedSGD",
     "CustomCentralizedOptimizer",
     "GenericCentralizedOptimizer",
+    "PowerSGD",
 ]
 
 

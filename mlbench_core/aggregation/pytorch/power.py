@@ -1,0 +1,419 @@
+"""PowerSGD: gradients as products of two thin matrices, with error feedback."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mlbench_core.aggregation.pytorch.aggregation import (
+    BOOKKEEPING,
+    Aggregation,
+    AggregationFunction,
+    Denominator,
+    UnknownOperationError,
+    check_denominator,
+)
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+
+__all__ = ["PowerAggregation"]
+
+COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+BLOCK_ELEMENTS = 2**18
+"""How much of a matrix is worked on at a time on a CPU: it stays in the cache from one operation to the next."""
+
+
+class PowerAggregation(Aggregation):
+    r"""Average gradients over all workers, compressed to low rank by one step of power iteration (PowerSGD).
+
+    A gradient :math:`g_i` of worker :math:`i` of :math:`k`, seen as a matrix with :math:`n` rows (its first dimension)
+    and :math:`m` columns (all others), is sent as two factors of rank :math:`r = \min(n, m, \text{rank})`. With the
+    error memory :math:`e_i` and a matrix :math:`Q \in \mathbb{R}^{m \times r}`, the same on all workers,
+
+    .. math::
+        \Delta_i &= g_i + e_i \\
+        P &= \operatorname{orthonormal}\Bigl(\frac{1}{k} \sum_i \Delta_i Q\Bigr) \\
+        Q &= \frac{1}{k} \sum_i \Delta_i^\top P \\
+        g_i &\leftarrow P Q^\top \\
+        e_i &\leftarrow \Delta_i - P Q^\top.
+
+    Nothing is lost: :math:`\frac{1}{k} \sum_i \Delta_i = P Q^\top + \frac{1}{k} \sum_i e_i` after every step, and
+    where the average of the :math:`\Delta_i` has rank :math:`r` or less, :math:`P Q^\top` is that average.
+
+    A tensor is compressed if that makes it smaller, :math:`r (n + m) < n m`. All others (vectors, numbers, small
+    matrices) are averaged as they are. There are two messages, however many tensors there are: all :math:`P` together
+    with what is not compressed, then all :math:`Q`. Each is split by dtype and device where tensors differ in that.
+
+    The factors are computed at least in float32, also for models in half precision. A worker sends, per call, the
+    bytes of what is not compressed plus :math:`r (n + m)` numbers of ``comm_dtype`` per matrix.
+
+    Only the sum of all :math:`g_i + e_i` has a meaning if ``denom`` changes from step to step: what is left over in
+    one step is then divided by the denominator of a later one.
+
+    An infinite or undefined gradient gives an undefined one on all workers, so that an overflow is seen everywhere;
+    the memory of that matrix starts again from zero.
+
+    Attributes:
+        model: As given.
+        rank: As given.
+        compression_ratio: Bytes of the gradients over bytes sent for them so far; 1 before anything was sent.
+
+    Args:
+        model: The model whose gradients will be aggregated.
+        use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+        reuse_query: Start from the last step's :math:`Q` (the paper's warm start). Otherwise every step draws a new
+            one from a normal distribution.
+        world_size: Number of workers; None takes that of the process group.
+        rank: Largest rank of the approximation, 1 or more. It is not the worker's number.
+        error_feedback: Keep :math:`e_i`. Without it, what was not sent is lost.
+        comm_dtype: Type in which :math:`P` and :math:`Q` travel, for example ``torch.bfloat16``. None is the type in
+            which they are computed: float32, or float64 for gradients in float64.
+        start_after_steps: For as many steps, first average every tensor uncompressed.
+        seed: Of this object's own random generator; the same on all workers.
+
+    Raises:
+        ValueError: An argument is out of range, or ``world_size`` is not that of the process group.
+        TypeError: An argument has the wrong type.
+
+    Example:
+        >>> model = nn.Linear(6, 8, bias=False)
+        >>> model.weight.grad = torch.outer(torch.arange(8.0), torch.ones(6))  # has rank 1
+        >>> before = model.weight.grad.clone()
+        >>> PowerAggregation(model, rank=1).agg_grad()(model, AVG_WORLD)
+        >>> torch.allclose(model.weight.grad, before, atol=1e-5)
+        True
+
+    References:
+        Vogels, Karimireddy and Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization.
+        arXiv:1905.13727
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        use_cuda: bool = False,
+        reuse_query: bool = False,
+        world_size: int | None = 1,
+        rank: int = 1,
+        *,
+        error_feedback: bool = True,
+        comm_dtype: torch.dtype | None = None,
+        start_after_steps: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(use_cuda=use_cuda)
+        self.model = _check_model(model)
+        self.rank = _check_count("rank", rank, least=1)
+        self.reuse_query = reuse_query
+        self.error_feedback = error_feedback
+        self.comm_dtype = _check_comm_dtype(comm_dtype)
+        self.start_after_steps = _check_count("start_after_steps", start_after_steps, least=0)
+        # half precision has room for an average of many workers' numbers, but not for their sum
+        self._all_reduce = AllReduceAggregation(world_size, divide_before=comm_dtype is not None, use_cuda=use_cuda)
+        self._generator = torch.Generator().manual_seed(_check_count("seed", seed, least=0))
+        self._errors: dict[str, Tensor] = {}
+        self._queries: dict[str, Tensor] = {}
+        self._uncompressed_steps: dict[str, int] = {}
+        self._original_bytes = 0
+        self._sent_bytes = 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers that take part."""
+        return self._all_reduce.world_size
+
+    @property
+    def compression_ratio(self) -> float:  # type: ignore[override]
+        """Bytes of the gradients over bytes sent for them so far; 1 before anything was sent."""
+        return self._original_bytes / self._sent_bytes if self._sent_bytes else 1.0
+
+    def agg_model(self, by_layer: bool = False) -> AggregationFunction:
+        """Refuse: weights would not survive an approximation of low rank.
+
+        Raises:
+            UnknownOperationError: Always. It is a ValueError and a NotImplementedError.
+        """
+        raise UnknownOperationError(
+            "PowerAggregation approximates gradients and would destroy weights: build the optimizer with "
+            "agg_grad=True, or average weights with AllReduceAggregation"
+        )
+
+    def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
+        """Replace every tensor by the approximate average over workers, in place.
+
+        Args:
+            tensors: By name, in the same order with the same shapes and dtypes on every worker.
+            op: ``"avg_world"``, or ``"avg_custom"`` to divide the sum over workers by ``denom`` instead of by k.
+            denom: For ``"avg_custom"``, a positive number or a tensor with one element, the same on every worker.
+
+        Raises:
+            UnknownOperationError: ``op`` is neither. It is a ValueError and a NotImplementedError.
+            ValueError: ``denom`` is missing or not positive, or a restored state does not fit a tensor.
+        """
+        scale = self._scale(op, denom)
+        bytes_before = self.bytes_sent
+        matrices = [self._matrix(name, tensor) for name, tensor in tensors.items() if self._compresses(name, tensor)]
+
+        # The scale of P does not matter, so P may take part in the operation of the tensors with which it travels.
+        left = {matrix.name: self._to_send(matrix.accumulate(self._query(matrix))) for matrix in matrices}
+        self._delegate(self._all_reduce, {**tensors, **left}, op, denom)
+
+        bases = [_orthonormal_rows(left[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
+        right = {matrix.name: self._to_send(p @ matrix.delta) for matrix, p in zip(matrices, bases, strict=True)}
+        self._delegate(self._all_reduce, right, AVG_WORLD)
+
+        for matrix, p in zip(matrices, bases, strict=True):
+            q = right[matrix.name].to(matrix.delta.dtype)
+            matrix.replace(p, q)
+            if scale is not None:
+                matrix.gradient.mul_(scale.to(q.device) if isinstance(scale, Tensor) else scale)
+            matrix.write_back()
+            if self.reuse_query:
+                self._queries[matrix.name] = q
+        self._record_ratio(tensors, self.bytes_sent - bytes_before)
+
+    def state_dict(self) -> dict[str, Any]:
+        r"""Return what is remembered between steps.
+
+        Returns:
+            By parameter name, ``"errors"`` (shape (n, m)), ``"queries"`` (the rows of the last :math:`Q^\top`, shape
+            (r, m)) and ``"uncompressed_steps"``; and ``"generator"``, the state of the random generator.
+        """
+        return {
+            "errors": dict(self._errors),
+            "queries": dict(self._queries),
+            "uncompressed_steps": dict(self._uncompressed_steps),
+            "generator": self._generator.get_state(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned; an empty dictionary leaves everything as it is.
+
+        Raises:
+            ValueError: It is the state of another aggregation, model or rank.
+        """
+        if not state_dict:
+            return
+        known = {"errors", "queries", "uncompressed_steps", "generator"}
+        if set(state_dict) != known:
+            raise ValueError(
+                f"PowerAggregation remembers {sorted(known)} but was given {sorted(state_dict)}: the checkpoint was "
+                "written with another aggregation; build the optimizer with that one"
+            )
+        parameters = dict(self.model.named_parameters())
+        for what in ("errors", "queries"):
+            for name, tensor in state_dict[what].items():
+                if name in parameters:
+                    self._check_shape(what, name, tensor, parameters[name])
+        self._errors = {name: error.clone() for name, error in state_dict["errors"].items()}
+        self._queries = {name: query.clone() for name, query in state_dict["queries"].items()}
+        self._uncompressed_steps = dict(state_dict["uncompressed_steps"])
+        self._generator.set_state(state_dict["generator"].cpu())
+
+    def _scale(self, op: str, denom: Denominator | None) -> Denominator | None:
+        """What to multiply an average over workers by to get what ``op`` asks for; None for nothing."""
+        if op == AVG_WORLD:
+            return None
+        if op != AVG_CUSTOM:
+            raise UnknownOperationError(f"op must be '{AVG_WORLD}' or '{AVG_CUSTOM}', not {op!r}")
+        denom = check_denominator(denom)
+        return self.world_size / (denom.double() if isinstance(denom, Tensor) else denom)
+
+    def _compresses(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor is compressed in this step; counts the steps for which it is not yet."""
+        if name.startswith(BOOKKEEPING) or not tensor.is_floating_point() or tensor.dim() < 2 or tensor.numel() == 0:
+            return False
+        rows, columns = len(tensor), tensor.numel() // len(tensor)
+        if min(rows, columns, self.rank) * (rows + columns) >= rows * columns:
+            return False
+        steps = self._uncompressed_steps.get(name, 0)
+        if steps < self.start_after_steps:
+            self._uncompressed_steps[name] = steps + 1
+            return False
+        return True
+
+    def _matrix(self, name: str, tensor: Tensor) -> _Matrix:
+        """See a tensor as a matrix, with its error memory (zeros at first)."""
+        gradient = tensor.contiguous().view(len(tensor), -1)
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        if not self.error_feedback:
+            return _Matrix(name, tensor, gradient, gradient.to(dtype), has_memory=False)
+        error = self._errors.get(name)
+        if error is None:
+            error = torch.zeros(gradient.shape, dtype=dtype, device=tensor.device)
+        self._check_shape("errors", name, error, tensor)
+        self._errors[name] = error = error.to(device=tensor.device, dtype=dtype)
+        return _Matrix(name, tensor, gradient, error, has_memory=True)
+
+    def _query(self, matrix: _Matrix) -> Tensor:
+        r"""Return the rows of :math:`Q^\top` to start from, the same on all workers.
+
+        The generator is used in every step, needed or not, so that it is in the same state on all workers.
+        """
+        rows, columns = matrix.delta.shape
+        shape = (min(rows, columns, self.rank), columns)
+        drawn = torch.randn(shape, generator=self._generator, dtype=matrix.delta.dtype) / math.sqrt(columns)
+        drawn = drawn.to(matrix.delta.device)
+        remembered = self._queries.get(matrix.name) if self.reuse_query else None
+        if remembered is None:
+            return drawn
+        self._check_shape("queries", matrix.name, remembered, matrix.tensor)
+        return _orthonormal_rows(remembered.to(drawn), instead_of_zero=drawn)
+
+    def _to_send(self, factor: Tensor) -> Tensor:
+        return factor if self.comm_dtype is None else factor.to(self.comm_dtype)
+
+    def _check_shape(self, what: str, name: str, remembered: Tensor, tensor: Tensor) -> None:
+        """Refuse a restored error memory or query of another model or rank."""
+        columns = tensor.numel() // len(tensor)
+        rows = len(tensor) if what == "errors" else min(len(tensor), columns, self.rank)
+        if remembered.shape != (rows, columns):
+            raise ValueError(
+                f"the state has {what}[{name!r}] of shape {tuple(remembered.shape)}, but rank {self.rank} and a "
+                f"gradient of shape {tuple(tensor.shape)} need {(rows, columns)}: build the model and the "
+                "aggregation as they were when the checkpoint was written"
+            )
+
+    def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
+        """Aggregate, and give the memory back of what was thrown away because no worker had a gradient."""
+        missing = [name for name, parameter in parameters.items() if parameter.grad is None and name in self._errors]
+        kept = {name: self._errors[name].clone() for name in missing}
+        super()._aggregate_some_gradients(parameters, op, denom)
+        for name, error in kept.items():
+            if parameters[name].grad is None:
+                self._errors[name].copy_(error)
+
+    def _record_ratio(self, tensors: Mapping[str, Tensor], sent_bytes: int) -> None:
+        """Add a call to the account behind :attr:`compression_ratio`, bookkeeping left out."""
+        if self.world_size == 1:
+            return
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+        bookkeeping = sum(size for name, size in sizes.items() if name.startswith(BOOKKEEPING))
+        self._original_bytes += sum(sizes.values()) - bookkeeping
+        self._sent_bytes += sent_bytes - bookkeeping
+
+
+@dataclass
+class _Matrix:
+    r"""A gradient as a matrix, and what it is compressed from.
+
+    Factors are kept as rows, P as (r, n) and Q as (r, m): products with matrices of few columns are several times
+    slower.
+
+    Attributes:
+        name: The tensor's name.
+        tensor: The tensor, of any shape and strides.
+        gradient: The same numbers, shape (n, m): a view of ``tensor`` where that is contiguous, else a copy.
+        delta: :math:`\Delta`, shape (n, m), at least float32. Before :meth:`accumulate` and after :meth:`replace` it
+            holds the error memory. Without one it is the gradient.
+        has_memory: Whether there is an error memory.
+    """
+
+    name: str
+    tensor: Tensor
+    gradient: Tensor
+    delta: Tensor
+    has_memory: bool
+
+    def accumulate(self, query: Tensor) -> Tensor:
+        r"""Compute :math:`\Delta = g + e` in place of :math:`e`, and return the rows of :math:`(\Delta Q)^\top`."""
+        if not self.has_memory:
+            return query @ self.delta.t()
+        left = query.new_empty(len(query), len(self.delta))
+        for gradient, delta, part in self._blocks(left):
+            delta += gradient
+            torch.mm(query, delta.t(), out=part)
+        return left
+
+    def replace(self, left: Tensor, right: Tensor) -> None:
+        r"""Compute :math:`g = P Q^\top` in place of :math:`g`, and :math:`e = \Delta - P Q^\top` in place of Delta."""
+        for gradient, delta, part in self._blocks(left):
+            product = gradient if gradient.dtype == delta.dtype else torch.empty_like(delta)
+            _multiply(part, right, out=product)
+            if product is not gradient:
+                gradient.copy_(product)
+            if self.has_memory:
+                delta -= product
+        if self.has_memory:
+            is_finite = right.isfinite().all()
+            if right.is_cuda or not is_finite:  # a GPU is not waited for
+                self.delta.masked_fill_(~is_finite, 0)
+
+    def write_back(self) -> None:
+        """Copy the gradient to where it came from, if it is a copy."""
+        if self.gradient.data_ptr() != self.tensor.data_ptr():
+            self.tensor.copy_(self.gradient.view(self.tensor.shape))
+
+    def _blocks(self, left: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Split rows of gradient and delta, and the columns of ``left`` that belong to them, into blocks."""
+        rows, columns = self.delta.shape
+        if self.delta.device.type == "cpu":
+            rows = max(1, BLOCK_ELEMENTS // columns)
+        return zip(self.gradient.split(rows), self.delta.split(rows), left.split(rows, dim=1), strict=True)
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write the product of the transpose of ``left``, shape (r, n), and ``right``, shape (r, m), into ``out``."""
+    if len(left) > 2 or out.is_cuda:
+        torch.mm(left.t(), right, out=out)
+        return
+    torch.mul(left[0].unsqueeze(1), right[0], out=out)  # on a CPU faster than a product with so few columns
+    for column, row in zip(left[1:], right[1:], strict=True):
+        out.addcmul_(column.unsqueeze(1), row)
+
+
+def _orthonormal_rows(rows: Tensor, instead_of_zero: Tensor | None = None) -> Tensor:
+    """Orthonormalise the rows of a matrix by Gram-Schmidt.
+
+    Every row is projected three times. What the first projection leaves of a row that depends on those before it is
+    rounding noise, which still points into their span; once that is taken out as well, noise is a unit vector like
+    any other and harmless, since Q is computed from whatever P is. A row of which nothing at all is left is zero.
+
+    Args:
+        rows: Shape (r, n), float32 or float64.
+        instead_of_zero: Shape (r, n): replaces rows that are zero, or not finite, to begin with.
+
+    Returns:
+        Shape (r, n). Where a number was not finite, and is not replaced, no number is.
+    """
+    peak = rows.abs().amax(dim=1, keepdim=True)  # keeps squares in range
+    rows = rows / torch.where(peak == 0, 1, peak)
+    if instead_of_zero is not None:
+        rows = torch.where((peak > 0) & peak.isfinite(), rows, instead_of_zero)
+    for i, row in enumerate(rows):
+        for _ in range(3 if i else 1):
+            if i:
+                row -= (rows[:i] @ row) @ rows[:i]
+            norm = torch.linalg.vector_norm(row)
+            row /= torch.where(norm == 0, 1, norm)
+    return rows
+
+
+def _check_model(model: Any) -> nn.Module:
+    if model is None:
+        raise ValueError("model is missing: give model=, the torch.nn.Module to train")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    return model
+
+
+def _check_count(name: str, value: Any, least: int) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {value!r}") from None
+    if count < least:
+        raise ValueError(f"{name} must be {least} or more, not {count}")
+    return count
+
+
+def _check_comm_dtype(dtype: Any) -> torch.dtype | None:
+    if dtype is not None and dtype not in COMM_DTYPES:
+        raise ValueError(f"comm_dtype must be None or one of {', '.join(map(str, COMM_DTYPES))}, not {dtype!r}")
+    return dtype
