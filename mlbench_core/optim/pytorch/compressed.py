@@ -15,7 +15,7 @@ from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.generic import Closure, check_lr, evaluate
 
-__all__ = ["CompressedOptimizer", "Params", "decayed_gradient", "sgd_direction"]
+__all__ = ["CompressedOptimizer", "Params", "sgd_defaults"]
 
 Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]"
 
@@ -38,7 +38,7 @@ class CompressedOptimizer(Optimizer):
     Args:
         params: Parameters, groups of them, or pairs of name and parameter; each worker gives the same in the same
             order.
-        defaults: Options of a group that does not name them.
+        defaults: Options of a group that does not name them, from :func:`sgd_defaults`.
         aggregation: How to aggregate.
         average: Divide sums over workers by their number; False leaves the sum.
 
@@ -55,7 +55,7 @@ class CompressedOptimizer(Optimizer):
             raise ValueError("params is missing: give params=, for example model.parameters()")
         check_lr(defaults["lr"], type(self).__name__)
         for option in ("lr", "momentum", "weight_decay"):
-            if not defaults.get(option, 0) >= 0:
+            if not defaults[option] >= 0:
                 raise ValueError(f"{option} is {defaults[option]}; it must not be negative")
         self.aggregation = aggregation
         self._aggregate_named = aggregation.agg_grad()
@@ -96,6 +96,30 @@ class CompressedOptimizer(Optimizer):
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Make what this worker hands to the aggregation, a new tensor, of a parameter with a gradient."""
 
+    def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        r"""Return the direction of :class:`torch.optim.SGD`, whose step is the learning rate times it; a new tensor.
+
+        With gradient :math:`g`, weight decay :math:`\lambda`, momentum :math:`\mu`, dampening :math:`\tau`,
+
+        .. math::
+
+            g &\leftarrow g + \lambda x \\
+            b &\leftarrow \mu b + (1 - \tau) g \quad \text{(the first time } b = g \text{)}
+
+        it is :math:`b`, or :math:`g + \mu b` with Nesterov momentum, or :math:`g` without momentum.
+        """
+        assert parameter.grad is not None
+        g = parameter.grad.add(parameter, alpha=group["weight_decay"])
+        if not group["momentum"]:
+            return g
+        state = self.state[parameter]
+        b = state.get("momentum_buffer")
+        if b is None:
+            b = state["momentum_buffer"] = g.clone()
+        else:
+            b.mul_(group["momentum"]).add_(g, alpha=1 - group["dampening"])
+        return g.add_(b, alpha=group["momentum"]) if group["nesterov"] else b.clone()
+
     def _rate(self, group: dict[str, Any]) -> float:
         """What the aggregated tensors are multiplied with; 1 where they are steps already."""
         return 1.0
@@ -128,9 +152,6 @@ class CompressedOptimizer(Optimizer):
         """Everything but hooks and the ``step`` that a scheduler patched, which belong to this very object."""
         own = {"step", "_opt_called", "_zero_grad_profile_name"}
         return {k: v for k, v in self.__dict__.items() if k not in own and not k.endswith("_hooks")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
 
     def _named_parameters(self) -> Iterable[tuple[str, tuple[Tensor, dict[str, Any]]]]:
         """Yield every parameter by its name, with its group."""
@@ -165,37 +186,22 @@ class CompressedOptimizer(Optimizer):
                 record(total_s, total_s, size_bytes)  # nothing overlaps it, so all of it is exposed
 
 
-def decayed_gradient(parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return the gradient with weight decay (L2 penalty), a new tensor."""
-    assert parameter.grad is not None
-    if group["weight_decay"]:
-        return parameter.grad.add(parameter, alpha=group["weight_decay"])
-    return parameter.grad.clone()
+def sgd_defaults(
+    lr: float, momentum: float, weight_decay: float, dampening: float = 0, nesterov: bool = False
+) -> dict[str, Any]:
+    """Return the options of a parameter group, as :class:`torch.optim.SGD` has them.
 
-
-def sgd_direction(parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
-    r"""Return the direction of :class:`torch.optim.SGD`, whose step is the learning rate times it; a new tensor.
-
-    With gradient :math:`g`, weight decay :math:`\lambda`, momentum :math:`\mu` and dampening :math:`\tau`:
-
-    .. math::
-
-        g &\leftarrow g + \lambda x \\
-        b &\leftarrow \mu b + (1 - \tau) g \quad \text{(the first time } b = g \text{)}
-
-    and the direction is :math:`b`, or :math:`g + \mu b` with Nesterov momentum, or :math:`g` without momentum.
-
-    Args:
-        parameter: With its gradient.
-        group: Has momentum, dampening, weight_decay and nesterov.
-        state: Holds the momentum buffer :math:`b` of the parameter between calls.
+    Raises:
+        ValueError: Nesterov momentum without momentum, or with dampening.
     """
-    g = decayed_gradient(parameter, group)
-    if not group["momentum"]:
-        return g
-    b = state.get("momentum_buffer")
-    if b is None:
-        b = state["momentum_buffer"] = g.clone()
-    else:
-        b.mul_(group["momentum"]).add_(g, alpha=1 - group["dampening"])
-    return g.add_(b, alpha=group["momentum"]) if group["nesterov"] else b.clone()
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise ValueError(
+            f"nesterov=True needs a momentum above 0 and no dampening, not momentum={momentum}, dampening={dampening}"
+        )
+    return {
+        "lr": lr,
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "dampening": dampening,
+        "nesterov": nesterov,
+    }

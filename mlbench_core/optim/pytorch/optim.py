@@ -10,7 +10,7 @@ from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, SignAggregation
 from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation, check_size, coordinates_sent
-from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params, decayed_gradient, sgd_direction
+from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params, sgd_defaults
 from mlbench_core.optim.pytorch.generic import Closure
 
 __all__ = ["CentralizedSparsifiedSGD", "EFSignSGD", "SignSGD", "SparsifiedSGD"]
@@ -64,11 +64,11 @@ class SignSGD(CompressedOptimizer):
         *,
         world_size: int | None = None,
     ) -> None:
-        defaults = _sgd_defaults(lr, momentum, weight_decay, dampening, nesterov)
+        defaults = sgd_defaults(lr, momentum, weight_decay, dampening, nesterov)
         super().__init__(params, defaults, SignAggregation(world_size=world_size))
 
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        return sgd_direction(parameter, group, self.state[parameter])
+        return self._direction(parameter, group)
 
     def _rate(self, group: dict[str, Any]) -> float:
         return float(group["lr"])
@@ -127,11 +127,11 @@ class EFSignSGD(CompressedOptimizer):
         *,
         world_size: int | None = None,
     ) -> None:
-        defaults = _sgd_defaults(lr, momentum, weight_decay, dampening, nesterov)
+        defaults = sgd_defaults(lr, momentum, weight_decay, dampening, nesterov)
         super().__init__(params, defaults, EFSignAggregation(world_size=world_size))
 
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        return sgd_direction(parameter, group, self.state[parameter]).mul_(group["lr"])
+        return self._direction(parameter, group).mul_(group["lr"])
 
 
 class SparsifiedSGD(CompressedOptimizer):
@@ -157,6 +157,7 @@ class SparsifiedSGD(CompressedOptimizer):
         weight_decay: L2 penalty.
         sparse_grad_size: :math:`k`, coordinates sent per tensor (an integer), or their share (a float).
         random_sparse: Send random coordinates, the same on all workers, instead of the largest.
+        momentum: Momentum factor of the local direction, which then stands for :math:`g_i`.
         world_size: Number of workers; None takes that of the process group, when the optimizer is made.
         average_world: Divide the sum over workers by their number; False leaves the sum.
 
@@ -184,12 +185,13 @@ class SparsifiedSGD(CompressedOptimizer):
         sparse_grad_size: int | float = 10,
         *,
         random_sparse: bool = False,
+        momentum: float = 0,
         world_size: int | None = None,
         average_world: bool = True,
     ) -> None:
         self._size = check_size(sparse_grad_size, "sparse_grad_size")
         aggregation = SparsifiedAggregation(None, size=self._size, random=random_sparse, world_size=world_size)
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, aggregation, average_world)
+        super().__init__(params, sgd_defaults(lr, momentum, weight_decay), aggregation, average_world)
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None, tracker: Any | None = None) -> Any:  # type: ignore[override]
@@ -223,7 +225,7 @@ class SparsifiedSGD(CompressedOptimizer):
         return [self.state[p].get("estimated_weights", p.detach().clone()) for p in parameters]
 
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        return decayed_gradient(parameter, group).mul_(group["lr"])
+        return self._direction(parameter, group).mul_(group["lr"])
 
     def _average_iterates(self) -> None:
         """Let the averages take in the parameters as they are before a step."""
@@ -250,6 +252,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         world_size: Number of workers; None takes that of the process group. In a group of several, the default of 1 is
             refused rather than letting the workers train apart.
         average_world: Divide the sum over workers by their number; False leaves the sum.
+        momentum: Momentum factor of the local direction.
 
     Raises:
         ValueError: ``params`` or ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the
@@ -277,6 +280,8 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         random_sparse: bool = False,
         world_size: int | None = 1,
         average_world: bool = True,
+        *,
+        momentum: float = 0,
     ) -> None:
         super().__init__(
             params,
@@ -284,6 +289,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
             weight_decay,
             sparse_grad_size,
             random_sparse=random_sparse,
+            momentum=momentum,
             world_size=world_size,
             average_world=average_world,
         )
@@ -298,20 +304,3 @@ def _newest_share(t: int, a: float) -> float:
     """
     total = (t + 1) * (a * a + a * t + t * (2 * t + 1) / 6)
     return (a + t) ** 2 / total
-
-
-def _sgd_defaults(
-    lr: float, momentum: float, weight_decay: float, dampening: float, nesterov: bool
-) -> dict[str, float | bool]:
-    """Return the options of a group; they are those of :class:`torch.optim.SGD`."""
-    if nesterov and (momentum <= 0 or dampening != 0):
-        raise ValueError(
-            f"nesterov=True needs a momentum above 0 and no dampening, not momentum={momentum}, dampening={dampening}"
-        )
-    return {
-        "lr": lr,
-        "momentum": momentum,
-        "weight_decay": weight_decay,
-        "dampening": dampening,
-        "nesterov": nesterov,
-    }
