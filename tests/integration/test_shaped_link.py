@@ -1,0 +1,143 @@
+"""Two workers on two emulated hosts: what compression gains on a slow link, and what a pulled cable does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlbench_core.utils.emulated_network import EmulatedNetwork, bits_per_second
+
+REASON = EmulatedNetwork.why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"emulated network: {REASON}")
+
+BANDWIDTH = "100mbit"
+HEADER = """
+import datetime, json, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from mlbench_core.models.pytorch.vgg import VGG
+from mlbench_core.optim.pytorch import CentralizedSGD, PowerSGD
+torch.set_num_threads(1)
+torch.manual_seed(0)
+"""
+SPEED = (
+    HEADER
+    + """
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+inputs, targets = torch.randn(2, 3, 32, 32), torch.tensor([1, 2])
+result = {}
+for name, make, steps in (
+    ("power", lambda model: PowerSGD(model, lr=1e-3, rank=2, reuse_query=True, world_size=None), 4),
+    ("sgd", lambda model: CentralizedSGD(None, model, lr=1e-3), 2),
+):
+    model = VGG("VGG11")
+    optimizer = make(model)
+    seconds = []
+    for _ in range(steps):
+        dist.barrier()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+    result[name] = {"seconds": min(seconds), "bytes": optimizer.aggregation.last_bytes}
+print(json.dumps(result), flush=True)
+dist.destroy_process_group()
+"""
+)
+CABLE = (
+    HEADER
+    + """
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(sys.argv[1])))
+model = nn.Linear(100, 100)
+optimizer = CentralizedSGD(None, model, lr=0.1)
+for line in sys.stdin:
+    start = time.perf_counter()
+    try:
+        optimizer.zero_grad()
+        model(torch.ones(1, 100)).sum().backward()
+        optimizer.step()
+        print(json.dumps({"error": None}), flush=True)
+    except RuntimeError as error:
+        print(json.dumps({"error": str(error), "seconds": time.perf_counter() - start}), flush=True)
+        break
+"""
+)
+TEXT: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+
+
+def start(network: EmulatedNetwork, code: str, folder: Path, *arguments: str) -> list[subprocess.Popen[str]]:
+    """One worker on each host; what it complains of goes to a file."""
+    workers = []
+    for host in range(network.hosts):
+        with open(folder / f"errors{host}", "w") as errors:
+            workers.append(network.popen(host, [sys.executable, "-c", code, *arguments], stderr=errors, **TEXT))
+    return workers
+
+
+def answers(workers: list[subprocess.Popen[str]], folder: Path) -> list[dict[str, Any]]:
+    """The next line of every worker."""
+    result = []
+    for host, worker in enumerate(workers):
+        assert worker.stdout is not None
+        line = worker.stdout.readline()
+        assert line, f"host {host}: {(folder / f'errors{host}').read_text()}"
+        result.append(json.loads(line))
+    return result
+
+
+def close(workers: list[subprocess.Popen[str]]) -> None:
+    for worker in workers:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        worker.stdin.close()
+        worker.wait(20)
+        worker.stdout.close()
+
+
+def ask(workers: list[subprocess.Popen[str]]) -> None:
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+
+
+def slowest(found: list[dict[str, Any]], name: str) -> dict[str, float]:
+    return {key: max(result[name][key] for result in found) for key in ("seconds", "bytes")}
+
+
+def test_power_sgd_takes_several_steps_where_sgd_takes_one(tmp_path: Path) -> None:
+    """VGG11's gradient fills the link for three seconds; at rank 2 its factors take a few hundredths."""
+    with EmulatedNetwork(hosts=2, bandwidth=BANDWIDTH) as network:
+        workers = start(network, SPEED, tmp_path)
+        found = answers(workers, tmp_path)
+        close(workers)
+    sgd, power = (slowest(found, name) for name in ("sgd", "power"))
+    assert sgd["bytes"] > 100 * power["bytes"]
+    assert sgd["seconds"] > 0.9 * 8 * sgd["bytes"] / bits_per_second(BANDWIDTH)  # the link is what it says
+    assert sgd["seconds"] > 3 * power["seconds"]
+
+
+def test_a_short_cut_is_survived_and_a_long_one_is_an_error_in_time(tmp_path: Path) -> None:
+    timeout_s = 5.0
+    with EmulatedNetwork(hosts=2, bandwidth=BANDWIDTH) as network:
+        workers = start(network, CABLE, tmp_path, str(timeout_s))
+        ask(workers)
+        assert [answer["error"] for answer in answers(workers, tmp_path)] == [None, None]
+        network.cut(1)
+        ask(workers)
+        time.sleep(0.5)
+        network.restore(1)
+        assert [answer["error"] for answer in answers(workers, tmp_path)] == [None, None]
+        network.cut(1)
+        ask(workers)
+        for answer in answers(workers, tmp_path):
+            assert "imed out" in answer["error"] or "closed" in answer["error"]
+            assert answer["seconds"] < timeout_s + 10
+        close(workers)
