@@ -1,0 +1,172 @@
+"""PowerSGD: real processes over Gloo against the reference, exact ranks and what must hold for every compression."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.ranks import run_ranks
+from tests.optim import power_workers as workers
+from tests.references.power_sgd import compress, power_sgd
+
+Ranks = list[dict[str, Any]]
+PRECISION = {"fp16 model": 2e-2, "bf16 model": 1e-1, "float64": 1e-12}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """What each worker returned, by scenario. One start of the processes serves all tests."""
+    return run_ranks(request.param, workers.run_all)
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_it_is_the_reference(ranks: Ranks, by_layer: bool) -> None:
+    k = len(ranks)
+    x = workers.Matrices(workers.SHAPE).items[0].detach()
+    gradients = [[workers.gradient(rank, step) for rank in range(k)] for step in range(workers.STEPS)]
+    drawn = torch.randn(workers.RANK, 9, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    expected, errors = power_sgd(x, gradients, drawn.T, lr=0.1, momentum=0.9)
+    for rank, result in enumerate(ranks):
+        (weight, _), error = result["like_the_reference"][by_layer]
+        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-11)
+        torch.testing.assert_close(error, errors[rank], rtol=0, atol=1e-11)
+
+
+def test_the_gradient_is_the_average_of_gradient_and_error_less_the_average_error(ranks: Ranks) -> None:
+    for name, first in ranks[0]["average_and_error"].items():
+        for step, (_, out, _) in enumerate(first):
+            workers_of_step = [result["average_and_error"][name][step] for result in ranks]
+            delta = torch.stack([delta.double() for delta, _, _ in workers_of_step]).mean(0)
+            error = torch.stack([error.double() for _, _, error in workers_of_step]).mean(0)
+            tolerance = PRECISION.get(name, 1e-5)
+            torch.testing.assert_close(out.double() + error, delta, rtol=0, atol=tolerance)
+            assert error.norm() > 0.1 * delta.norm()  # there is something to remember
+
+
+def test_all_workers_get_the_same_bits(ranks: Ranks) -> None:
+    for result in ranks[1:]:
+        for name, steps in result["average_and_error"].items():
+            for (_, mine, _), (_, first, _) in zip(steps, ranks[0]["average_and_error"][name], strict=True):
+                assert torch.equal(mine, first)
+        for name in ("like_the_reference", "unusual"):
+            assert result[name].keys() == ranks[0][name].keys()
+        for by_layer, run in result["unusual"].items():
+            for name, mine in run["gradients"].items():
+                assert torch.equal(mine, ranks[0]["unusual"][by_layer]["gradients"][name]), name
+        for by_layer, run in result["missing_gradients"].items():
+            for mine, first in zip(run["weights"], ranks[0]["missing_gradients"][by_layer]["weights"], strict=True):
+                assert torch.equal(mine, first)
+
+
+def test_a_rank_that_suffices_gives_the_average(ranks: Ranks) -> None:
+    for result in ranks:
+        for (actual, dtype, reuse_query, shape), error in result["exact_ranks"].items():
+            limit = 1e-6 if dtype == torch.float32 else 1e-12
+            assert error <= limit, (actual, dtype, reuse_query, shape)
+
+
+def test_a_warm_start_recovers_from_gradients_of_lower_rank(ranks: Ranks) -> None:
+    for result in ranks:
+        assert max(result["growing_rank"]) <= 1e-12
+
+
+def test_two_messages_of_the_size_in_the_formula(ranks: Ranks) -> None:
+    flags = 6
+    uncompressed = 2 * 2 + 10 + 1
+    left, right = 2 * (10 + 6 + 10), 2 * (8 + 12 + 8)
+    original = 80 + 72 + 80 + uncompressed
+    for result in ranks:
+        runs = result["messages"]
+        assert runs["whole"]["sizes"] == [4 * (left + uncompressed + flags), 4 * right]
+        assert sorted(runs["bf16"]["sizes"]) == sorted([2 * left, 4 * (uncompressed + flags), 2 * right])
+        matrices = [4 * (20 + 1), 4 * 16, 4 * (12 + 1), 4 * 24, 4 * (20 + 1), 4 * 16]
+        assert runs["by layer"]["sizes"] == [*matrices, 4 * (4 + 1), 4 * (10 + 1), 4 * (1 + 1)]
+        assert runs["not yet"]["sizes"] == [4 * (original + flags)]
+        for run in runs.values():
+            assert run["last_bytes"] == run["bytes_sent"] == sum(run["sizes"])
+        assert runs["whole"]["ratio"] == pytest.approx(original / (left + right + uncompressed))
+        assert runs["bf16"]["ratio"] == pytest.approx(4 * original / (2 * (left + right) + 4 * uncompressed))
+        assert runs["not yet"]["ratio"] == 1
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_parameters_without_gradient(ranks: Ranks, by_layer: bool) -> None:
+    k = len(ranks)
+    for result in ranks:
+        run = result["missing_gradients"][by_layer]
+        on_rank_0, on_all, _, on_none = run["first"]
+        drawn = torch.randn(1, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        only = [workers.gradient(0, 0)] + [torch.zeros(workers.SHAPE, dtype=torch.float64)] * (k - 1)
+        left, right = compress(only, drawn.T)
+        torch.testing.assert_close(on_rank_0, left @ right.T, rtol=0, atol=1e-12)
+        assert on_all.any()
+        assert on_none is None
+        assert torch.equal(run["weights"][3], run["before"][3])
+        assert run["still None"]
+        assert run["weight kept"]
+        assert run["error kept"]
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_unusual_parameters(ranks: Ranks, by_layer: bool) -> None:
+    for result in ranks:
+        run = result["unusual"][by_layer]
+        assert run["channels_last"]
+        assert run["gradients"].keys() == run["averages"].keys()
+        for name, average in run["averages"].items():
+            gradient = run["gradients"][name]
+            assert gradient.shape == average.shape
+            tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.1}[gradient.dtype]
+            torch.testing.assert_close(gradient.double(), average, rtol=0, atol=tolerance, msg=name)
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks: Ranks) -> None:
+    for result in ranks:
+        for case, (through, resumed) in result["resume"].items():
+            assert all(torch.equal(a, b) for a, b in zip(through, resumed, strict=True)), case
+
+
+def test_sums_and_custom_denominators_scale_the_average(ranks: Ranks) -> None:
+    k = len(ranks)
+    for result in ranks:
+        run = result["sums_and_denominators"]
+        torch.testing.assert_close(run["sum"], k * run["average"], rtol=0, atol=1e-12)
+        torch.testing.assert_close(run["by 10"], k / 10 * run["average"], rtol=0, atol=1e-12)
+        torch.testing.assert_close(run["by tensor"], k / 10 * run["average"], rtol=0, atol=1e-12)
+
+
+def test_an_overflow_is_seen_by_all_and_forgotten(ranks: Ranks) -> None:
+    for result in ranks:
+        finite = [math.isfinite(step.sum()) for step in result["overflow"]]
+        assert finite == [True, False, True, True]
+        assert all(step.any() for step in result["overflow"])
+
+
+def test_the_preset_is_sgd_with_the_aggregation(ranks: Ranks) -> None:
+    for result in ranks:
+        preset, composed = result["composed"]
+        assert all(torch.equal(a, b) for a, b in zip(preset, composed, strict=True))
+
+
+def test_a_world_size_left_out_does_not_train_apart(ranks: Ranks) -> None:
+    k = len(ranks)
+    for result in ranks:
+        run = result["world_sizes"]
+        assert run["None"] == str(k)
+        assert f"world_size is 1, but the process group has {k} workers" in run["default"]
+        assert f"world_size is {k + 1}, but the process group has {k} workers" in run["wrong"]
+
+
+def test_it_learns_digits_as_well_as_sgd() -> None:
+    datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn, which has the digits, is not installed")
+    digits = datasets.load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    first, second = run_ranks(2, workers.digits_accuracy, images, torch.tensor(digits.target))
+    assert first == second
+    sgd = first.pop("sgd")
+    assert sgd > 0.9
+    for name, accuracy in first.items():
+        assert accuracy >= sgd - 0.02, (name, accuracy, sgd)
