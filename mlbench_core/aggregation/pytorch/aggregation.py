@@ -172,8 +172,8 @@ class Aggregation(ABC):
         self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
     ) -> None:
         self.last_bytes = 0
-        parameters = dict(_trainable(model))
-        _refuse_sparse(parameters)
+        parameters = dict(trainable(model))
+        refuse_sparse(parameters)
         if self.world_size == 1:  # whoever is alone knows which gradients there are
             self.aggregate({n: p.grad for n, p in parameters.items() if p.grad is not None}, op, denom)
             return
@@ -206,12 +206,12 @@ class Aggregation(ABC):
     ) -> None:
         self.last_bytes = 0
         buffers = ((f"{BOOKKEEPING}buffer:{name}", buffer) for name, buffer in _float_buffers(model))
-        weights = {name: tensor.detach() for name, tensor in (*_trainable(model), *buffers)}
+        weights = {name: tensor.detach() for name, tensor in (*trainable(model), *buffers)}
         for message in [{name: weights[name]} for name in weights] if by_layer else [weights]:
             self.aggregate(message, op, denom)
 
 
-def _trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:
+def trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that require a gradient, each once, in the order of registration."""
     named: Iterable[tuple[str, Tensor]] = model.named_parameters() if isinstance(model, nn.Module) else model.items()
     return ((name, parameter) for name, parameter in named if parameter.requires_grad)
@@ -223,7 +223,8 @@ def _float_buffers(model: Parameters) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in named if buffer.is_floating_point() or buffer.is_complex())
 
 
-def _refuse_sparse(parameters: Mapping[str, Tensor]) -> None:
+def refuse_sparse(parameters: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError where a gradient is sparse."""
     for name, parameter in parameters.items():
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(
@@ -259,3 +260,6 @@ def check_denominator(denom: Denominator | None) -> Denominator:
     if not (math.isfinite(denom) and denom > 0):
         raise ValueError(f"denom must be a positive finite number, not {float(denom)}")
     return denom
+
+
+_trainable = trainable

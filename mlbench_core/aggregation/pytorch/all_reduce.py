@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 )
 from mlbench_core.utils.pytorch import distributed
 
-__all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "check_world_size"]
+__all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "Transfer", "check_world_size"]
 
 AVG_WORLD = "avg_world"
 """Divide the sum over workers by their number."""
@@ -25,6 +27,27 @@ AVG_CUSTOM = "avg_custom"
 """Divide the sum over workers by the denominator given with the call."""
 
 OPERATIONS = (AVG_WORLD, AVG_CUSTOM)
+COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass
+class Transfer:
+    """A flat message on its way.
+
+    Attributes:
+        message: Where the sum arrives.
+        sent: What travels: the message, or a copy in another dtype or on another device.
+        work: torch's handle.
+    """
+
+    message: Tensor
+    sent: Tensor
+    work: Any
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that this worker handed to the collective."""
+        return self.sent.numel() * self.sent.element_size()
 
 
 class AllReduceAggregation(Aggregation):
@@ -43,9 +66,13 @@ class AllReduceAggregation(Aggregation):
         world_size: Number of workers; None takes that of the process group.
         divide_before: Divide before the sum instead of after it, so that sums of half-precision numbers stay in range.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+        comm_dtype: The dtype in which tensors travel, for example ``torch.bfloat16``; None for each tensor's own. A
+            message that is converted is divided before it is sent, so that its sum stays in range. Workers that send
+            half precision get the same values as one another, rounded to it.
 
     Raises:
-        ValueError: ``world_size`` is not the number of workers in the process group.
+        ValueError: ``world_size`` is not the number of workers in the process group, or ``comm_dtype`` is no
+            floating-point type that travels.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -56,10 +83,20 @@ class AllReduceAggregation(Aggregation):
         tensor([[0.5000, 0.5000]])
     """
 
-    def __init__(self, world_size: int | None, divide_before: bool = False, use_cuda: bool = False) -> None:
+    def __init__(
+        self,
+        world_size: int | None,
+        divide_before: bool = False,
+        use_cuda: bool = False,
+        *,
+        comm_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(use_cuda=use_cuda)
+        if comm_dtype is not None and comm_dtype not in COMM_DTYPES:
+            raise ValueError(f"comm_dtype must be None or one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype}")
         self._world_size = check_world_size(world_size)
         self.divide_before = divide_before
+        self.comm_dtype = comm_dtype
 
     @property
     def world_size(self) -> int:
@@ -97,16 +134,31 @@ class AllReduceAggregation(Aggregation):
             return check_denominator(denom)
         raise UnknownOperationError(f"op must be one of {', '.join(map(repr, OPERATIONS))}, not {op!r}")
 
+    @property
+    def divides_early(self) -> bool:
+        """Whether dividing by the number of workers before the sum is asked for, or the same to the last bit."""
+        return self.divide_before or self.comm_dtype is not None or self.world_size & (self.world_size - 1) == 0
+
+    def start(self, message: Tensor) -> Transfer:
+        """Begin to sum a flat message over the workers; it must not be touched before :meth:`finish`."""
+        sent = distributed.get_backend_tensor(message if self.comm_dtype is None else message.to(self.comm_dtype))
+        transfer = Transfer(message, sent, distributed.dist.all_reduce(sent, async_op=True))
+        self._count_bytes(sent)
+        return transfer
+
+    def finish(self, transfer: Transfer) -> None:
+        """Wait until the sum is in the message. On a GPU the stream waits, not the host."""
+        transfer.work.wait()
+        if transfer.sent is not transfer.message:
+            transfer.message.copy_(transfer.sent)
+
     def _average(self, message: Tensor, divisor: Denominator) -> None:
         """Sum a flat message over the workers and divide it, in place."""
-        if self.divide_before:
+        early = self.divide_before or self.comm_dtype not in (None, message.dtype)
+        if early:
             _divide(message, divisor)
-        sent = distributed.get_backend_tensor(message)
-        distributed.dist.all_reduce(sent)
-        self._count_bytes(sent)
-        if sent is not message:
-            message.copy_(sent)
-        if not self.divide_before:
+        self.finish(self.start(message))
+        if not early:
             _divide(message, divisor)
 
 

@@ -1,4 +1,4 @@
-"""How long communication took, measured without waiting for it."""
+"""How long communication took, and how much of it training waited for, measured without waiting for it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,77 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["CommunicationClock"]
+__all__ = ["CommunicationClock", "Interval"]
 
 
-@dataclass
-class _Interval:
-    """One stretch of communication: seconds if the host saw it, else two events on the device."""
+class Interval:
+    """One stretch of communication.
 
-    size_bytes: int = 0
-    total_s: float = 0.0
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    Attributes:
+        size_bytes: Bytes that this worker sent in it; written by whoever sends.
+
+    Args:
+        device: Where the tensors lie. On a GPU the times come from events on its stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.size_bytes = 0
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._marks: list[tuple[Any, Any]] = []
+        self._under_way = 0
+        self._opened_s = 0.0
+        self._under_way_s = 0.0
+
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Count what runs inside as time that training waits for."""
+        begin = self._now()
+        yield
+        self._marks.append((begin, self._now()))
+
+    def sends(self) -> None:
+        """Note that a message is being made and sent."""
+        if self._under_way == 0:
+            self._opened_s = time.perf_counter()
+        self._under_way += 1
+
+    def lands(self) -> None:
+        """Note that a message has arrived."""
+        self._under_way -= 1
+        if self._under_way == 0:
+            self._under_way_s += time.perf_counter() - self._opened_s
 
     def is_over(self) -> bool:
-        return self.events is None or self.events[1].query()
+        """Whether the times can be read without waiting."""
+        return self._stream is None or not self._marks or bool(self._marks[-1][1].query())
 
-    def seconds(self) -> float:
-        return self.total_s if self.events is None else self.events[0].elapsed_time(self.events[1]) / 1000
+    def total_s(self) -> float:
+        """Seconds during which a message was under way; on a GPU from the first one's start to the last one's end."""
+        if self._stream is None:
+            return self._under_way_s
+        return self._between(self._marks[0][0], self._marks[-1][1]) if self._marks else 0.0
+
+    def exposed_s(self) -> float:
+        """Seconds of it in which nothing else was done."""
+        return sum(self._between(begin, end) for begin, end in self._marks)
+
+    def _now(self) -> Any:
+        if self._stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return end - begin if self._stream is None else begin.elapsed_time(end) / 1000
 
 
 class CommunicationClock:
-    """Times communication that nothing overlaps, on the host or with CUDA events.
+    """Times communication on the host or with CUDA events.
 
     A GPU's intervals are handed out once the device has passed them, usually a step later, so that reading them waits
     for nothing. Where the reader falls behind, at most ``limit`` intervals are kept.
@@ -42,35 +88,48 @@ class CommunicationClock:
         >>> clock = CommunicationClock()
         >>> with clock.measure(torch.device("cpu")) as interval:
         ...     interval.size_bytes = 8
-        >>> [(seconds < 1, size_bytes) for seconds, size_bytes in clock.finished()]
+        >>> [(interval.exposed_s() < 1, interval.size_bytes) for interval in clock.intervals()]
         [(True, 8)]
     """
 
     def __init__(self, limit: int = 64) -> None:
-        self._intervals: deque[_Interval] = deque(maxlen=limit)
+        self._intervals: deque[Interval] = deque(maxlen=limit)
 
     @contextmanager
-    def measure(self, device: torch.device) -> Iterator[_Interval]:
-        """Time what runs inside; the caller writes the bytes into the interval's ``size_bytes``."""
-        interval = _Interval()
-        if device.type == "cuda":
-            stream = torch.cuda.current_stream(device)
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record(stream)
+    def measure(self, device: torch.device) -> Iterator[Interval]:
+        """Time communication that nothing overlaps; the caller writes the bytes into ``size_bytes``."""
+        interval = Interval(device)
+        interval.sends()
+        with interval.exposed():
             yield interval
-            end.record(stream)
-            interval.events = (begin, end)
-        else:
-            start = time.perf_counter()
-            yield interval
-            interval.total_s = time.perf_counter() - start
+        interval.lands()
+        self.add(interval)
+
+    def add(self, interval: Interval) -> None:
+        """Take an interval to be handed out."""
         self._intervals.append(interval)
+
+    def intervals(self) -> Iterator[Interval]:
+        """Yield the intervals that are over, oldest first, each once."""
+        while self._intervals and self._intervals[0].is_over():
+            yield self._intervals.popleft()
+
+    def report(self, tracker: Any | None) -> None:
+        """Tell a tracker of the intervals that are over, each once.
+
+        Args:
+            tracker: Whose ``record_communication(total_s, exposed_s, size_bytes)`` is called; what has no such method
+                is told nothing.
+        """
+        record = getattr(tracker, "record_communication", None)
+        for interval in self.intervals():
+            if record is not None:
+                record(interval.total_s(), interval.exposed_s(), interval.size_bytes)
 
     def finished(self) -> Iterator[tuple[float, int]]:
         """Yield seconds and bytes of the intervals that are over, oldest first, each once."""
-        while self._intervals and self._intervals[0].is_over():
-            interval = self._intervals.popleft()
-            yield interval.seconds(), interval.size_bytes
+        for interval in self.intervals():
+            yield interval.total_s(), interval.size_bytes
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the intervals out: events belong to this process."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
+from mlbench_core.aggregation.pytorch.overlap import BUCKET_SIZE_BYTES
 from mlbench_core.optim.pytorch.generic import CustomCentralizedOptimizer, GenericCentralizedOptimizer, check_lr
 from mlbench_core.optim.pytorch.optim import CentralizedSparsifiedSGD
 from mlbench_core.optim.pytorch.power_sgd import PowerSGD
@@ -39,6 +41,11 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         agg_grad: Average gradients before the step; False averages weights after it.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.
         aggregation: How to aggregate, instead of a plain all-reduce.
+        overlap: Average gradients during the backward pass, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
+        comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
+        bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
+        fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None leaves it to torch.
 
     Raises:
         ValueError: ``model`` or ``lr`` is missing, or ``world_size`` is not that of the process group.
@@ -65,6 +72,10 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         *,
         divide_before: bool = False,
         aggregation: Aggregation | None = None,
+        overlap: bool = False,
+        comm_dtype: torch.dtype | None = None,
+        bucket_size_bytes: int = BUCKET_SIZE_BYTES,
+        fused: bool | None = None,
     ) -> None:
         make = partial(
             SGD,
@@ -73,9 +84,20 @@ class CentralizedSGD(GenericCentralizedOptimizer):
             dampening=dampening,
             weight_decay=weight_decay,
             nesterov=nesterov,
+            fused=fused,
         )
         super().__init__(
-            world_size, model, use_cuda, by_layer, divide_before, agg_grad, optimizer=make, aggregation=aggregation
+            world_size,
+            model,
+            use_cuda,
+            by_layer,
+            divide_before,
+            agg_grad,
+            optimizer=make,
+            aggregation=aggregation,
+            overlap=overlap,
+            comm_dtype=comm_dtype,
+            bucket_size_bytes=bucket_size_bytes,
         )
 
 
@@ -95,6 +117,11 @@ class CentralizedAdam(GenericCentralizedOptimizer):
         agg_grad: Average gradients before the step; False averages weights after it.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.
         aggregation: How to aggregate, instead of a plain all-reduce.
+        overlap: Average gradients during the backward pass, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
+        comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
+        bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
+        fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None leaves it to torch.
 
     Raises:
         ValueError: ``model`` or ``lr`` is missing, or ``world_size`` is not that of the process group.
@@ -124,6 +151,10 @@ class CentralizedAdam(GenericCentralizedOptimizer):
         *,
         divide_before: bool = False,
         aggregation: Aggregation | None = None,
+        overlap: bool = False,
+        comm_dtype: torch.dtype | None = None,
+        bucket_size_bytes: int = BUCKET_SIZE_BYTES,
+        fused: bool | None = None,
     ) -> None:
         make = partial(
             Adam,
@@ -132,7 +163,18 @@ class CentralizedAdam(GenericCentralizedOptimizer):
             eps=eps,
             weight_decay=weight_decay,
             amsgrad=amsgrad,
+            fused=fused,
         )
         super().__init__(
-            world_size, model, use_cuda, by_layer, divide_before, agg_grad, optimizer=make, aggregation=aggregation
+            world_size,
+            model,
+            use_cuda,
+            by_layer,
+            divide_before,
+            agg_grad,
+            optimizer=make,
+            aggregation=aggregation,
+            overlap=overlap,
+            comm_dtype=comm_dtype,
+            bucket_size_bytes=bucket_size_bytes,
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator
+from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, check_denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.overlap import BUCKET_SIZE_BYTES, OverlappedReduction
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.grad_scaler import must_skip
 from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
@@ -66,9 +68,14 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             set the attribute before the first step.
         aggregation: How to aggregate, instead of a plain all-reduce. It then decides on ``use_cuda`` and
             ``divide_before``.
+        overlap: Average gradients while the backward pass still computes others, in buckets: ``backward()`` returns
+            when all are averages. See :class:`~mlbench_core.aggregation.pytorch.overlap.OverlappedReduction`.
+        comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
+        bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
 
     Raises:
-        ValueError: ``model`` is missing or without parameters, or ``world_size`` is not that of the process group.
+        ValueError: ``model`` is missing or without parameters, ``world_size`` is not that of the process group, or
+            ``overlap`` or ``comm_dtype`` does not fit the aggregation.
         TypeError: An argument has the wrong type.
 
     Example:
@@ -95,17 +102,23 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         *,
         optimizer: OptimizerOrFactory | None = None,
         aggregation: Aggregation | None = None,
+        overlap: bool = False,
+        comm_dtype: torch.dtype | None = None,
+        bucket_size_bytes: int = BUCKET_SIZE_BYTES,
     ) -> None:
         model = _check_model(model)
         super().__init__(model.parameters())
         self.model = model
         self.agg_grad = agg_grad
         self.agg_mode = AVG_WORLD
-        self.aggregation = _check_aggregation(aggregation, world_size, divide_before, use_cuda)
+        if aggregation is None:
+            aggregation = AllReduceAggregation(world_size, divide_before, use_cuda, comm_dtype=comm_dtype)
+        self.aggregation = _check_aggregation(aggregation, world_size, comm_dtype)
         self.world_size = self.aggregation.world_size
         make = self.aggregation.agg_grad if agg_grad else self.aggregation.agg_model
         self.agg = make(by_layer=by_layer)
         self._clock = CommunicationClock()
+        self._reduction = _overlapped(model, self.aggregation, agg_grad, bucket_size_bytes) if overlap else None
         if optimizer is not None:
             self.optimizer = _make_optimizer(optimizer, model)
 
@@ -133,6 +146,24 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         """Restore what the aggregation remembered."""
         self.aggregation.load_state_dict(extra.get("aggregation", {}))
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside accumulate gradients without communication.
+
+        Only ``overlap=True`` sends anything during a backward pass; the next pass outside sends the sum. Otherwise this
+        changes nothing: :meth:`step` sends what was accumulated.
+
+        Example:
+            >>> model = nn.Linear(2, 1)
+            >>> optimizer = GenericCentralizedOptimizer(None, model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+            >>> with optimizer.no_sync():
+            ...     model(torch.ones(1, 2)).sum().backward()
+            >>> model(torch.ones(1, 2)).sum().backward()
+            >>> optimizer.step()
+        """
+        with self._reduction.no_sync() if self._reduction is not None else contextlib.nullcontext():
+            yield
+
     def _step(
         self,
         closure: Closure | None,
@@ -142,6 +173,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     ) -> Any:
         """Take one step; ``denom`` goes to the aggregation, gradients are clipped right before they are used."""
         if must_skip(self, self.aggregation):
+            if self._reduction is not None:
+                self._reduction.forget()
             return None
         if closure is not None and evaluates_repeatedly(self._inner):
             return self._step_with_evaluations(closure, tracker, denom, grad_clip)
@@ -191,18 +224,28 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             for j, parameter in enumerate(group["params"])
             if id(parameter) not in in_model
         }
+        if self._reduction is not None:
+            self._finish_reduction(self._reduction, denom)
         with self._clock.measure(next(self.model.parameters()).device) as interval:
-            self.agg(self.model, self.agg_mode, denom)
-            interval.size_bytes = self.aggregation.last_bytes
+            if self._reduction is None:
+                self.agg(self.model, self.agg_mode, denom)
+                interval.size_bytes = self.aggregation.last_bytes
             if beside:
                 self.agg(beside, self.agg_mode, denom)
                 interval.size_bytes += self.aggregation.last_bytes
         if tracker is not None:
             tracker.record_batch_agg()
-        record = getattr(tracker, "record_communication", None)
-        for total_s, size_bytes in self._clock.finished():
-            if record is not None:
-                record(total_s, total_s, size_bytes)  # nothing overlaps it, so all of it is exposed
+        if self._reduction is not None:
+            self._reduction.report(tracker)
+        self._clock.report(tracker)
+
+    def _finish_reduction(self, reduction: OverlappedReduction, denom: Denominator | None) -> None:
+        """Take the averages that the backward pass has made, times k/d where a denominator d is asked for."""
+        divisor = check_denominator(denom) if self.agg_mode == AVG_CUSTOM else None
+        reduction.complete()
+        if divisor is not None:
+            gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+            torch._foreach_mul_(gradients, self.world_size / divisor)
 
     def _clip(self, max_norm: float) -> None:
         """Scale the gradients down to the norm ``max_norm`` if theirs is larger."""
@@ -231,6 +274,8 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         average_custom: Divide sums by the ``denom`` given to :meth:`step`.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.
         aggregation: How to aggregate, instead of a plain all-reduce.
+        overlap: Average gradients during the backward pass, see :class:`GenericCentralizedOptimizer`.
+        comm_dtype: The dtype in which gradients travel; None for their own.
 
     Raises:
         ValueError: ``grad_clip`` is not positive, both averages are asked for, or as in the base class.
@@ -260,6 +305,8 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         divide_before: bool = False,
         *,
         aggregation: Aggregation | None = None,
+        overlap: bool = False,
+        comm_dtype: torch.dtype | None = None,
     ) -> None:
         if average_world and average_custom:
             raise ValueError("average_world and average_custom are both True: set the one to divide by")
@@ -276,6 +323,8 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
             agg_grad=agg_grad,
             optimizer=optimizer,
             aggregation=aggregation,
+            overlap=overlap,
+            comm_dtype=comm_dtype,
         )
         self.grad_clip = grad_clip
         if average_custom:
@@ -317,17 +366,32 @@ def _make_optimizer(optimizer: OptimizerOrFactory, model: nn.Module) -> Optimize
     return optimizer(model.parameters())
 
 
-def _check_aggregation(
-    aggregation: Aggregation | None, world_size: int | None, divide_before: bool, use_cuda: bool
-) -> Aggregation:
-    """Return the aggregation, an all-reduce where none is given, once it fits the number of workers."""
-    if aggregation is None:
-        return AllReduceAggregation(world_size, divide_before=divide_before, use_cuda=use_cuda)
+def _check_aggregation(aggregation: Aggregation, world_size: int | None, comm_dtype: torch.dtype | None) -> Aggregation:
+    """Return the aggregation once it fits the number of workers and the dtype that travels."""
     if not isinstance(aggregation, Aggregation):
         raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
     if world_size is not None and world_size != aggregation.world_size:
         raise ValueError(f"world_size is {world_size}, but the aggregation is for {aggregation.world_size} workers")
+    if comm_dtype is not None and getattr(aggregation, "comm_dtype", None) != comm_dtype:
+        raise ValueError(
+            f"comm_dtype is {comm_dtype}, but an aggregation is given too, which decides on that itself: give "
+            f"{type(aggregation).__name__} its own comm_dtype, or leave comm_dtype out"
+        )
     return aggregation
+
+
+def _overlapped(
+    model: nn.Module, aggregation: Aggregation, agg_grad: bool, bucket_size_bytes: int
+) -> OverlappedReduction | None:
+    """The reduction during the backward pass; None for one worker, who has nothing to send."""
+    if type(aggregation) is not AllReduceAggregation:
+        raise ValueError(
+            f"overlap=True needs a plain all-reduce, and {type(aggregation).__name__} needs all gradients at once: "
+            "leave overlap out"
+        )
+    if not agg_grad:
+        raise ValueError("overlap=True sends gradients during the backward pass, but agg_grad=False sends weights")
+    return OverlappedReduction(model, aggregation, bucket_size_bytes) if aggregation.world_size > 1 else None
 
 
 def evaluate(closure: Closure | None) -> Any:

@@ -1,0 +1,187 @@
+"""Flat buckets: how the gradients of a model lie in memory when they are reduced during the backward pass.
+
+Parameters are laid out in reverse order of registration, which is about the order in which a backward pass finishes
+their gradients. A bucket is closed when it holds ``bucket_size_bytes``. What travels is one flat tensor per bucket:
+
+* Small gradients are views into their bucket's memory: what autograd computed is copied there once, and stays there.
+* A gradient as large as a bucket is sent from the memory in which autograd put it, without any copy.
+* Where another dtype travels than the gradients have, buckets hold the values in that dtype, and gradients keep their
+  own memory.
+
+The last bucket also has one flag per parameter, which says whether this worker has its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Bucket", "Signature", "plan_buckets", "signature"]
+
+Signature: TypeAlias = "tuple[tuple[Any, ...], ...]"
+
+
+@dataclass
+class Bucket:
+    """Gradients that travel in one message.
+
+    Attributes:
+        names: Names of the parameters.
+        parameters: The parameters.
+        holds_gradients: Whether gradients are views into ``memory``; otherwise it only holds what travels.
+        memory: What travels, flat; None for one large gradient that is sent from its own memory.
+        views: The part of ``memory`` of each parameter, in the parameter's shape and strides.
+        flags: In the last bucket the part of ``memory`` with one flag per parameter of all buckets.
+    """
+
+    names: list[str]
+    parameters: list[Tensor]
+    holds_gradients: bool
+    memory: Tensor | None = None
+    views: list[Tensor] = field(default_factory=list)
+    flags: Tensor | None = None
+
+    def fill(self, divisor: int | None) -> Tensor:
+        """Put the gradients where they are sent from.
+
+        Args:
+            divisor: What to divide them by on the way; None leaves them as they are.
+
+        Returns:
+            The flat message. Parameters without a gradient count as zeros.
+        """
+        if self.memory is None:
+            return _flat(_owned_gradient(self.parameters[0]), divisor)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                _copy(gradient, view, divisor)
+                if self.holds_gradients:
+                    parameter.grad = view
+            elif divisor is not None:
+                view.div_(divisor)
+        return self.memory
+
+    def deliver(self) -> None:
+        """Copy what came back into gradients that are not views of it."""
+        if self.memory is None or self.holds_gradients:
+            return
+        present = [(p.grad, v) for p, v in zip(self.parameters, self.views, strict=True) if p.grad is not None]
+        if present:
+            gradients, views = zip(*present, strict=True)
+            torch._foreach_copy_(list(gradients), list(views))
+
+    def adopt(self, index: int) -> None:
+        """Make what the other workers sent the gradient of a parameter that had none here."""
+        parameter = self.parameters[index]
+        if self.holds_gradients and self.memory is not None:
+            parameter.grad = self.views[index]
+        elif self.memory is not None:
+            parameter.grad = self.views[index].to(parameter.dtype)
+
+
+def signature(parameters: Mapping[str, Tensor]) -> Signature:
+    """What of the parameters decides on the layout: equal signatures, equal buckets."""
+    return tuple((n, id(p), p.requires_grad, p.dtype, p.device, p.shape) for n, p in parameters.items())
+
+
+def plan_buckets(
+    parameters: Mapping[str, Tensor], bucket_size_bytes: int, comm_dtype: torch.dtype | None = None
+) -> list[Bucket]:
+    """Lay out the gradients of parameters in buckets, in the order in which these are sent.
+
+    Args:
+        parameters: The parameters that require a gradient, by name in order of registration.
+        bucket_size_bytes: A bucket is closed when it holds at least so many bytes.
+        comm_dtype: The dtype that travels; None for each gradient's own.
+
+    Returns:
+        The buckets. The last one has the flags; it may be small, or hold nothing else.
+
+    Example:
+        >>> layers = {name: torch.nn.Parameter(torch.zeros(n)) for name, n in (("a", 3), ("b", 2), ("c", 2))}
+        >>> [(bucket.names, bucket.memory.numel()) for bucket in plan_buckets(layers, 16)]
+        [(['c', 'b'], 4), (['a'], 6)]
+    """
+    buckets: list[Bucket] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[str]] = {}
+    for name, parameter in reversed(list(parameters.items())):
+        dtype = comm_dtype or parameter.dtype
+        size_bytes = parameter.numel() * dtype.itemsize
+        holds_gradients = dtype == parameter.dtype
+        if holds_gradients and size_bytes >= bucket_size_bytes:
+            buckets.append(Bucket([name], [parameter], holds_gradients))
+            continue
+        names = open_buckets.setdefault((dtype, parameter.device, holds_gradients), [])
+        names.append(name)
+        if sum(parameters[n].numel() for n in names) * dtype.itemsize >= bucket_size_bytes:
+            buckets.append(_bucket(open_buckets.pop((dtype, parameter.device, holds_gradients)), parameters, dtype))
+    rest = [(names, dtype) for (dtype, _, _), names in open_buckets.items()]
+    buckets += [_bucket(names, parameters, dtype) for names, dtype in rest[:-1]]
+    names, dtype = rest[-1] if rest else ([], torch.float32)
+    last = _bucket(names, parameters, dtype, number_of_flags=len(parameters))
+    if not names and parameters:
+        device = next(iter(parameters.values())).device
+        last.memory = last.flags = torch.zeros(len(parameters), device=device)
+    return [*buckets, last]
+
+
+def _bucket(
+    names: Sequence[str], parameters: Mapping[str, Tensor], dtype: torch.dtype, number_of_flags: int = 0
+) -> Bucket:
+    members = [parameters[name] for name in names]
+    sizes = [member.numel() for member in members]
+    device = members[0].device if members else torch.device("cpu")
+    memory = torch.zeros(sum(sizes) + number_of_flags, dtype=dtype, device=device)
+    *parts, flags = memory.split([*sizes, number_of_flags])
+    views = [
+        part.as_strided(m.shape, _strides(m), part.storage_offset()) for part, m in zip(parts, members, strict=True)
+    ]
+    holds_gradients = not members or members[0].dtype == dtype
+    return Bucket(list(names), members, holds_gradients, memory, views, flags if number_of_flags else None)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of a dense tensor in the memory order of ``tensor``: the order autograd gives its gradient."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _copy(source: Tensor, target: Tensor, divisor: int | None) -> None:
+    if divisor is None:
+        target.copy_(source)
+    else:
+        torch.div(source, divisor, out=target)
+
+
+def _owned_gradient(parameter: Tensor) -> Tensor:
+    """A parameter's gradient in dense memory of its own, or zeros where it has none.
+
+    Autograd may give two parameters gradients that share memory: those of W and V in ``W.view(-1) + V.view(-1)`` are
+    one tensor. Reducing it in place would change both while the other is still to come.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    if gradient.stride() != _strides(parameter) or _is_shared(gradient):
+        owned = torch.empty_like(parameter).copy_(gradient)
+        parameter.grad = owned
+        return owned
+    return gradient
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether another tensor may use the same memory."""
+    storage = tensor.untyped_storage()
+    count_users = getattr(torch._C, "_storage_Use_Count", None)  # counts the tensor and the storage object here
+    return count_users is None or count_users(storage._cdata) > 2
+
+
+def _flat(gradient: Tensor, divisor: int | None) -> Tensor:
+    flat = gradient.detach().as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+    return flat if divisor is None else flat.div_(divisor)

@@ -1,0 +1,279 @@
+"""All-reduce of gradients while the backward pass still computes others."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse, trainable
+from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
+from mlbench_core.aggregation.pytorch.buckets import Bucket, Signature, plan_buckets, signature
+from mlbench_core.aggregation.pytorch.timing import CommunicationClock, Interval
+
+__all__ = ["BUCKET_SIZE_BYTES", "OverlappedReduction"]
+
+BUCKET_SIZE_BYTES = 1 << 20
+"""Size at which a bucket is sent: 1 MiB. benchmarks/micro/RESULTS.md has the sizes that were tried."""
+
+
+@dataclass
+class _Pass:
+    """One backward pass: what arrived and what is on its way.
+
+    Attributes:
+        graph_task: Autograd's number of the pass.
+        missing: By bucket, how many gradients are still to come.
+        interval: Its time and bytes.
+        transfers: What was sent, in the buckets' order.
+        landed: How many of them are known to have arrived.
+    """
+
+    graph_task: int
+    missing: list[int]
+    interval: Interval
+    transfers: list[Transfer] = field(default_factory=list)
+    landed: int = 0
+
+    def note_arrivals(self) -> None:
+        """Look which transfers have arrived; the first that has not holds up the count."""
+        while self.landed < len(self.transfers) and self.transfers[self.landed].work.is_completed():
+            self.note_arrival()
+
+    def note_arrival(self) -> None:
+        self.landed += 1
+        self.interval.lands()
+
+
+class OverlappedReduction:
+    r"""Averages the gradients of a model over the workers during its backward passes.
+
+    Gradients are grouped in flat buckets (:mod:`mlbench_core.aggregation.pytorch.buckets`). A hook on each parameter
+    sends a bucket when its last gradient is there and all buckets before it were sent, so the order of messages is one
+    on all workers whatever the order of gradients. When the backward pass is through, the rest is sent (zeros for
+    parameters that took no part), and ``backward()`` returns once all is reduced: gradients can be read, clipped or
+    accumulated on as without communication.
+
+    A second pass before the step accumulates its gradient on an average, which averages alike:
+    :math:`\frac1k\sum_i (\bar g + g'_i) = \bar g + \frac1k\sum_i g'_i`. With :meth:`no_sync` passes accumulate
+    locally and the next one sends the sum.
+
+    Gradients that no backward pass has reduced (set by hand, or a worker without a batch) are reduced by
+    :meth:`complete` in the same messages, so workers that do and workers that do not run a pass fit together.
+
+    Args:
+        model: The model. Its parameters may be frozen, converted or replaced later; the buckets follow.
+        aggregation: The all-reduce that sends the buckets and counts the bytes.
+        bucket_size_bytes: A bucket is sent when it holds at least so many bytes; larger gradients travel alone.
+
+    References:
+        S. Li et al.: PyTorch Distributed: Experiences on Accelerating Data Parallel Training, arXiv:2006.15704
+    """
+
+    def __init__(
+        self, model: nn.Module, aggregation: AllReduceAggregation, bucket_size_bytes: int = BUCKET_SIZE_BYTES
+    ) -> None:
+        if bucket_size_bytes < 0:
+            raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least 0")
+        self._model = model
+        self._aggregation = aggregation
+        self._bucket_size_bytes = bucket_size_bytes
+        self._synchronizes = True
+        self._start()
+
+    def _start(self) -> None:
+        """Set up everything that belongs to this process."""
+        self._clock = CommunicationClock()
+        self._pass: _Pass | None = None
+        self._is_reduced = False
+        self._counts_anew = True
+        self._signature: Signature = ()
+        self._buckets: list[Bucket] = []
+        self._place: dict[int, int] = {}
+        self._hooks: list[Any] = []
+        self._lay_out()
+
+    # ------------------------------------------------------------------ what an optimizer calls
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate the gradients of backward passes inside locally."""
+        before = self._synchronizes
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """See to it that all gradients are averages over the workers, and forget that they are.
+
+        If the last thing that happened was a backward pass, there is nothing left to do.
+        """
+        if self._pass is not None:  # a backward pass that raised an error half way
+            self._finish()
+        if self._lay_out() or not self._is_reduced:
+            self._open(-1)
+            self._finish()
+        self.forget()
+
+    def forget(self) -> None:
+        """Take the gradients for used: whatever they are at the next step was not reduced."""
+        self._is_reduced = False
+        self._counts_anew = True
+
+    def report(self, tracker: Any | None) -> None:
+        """Tell a tracker of the communication that is over."""
+        self._clock.report(tracker)
+
+    # ------------------------------------------------------------------ during a backward pass
+
+    @torch.no_grad()
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Count a gradient that the backward pass has accumulated; send the buckets that are full."""
+        if not self._synchronizes:
+            self._is_reduced = False
+            return
+        graph_task = torch._C._current_graph_task_id()
+        if self._pass is None or self._pass.graph_task != graph_task:
+            if self._pass is not None:  # a pass inside another one (checkpointing), or one that raised an error
+                self._finish()
+            self._open(graph_task)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        current = self._pass
+        assert current is not None
+        bucket = self._place.get(id(parameter))
+        if bucket is None:
+            return
+        if bucket < len(current.transfers):
+            raise RuntimeError(
+                "a parameter got a gradient twice in one backward pass, after its first one was sent (does a module "
+                "run another backward pass inside?): use overlap=False, or checkpoint(..., use_reentrant=False)"
+            )
+        current.missing[bucket] -= 1
+        if current.landed < len(current.transfers):
+            current.note_arrivals()
+        self._send_full(current)
+
+    def _open(self, graph_task: int) -> None:
+        self._lay_out()
+        if self._counts_anew:
+            self._aggregation.last_bytes = 0
+            self._counts_anew = False
+        self._pass = _Pass(graph_task, [len(b.parameters) for b in self._buckets], Interval(self._device))
+
+    def _send_full(self, current: _Pass) -> None:
+        """Send the buckets that are full, in their order; the last one waits for the end of the pass."""
+        position = len(current.transfers)
+        while position < len(self._buckets) - 1 and current.missing[position] <= 0:
+            self._send(current, self._buckets[position])
+            position += 1
+
+    def _send(self, current: _Pass, bucket: Bucket) -> None:
+        refuse_sparse(dict(zip(bucket.names, bucket.parameters, strict=True)))
+        current.interval.sends()
+        with current.interval.exposed():
+            message = bucket.fill(self._aggregation.world_size if self._aggregation.divides_early else None)
+            if bucket.flags is not None:
+                self._write_flags(bucket.flags)
+            current.transfers.append(self._aggregation.start(message))
+            current.interval.size_bytes += current.transfers[-1].size_bytes
+
+    def _write_flags(self, flags: Tensor) -> None:
+        present = [float(p.grad is not None) for bucket in self._buckets for p in bucket.parameters]
+        flags.copy_(torch.tensor(present, dtype=flags.dtype))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Send what is left and wait for everything: the gradients are then averages."""
+        current, self._pass = self._pass, None
+        if current is None:  # a pass inside this one has sent it
+            return
+        absent = {
+            i: [j for j, p in enumerate(bucket.parameters) if p.grad is None] for i, bucket in enumerate(self._buckets)
+        }
+        for bucket in self._buckets[len(current.transfers) :]:
+            self._send(current, bucket)
+        with current.interval.exposed():
+            for i, (bucket, transfer) in enumerate(zip(self._buckets, current.transfers, strict=True)):
+                self._aggregation.finish(transfer)
+                if i >= current.landed:
+                    current.note_arrival()
+                if not self._aggregation.divides_early:
+                    transfer.message.div_(self._aggregation.world_size)
+                bucket.deliver()
+        self._adopt(absent, current.transfers)
+        self._clock.add(current.interval)
+        self._is_reduced = True
+
+    def _adopt(self, absent: Mapping[int, list[int]], transfers: list[Transfer]) -> None:
+        """Give parameters without a gradient the one that other workers have, where there is one."""
+        if not any(absent.values()):
+            return
+        flags = self._buckets[-1].flags
+        assert flags is not None
+        present = flags.tolist()
+        offset = 0
+        for i, bucket in enumerate(self._buckets):
+            for j in absent[i]:
+                if present[offset + j] > 0:
+                    if bucket.memory is None:
+                        bucket.parameters[0].grad = transfers[i].message.as_strided(
+                            bucket.parameters[0].shape, torch.empty_like(bucket.parameters[0], device="meta").stride()
+                        )
+                    else:
+                        bucket.adopt(j)
+            offset += len(bucket.parameters)
+
+    # ------------------------------------------------------------------ layout
+
+    @property
+    def _device(self) -> torch.device:
+        return self._buckets[0].parameters[0].device if self._buckets[0].parameters else torch.device("cpu")
+
+    def _lay_out(self) -> bool:
+        """Make the buckets anew if the model's parameters have changed; say whether they have."""
+        parameters = dict(trainable(self._model))
+        current = signature(parameters)
+        if current == self._signature:
+            return False
+        self._remove_hooks()
+        self._signature = current
+        self._buckets = plan_buckets(parameters, self._bucket_size_bytes, self._aggregation.comm_dtype)
+        self._place = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
+        hook = _hook_of(weakref.ref(self))
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in parameters.values()]
+        return True
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __del__(self) -> None:
+        self._remove_hooks()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The model and the settings: hooks, buckets and messages belong to this process."""
+        return {n: self.__dict__[n] for n in ("_model", "_aggregation", "_bucket_size_bytes", "_synchronizes")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+
+def _hook_of(reduction: weakref.ref[OverlappedReduction]) -> Callable[[Tensor], None]:
+    """A hook that does not keep the reduction alive."""
+
+    def hook(parameter: Tensor) -> None:
+        alive = reduction()
+        if alive is not None:
+            alive._on_gradient(parameter)
+
+    return hook
