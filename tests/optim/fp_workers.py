@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mlbench_core.optim.pytorch import CentralizedSGD
+from mlbench_core.optim.pytorch import CentralizedSGD, CentralizedSparsifiedSGD
 from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
 from mlbench_core.optim.pytorch.grad_scaler import DistributedGradScaler
 from tests.optim.workers import counted_all_reduces, make_batches, make_net, share
@@ -258,17 +259,25 @@ def reference_gradient(rank: int, step: int, weights: Tensor, scale: float) -> T
 
 
 def grad_scalers(rank: int, world_size: int) -> dict[str, Any]:
-    """What CentralizedSGD and the scalers do when worker 0 alone overflows in the second of three steps."""
+    """What optimizers and scalers do when worker 0 alone overflows in the second of three steps."""
     result = {}
-    for name, make, unscale_first, agg_grad in (
-        ("torch", torch.amp.GradScaler, False, True),
-        ("torch, unscaled", torch.amp.GradScaler, True, True),
-        ("torch, weights", torch.amp.GradScaler, False, False),
-        ("ours", DistributedGradScaler, False, True),
-        ("ours, unscaled", DistributedGradScaler, True, True),
+
+    def averaging(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+        return CentralizedSGD(world_size, model, lr=LR, **options)
+
+    def all_coordinates(model: nn.Module) -> torch.optim.Optimizer:
+        return CentralizedSparsifiedSGD(model.parameters(), lr=LR, sparse_grad_size=3, world_size=world_size)
+
+    for name, make, unscale_first, make_optimizer in (
+        ("torch", torch.amp.GradScaler, False, averaging),
+        ("torch, unscaled", torch.amp.GradScaler, True, averaging),
+        ("torch, weights", torch.amp.GradScaler, False, partial(averaging, agg_grad=False)),
+        ("torch, sparsified", torch.amp.GradScaler, False, all_coordinates),
+        ("ours", DistributedGradScaler, False, averaging),
+        ("ours, unscaled", DistributedGradScaler, True, averaging),
     ):
         model, scaler = half_line(dtype=torch.float32), make("cpu", init_scale=16.0, growth_interval=100)
-        optimizer = CentralizedSGD(world_size, model, lr=LR, agg_grad=agg_grad)
+        optimizer = make_optimizer(model)
         weights, scales = [], []
         for step in range(3):
             optimizer.zero_grad()

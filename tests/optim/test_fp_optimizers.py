@@ -16,6 +16,7 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
+from mlbench_core.optim.pytorch import CentralizedSGD
 from mlbench_core.optim.pytorch.fp_optimizers import DynamicLossScaler, FP16Optimizer
 from mlbench_core.optim.pytorch.grad_scaler import DistributedGradScaler
 from tests.contracts.test_optimizers import SCHEDULERS
@@ -131,7 +132,9 @@ class TestSeveralWorkers:
 class TestGradScaler:
     """torch.amp.GradScaler on the centralized optimizers, whose steps are collective."""
 
-    @pytest.mark.parametrize("name", ["torch", "torch, unscaled", "torch, weights", "ours", "ours, unscaled"])
+    @pytest.mark.parametrize(
+        "name", ["torch", "torch, unscaled", "torch, weights", "torch, sparsified", "ours", "ours, unscaled"]
+    )
     def test_an_overflow_on_one_worker_skips_the_step_of_all(self, ranks: Ranks, name: str) -> None:
         gradient = (len(ranks) + 1) / 2  # that of worker r is r + 1
         for result in ranks:
@@ -146,8 +149,6 @@ class TestGradScaler:
             assert result["grad_scalers"]["ours, unscaled"]["scales"] == [16.0, 8.0, 8.0]
 
     def test_float16_gradients_are_refused(self) -> None:
-        from mlbench_core.optim.pytorch import CentralizedSGD
-
         model, scaler = half_line(), torch.amp.GradScaler("cpu", init_scale=8.0)
         scaler.scale(model(torch.ones(1, 3).half()).float().mean()).backward()
         with pytest.raises(ValueError, match="train a float16 model with FP16Optimizer"):
@@ -155,8 +156,6 @@ class TestGradScaler:
 
     @pytest.mark.parametrize("make", [torch.amp.GradScaler, DistributedGradScaler])
     def test_alone_it_is_what_torch_does(self, make: type[torch.amp.GradScaler]) -> None:
-        from mlbench_core.optim.pytorch import CentralizedSGD
-
         def train(optimizer_of: Callable[[nn.Module], Optimizer], scaler: torch.amp.GradScaler) -> Tensor:
             model = half_line(dtype=torch.float32)
             optimizer = optimizer_of(model)

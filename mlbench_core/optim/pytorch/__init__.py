@@ -15,6 +15,8 @@ from mlbench_core.optim.pytorch.centralized import (
     PowerSGD,
 )
 from mlbench_core.optim.pytorch.decentralized import ChocoSGD, DecentralizedSGD
+from mlbench_core.optim.pytorch.fp_optimizers import DynamicLossScaler, FP16Optimizer
+from mlbench_core.optim.pytorch.grad_scaler import DistributedGradScaler
 from mlbench_core.optim.pytorch.local import DiLoCo, LocalSGD
 from mlbench_core.optim.pytorch.optim import EFSignSGD, SignSGD, SparsifiedSGD
 
@@ -26,7 +28,10 @@ __all__ = [
     "CustomCentralizedOptimizer",
     "DecentralizedSGD",
     "DiLoCo",
+    "DistributedGradScaler",
+    "DynamicLossScaler",
     "EFSignSGD",
+    "FP16Optimizer",
     "GenericCentralizedOptimizer",
     "LocalSGD",
     "PowerSGD",

@@ -14,6 +14,7 @@ from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.generic import Closure, check_lr, evaluate
+from mlbench_core.optim.pytorch.grad_scaler import must_skip
 
 __all__ = ["CompressedOptimizer", "Params", "sgd_defaults"]
 
@@ -47,6 +48,7 @@ class CompressedOptimizer(Optimizer):
     """
 
     agg_grad = True
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to step()
 
     def __init__(
         self, params: Params | None, defaults: dict[str, Any], aggregation: CompressedAggregation, average: bool = True
@@ -80,6 +82,8 @@ class CompressedOptimizer(Optimizer):
         Returns:
             What the closure returned, this worker's loss; None without a closure.
         """
+        if must_skip(self, self.aggregation):
+            return None
         loss = evaluate(closure)
         named = dict(self._named_parameters())
         stand_ins = {name: self._stand_in(parameter, group) for name, (parameter, group) in named.items()}
