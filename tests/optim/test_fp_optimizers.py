@@ -534,6 +534,8 @@ class TestFP16Optimizer:
         optimizer = FP16Optimizer(model, 1)
         with pytest.raises(ValueError, match=r"build it over \[fp_optimizer\.fp32_params\]"):
             optimizer.set_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match=r"build it over \[fp_optimizer\.fp32_params\]"):
+            optimizer.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ValueError, match="LBFGS evaluates the loss several times"):
             optimizer.set_optimizer(torch.optim.LBFGS([optimizer.fp32_params]))
 

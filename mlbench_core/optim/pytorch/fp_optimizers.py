@@ -145,7 +145,7 @@ class FP16Optimizer(OptimizerWrapper):
         self._clock = CommunicationClock()
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Set the torch optimizer that updates the master weights.
+        """Set the torch optimizer that updates the master weights, as setting the attribute ``optimizer`` does.
 
         Args:
             optimizer: An optimizer over ``[fp32_params]``.
@@ -154,18 +154,20 @@ class FP16Optimizer(OptimizerWrapper):
             TypeError: It is no torch optimizer.
             ValueError: It does not optimize the master weights, or evaluates the loss several times in a step (LBFGS).
         """
-        if isinstance(optimizer, Optimizer):
-            if not any(p is self.fp32_params for group in optimizer.param_groups for p in group["params"]):
-                raise ValueError(
-                    f"{type(optimizer).__name__} does not optimize the float32 master weights: build it over "
-                    "[fp_optimizer.fp32_params], not over model.parameters()"
-                )
-            if evaluates_repeatedly(optimizer):
-                raise ValueError(
-                    f"{type(optimizer).__name__} evaluates the loss several times in a step, which a scale that may "
-                    "change at each overflow does not allow: use an optimizer that needs no closure"
-                )
         self.optimizer = optimizer
+
+    def check_inside(self, optimizer: Optimizer) -> None:
+        """Raise a ValueError if an optimizer does not optimize the master weights, or needs several evaluations."""
+        if not any(p is self.fp32_params for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"{type(optimizer).__name__} does not optimize the float32 master weights: build it over "
+                "[fp_optimizer.fp32_params], not over model.parameters()"
+            )
+        if evaluates_repeatedly(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} evaluates the loss several times in a step, which a scale that may "
+                "change at each overflow does not allow: use an optimizer that needs no closure"
+            )
 
     def backward_loss(self, loss: Tensor) -> None:
         """Compute the gradients of the scaled loss and add them to the model's; the loss stays as it is.

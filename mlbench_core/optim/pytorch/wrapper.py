@@ -60,7 +60,11 @@ class OptimizerWrapper(Optimizer):
             if inside is self:
                 raise ValueError("an optimizer cannot be put inside itself")
             inside = inside._inner
+        self.check_inside(optimizer)
         self._inner = optimizer
+
+    def check_inside(self, optimizer: Optimizer) -> None:
+        """Raise a ValueError if an optimizer cannot be the one inside; a subclass may be choosy."""
 
     # mypy takes the attributes of Optimizer for plain ones; here they live in the optimizer inside.
     @property
