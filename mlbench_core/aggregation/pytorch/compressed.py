@@ -142,10 +142,10 @@ class CompressedAggregation(Aggregation):
         if self.world_size == 1:
             return message[None]
         sent = distributed.get_backend_tensor(message)
-        gathered = sent.new_empty(self.world_size * sent.numel())
-        distributed.dist.all_gather_into_tensor(gathered, sent)
+        gathered = sent.new_empty(self.world_size, sent.numel())
+        distributed.dist.all_gather(list(gathered), sent)
         self._count_bytes(sent)
-        return gathered.view(self.world_size, -1).to(message.device)
+        return gathered.to(message.device)
 
     def _check_keys(self, state_dict: Mapping[str, Any], known: set[str]) -> None:
         """Refuse the state of another aggregation."""

@@ -1,0 +1,449 @@
+"""Sign and sparsified optimizers: real processes over Gloo against the readable references and exact invariants."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
+from torch import Tensor, nn
+
+from mlbench_core.aggregation.pytorch.centralized import EFSignAggregation, SignAggregation, SparsifiedAggregation
+from mlbench_core.aggregation.pytorch.sign import pack_bits, unpack_bits
+from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates
+from mlbench_core.lr_scheduler.pytorch.lr import SparsifiedSGDLR
+from mlbench_core.optim.pytorch import (
+    CentralizedSGD,
+    CentralizedSparsifiedSGD,
+    EFSignSGD,
+    SignSGD,
+    SparsifiedSGD,
+)
+from tests.helpers.ranks import run_ranks
+from tests.optim import compressed_workers as workers
+from tests.references.ef_sign_sgd import ef_sign_sgd
+from tests.references.sign_sgd import one_bit, sign_sgd
+from tests.references.sparsified_sgd import sparsified_sgd, top_k
+
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """What each worker returned, by scenario. One start of the processes serves all tests."""
+    return run_ranks(request.param, workers.run_all)
+
+
+def start(name: str) -> Tensor:
+    return workers.make_params()[name].detach().contiguous()
+
+
+def gradient_of(name: str) -> Any:
+    return lambda i, x, t: workers.gradient(name, i, x, t)
+
+
+def assert_trajectory(ranks: Ranks, optimizer: str, part: str, name: str, expected: Tensor) -> None:
+    for result in ranks:
+        actual = result["trajectories"][optimizer][part][name]
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", workers.SHAPES)
+@pytest.mark.parametrize(("optimizer", "beta"), [("sign", 0.0), ("signum", 0.5)])
+def test_sign_sgd_agrees_with_the_reference(ranks: Ranks, optimizer: str, beta: float, name: str) -> None:
+    x = sign_sgd(start(name), gradient_of(name), len(ranks), workers.rate, workers.STEPS, beta)
+    assert_trajectory(ranks, optimizer, "params", name, x)
+
+
+@pytest.mark.parametrize("name", workers.SHAPES)
+def test_ef_sign_sgd_agrees_with_the_reference(ranks: Ranks, name: str) -> None:
+    x, e = ef_sign_sgd(start(name), gradient_of(name), len(ranks), workers.rate, workers.STEPS)
+    assert_trajectory(ranks, "ef sign", "params", name, x)
+    for result, e_i in zip(ranks, e, strict=True):
+        torch.testing.assert_close(result["trajectories"]["ef sign"]["memory"][name], e_i, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", workers.SHAPES)
+@pytest.mark.parametrize(("optimizer", "size"), [("top-k", 3), ("top 20 %", 0.2)])
+def test_sparsified_sgd_agrees_with_the_reference(ranks: Ranks, optimizer: str, size: float, name: str) -> None:
+    counts = {key: coordinates_sent(size, start(key).numel()) for key in workers.SHAPES}
+    a = max(start(key).numel() / count for key, count in counts.items())
+    x, m, estimate = sparsified_sgd(
+        start(name), gradient_of(name), len(ranks), workers.rate, workers.STEPS, lambda m, t: top_k(m, counts[name]), a
+    )
+    assert_trajectory(ranks, optimizer, "params", name, x)
+    assert_trajectory(ranks, optimizer, "estimate", name, estimate)
+    for result, m_i in zip(ranks, m, strict=True):
+        torch.testing.assert_close(result["trajectories"][optimizer]["memory"][name], m_i, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", workers.SHAPES)
+def test_random_k_agrees_with_the_reference(ranks: Ranks, name: str) -> None:
+    generator, drawn = torch.Generator().manual_seed(0), {}
+    for t in range(workers.STEPS):
+        for key in workers.SHAPES:
+            numel = start(key).numel()
+            drawn[key, t] = draw_coordinates(numel, coordinates_sent(3, numel), generator)
+
+    def comp(m: Tensor, t: int) -> Tensor:
+        kept = torch.zeros_like(m).view(-1)
+        kept[drawn[name, t]] = m.view(-1)[drawn[name, t]]
+        return kept.view(m.shape)
+
+    x, m, _ = sparsified_sgd(start(name), gradient_of(name), len(ranks), workers.rate, workers.STEPS, comp)
+    assert_trajectory(ranks, "random-k", "params", name, x)
+    for result, m_i in zip(ranks, m, strict=True):
+        torch.testing.assert_close(result["trajectories"]["random-k"]["memory"][name], m_i, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", workers.OPTIMIZERS)
+def test_all_workers_have_the_same_bits(ranks: Ranks, optimizer: str) -> None:
+    first = ranks[0]["trajectories"][optimizer]["params"]
+    for result in ranks[1:]:
+        for name, x in result["trajectories"][optimizer]["params"].items():
+            assert torch.equal(x, first[name])
+
+
+@pytest.mark.parametrize("aggregation", workers.AGGREGATIONS)
+def test_every_kind_of_tensor_is_aggregated_alike_on_all_workers(ranks: Ranks, aggregation: str) -> None:
+    for number in range(2):
+        rounds = [result["aggregations"][aggregation]["rounds"][number] for result in ranks]
+        for name, tensor in rounds[0]["out"].items():
+            assert tensor.dtype == rounds[0]["in"][name].dtype
+            assert all(torch.equal(other["out"][name], tensor) for other in rounds[1:])
+        assert all(other["flag"] == (len(ranks) - 1) / 2 for other in rounds)
+
+
+@pytest.mark.parametrize("aggregation", ["ef sign", "top-k", "random-k"])
+def test_what_is_not_sent_stays_in_the_memory(ranks: Ranks, aggregation: str) -> None:
+    for number in range(2):
+        rounds = [result["aggregations"][aggregation]["rounds"][number] for result in ranks]
+        for name, out in rounds[0]["out"].items():
+            if out.numel() == 0:
+                continue
+            sent = []
+            for each in rounds:
+                owed = each["owed"].get(name, torch.zeros(()))
+                sent.append(each["in"][name].double() + owed.double() - each["still"][name].double())
+            mean = torch.stack(sent).mean(0)
+            precision = {torch.float64: 1e-15, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+            torch.testing.assert_close(out.double(), mean, rtol=precision[out.dtype], atol=precision[out.dtype])
+        if number:
+            assert any(owed.any() for owed in rounds[0]["owed"].values())
+
+
+def test_half_precision_rounding_stays_in_the_memory(ranks: Ranks) -> None:
+    for result in ranks:
+        still = result["aggregations"]["top-k"]["rounds"][0]["still"]
+        assert still["half"].dtype == still["bfloat"].dtype == torch.float32
+        assert still["double"].dtype == torch.float64
+
+
+def test_without_error_feedback_nothing_is_remembered(ranks: Ranks) -> None:
+    for result in ranks:
+        first, second = result["aggregations"]["top-k without memory"]["rounds"]
+        assert first["still"] == {}
+        assert all(torch.equal(first["out"][name], second["out"][name]) for name in first["out"])
+
+
+def test_votes_are_counted(ranks: Ranks) -> None:
+    for number in range(2):
+        rounds = [result["aggregations"]["sign"]["rounds"][number] for result in ranks]
+        for name, out in rounds[0]["out"].items():
+            votes = torch.stack([one_bit(each["in"][name].float(), number + i) for i, each in enumerate(rounds)])
+            assert torch.equal(out.float(), votes.sum(0).sign())
+        assert not rounds[0]["out"]["zeros"].any()
+        assert any((each["out"]["matrix"] == 0).any() for each in rounds), "no tie was seen"
+
+
+DTYPE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+NUMELS = {"float32": (24, 1, 10, 11), "float64": (7,), "float16": (9,), "bfloat16": (9,)}  # of mixed_tensors
+KINDS = ("float32", "float64", "float16", "bfloat16")  # in the order of each one's first tensor
+
+
+def message_bytes(aggregation: str, dtype: str) -> tuple[str, int]:
+    """The documented formulas."""
+    b, numels = DTYPE_BYTES[dtype], NUMELS[dtype]
+    bits = (sum(numels) + 7) // 8
+    K = sum(min(3, numel) for numel in numels)
+    return {
+        "sign": ("all_gather", bits),
+        "ef sign": ("all_gather", bits + max(4, b) * len(numels)),
+        "top-k": ("all_gather", (b + 4) * K),
+        "top-k without memory": ("all_gather", (b + 4) * K),
+        "random-k": ("all_reduce", b * K),
+    }[aggregation]
+
+
+@pytest.mark.parametrize("aggregation", workers.AGGREGATIONS)
+def test_messages_have_the_documented_number_and_size(ranks: Ranks, aggregation: str) -> None:
+    expected = [message_bytes(aggregation, dtype) for dtype in KINDS]
+    original = sum(DTYPE_BYTES[dtype] * sum(NUMELS[dtype]) for dtype in KINDS)
+    for result in ranks:
+        report = result["aggregations"][aggregation]
+        for each in report["rounds"]:
+            assert each["calls"] == [*expected, ("all_reduce", 4)]
+        assert report["bytes_sent"] == 2 * (sum(size for _, size in expected) + 4)
+        assert report["ratio"] == pytest.approx(original / sum(size for _, size in expected))
+
+
+@pytest.mark.parametrize("aggregation", workers.AGGREGATIONS)
+def test_one_message_per_parameter_gives_the_same(ranks: Ranks, aggregation: str) -> None:
+    for result in ranks:
+        whole, whole_calls = result["by_layer"][aggregation, False]
+        layered, layered_calls = result["by_layer"][aggregation, True]
+        assert len(whole_calls) == 2 * 2  # two steps, each with one message and one of flags
+        assert len(layered_calls) == 2 * 2 * len(whole)
+        if aggregation != "random-k":  # where the order of drawing is another one only between steps
+            assert all(torch.equal(whole[name], layered[name]) for name in whole)
+
+
+def test_denominators_divide_sums_and_leave_votes(ranks: Ranks) -> None:
+    k, total = len(ranks), torch.tensor([1.0, -2.0]) * sum(range(1, len(ranks) + 1))
+    for result in ranks:
+        for name, (average, custom, tensor) in result["custom_denominators"].items():
+            if name == "sign":
+                assert all(each.tolist() == [1.0, -1.0] for each in (average, custom, tensor))
+            else:
+                assert torch.equal(custom, tensor)
+                torch.testing.assert_close(average * k, custom * 10)
+            if name in ("top-k", "random-k"):
+                torch.testing.assert_close(average, total / k)
+
+
+@pytest.mark.parametrize("optimizer", workers.OPTIMIZERS)
+def test_a_gradient_on_one_worker_moves_all_and_one_on_none_moves_nothing(ranks: Ranks, optimizer: str) -> None:
+    first = ranks[0]["partly_missing"][optimizer]["first"]
+    if "sign" not in optimizer or len(ranks) > 2:  # one vote and a zero may tie
+        assert (first["one"] != torch.arange(1.0, 8.0)).any() or optimizer in ("sign", "signum")
+    for rank, result in enumerate(ranks):
+        found = result["partly_missing"][optimizer]
+        assert torch.equal(found["first"]["one"], first["one"])
+        assert torch.equal(found["frozen"], torch.arange(1.0, 8.0))
+        assert torch.equal(found["lost again"], found["first"]["lost"])
+        assert found["grad is none"] == (rank > 0, True)
+        before, after = found["memory"]
+        assert (before is None) == (optimizer in ("sign", "signum"))
+        if before is not None:
+            assert before.any()
+            assert torch.equal(before, after), "what was thrown away was forgotten"
+
+
+@pytest.mark.parametrize("optimizer", workers.OPTIMIZERS)
+def test_resuming_is_bit_identical_on_every_worker(ranks: Ranks, optimizer: str) -> None:
+    for result in ranks:
+        through, resumed = result["resume"][optimizer]
+        assert all(torch.equal(through[name], resumed[name]) for name in through)
+
+
+def test_training_apart_by_mistake_is_refused(ranks: Ranks) -> None:
+    k = len(ranks)
+    for result in ranks:
+        assert f"world_size is 1, but the process group has {k} workers" in result["errors"]["default"]
+        assert f"world_size is {k + 1}, but the process group has {k} workers" in result["errors"]["too many"]
+
+
+def test_memory_leads_to_the_optimum_of_different_quadratics(ranks: Ranks) -> None:
+    if len(ranks) != 2:
+        assert ranks[0]["quadratics"] == {}
+        return
+    quadratics = [workers.quadratic(rank) for rank in range(2)]
+    optimum = torch.linalg.solve(sum(A for A, _ in quadratics), sum(A @ b for A, b in quadratics))
+    for name, found in ranks[0]["quadratics"].items():
+        for estimate in found.values():
+            assert (estimate - optimum).norm() < 0.02 * optimum.norm(), name
+
+
+def test_digits_are_learned_as_well_as_by_sgd(ranks: Ranks) -> None:
+    if len(ranks) != 2:
+        assert ranks[0]["digits"] == {}
+        return
+    accuracy = ranks[0]["digits"]
+    assert accuracy == ranks[1]["digits"]
+    assert accuracy["sgd"] > 0.95
+    assert accuracy["ef sign"] > accuracy["sgd"] - 0.02
+    assert accuracy["top 1 %"] > accuracy["sgd"] - 0.02
+
+
+def test_signs_settle_with_a_decaying_rate() -> None:
+    x = nn.Parameter(torch.tensor([3.0, -2.0, 0.5]))
+    optimizer = SignSGD([x], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: (t + 1) ** -0.5)
+    for _ in range(2000):
+        x.grad = torch.tensor([1.0, 10.0, 0.1]) * (x.detach() - 1)
+        optimizer.step()
+        scheduler.step()
+    torch.testing.assert_close(x.detach(), torch.ones(3), rtol=0, atol=0.5 * 2000**-0.5 * 1.01)
+
+
+def test_plain_sign_stalls_where_error_feedback_does_not() -> None:
+    """The one-dimensional counterexample of arXiv:1901.09847: x is -1 to 1, gradients 4 and three times -1."""
+    ends = {}
+    for make in (SignSGD, EFSignSGD):
+        x = nn.Parameter(torch.zeros(1))
+        optimizer = make([x], lr=0.01)
+        for t in range(400):
+            x.grad = torch.tensor([4.0 if t % 4 == 0 else -1.0])
+            optimizer.step()
+            with torch.no_grad():
+                x.clamp_(-1, 1)
+        ends[make] = x.item()
+    assert ends[SignSGD] > 0.9  # away from the minimum, at the wrong end
+    assert ends[EFSignSGD] < -0.9
+
+
+def test_the_estimate_of_the_paper_on_a_strongly_convex_problem() -> None:
+    generator = torch.Generator().manual_seed(0)
+    curvature, optimum = torch.linspace(1, 3, 20), torch.randn(20, generator=generator)
+    x = nn.Parameter(torch.zeros(20))
+    optimizer = SparsifiedSGD([x], lr=1.0, sparse_grad_size=2)
+    schedule = SparsifiedSGDLR(optimizer, gamma=2, l2_coef=1, shifting_param=20)
+    for _ in range(3000):
+        x.grad = curvature * (x.detach() - optimum) + torch.randn(20, generator=generator)
+        optimizer.step()
+        schedule.step()
+    (estimate,) = optimizer.get_estimated_weights()
+    assert (estimate - optimum).norm() < 0.05 * optimum.norm()
+    assert (estimate - optimum).norm() < (x.detach() - optimum).norm()
+
+
+def test_estimated_weights_start_at_the_parameters_and_leave_them_alone() -> None:
+    x = nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = SparsifiedSGD([{"params": [x]}, {"params": [nn.Parameter(torch.zeros(0))]}], lr=0.1)
+    estimates = optimizer.get_estimated_weights()
+    assert [each.tolist() for each in estimates] == [[1.0, 2.0], []]
+    estimates[0].zero_()
+    assert x.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (30,), (7, 9), (2, 3, 4, 5)])
+@pytest.mark.parametrize("random", [False, True])
+def test_every_coordinate_of_every_shape_is_sent_in_the_end(shape: tuple[int, ...], random: bool) -> None:
+    x = nn.Parameter(torch.zeros(shape))
+    optimizer = CentralizedSparsifiedSGD([x], lr=1.0, sparse_grad_size=4, random_sparse=random)
+    g = 1 + torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    x.grad = g.clone()
+    for step in range(800):
+        optimizer.step()
+        if step == 0:
+            assert x.count_nonzero() == min(4, x.numel())
+        x.grad = torch.zeros(shape)
+    torch.testing.assert_close(x.detach(), -g)
+
+
+def test_the_users_weights_and_gradients_are_left_alone() -> None:
+    for make in workers.OPTIMIZERS.values():
+        x = nn.Parameter(torch.ones(4))
+        before = torch.get_rng_state()
+        optimizer = make([x])
+        assert torch.equal(x, torch.ones(4))
+        x.grad = torch.arange(4.0)
+        optimizer.step()
+        assert torch.equal(x.grad, torch.arange(4.0))
+        assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_overflow_is_not_remembered() -> None:
+    for make in workers.AGGREGATIONS.values():
+        aggregation = make()
+        aggregation.aggregate({"x": torch.tensor([1.0, float("inf"), float("nan"), -float("inf"), 2.0])}, "avg_world")
+        tensor = torch.tensor([1.0, -2.0, 3.0, 4.0, 0.0])
+        aggregation.aggregate({"x": tensor}, "avg_world")
+        assert tensor.isfinite().all()
+
+
+def test_coordinates_are_drawn_uniformly_and_once() -> None:
+    generator, count = torch.Generator().manual_seed(0), torch.zeros(50)
+    for _ in range(4000):
+        drawn = draw_coordinates(50, 5, generator)
+        assert len(drawn.unique()) == 5
+        count[drawn] += 1
+    assert ((count - 400).abs() < 5 * (400 * 0.9) ** 0.5).all()
+    assert sorted(draw_coordinates(6, 6, generator).tolist()) == list(range(6))
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 1001])
+def test_bits_survive_packing(count: int) -> None:
+    bits = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 0.5
+    packed = pack_bits(bits)
+    assert packed.dtype == torch.uint8
+    assert len(packed) == -(-count // 8)
+    assert torch.equal(unpack_bits(packed, count), bits)
+
+
+def test_memory_goes_by_the_parameters_names() -> None:
+    net = nn.Linear(3, 2)
+    net(torch.ones(1, 3)).sum().backward()
+    for params, names in (
+        (net.named_parameters(), ["weight", "bias"]),
+        (net.parameters(), ["group0.0", "group0.1"]),
+        ([{"params": [net.weight]}, {"params": [net.bias]}], ["group0.0", "group1.0"]),
+    ):
+        optimizer = EFSignSGD(params, lr=0.1)
+        optimizer.step()
+        assert list(optimizer.state_dict()["aggregation"]["memory"]) == names
+    with pytest.raises(ValueError, match="several parameters are called w"):
+        SignSGD([{"params": [("w", net.weight)]}, {"params": [("w", net.bias)]}], lr=0.1)
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    state = {"memory": {"weight": torch.zeros(4)}}
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"saved memory of 'weight' has shape \(4,\), the model's parameter \(2, 3\)"):
+        SparsifiedAggregation(model).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"SignAggregation remembers \['votes_held'\] but was given \['memory'\]"):
+        SignAggregation().load_state_dict(state)
+    aggregation = EFSignAggregation()
+    aggregation.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"memory of 'weight' has shape \(4,\), its gradient \(2, 3\)"):
+        aggregation.aggregate({"weight": torch.ones(2, 3)}, "avg_world")
+    with pytest.raises(ValueError, match="generator"):
+        SparsifiedAggregation(model).load_state_dict(SparsifiedAggregation(model, random=True).state_dict())
+
+
+def test_half_precision_resumes_bit_identical() -> None:
+    def run(x: nn.Parameter, optimizer: Any, steps: range) -> None:
+        for t in steps:
+            x.grad = torch.linspace(-1, 1, 6).half() * (t + 1) / 7
+            optimizer.step()
+
+    whole, first = (nn.Parameter(torch.ones(6).half()) for _ in range(2))
+    run(whole, EFSignSGD([whole], lr=0.01), range(8))
+    optimizer = EFSignSGD([first], lr=0.01)
+    run(first, optimizer, range(4))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed = EFSignSGD([first], lr=0.01)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    run(first, resumed, range(4, 8))
+    assert torch.equal(whole, first)
+
+
+def test_weights_are_not_compressed() -> None:
+    for aggregation in (SignAggregation(), EFSignAggregation(), SparsifiedAggregation(None)):
+        with pytest.raises(NotImplementedError, match=r"Aggregation compresses gradients and would destroy weights"):
+            CentralizedSGD(1, nn.Linear(1, 1), lr=0.1, agg_grad=False, aggregation=aggregation)
+
+
+def test_wrong_arguments_are_named() -> None:
+    x = nn.Parameter(torch.ones(3))
+    for size, error in ((0, ValueError), (-1, ValueError), (1.5, ValueError), ("3", TypeError), (True, TypeError)):
+        with pytest.raises(error, match="sparse_grad_size"):
+            SparsifiedSGD([x], lr=0.1, sparse_grad_size=size)
+    with pytest.raises(ValueError, match="lr is -1; it must not be negative"):
+        SignSGD([x], lr=-1)
+    with pytest.raises(ValueError, match=r"momentum is -0\.5"):
+        EFSignSGD([x], lr=1, momentum=-0.5)
+    with pytest.raises(ValueError, match="nesterov=True needs a momentum above 0"):
+        SignSGD([x], lr=1, nesterov=True)
+    with pytest.raises(ValueError, match="op must be 'avg_world' or 'avg_custom', not 'sum'"):
+        SignAggregation().aggregate({}, "sum")
+    with pytest.raises(TypeError, match=r"'x' has dtype torch\.complex64"):
+        EFSignAggregation().aggregate({"x": torch.ones(2, dtype=torch.complex64)}, "avg_world")
+    layer = nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="only dense ones can be compressed"):
+        SignSGD(layer.parameters(), lr=0.1).step()
