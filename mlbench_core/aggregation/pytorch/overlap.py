@@ -78,8 +78,6 @@ class OverlappedReduction:
     def __init__(
         self, model: nn.Module, aggregation: AllReduceAggregation, bucket_size_bytes: int = BUCKET_SIZE_BYTES
     ) -> None:
-        if bucket_size_bytes < 0:
-            raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least 0")
         self._model = model
         self._aggregation = aggregation
         self._bucket_size_bytes = bucket_size_bytes

@@ -57,7 +57,7 @@ class Interval:
     def total_s(self) -> float:
         """Seconds during which a message was under way; on a GPU from the first one's start to the last one's end."""
         if self._stream is None:
-            return self._under_way_s
+            return max(self._under_way_s, self.exposed_s())  # what arrived may still have to be divided
         return self._between(self._marks[0][0], self._marks[-1][1]) if self._marks else 0.0
 
     def exposed_s(self) -> float:

@@ -226,13 +226,13 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         }
         if self._reduction is not None:
             self._finish_reduction(self._reduction, denom)
-        with self._clock.measure(next(self.model.parameters()).device) as interval:
-            if self._reduction is None:
-                self.agg(self.model, self.agg_mode, denom)
-                interval.size_bytes = self.aggregation.last_bytes
-            if beside:
-                self.agg(beside, self.agg_mode, denom)
-                interval.size_bytes += self.aggregation.last_bytes
+        to_aggregate: list[nn.Module | dict[str, Tensor]] = [self.model] if self._reduction is None else []
+        to_aggregate += [beside] if beside else []
+        if to_aggregate:
+            with self._clock.measure(next(self.model.parameters()).device) as interval:
+                for part in to_aggregate:
+                    self.agg(part, self.agg_mode, denom)
+                    interval.size_bytes += self.aggregation.last_bytes
         if tracker is not None:
             tracker.record_batch_agg()
         if self._reduction is not None:
@@ -391,6 +391,8 @@ def _overlapped(
         )
     if not agg_grad:
         raise ValueError("overlap=True sends gradients during the backward pass, but agg_grad=False sends weights")
+    if bucket_size_bytes < 0:
+        raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least 0")
     return OverlappedReduction(model, aggregation, bucket_size_bytes) if aggregation.world_size > 1 else None
 
 
