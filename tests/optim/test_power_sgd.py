@@ -163,10 +163,11 @@ def test_a_world_size_left_out_does_not_train_apart(ranks: Ranks) -> None:
 def test_it_learns_digits_as_well_as_sgd() -> None:
     datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn, which has the digits, is not installed")
     digits = datasets.load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    first, second = run_ranks(2, workers.digits_accuracy, images, torch.tensor(digits.target))
+    shuffled = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(digits.data, dtype=torch.float32)[shuffled] / 16
+    first, second = run_ranks(2, workers.digits_accuracy, images, torch.tensor(digits.target)[shuffled], timeout_s=240)
     assert first == second
     sgd = first.pop("sgd")
-    assert sgd > 0.9
+    assert sgd > 0.93
     for name, accuracy in first.items():
         assert accuracy >= sgd - 0.02, (name, accuracy, sgd)
