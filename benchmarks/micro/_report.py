@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _variants import ALONE, DDP, VARIANTS, WORKLOADS
+from _variants import ALONE, DDP, PAIRS, VARIANTS, WORKLOADS
 
 from mlbench_core.errors import require
 
@@ -29,7 +29,7 @@ COLUMNS = ("variant", "steps/s", "x DDP", "range", "x alone", "ms/step", "expose
 def rows(merged: dict[str, Any], steps: int) -> list[dict[str, Any]]:
     """One row for each variant, in the table's order; a variant with an error has nothing else."""
     found: dict[str, dict[str, Any]] = {}
-    for workers in merged["launches"]:
+    for number, workers in enumerate(merged["launches"]):
         seconds = {
             name: [max(times) for times in zip(*(w["findings"][name]["seconds"] for w in workers), strict=True)]
             for name in workers[0]["findings"]
@@ -37,7 +37,7 @@ def rows(merged: dict[str, Any], steps: int) -> list[dict[str, Any]]:
         for name in seconds:
             if name not in found:
                 parts = [worker["findings"][name] for worker in workers]
-                found[name] = _row(name, seconds, parts, steps)
+                found[name] = {"launch": number, **_row(name, seconds, parts, steps)}
     for name, error in merged["errors"].items():
         found[name] = {"variant": name, "error": error}
     return [found[name] for name in VARIANTS if name in found]
@@ -89,7 +89,20 @@ def table(result: dict[str, Any]) -> str:
             f"| {row['times_ddp_min']:.2f} to {row['times_ddp_max']:.2f} | {row['times_alone']:.2f} "
             f"| {row['ms_per_step']:.1f} | {row['exposed_ms']:.1f} | {row['bytes_per_step'] / 1e6:.3f} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + "".join(f"\n{line}\n" for line in pairs(result))
+
+
+def pairs(result: dict[str, Any]) -> list[str]:
+    """One sentence for each pair that ran interleaved: how many times faster the first was in the same block."""
+    by_name = {row["variant"]: row for row in result["rows"] if "error" not in row}
+    lines = []
+    for name, rival in PAIRS:
+        if name in by_name and rival in by_name and by_name[name]["launch"] == by_name[rival]["launch"]:
+            own, other = by_name[name], by_name[rival]
+            ratios = [b / a for a, b in zip(own["block_seconds"], other["block_seconds"], strict=True)]
+            times = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            lines.append(f"{own['title']}: {times} times {other['title']}.")
+    return lines
 
 
 def load(folder: Path) -> list[dict[str, Any]]:

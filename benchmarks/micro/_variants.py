@@ -17,6 +17,8 @@ from torch.optim import SGD
 
 from mlbench_core.models.pytorch.resnet import get_resnet_model, resnet18_bkj
 from mlbench_core.models.pytorch.vgg import VGG
+from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
+from mlbench_core.utils.pytorch.topology import ring
 
 LR, MOMENTUM = 1e-3, 0.9
 SIGN_LR = 1e-6
@@ -121,11 +123,13 @@ class Variant:
         title: For tables; ``{steps}`` becomes the steps of a block.
         make: Makes it.
         is_ours: Whether it is this library's.
+        is_default: Whether it runs where nobody names it. (Convolutions in fp16 take a CPU many seconds.)
     """
 
     title: str
     make: Callable[[Context], Trainee]
     is_ours: bool = True
+    is_default: bool = True
 
 
 def alone(context: Context, fused: bool | None = None) -> Trainee:
@@ -158,7 +162,7 @@ def ddp_power(context: Context, rank: int) -> Trainee:
 
 def ours(name: str, context: Context, **options: Any) -> Trainee:
     """One of the library's optimizers, by class."""
-    optimizer = find(name)(model=context.model, lr=LR, momentum=MOMENTUM, **options)
+    optimizer = find(name)(model=context.model, lr=LR, **options)
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
@@ -167,43 +171,43 @@ def find(name: str) -> Any:
     return getattr(importlib.import_module("mlbench_core.optim.pytorch"), name)
 
 
-def generic(context: Context, **options: Any) -> Trainee:
-    """The library's all-reduce around torch's fused SGD."""
-    make = partial(SGD, lr=LR, momentum=MOMENTUM, fused=True)
-    optimizer = find("GenericCentralizedOptimizer")(context.workers, context.model, optimizer=make, **options)
-    return Trainee(context.model, optimizer, is_tracked=True)
+def sgd(context: Context, **options: Any) -> Trainee:
+    """The library's counterpart of DDP + SGD."""
+    return ours("CentralizedSGD", context, momentum=MOMENTUM, **options)
 
 
 def power(context: Context, rank: int) -> Trainee:
     """PowerSGD with warm start."""
-    return ours("PowerSGD", context, rank=rank, reuse_query=True, world_size=context.workers)
+    return ours("PowerSGD", context, momentum=MOMENTUM, rank=rank, reuse_query=True, world_size=context.workers)
 
 
 def sign(context: Context, name: str) -> Trainee:
     """Signs of the gradient; the step's length does not shrink with it."""
-    optimizer = find(name)(context.model.parameters(), lr=SIGN_LR, momentum=MOMENTUM)
+    optimizer = find(name)(context.model.named_parameters(), lr=SIGN_LR, momentum=MOMENTUM)
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
 def sparse(context: Context, random: bool) -> Trainee:
     """A hundredth of the gradient."""
-    make, count = find("CentralizedSparsifiedSGD"), sum(p.numel() for p in context.model.parameters()) // 100
-    optimizer = make(
-        context.model.parameters(), lr=LR, sparse_grad_size=count, random_sparse=random, world_size=context.workers
-    )
+    make, named = find("CentralizedSparsifiedSGD"), context.model.named_parameters()
+    optimizer = make(named, LR, sparse_grad_size=0.01, random_sparse=random, world_size=context.workers)
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
 def gossip(name: str, context: Context, **options: Any) -> Trainee:
     """Averaging with the neighbours on a ring."""
-    neighbors = sorted({(context.rank - 1) % context.workers, (context.rank + 1) % context.workers})
-    return ours(name, context, rank=context.rank, neighbors=neighbors, **options)
+    return ours(name, context, momentum=MOMENTUM, topology=ring(context.workers), **options)
+
+
+def periodic(name: str, **options: Any) -> Callable[[Context], Trainee]:
+    """Agreement once a block."""
+    return lambda context: ours(name, context, period=context.steps, **options)
 
 
 def half(context: Context, dtype: torch.dtype) -> Trainee:
     """A network in half precision with float32 master weights."""
     model = context.model.to(dtype)
-    optimizer = find("FP16Optimizer")(model, context.workers, average_world=True)
+    optimizer = FP16Optimizer(model, context.workers, average_world=True)
     optimizer.set_optimizer(SGD([optimizer.fp32_params], LR, MOMENTUM))
     return Trainee(model, optimizer, optimizer.backward_loss, dtype, is_tracked=True)
 
@@ -217,14 +221,21 @@ VARIANTS = {
     ),
     "ddp_fp16": Variant("DDP, fp16 hook", partial(ddp, share=0.5, hook=default_hooks.fp16_compress_hook), False),
     "ddp_power2": Variant("DDP, PowerSGD hook, rank 2, one bucket", partial(ddp_power, rank=2), False),
-    "sgd": Variant("CentralizedSGD", partial(ours, "CentralizedSGD")),
-    "sgd_fused": Variant("CentralizedSGD's all-reduce, fused SGD", generic),
-    "sgd_overlap": Variant("CentralizedSGD, overlap", partial(ours, "CentralizedSGD", overlap=True)),
-    "sgd_overlap_fused": Variant("the same, fused SGD", partial(generic, overlap=True)),
+    "sgd": Variant("CentralizedSGD", sgd),
+    "sgd_fused": Variant("CentralizedSGD, fused", partial(sgd, fused=True)),
+    "sgd_overlap": Variant("CentralizedSGD, overlap", partial(sgd, overlap=True)),
+    "sgd_overlap_fused": Variant("CentralizedSGD, overlap, fused", partial(sgd, overlap=True, fused=True)),
     "sgd_overlap_fp16": Variant(
-        "CentralizedSGD, overlap, fp16 transfer",
-        partial(ours, "CentralizedSGD", overlap=True, comm_dtype=torch.float16),
+        "CentralizedSGD, overlap, fp16 transfer", partial(sgd, overlap=True, comm_dtype=torch.float16)
     ),
+    **{
+        f"sgd_overlap_{size_mb}mb": Variant(
+            f"CentralizedSGD, overlap, buckets of {size_mb} MB",
+            partial(sgd, overlap=True, bucket_size_bytes=size_mb * 10**6),
+            is_default=False,
+        )
+        for size_mb in (1, 4, 25, 1000)
+    },
     "power1": Variant("PowerSGD, rank 1", partial(power, rank=1)),
     "power2": Variant("PowerSGD, rank 2", partial(power, rank=2)),
     "power4": Variant("PowerSGD, rank 4", partial(power, rank=4)),
@@ -233,10 +244,13 @@ VARIANTS = {
     "top1": Variant("CentralizedSparsifiedSGD, largest 1 %", partial(sparse, random=False)),
     "random1": Variant("CentralizedSparsifiedSGD, random 1 %", partial(sparse, random=True)),
     "ring": Variant("DecentralizedSGD, ring", partial(gossip, "DecentralizedSGD")),
-    "choco": Variant("ChocoSGD, ring", partial(gossip, "ChocoSGD")),
-    "local": Variant("LocalSGD, every {steps} steps", lambda context: ours("LocalSGD", context, period=context.steps)),
-    "diloco": Variant("DiLoCo, every {steps} steps", lambda context: ours("DiLoCo", context, period=context.steps)),
-    "half_fp16": Variant("FP16Optimizer, fp16", partial(half, dtype=torch.float16)),
+    "choco": Variant("ChocoSGD, ring, largest 10 %", partial(gossip, "ChocoSGD")),
+    "local": Variant("LocalSGD, every {steps} steps", periodic("LocalSGD", momentum=MOMENTUM)),
+    "diloco": Variant("DiLoCo (AdamW inside), every {steps} steps", periodic("DiLoCo")),
+    "half_fp16": Variant("FP16Optimizer, fp16", partial(half, dtype=torch.float16), is_default=False),
     "half_bf16": Variant("FP16Optimizer, bf16", partial(half, dtype=torch.bfloat16)),
 }
 """In the order of the table. What is not there or fails is reported with its error."""
+
+PAIRS = (("sgd_overlap", "ddp_fused"), ("sgd_overlap_fused", "ddp_fused"), ("power2", "ddp_power2"), ("power2", "sgd"))
+"""Variants that are compared with one another, and therefore share a launch where memory allows it."""

@@ -31,7 +31,7 @@ from typing import Any
 
 import _report
 import torch
-from _variants import ALONE, DDP, VARIANTS, WORKLOADS
+from _variants import ALONE, DDP, PAIRS, VARIANTS, WORKLOADS
 from _worker import Plan
 
 from mlbench_core.utils.emulated_network import EmulatedNetwork
@@ -43,15 +43,12 @@ RESULTS = Path(__file__).with_name("RESULTS.md")
 
 
 def groups(names: Sequence[str], model: str, workers: int, memory_bytes: float) -> list[list[str]]:
-    """Split the variants so that a launch fits into memory; both references are in each."""
+    """Split the variants so that a launch fits into memory; both references are in each, pairs in the first."""
     size = sum(p.numel() * p.element_size() for p in WORKLOADS[model].make().parameters())
     room = max(1, int(memory_bytes / (workers * COPIES * size)) - len(REFERENCES))
-    others = [name for name in names if name not in REFERENCES]
-    count = -(-len(others) // room)
-    if count == 0:
-        return [REFERENCES]
-    share = -(-len(others) // count)
-    return [[*REFERENCES, *others[i : i + share]] for i in range(0, len(others), share)]
+    paired = {name for pair in PAIRS for name in pair}
+    others = sorted((name for name in names if name not in REFERENCES), key=lambda name: name not in paired)
+    return [[*REFERENCES, *others[i : i + room]] for i in range(0, max(1, len(others)), room)]
 
 
 def launch(plan: Plan, bandwidth: str | None) -> dict[str, Any]:
@@ -158,14 +155,14 @@ def parse(argv: Iterable[str] | None = None) -> argparse.Namespace:
         "--variants",
         nargs="+",
         choices=VARIANTS,
-        default=list(VARIANTS),
+        default=[name for name, variant in VARIANTS.items() if variant.is_default],
         metavar="VARIANT",
         help=f"besides {' and '.join(REFERENCES)}, which are always there: {', '.join(VARIANTS)}",
     )
     parser.add_argument("--blocks", type=int, default=8, help="blocks of each variant; the median counts")
     parser.add_argument("--steps", type=int, help="steps of a block (default: by network, 2 to 10)")
     parser.add_argument("--network", metavar="BANDWIDTH", help="put each worker on an emulated host, e.g. 100mbit")
-    parser.add_argument("--memory-gb", type=float, default=physical_gb / 2, help="memory that a launch may take")
+    parser.add_argument("--memory-gb", type=float, default=0.75 * physical_gb, help="memory that a launch may take")
     parser.add_argument("--output", type=Path, default=Path("optimizers-results"), help="folder for JSON, CSV, plot")
     parser.add_argument("--append-results", action="store_true", help=f"update the section in {RESULTS.name}")
     arguments = parser.parse_args(None if argv is None else list(argv))
