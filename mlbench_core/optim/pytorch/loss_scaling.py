@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +11,6 @@ from typing import Any
 from torch import Tensor
 
 __all__ = ["DynamicLossScaler"]
-
-Number = int | float
 
 
 class DynamicLossScaler:
@@ -139,7 +138,7 @@ class DynamicLossScaler:
 
 def _in_range(name: str, value: float, least: float) -> float:
     """Return a positive finite number that is at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, Number):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, not {value!r}")
     if not (math.isfinite(value) and value > 0 and value >= least):
         raise ValueError(f"{name} is {value}; it must be finite and {f'at least {least:g}' if least else 'positive'}")
@@ -148,8 +147,8 @@ def _in_range(name: str, value: float, least: float) -> float:
 
 def _whole(name: str, value: int, least: int) -> int:
     """Return an integer that is at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer, not {value!r}")
     if value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
-    return value
+    return int(value)
