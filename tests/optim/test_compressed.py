@@ -271,11 +271,11 @@ def test_signs_settle_with_a_decaying_rate() -> None:
     x = nn.Parameter(torch.tensor([3.0, -2.0, 0.5]))
     optimizer = SignSGD([x], lr=0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: (t + 1) ** -0.5)
-    for _ in range(2000):
+    for _ in range(1000):
         x.grad = torch.tensor([1.0, 10.0, 0.1]) * (x.detach() - 1)
         optimizer.step()
         scheduler.step()
-    torch.testing.assert_close(x.detach(), torch.ones(3), rtol=0, atol=0.5 * 2000**-0.5 * 1.01)
+    torch.testing.assert_close(x.detach(), torch.ones(3), rtol=0, atol=0.5 * 1000**-0.5 * 1.01)
 
 
 def test_plain_sign_stalls_where_error_feedback_does_not() -> None:
@@ -300,7 +300,7 @@ def test_the_estimate_of_the_paper_on_a_strongly_convex_problem() -> None:
     x = nn.Parameter(torch.zeros(20))
     optimizer = SparsifiedSGD([x], lr=1.0, sparse_grad_size=2)
     schedule = SparsifiedSGDLR(optimizer, gamma=2, l2_coef=1, shifting_param=20)
-    for _ in range(3000):
+    for _ in range(1500):
         x.grad = curvature * (x.detach() - optimum) + torch.randn(20, generator=generator)
         optimizer.step()
         schedule.step()
@@ -325,7 +325,7 @@ def test_every_coordinate_of_every_shape_is_sent_in_the_end(shape: tuple[int, ..
     optimizer = CentralizedSparsifiedSGD([x], lr=1.0, sparse_grad_size=4, random_sparse=random)
     g = 1 + torch.rand(shape, generator=torch.Generator().manual_seed(0))
     x.grad = g.clone()
-    for step in range(800):
+    for step in range(400):
         optimizer.step()
         if step == 0:
             assert x.count_nonzero() == min(4, x.numel())
@@ -356,11 +356,11 @@ def test_an_overflow_is_not_remembered() -> None:
 
 def test_coordinates_are_drawn_uniformly_and_once() -> None:
     generator, count = torch.Generator().manual_seed(0), torch.zeros(50)
-    for _ in range(4000):
+    for _ in range(2000):
         drawn = draw_coordinates(50, 5, generator)
         assert len(drawn.unique()) == 5
         count[drawn] += 1
-    assert ((count - 400).abs() < 5 * (400 * 0.9) ** 0.5).all()
+    assert ((count - 200).abs() < 5 * (200 * 0.9) ** 0.5).all()
     assert sorted(draw_coordinates(6, 6, generator).tolist()) == list(range(6))
 
 
