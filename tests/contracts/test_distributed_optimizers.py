@@ -117,6 +117,15 @@ MEMBERS: dict[str, Member] = {
     "sgd": Member(lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9)),
     "sgd by layer": Member(lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, by_layer=True)),
     "sgd on weights": Member(lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, agg_grad=False)),
+    "sgd overlapped": Member(lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, overlap=True)),
+    "sgd in small buckets": Member(
+        lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, overlap=True, bucket_size_bytes=100, fused=True)
+    ),
+    "sgd in fp16": Member(lambda m, r, k: CentralizedSGD(k, m, lr=0.05, comm_dtype=torch.float16)),
+    "sgd overlapped in bf16": Member(
+        lambda m, r, k: CentralizedSGD(k, m, lr=0.05, comm_dtype=torch.bfloat16, overlap=True, bucket_size_bytes=200)
+    ),
+    "adam overlapped": Member(lambda m, r, k: CentralizedAdam(k, m, lr=0.01, overlap=True)),
     "adam": Member(lambda m, r, k: CentralizedAdam(k, m, lr=0.01, amsgrad=True)),
     "custom": Member(custom),
     "fp16": Member(half, dtype=torch.float16),
