@@ -254,7 +254,8 @@ class PowerAggregation(Aggregation):
     def _query(self, matrix: _Matrix) -> Tensor:
         r"""Return the rows of :math:`Q^\top` to start from, the same on all workers.
 
-        The generator is used in every step, needed or not, so that it is in the same state on all workers.
+        Rows that became zero or undefined are drawn anew: a warm start must not lose a direction for ever. The
+        generator is used in every step, needed or not, so that it is in the same state on all workers.
         """
         rows, columns = matrix.delta.shape
         shape = (min(rows, columns, self.rank), columns)
@@ -264,7 +265,8 @@ class PowerAggregation(Aggregation):
         if remembered is None:
             return drawn
         self._check_shape("queries", matrix.name, remembered, matrix.tensor)
-        return _orthonormal_rows(remembered.to(drawn), instead_of_zero=drawn)
+        basis = _orthonormal_rows(remembered.to(drawn))
+        return torch.where(basis.square().sum(dim=1, keepdim=True) > 0.5, basis, drawn)
 
     def _to_send(self, factor: Tensor) -> Tensor:
         return factor if self.comm_dtype is None else factor.to(self.comm_dtype)
@@ -368,31 +370,37 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
         out.addcmul_(column.unsqueeze(1), row)
 
 
-def _orthonormal_rows(rows: Tensor, instead_of_zero: Tensor | None = None) -> Tensor:
+def _orthonormal_rows(rows: Tensor) -> Tensor:
     """Orthonormalise the rows of a matrix by Gram-Schmidt.
 
     Every row is projected three times. What the first projection leaves of a row that depends on those before it is
-    rounding noise, which still points into their span; once that is taken out as well, noise is a unit vector like
-    any other and harmless, since Q is computed from whatever P is. A row of which nothing at all is left is zero.
+    rounding noise, which still points into their span. With that taken out as well, noise is a unit vector like any
+    other and harmless, since Q is computed from whatever P is. A row that even the last projection shrinks has nothing
+    but their span and becomes zero.
 
     Args:
         rows: Shape (r, n), float32 or float64.
-        instead_of_zero: Shape (r, n): replaces rows that are zero, or not finite, to begin with.
 
     Returns:
-        Shape (r, n). Where a number was not finite, and is not replaced, no number is.
+        Shape (r, n). What is not finite stays so, to be seen.
     """
     peak = rows.abs().amax(dim=1, keepdim=True)  # keeps squares in range
     rows = rows / torch.where(peak == 0, 1, peak)
-    if instead_of_zero is not None:
-        rows = torch.where((peak > 0) & peak.isfinite(), rows, instead_of_zero)
     for i, row in enumerate(rows):
-        for _ in range(3 if i else 1):
-            if i:
-                row -= (rows[:i] @ row) @ rows[:i]
-            norm = torch.linalg.vector_norm(row)
-            row /= torch.where(norm == 0, 1, norm)
+        norm = _normalize(row)
+        for _ in range(3 if i else 0):
+            row -= (rows[:i] @ row) @ rows[:i]
+            norm = _normalize(row)
+        if i:
+            row.masked_fill_(norm < 0.5, 0)
     return rows
+
+
+def _normalize(vector: Tensor) -> Tensor:
+    """Divide a vector by its norm, in place, unless that is zero; return the norm."""
+    norm = torch.linalg.vector_norm(vector)
+    vector /= torch.where(norm == 0, 1, norm)
+    return norm
 
 
 def _check_model(model: Any) -> nn.Module:

@@ -1,0 +1,195 @@
+"""PowerSGD's aggregation in a world of one: kernels, arguments and state."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mlbench_core.aggregation.pytorch import power
+from mlbench_core.aggregation.pytorch.centralized import AVG_CUSTOM, AVG_WORLD, PowerAggregation
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def make_model(rows: int = 10, columns: int = 8) -> nn.Module:
+    return nn.Linear(columns, rows, dtype=torch.float64)
+
+
+def step(aggregation: PowerAggregation, seed: int = 0) -> Tensor:
+    model = aggregation.model
+    model.weight.grad, model.bias.grad = draw(*model.weight.shape, seed=seed), torch.ones_like(model.bias)
+    aggregation.agg_grad()(model, AVG_WORLD)
+    return model.weight.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["random", "equal", "nearly equal", "zero first", "zero last", "tiny", "huge"])
+def test_rows_become_orthonormal(kind: str, count: int, dtype: torch.dtype) -> None:
+    precision = torch.finfo(dtype).eps
+    for seed in range(20):
+        for length in (6, 7, 300):
+            rows = draw(count, length, seed=seed, dtype=dtype)
+            if kind in ("equal", "nearly equal"):
+                rows = rows[:1] + (kind == "nearly equal") * 10 * precision * rows
+                rows = rows.expand(count, length).clone()
+            scales = {"tiny": 1e-30, "huge": 1e30}
+            rows *= scales.get(kind, 1)
+            zero = {"zero first": 0, "zero last": -1}.get(kind)
+            if zero is not None:
+                rows[zero] = 0
+            given = rows.clone()
+            basis = power._orthonormal_rows(rows)
+            assert torch.equal(rows, given)
+            products = basis @ basis.T
+            is_there = products.diagonal() > 0.5
+            expected = torch.diag(is_there.to(dtype))
+            torch.testing.assert_close(products, expected, rtol=0, atol=40 * precision)
+            assert not is_there[zero] if zero is not None else is_there[0]
+            scaled = rows / rows.abs().amax(1, keepdim=True).clamp_min(1e-38)
+            torch.testing.assert_close(scaled @ basis.T @ basis, scaled, rtol=0, atol=100 * precision)
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+def test_a_warm_start_goes_on_from_a_query_that_says_nothing(bad: float) -> None:
+    aggregation = PowerAggregation(make_model(), rank=2, reuse_query=True)
+    step(aggregation)
+    aggregation.state_dict()["queries"]["weight"][:] = bad
+    aggregation.state_dict()["errors"]["weight"].zero_()
+    exact = draw(10, 2, seed=1) @ draw(2, 8, seed=2)
+    result = {"weight": exact.clone()}
+    aggregation.aggregate(result, AVG_WORLD)
+    torch.testing.assert_close(result["weight"], exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    results = []
+    for block in (1, 24, 10**6):
+        monkeypatch.setattr(power, "BLOCK_ELEMENTS", block)
+        aggregation = PowerAggregation(make_model(), rank=rank, reuse_query=True)
+        results.append([step(aggregation, seed) for seed in range(3)] + [aggregation.state_dict()["errors"]["weight"]])
+    for other in results[1:]:
+        for left, right in zip(results[0], other, strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+
+
+def test_a_better_rank_leaves_less_out() -> None:
+    errors = []
+    for rank in (1, 2, 3, 4):
+        aggregation = PowerAggregation(make_model(), rank=rank)
+        step(aggregation)
+        errors.append(float(aggregation.state_dict()["errors"]["weight"].norm()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] > 0
+
+
+def test_a_warm_start_converges_to_the_best_approximation() -> None:
+    exact = draw(10, 8)
+    left, values, right = torch.linalg.svd(exact, full_matrices=False)
+    best = left[:, :2] * values[:2] @ right[:2]
+    aggregation = PowerAggregation(make_model(), rank=2, reuse_query=True, error_feedback=False)
+    for _ in range(200):
+        result = {"weight": exact.clone()}
+        aggregation.aggregate(result, AVG_WORLD)
+    torch.testing.assert_close(result["weight"], best, rtol=0, atol=1e-6)
+
+
+def test_without_error_feedback_nothing_is_remembered() -> None:
+    aggregation = PowerAggregation(make_model(), error_feedback=False)
+    first = step(aggregation)
+    assert first.any()
+    state = aggregation.state_dict()
+    assert state["errors"] == state["queries"] == {}
+
+
+def test_what_compression_would_not_make_smaller_is_left_alone() -> None:
+    aggregation = PowerAggregation(make_model(), rank=5)  # 5 (10 + 8) > 10 8
+    assert torch.equal(step(aggregation), draw(10, 8))
+    assert aggregation.state_dict()["errors"] == {}
+
+
+def test_bookkeeping_is_never_compressed() -> None:
+    flags = draw(20, 20)
+    given = flags.clone()
+    aggregation = PowerAggregation(make_model())
+    aggregation.aggregate({":flags": flags}, AVG_WORLD)
+    assert torch.equal(flags, given)
+    assert aggregation.state_dict()["errors"] == {}
+
+
+def test_the_first_steps_are_uncompressed() -> None:
+    aggregation = PowerAggregation(make_model(), start_after_steps=2)
+    is_exact = [torch.equal(step(aggregation, seed), draw(10, 8, seed=seed)) for seed in range(4)]
+    assert is_exact == [True, True, False, False]
+
+
+def test_the_seed_decides_and_the_global_generator_does_not() -> None:
+    before = torch.get_rng_state()
+    results = [step(PowerAggregation(make_model(), seed=seed)) for seed in (1, 1, 2)]
+    torch.manual_seed(5)
+    again = step(PowerAggregation(make_model(), seed=1))
+    torch.set_rng_state(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], again)
+    assert not torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_copies_go_on_alike(duplicate: Any) -> None:
+    aggregation = PowerAggregation(make_model())
+    step(aggregation)
+    other = duplicate(aggregation)
+    assert torch.equal(step(other, 1), step(aggregation, 1))
+
+
+def test_arguments_are_checked() -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="rank must be 1 or more, not 0"):
+        PowerAggregation(model, rank=0)
+    with pytest.raises(TypeError, match=r"rank must be an integer, not 1\.5"):
+        PowerAggregation(model, rank=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="start_after_steps must be 0 or more, not -1"):
+        PowerAggregation(model, start_after_steps=-1)
+    with pytest.raises(ValueError, match=r"comm_dtype must be None or one of torch\.float16, .*, not torch\.int8"):
+        PowerAggregation(model, comm_dtype=torch.int8)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not list"):
+        PowerAggregation([])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="world_size is 2, but there is 1 process"):
+        PowerAggregation(model, world_size=2)
+
+
+def test_a_wrong_operation_changes_nothing() -> None:
+    aggregation = PowerAggregation(make_model())
+    step(aggregation)
+    error = aggregation.state_dict()["errors"]["weight"].clone()
+    weight = draw(10, 8)
+    for kind in (ValueError, NotImplementedError):
+        with pytest.raises(kind, match="op must be 'avg_world' or 'avg_custom', not 'max'"):
+            aggregation.aggregate({"weight": weight}, "max")
+        with pytest.raises(kind, match="would destroy weights: build the optimizer with agg_grad=True"):
+            aggregation.agg_model()
+    with pytest.raises(ValueError, match="denom, which is None"):
+        aggregation.aggregate({"weight": weight}, AVG_CUSTOM)
+    assert torch.equal(weight, draw(10, 8))
+    assert torch.equal(error, aggregation.state_dict()["errors"]["weight"])
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    aggregation = PowerAggregation(make_model(), rank=2, reuse_query=True)
+    step(aggregation)
+    state = aggregation.state_dict()
+    with pytest.raises(ValueError, match=r"errors\['weight'\] of shape \(10, 8\).*gradient of shape \(9, 7\)"):
+        PowerAggregation(make_model(9, 7), rank=2).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"queries\['weight'\] of shape \(2, 8\), but rank 3"):
+        PowerAggregation(make_model(), rank=3).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"was given \['memory'\]: the checkpoint was written with another"):
+        aggregation.load_state_dict({"memory": {}})
+    assert aggregation.state_dict()["errors"]["weight"] is state["errors"]["weight"]
