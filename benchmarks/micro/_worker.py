@@ -21,6 +21,7 @@ import torch.distributed as dist
 from _variants import VARIANTS, WORKLOADS, Context, Trainee
 from torch import Tensor
 
+MAKING, WARM_UP = -2, -1  # what comes before block 0
 WARM_UP_STEPS = 4
 TIMEOUT_S = 120
 
@@ -94,12 +95,13 @@ def measure(trainee: Trainee, batch: tuple[Tensor, Tensor], steps: int, findings
     findings.bytes_per_step = listener.size_bytes / steps if trainee.is_tracked else trainee.bytes_per_step()
 
 
-def make_trainees(plan: Plan, rank: int) -> tuple[dict[str, Trainee], dict[str, str]]:
+def make_trainees(plan: Plan, rank: int, progress: Progress) -> tuple[dict[str, Trainee], dict[str, str]]:
     """The variants that can be made, and the errors of the others, which are the same on all workers."""
     torch.manual_seed(0)
     model = WORKLOADS[plan.model].make()
     trainees, errors = {}, {}
-    for name in plan.variants:
+    for place, name in enumerate(plan.variants):
+        progress.at(MAKING, place, name)
         try:
             trainees[name] = VARIANTS[name].make(Context(copy.deepcopy(model), plan.workers, rank, plan.steps))
         except Exception as error:
@@ -113,16 +115,16 @@ def describe(error: BaseException) -> str:
 
 
 def run(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
-    """Warm up, then measure; block -1 is the warm-up."""
+    """Warm up, then measure."""
     batch = WORKLOADS[plan.model].batch(rank)
-    trainees, errors = make_trainees(plan, rank)
+    trainees, errors = make_trainees(plan, rank, progress)
     findings = {name: Findings() for name in trainees}
     names = list(trainees)
-    for block in range(-1, plan.blocks):
-        for place, name in enumerate(names) if block < 0 else rotated(names, block):
+    for block in range(WARM_UP, plan.blocks):
+        for place, name in enumerate(names) if block == WARM_UP else rotated(names, block):
             progress.at(block, place, name)
             try:
-                if block < 0:
+                if block == WARM_UP:
                     for _ in range(max(WARM_UP_STEPS, plan.steps)):
                         trainees[name].step(*batch, Listener())
                 else:
