@@ -135,8 +135,8 @@ def global_average(sum: float | torch.Tensor, count: float | torch.Tensor) -> to
         >>> global_average(0.0, 0).item()
         0.0
     """
-    local_sum = torch.as_tensor(sum).detach().to(torch.float64)
-    local_count = torch.as_tensor(count).detach().to(device=local_sum.device, dtype=torch.float64)
+    local_sum = torch.as_tensor(sum, dtype=torch.float64).detach()  # at once: a float would become float32 first
+    local_count = torch.as_tensor(count, dtype=torch.float64, device=local_sum.device).detach()
     if local_count.numel() != 1:
         raise ValueError(
             f"count has {local_count.numel()} elements (shape {tuple(local_count.shape)}); it must be one number"

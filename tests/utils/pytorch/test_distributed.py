@@ -50,6 +50,7 @@ def test_average_over_workers(world_size: int) -> None:
 def test_counts_above_2_to_the_24_are_exact() -> None:
     count = 2**24 + 1
     assert global_average(count, 1).item() == count
+    assert global_average(float(count), 1).item() == count
     assert global_average(torch.tensor(count), count).item() == 1.0
 
 
