@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator
+from mlbench_core.aggregation.pytorch.compressed import as_bytes, from_bytes
 from mlbench_core.aggregation.pytorch.decentralized import (
     DecentralizedAggregation,
     check_gossip_operation,
     computing_dtype,
     refuse_gradients,
 )
+from mlbench_core.aggregation.pytorch.sign import pack_bits, unpack_bits
 from mlbench_core.utils.pytorch.topology import Topology
 
 __all__ = ["COMPRESSIONS", "ChocoAggregation", "Compressed", "Compression", "Identity", "RandomK", "ScaledSign", "TopK"]
@@ -145,15 +147,13 @@ class ScaledSign(Compression):
     def compress(self, x: Tensor) -> Compressed:
         """Keep the signs of a tensor of shape (n,), eight to a byte, and the mean magnitude."""
         scale = x.abs().to(computing_dtype(x.dtype)).mean().to(x.dtype)
-        positive = torch.nn.functional.pad(x >= 0, (0, -x.numel() % 8)).view(-1, 8)
-        return Compressed(((positive * _bit_values(x.device)).sum(dim=1, dtype=torch.uint8), scale.view(1)))
+        return Compressed((pack_bits(x >= 0), scale.view(1)))
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
         """Add ``weight`` times the scaled signs to ``y``."""
         packed, scale = q.sent
-        positive = (packed.view(-1, 1) & _bit_values(y.device)).ne(0).view(-1)[: y.numel()]
         step = weight * scale.to(y.dtype)
-        y.add_(torch.where(positive, step, -step))
+        y.add_(torch.where(unpack_bits(packed, y.numel()), step, -step))
 
 
 COMPRESSIONS = ("top_k", "random_k", "sign", "identity")
@@ -308,8 +308,7 @@ class ChocoAggregation(Aggregation):
     def _exchange(self, own: Mapping[str, Compressed]) -> list[dict[str, Compressed]]:
         """Send what was compressed to every neighbour as one message of bytes; return theirs."""
         parts = [part for q_i in own.values() for part in q_i.sent]
-        device = parts[0].device
-        message = torch.cat([part.contiguous().view(torch.uint8).to(device) for part in parts])
+        message = as_bytes(*(part.to(parts[0].device) for part in parts))
         received = self.gossip.exchange(message)
         for _ in received:
             self._count_bytes(message)
@@ -349,10 +348,8 @@ def _unpack_like(own: Mapping[str, Compressed], message: Tensor) -> dict[str, Co
     for name, q_i in own.items():
         parts = []
         for part in q_i.sent:
-            end = start + part.numel() * part.element_size()
-            aligned = message[start:end].to(part.device, copy=True)
-            parts.append(aligned.view(part.dtype))
-            start = end
+            parts.append(from_bytes(message, start, part.numel(), part.dtype).to(part.device))
+            start += part.nbytes
         result[name] = replace(q_i, sent=tuple(parts))
     return result
 
@@ -380,7 +377,3 @@ def _check_ratio(ratio: float) -> float:
 def _kept(ratio: float, count: int) -> int:
     """How many of ``count`` entries are kept, at least one."""
     return max(1, round(ratio * count))
-
-
-def _bit_values(device: torch.device) -> Tensor:
-    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
