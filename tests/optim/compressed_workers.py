@@ -30,13 +30,14 @@ from mlbench_core.optim.pytorch import (
     SignSGD,
     SparsifiedSGD,
 )
+from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
 
 STEPS = 12
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (3, 7), "vector": (5,), "scalar": (), "kernel": (2, 3, 2, 2)}
 LR = 0.1
 DIGITS_STEPS = 200
 
-Make = Callable[[Any], Optimizer]
+Make = Callable[[Any], CompressedOptimizer]
 OPTIMIZERS: dict[str, Make] = {
     "sign": lambda params: SignSGD(params, lr=LR),
     "signum": lambda params: SignSGD(params, lr=LR, momentum=0.5),
@@ -130,7 +131,7 @@ def trajectories(rank: int, world_size: int) -> dict[str, Any]:
         params = make_params()
         optimizer = make(params.items())
         train(params, optimizer, rank, range(STEPS))
-        estimate = getattr(optimizer, "get_estimated_weights", list)()
+        estimate = optimizer.get_estimated_weights() if isinstance(optimizer, SparsifiedSGD) else []
         result[name] = {
             "params": values(params),
             "memory": optimizer.state_dict().get("aggregation", {}).get("memory", {}),
@@ -216,9 +217,9 @@ def partly_missing(rank: int, world_size: int) -> dict[str, Any]:
     return result
 
 
-def by_layer(rank: int, world_size: int) -> dict[str, Any]:
+def by_layer(rank: int, world_size: int) -> dict[tuple[str, bool], Any]:
     """Gradients aggregated in one message and in one per parameter, and the collectives of either."""
-    result: dict[str, Any] = {}
+    result: dict[tuple[str, bool], Any] = {}
     for name, make in AGGREGATIONS.items():
         for layered in (False, True):
             params = make_params(torch.float32)

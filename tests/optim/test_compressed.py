@@ -11,8 +11,8 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.centralized import EFSignAggregation, SignAggregation, SparsifiedAggregation
-from mlbench_core.aggregation.pytorch.sign import pack_bits, unpack_bits
-from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates
+from mlbench_core.aggregation.pytorch.sign import pack_bits, pack_with_torch, unpack_bits, unpack_with_torch
+from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_coordinates
 from mlbench_core.lr_scheduler.pytorch.lr import SparsifiedSGDLR
 from mlbench_core.optim.pytorch import (
     CentralizedSGD,
@@ -364,6 +364,25 @@ def test_coordinates_are_drawn_uniformly_and_once() -> None:
     assert sorted(draw_coordinates(6, 6, generator).tolist()) == list(range(6))
 
 
+@pytest.mark.parametrize("k", [1, 700, 4096])
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "nan", "large ones between the samples"])
+def test_the_largest_of_many_are_those_of_topk(kind: str, k: int) -> None:
+    m = torch.randn(70_000, generator=torch.Generator().manual_seed(k))
+    if kind == "ties":
+        m = m.round()
+    elif kind == "zeros":
+        m = torch.zeros_like(m)
+    elif kind == "nan":
+        m[33] = torch.nan
+    elif kind == "large ones between the samples":
+        m[::64] = 100 + m[::64]
+        m[1:65] *= 1000
+    found = largest_coordinates(m, k)
+    assert len(found.unique()) == k
+    expected = m.abs().topk(k).values
+    torch.testing.assert_close(m[found].abs().sort(descending=True).values, expected, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 1001])
 def test_bits_survive_packing(count: int) -> None:
     bits = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 0.5
@@ -371,21 +390,25 @@ def test_bits_survive_packing(count: int) -> None:
     assert packed.dtype == torch.uint8
     assert len(packed) == -(-count // 8)
     assert torch.equal(unpack_bits(packed, count), bits)
+    assert torch.equal(pack_with_torch(bits), packed), "a GPU packs otherwise"
+    assert torch.equal(unpack_with_torch(packed, count), bits)
 
 
 def test_memory_goes_by_the_parameters_names() -> None:
     net = nn.Linear(3, 2)
     net(torch.ones(1, 3)).sum().backward()
-    for params, names in (
+    cases: tuple[tuple[Any, list[str]], ...] = (
         (net.named_parameters(), ["weight", "bias"]),
         (net.parameters(), ["group0.0", "group0.1"]),
         ([{"params": [net.weight]}, {"params": [net.bias]}], ["group0.0", "group1.0"]),
-    ):
+    )
+    for params, names in cases:
         optimizer = EFSignSGD(params, lr=0.1)
         optimizer.step()
         assert list(optimizer.state_dict()["aggregation"]["memory"]) == names
     with pytest.raises(ValueError, match="several parameters are called w"):
-        SignSGD([{"params": [("w", net.weight)]}, {"params": [("w", net.bias)]}], lr=0.1)
+        groups: Any = [{"params": [("w", net.weight)]}, {"params": [("w", net.bias)]}]
+        SignSGD(groups, lr=0.1)
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
@@ -430,7 +453,14 @@ def test_weights_are_not_compressed() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     x = nn.Parameter(torch.ones(3))
-    for size, error in ((0, ValueError), (-1, ValueError), (1.5, ValueError), ("3", TypeError), (True, TypeError)):
+    sizes: tuple[tuple[Any, type[Exception]], ...] = (
+        (0, ValueError),
+        (-1, ValueError),
+        (1.5, ValueError),
+        ("3", TypeError),
+        (True, TypeError),
+    )
+    for size, error in sizes:
         with pytest.raises(error, match="sparse_grad_size"):
             SparsifiedSGD([x], lr=0.1, sparse_grad_size=size)
     with pytest.raises(ValueError, match="lr is -1; it must not be negative"):

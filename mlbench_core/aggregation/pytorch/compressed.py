@@ -141,7 +141,7 @@ class CompressedAggregation(Aggregation):
         """Return every worker's message, shape (k, length), in the order of ranks; one worker sends nothing."""
         if self.world_size == 1:
             return message[None]
-        sent = distributed.get_backend_tensor(message)
+        sent = message.cpu() if distributed.backend() == "gloo" else distributed.get_backend_tensor(message)
         gathered = sent.new_empty(self.world_size, sent.numel())
         distributed.dist.all_gather(list(gathered), sent)
         self._count_bytes(sent)

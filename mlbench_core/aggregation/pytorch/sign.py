@@ -32,7 +32,7 @@ class SignAggregation(CompressedAggregation):
     whatever the operation divides sums by. A tie of an even number of workers gives 0. One bit has no room for a zero:
     worker :math:`i` sends a zero in step :math:`t` as :math:`(-1)^{t + i}`, so that zeros on all of an even number of
     workers give 0, and elsewhere the votes of a worker's zeros cancel from step to step. A gradient that this worker
-    lacks counts as zeros. One worker alone sends nothing and keeps its zeros.
+    lacks counts as zeros, and nan as -1. One worker alone sends nothing and keeps its zeros.
 
     Bytes a worker sends per step: :math:`\lceil d / 8 \rceil` for the :math:`d` coordinates of one dtype (of each
     parameter with ``by_layer=True``), in one all-gather.
@@ -166,8 +166,7 @@ def pack_bits(bits: Tensor) -> Tensor:
     """
     if bits.device.type == "cpu":
         return torch.from_numpy(np.packbits(bits.numpy()))
-    padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
-    return (padded << _places(bits.device)).sum(dim=1, dtype=torch.uint8)
+    return pack_with_torch(bits)
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
@@ -186,6 +185,17 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
     """
     if packed.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=count).view(bool))
+    return unpack_with_torch(packed, count)
+
+
+def pack_with_torch(bits: Tensor) -> Tensor:
+    """:func:`pack_bits` on any device."""
+    padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+    return (padded << _places(bits.device)).sum(dim=1, dtype=torch.uint8)
+
+
+def unpack_with_torch(packed: Tensor, count: int) -> Tensor:
+    """:func:`unpack_bits` on any device."""
     return (packed[:, None] >> _places(packed.device) & 1).view(-1)[:count].bool()
 
 

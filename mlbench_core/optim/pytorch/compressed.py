@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -131,8 +132,8 @@ class CompressedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; options it does not name get the defaults."""
         super().add_param_group(param_group)
-        names = [name for name, _ in self._named_parameters()]
-        repeated = sorted({name for name in names if names.count(name) > 1})
+        counts = Counter(name for name, _ in self._named_parameters())
+        repeated = sorted(name for name, count in counts.items() if count > 1)
         if repeated:
             self.param_groups.pop()
             raise ValueError(f"several parameters are called {', '.join(repeated)}: give every parameter its own name")
