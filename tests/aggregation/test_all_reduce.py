@@ -105,9 +105,9 @@ def test_the_clock_hands_out_each_interval_once_and_keeps_few() -> None:
     for size_bytes in (1, 2, 3):
         with clock.measure(torch.device("cpu")) as interval:
             interval.size_bytes = size_bytes
-    assert [size_bytes for _, size_bytes in clock.finished()] == [2, 3]
-    assert list(clock.finished()) == []
-    assert list(copy.deepcopy(clock).finished()) == []
+    assert [interval.size_bytes for interval in clock.intervals()] == [2, 3]
+    assert list(clock.intervals()) == []
+    assert list(copy.deepcopy(clock).intervals()) == []
 
 
 class Alternating(nn.Module):

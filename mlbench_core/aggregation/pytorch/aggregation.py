@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core.utils.pytorch import distributed
+from mlbench_core.utils.pytorch.lost_workers import introduce, naming_lost_workers
 
 __all__ = ["BOOKKEEPING", "Aggregation", "AggregationFunction", "Denominator", "UnknownOperationError"]
 
@@ -63,6 +64,7 @@ class Aggregation(ABC):
         self.use_cuda = use_cuda
         self.bytes_sent = 0
         self.last_bytes = 0
+        introduce()
 
     @property
     @abstractmethod
@@ -117,6 +119,7 @@ class Aggregation(ABC):
         return functools.partial(self._aggregate_weights, by_layer=by_layer)
 
     @torch.no_grad()
+    @naming_lost_workers()
     def any_worker(self, flag: Tensor) -> None:
         """Raise a flag on every worker if one worker raised it, in place.
 
@@ -168,6 +171,7 @@ class Aggregation(ABC):
             self.last_bytes += part.bytes_sent - before
 
     @torch.no_grad()
+    @naming_lost_workers()
     def _aggregate_gradients(
         self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
     ) -> None:
@@ -201,6 +205,7 @@ class Aggregation(ABC):
                     parameters[name].grad = gradients[name]
 
     @torch.no_grad()
+    @naming_lost_workers()
     def _aggregate_weights(
         self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
     ) -> None:
@@ -260,6 +265,3 @@ def check_denominator(denom: Denominator | None) -> Denominator:
     if not (math.isfinite(denom) and denom > 0):
         raise ValueError(f"denom must be a positive finite number, not {float(denom)}")
     return denom
-
-
-_trainable = trainable

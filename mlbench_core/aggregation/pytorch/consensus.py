@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from mlbench_core.aggregation.pytorch.aggregation import _trainable
+from mlbench_core.aggregation.pytorch.aggregation import trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.utils.pytorch import distributed
 
@@ -33,7 +33,7 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor]) -> float:
         >>> consensus_distance(nn.Linear(2, 1))
         0.0
     """
-    weights = {name: weight.detach().to(torch.float64) for name, weight in _trainable(model)}
+    weights = {name: weight.detach().to(torch.float64) for name, weight in trainable(model)}
     average = {name: weight.clone() for name, weight in weights.items()}
     AllReduceAggregation(None).aggregate(average, AVG_WORLD)
     squared = sum(float((weights[name] - average[name]).square().sum()) for name in weights)

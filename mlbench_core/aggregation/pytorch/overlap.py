@@ -15,6 +15,7 @@ from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse, trainabl
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
 from mlbench_core.aggregation.pytorch.buckets import Bucket, Signature, plan_buckets, signature
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock, Interval
+from mlbench_core.utils.pytorch.lost_workers import naming_lost_workers
 
 __all__ = ["BUCKET_SIZE_BYTES", "OverlappedReduction"]
 
@@ -109,6 +110,7 @@ class OverlappedReduction:
             self._synchronizes = before
 
     @torch.no_grad()
+    @naming_lost_workers()
     def complete(self) -> None:
         """See to it that all gradients are averages over the workers, and forget that they are.
 
@@ -173,6 +175,7 @@ class OverlappedReduction:
             self._send(current, self._buckets[position])
             position += 1
 
+    @naming_lost_workers()
     def _send(self, current: _Pass, bucket: Bucket) -> None:
         refuse_sparse(dict(zip(bucket.names, bucket.parameters, strict=True)))
         current.interval.sends()
@@ -188,6 +191,7 @@ class OverlappedReduction:
         flags.copy_(torch.tensor(present, dtype=flags.dtype))
 
     @torch.no_grad()
+    @naming_lost_workers()
     def _finish(self) -> None:
         """Send what is left and wait for everything: the gradients are then averages."""
         current, self._pass = self._pass, None

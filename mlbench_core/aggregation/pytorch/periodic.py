@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, _trainable
+from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.decentralized import (
     check_gossip_operation,
@@ -192,7 +192,7 @@ class DiLoCoAggregation(Aggregation):
             model: The model before its first step, or a mapping from names to parameters.
         """
         if not self._shared:
-            for name, parameter in _trainable(model):
+            for name, parameter in trainable(model):
                 self._share(name, parameter)
 
     @torch.no_grad()

@@ -57,7 +57,7 @@ class Interval:
     def total_s(self) -> float:
         """Seconds during which a message was under way; on a GPU from the first one's start to the last one's end."""
         if self._stream is None:
-            return max(self._under_way_s, self.exposed_s())  # what arrived may still have to be divided
+            return max(self._under_way_s, self.exposed_s())  # what nothing overlaps is only in the latter
         return self._between(self._marks[0][0], self._marks[-1][1]) if self._marks else 0.0
 
     def exposed_s(self) -> float:
@@ -99,10 +99,8 @@ class CommunicationClock:
     def measure(self, device: torch.device) -> Iterator[Interval]:
         """Time communication that nothing overlaps; the caller writes the bytes into ``size_bytes``."""
         interval = Interval(device)
-        interval.sends()
         with interval.exposed():
             yield interval
-        interval.lands()
         self.add(interval)
 
     def add(self, interval: Interval) -> None:
@@ -125,11 +123,6 @@ class CommunicationClock:
         for interval in self.intervals():
             if record is not None:
                 record(interval.total_s(), interval.exposed_s(), interval.size_bytes)
-
-    def finished(self) -> Iterator[tuple[float, int]]:
-        """Yield seconds and bytes of the intervals that are over, oldest first, each once."""
-        for interval in self.intervals():
-            yield interval.total_s(), interval.size_bytes
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the intervals out: events belong to this process."""

@@ -185,10 +185,7 @@ class CompressedOptimizer(Optimizer):
             interval.size_bytes = self.aggregation.last_bytes
         if tracker is not None:
             tracker.record_batch_agg()
-        record = getattr(tracker, "record_communication", None)
-        for total_s, size_bytes in self._clock.finished():
-            if record is not None:
-                record(total_s, total_s, size_bytes)  # nothing overlaps it, so all of it is exposed
+        self._clock.report(tracker)
 
 
 def sgd_defaults(

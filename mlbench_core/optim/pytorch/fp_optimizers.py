@@ -221,7 +221,7 @@ class FP16Optimizer(OptimizerWrapper):
             tracker.record_batch_agg()
         norm = self._unscaled_norm(divisor)
         overflow = self._any_overflow(norm)
-        self._report_communication(tracker)
+        self._clock.report(tracker)
         if not overflow:
             if self.grad_clip < math.inf:
                 nn.utils.clip_grads_with_norm_([self.fp32_params, *self._beside().values()], self.grad_clip, norm)
@@ -314,14 +314,6 @@ class FP16Optimizer(OptimizerWrapper):
             self.aggregation.any_worker(overflowed)
             interval.size_bytes = self.aggregation.bytes_sent - before
         return self.loss_scaler.has_overflow(norm.masked_fill(overflowed > 0, math.nan))
-
-    def _report_communication(self, tracker: Any | None) -> None:
-        """Tell the tracker what communication cost; nothing overlaps it, so all of it is exposed."""
-        intervals = list(self._clock.finished())
-        record = getattr(tracker, "record_communication", None)
-        if intervals and record is not None:
-            total_s = sum(seconds for seconds, _ in intervals)
-            record(total_s, total_s, sum(size_bytes for _, size_bytes in intervals))
 
     def _round_into_model(self) -> None:
         """Write the master weights into the model, rounded to its dtypes."""

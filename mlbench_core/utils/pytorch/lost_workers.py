@@ -1,0 +1,164 @@
+"""Which worker was lost, where a collective operation fails.
+
+The error of a backend says that a connection was closed or that time is up, not whose. So workers leave a card in the
+process group's store (:func:`introduce`), read each other's when the first collective has gone through, and where a
+later one fails look who is left: a process of the same machine can be seen to be gone; of others, and of processes that
+hang, only silence tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from mlbench_core.errors import WorkerError
+from mlbench_core.utils.pytorch import distributed
+
+__all__ = ["introduce", "naming_lost_workers"]
+
+SILENCE_S = 3.0
+"""How long to wait for a sign of life of workers that cannot be seen to be gone."""
+
+_COMMUNICATION = re.compile(
+    r"gloo|nccl|mpi|connection|connect|socket|timed out|timeout|peer|broken pipe|store", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class _Card:
+    """Where a worker runs. ``machine`` is equal for processes that see each other's process ids."""
+
+    host: str
+    pid: int
+    started: str
+    machine: str
+
+    def is_gone(self) -> bool:
+        """Whether the process is known to have ended; False where it cannot be seen from here."""
+        if self.machine != _machine() or not self.machine:
+            return False
+        state, started = _state_and_start(self.pid)
+        return state in ("", "Z", "X") or started != self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class _Acquaintances:
+    """The cards of the workers of one process group."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.cards: dict[int, _Card] = {}
+
+    def of_this_group(self) -> bool:
+        return self.group is not None and self.group is dist.group.WORLD
+
+
+_known = _Acquaintances()
+
+
+def introduce() -> None:
+    """Leave this worker's card in the process group's store, once; no collective, and nothing for one worker."""
+    if distributed.world_size() == 1 or _known.of_this_group():
+        return
+    _known.group, _known.cards = dist.group.WORLD, {}
+    _, started = _state_and_start(os.getpid())
+    card = _Card(socket.gethostname(), os.getpid(), started, _machine())
+    _store().set(_key("card", distributed.rank()), json.dumps(asdict(card)))
+
+
+@contextlib.contextmanager
+def naming_lost_workers() -> Iterator[None]:
+    """Turn a failed communication inside into an error that says who was lost.
+
+    Raises:
+        WorkerError: Communication failed. The message names the workers that are gone or do not answer; the backend's
+            own error is its cause.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # what torch and its backends raise
+        if distributed.world_size() == 1 or not _COMMUNICATION.search(str(error)):
+            raise
+        raise WorkerError(f"{_who_is_lost()}; the backend says: {_first_line(error)}") from error
+    if _known.of_this_group() and not _known.cards:
+        _read_cards()
+
+
+def _who_is_lost() -> str:
+    """One clause that names who is gone, else who does not answer.
+
+    Workers that notice the loss say so before they end, which may be before another one looks: they are not the cause.
+    """
+    silent = set(range(distributed.world_size())) - {distributed.rank()}
+    deadline = time.monotonic() + SILENCE_S
+    while True:
+        try:
+            _store().set(_key("noticed", distributed.rank()), "1")
+            silent -= {rank for rank in silent if _store().check([_key("noticed", rank)])}
+        except RuntimeError:
+            return f"lost {_name(0)}, who keeps the process group's store, which does not answer"
+        gone = [rank for rank in sorted(silent) if rank in _known.cards and _known.cards[rank].is_gone()]
+        if gone:
+            return "lost " + ", ".join(_name(rank) for rank in gone)
+        if not silent or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    if not silent:
+        return "communication failed, though all workers are there: was the network cut?"
+    names = ", ".join(_name(rank) for rank in sorted(silent))
+    return f"communication failed, and there is no sign of life from {names}"
+
+
+def _read_cards() -> None:
+    """Read all workers' cards; who took part in a collective has left one."""
+    keys = [_key("card", rank) for rank in range(distributed.world_size())]
+    with contextlib.suppress(RuntimeError):
+        if _store().check(keys):
+            _known.cards = {rank: _Card(**json.loads(_store().get(key))) for rank, key in enumerate(keys)}
+
+
+def _name(rank: int) -> str:
+    card = _known.cards.get(rank)
+    return f"worker {rank}" if card is None else f"worker {rank} ({card})"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+
+
+def _key(what: str, rank: int) -> str:
+    return f"mlbench/{what}/{rank}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def _machine() -> str:
+    """Names the running kernel and the namespace of process ids; empty where the system does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """State of a process and when it started, in ticks since the kernel did; empty if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except OSError:
+        return "", ""
