@@ -16,6 +16,7 @@ FRAMEWORK_FREE = [
     "mlbench_core.evaluation.goals",
     "mlbench_core.tasks",
     "mlbench_core.utils",
+    "mlbench_core.utils.emulated_network",
     "mlbench_core.utils.task_args",
     "mlbench_core.utils.tracker",
     "mlbench_master",

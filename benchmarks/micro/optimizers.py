@@ -20,6 +20,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -179,6 +180,9 @@ def parse(argv: Iterable[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write."""
     arguments = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that workers and networks are cleared away
+    if arguments.network:
+        EmulatedNetwork.cleanup()
     arguments.output.mkdir(parents=True, exist_ok=True)
     for model in arguments.models:
         for workers in arguments.workers:
