@@ -497,7 +497,7 @@ class TestFP16Optimizer:
         for value in (1.0, math.inf):
             model.weight.grad = torch.full((1, 3), value).half()
             optimizer.step(tracker=tracker)
-        assert tracker.marks == ["agg", "0 bytes", "opt_step", "agg", "0 bytes"]
+        assert tracker.marks == ["agg", "0 bytes", "0 bytes", "opt_step", "agg", "0 bytes", "0 bytes"]
 
     @pytest.mark.parametrize(
         ("make", "error", "message"),
