@@ -13,6 +13,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -90,9 +91,18 @@ def naming_lost_workers() -> Iterator[None]:
     except RuntimeError as error:  # what torch and its backends raise
         if distributed.world_size() == 1 or not _COMMUNICATION.search(str(error)):
             raise
-        raise WorkerError(f"{_who_is_lost()}; the backend says: {_first_line(error)}") from error
+        raise WorkerError(f"{_who_is_lost_in_time()}; the backend says: {_first_line(error)}") from error
     if _known.of_this_group() and not _known.cards:
         _read_cards()
+
+
+def _who_is_lost_in_time() -> str:
+    """As :func:`_who_is_lost`, where the store answers at all: to a request over a cut cable it never does."""
+    answer: list[str] = []
+    asking = threading.Thread(target=lambda: answer.append(_who_is_lost()), name="who-is-lost", daemon=True)
+    asking.start()
+    asking.join(2 * SILENCE_S)
+    return answer[0] if answer else f"communication failed: {_name(0)}, who keeps the process group's store, is silent"
 
 
 def _who_is_lost() -> str:
