@@ -98,6 +98,13 @@ def only_locally(model: nn.Module, optimizer: Any, rank: int, step: int) -> None
     optimizer.step()
 
 
+def synchronizing(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    backward(model, rank, step)
+    optimizer.synchronize()
+    optimizer.step()
+
+
 def several_passes(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
     optimizer.zero_grad()
     for part in range(3):
@@ -147,6 +154,7 @@ WAYS: dict[str, Callable[[nn.Module, Any, int, int], None]] = {
         with_zeros,
         accumulating,
         only_locally,
+        synchronizing,
         several_passes,
         never_clearing,
         by_hand,
@@ -169,7 +177,11 @@ def ways(rank: int, world_size: int) -> dict[str, Any]:
     return {
         way: {
             "plain": train(way, rank, world_size),
-            **{size: train(way, rank, world_size, overlap=True, bucket_size_bytes=size) for size in BUCKET_SIZES},
+            **{
+                (overlap, size): train(way, rank, world_size, overlap=overlap, bucket_size_bytes=size)
+                for overlap in (True, "step")
+                for size in BUCKET_SIZES
+            },
         }
         for way in WAYS
     }
@@ -230,7 +242,7 @@ def half_precision(rank: int, world_size: int) -> dict[str, Any]:
     """What arrives when other dtypes travel; the values are exact in all of them."""
     result = {}
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        for overlap in (False, True):
+        for overlap in (False, True, "step"):
             model = nn.Linear(3, 2)
             optimizer = CentralizedSGD(world_size, model, lr=1.0, overlap=overlap, comm_dtype=dtype)
             model(torch.full((1, 3), float(rank + 1))).sum().backward()
@@ -258,7 +270,7 @@ def big_values_in_half_precision(rank: int, world_size: int) -> tuple[bool, bool
 
 def denominators(rank: int, world_size: int) -> dict[bool, list[float]]:
     result = {}
-    for overlap in (False, True):
+    for overlap in (False, True, "step"):
         model = nn.Linear(1, 1, bias=False)
         inside = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer = CustomCentralizedOptimizer(model, world_size, inside, average_custom=True, overlap=overlap)
@@ -306,7 +318,7 @@ def checkpointing(rank: int, world_size: int) -> dict[bool, list[list[Tensor | N
     result = {}
     for reentrant in (False, True):
         result[reentrant] = []
-        for overlap in (False, True):
+        for overlap in (False, True, "step"):
             model = Checkpointed()
             optimizer = CentralizedSGD(world_size, model, lr=0.1, overlap=overlap, bucket_size_bytes=0)
             generator = torch.Generator().manual_seed(rank)
@@ -341,7 +353,7 @@ def aliased_gradients(rank: int, world_size: int) -> list[Tensor]:
 def replaced_head(rank: int, world_size: int) -> list[list[Tensor]]:
     """A layer is exchanged after the optimizer was made, and the model converted to float64."""
     result = []
-    for overlap in (False, True):
+    for overlap in (False, True, "step"):
         model, optimizer = make(world_size, overlap=overlap)
         plainly(model, optimizer, rank, 0)
         torch.manual_seed(0)
@@ -366,7 +378,7 @@ def after_an_error(rank: int, world_size: int) -> list[list[Tensor]]:
             raise KeyError("half way")
 
     result = []
-    for overlap in (False, True):
+    for overlap in (False, True, "step"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         optimizer = CentralizedSGD(world_size, model, lr=0.1, overlap=overlap, bucket_size_bytes=0)
@@ -384,7 +396,7 @@ def after_an_error(rank: int, world_size: int) -> list[list[Tensor]]:
 def copies(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
     result = {}
     for name, copying in {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}.items():
-        model, optimizer = make(world_size, overlap=True)
+        model, optimizer = make(world_size, overlap=True if name == "pickle" else "step")
         plainly(model, optimizer, rank, 0)
         twin, twins_optimizer = copying((model, optimizer))
         for step in (1, 2):
@@ -417,8 +429,12 @@ class Recorder:
         self.communication.append((total_s, exposed_s, size_bytes))
 
 
-def reports(rank: int, world_size: int) -> tuple[list[tuple[float, float, int]], int, int]:
-    model, optimizer = make(world_size, overlap=True)
+def reports(rank: int, world_size: int) -> list[tuple[list[tuple[float, float, int]], int, int]]:
+    return [report(rank, world_size, overlap) for overlap in (True, "step")]
+
+
+def report(rank: int, world_size: int, overlap: Any) -> tuple[list[tuple[float, float, int]], int, int]:
+    model, optimizer = make(world_size, overlap=overlap)
     tracker = Recorder()
     for step in range(3):
         optimizer.zero_grad()
@@ -426,6 +442,19 @@ def reports(rank: int, world_size: int) -> tuple[list[tuple[float, float, int]],
         optimizer.step(tracker=tracker)
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return tracker.communication, trained, optimizer.aggregation.last_bytes
+
+
+def scaler_that_looks_too_early(rank: int, world_size: int) -> str:
+    model = nn.Linear(2, 1)
+    optimizer = CentralizedSGD(world_size, model, lr=0.1, overlap="step")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    try:
+        scaler.step(optimizer)
+    except ValueError as error:
+        optimizer.synchronize()
+        return str(error)
+    return "no error"
 
 
 def sparse(rank: int, world_size: int) -> str:
@@ -454,6 +483,7 @@ SCENARIOS = (
     copies,
     dropped_optimizer,
     reports,
+    scaler_that_looks_too_early,
     sparse,
 )
 

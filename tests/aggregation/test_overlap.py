@@ -36,15 +36,16 @@ def assert_same(left: Any, right: Any, *, exactly: bool) -> None:
 
 @pytest.mark.parametrize("way", workers.WAYS)
 @pytest.mark.parametrize("size", workers.BUCKET_SIZES)
-def test_it_gives_what_the_plain_reduction_gives(results: Results, way: str, size: int) -> None:
+@pytest.mark.parametrize("overlap", [True, "step"])
+def test_it_gives_what_the_plain_reduction_gives(results: Results, way: str, size: int, overlap: Any) -> None:
     """With 2 workers to the last bit, unless passes are averaged one by one."""
     exactly = len(results) == 2 and way not in ("several_passes", "never_clearing")
     for result in results:
-        (weights, gradients), (plain_weights, plain_gradients) = result["ways"][way][size], result["ways"][way]["plain"]
+        weights, gradients = result["ways"][way][overlap, size]
+        plain_weights, plain_gradients = result["ways"][way]["plain"]
         assert_same(weights, plain_weights, exactly=exactly)
         assert_same(gradients, plain_gradients, exactly=exactly)
-    for result in results[1:]:
-        assert_same(result["ways"][way][size][0], results[0]["ways"][way][size][0], exactly=True)
+        assert_same(weights, results[0]["ways"][way][overlap, size][0], exactly=True)
 
 
 def test_averages_are_there_when_backward_returns(results: Results) -> None:
@@ -96,7 +97,9 @@ def test_gradients_can_be_clipped_as_with_ddp(results: Results) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_are_reduced_right(results: Results, reentrant: bool) -> None:
     for result in results:
-        assert_same(*result["checkpointing"][reentrant], exactly=False)
+        plain, *others = result["checkpointing"][reentrant]
+        for other in others:
+            assert_same(plain, other, exactly=False)
 
 
 def test_gradients_that_share_memory_are_reduced_once_each(results: Results) -> None:
@@ -109,7 +112,9 @@ def test_gradients_that_share_memory_are_reduced_once_each(results: Results) -> 
 @pytest.mark.parametrize("scenario", ["replaced_head", "after_an_error"])
 def test_it_follows_the_model_and_recovers(results: Results, scenario: str) -> None:
     for result in results:
-        assert_same(*result[scenario], exactly=False)
+        plain, *others = result[scenario]
+        for other in others:
+            assert_same(plain, other, exactly=False)
 
 
 def test_copies_go_on_alike(results: Results) -> None:
@@ -125,12 +130,17 @@ def test_an_optimizer_that_is_gone_leaves_no_hook(results: Results) -> None:
 
 def test_the_tracker_hears_of_total_and_exposed_time_and_bytes(results: Results) -> None:
     for result in results:
-        told, trained_bytes, last_bytes = result["reports"]
-        assert len(told) == 3
-        for total_s, exposed_s, size_bytes in told:
-            assert 0 < exposed_s <= total_s
-            assert size_bytes == last_bytes
-            assert trained_bytes < size_bytes <= trained_bytes + 8 * 20  # and one flag per parameter
+        for told, trained_bytes, last_bytes in result["reports"]:
+            assert len(told) == 3
+            for total_s, exposed_s, size_bytes in told:
+                assert 0 < exposed_s <= total_s
+                assert size_bytes == last_bytes
+                assert trained_bytes < size_bytes <= trained_bytes + 8 * 20  # and one flag per parameter
+
+
+def test_a_scaler_that_looks_at_gradients_on_their_way_is_refused(results: Results) -> None:
+    for result in results:
+        assert "gradients that were on their way: use overlap=True" in result["scaler_that_looks_too_early"]
 
 
 def test_sparse_gradients_are_refused_by_name(results: Results) -> None:
@@ -159,6 +169,8 @@ def test_what_does_not_fit_is_refused() -> None:
         CentralizedSGD(1, model, lr=0.1, overlap=True, agg_grad=False)
     with pytest.raises(ValueError, match=r"comm_dtype must be None or one of .*, not torch\.int8"):
         CentralizedAdam(1, model, lr=0.1, comm_dtype=torch.int8)
+    with pytest.raises(ValueError, match="overlap must be True, False or 'step', not 'forward'"):
+        CentralizedSGD(1, model, lr=0.1, overlap="forward")
     with pytest.raises(ValueError, match="bucket_size_bytes is -1; it must be at least 0"):
         CentralizedSGD(1, model, lr=0.1, overlap=True, bucket_size_bytes=-1)
 

@@ -77,12 +77,14 @@ class Bucket:
             gradients, views = zip(*present, strict=True)
             torch._foreach_copy_(list(gradients), list(views))
 
-    def adopt(self, index: int) -> None:
+    def adopt(self, index: int, message: Tensor) -> None:
         """Make what the other workers sent the gradient of a parameter that had none here."""
         parameter = self.parameters[index]
-        if self.holds_gradients and self.memory is not None:
+        if self.memory is None:
+            parameter.grad = message.as_strided(parameter.shape, _strides(parameter), message.storage_offset())
+        elif self.holds_gradients:
             parameter.grad = self.views[index]
-        elif self.memory is not None:
+        else:
             parameter.grad = self.views[index].to(parameter.dtype)
 
 

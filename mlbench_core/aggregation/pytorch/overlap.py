@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ class _Pass:
         interval: Its time and bytes.
         transfers: What was sent, in the buckets' order.
         landed: How many of them are known to have arrived.
+        absent: By bucket, the positions of parameters that have no gradient here.
     """
 
     graph_task: int
@@ -40,6 +41,7 @@ class _Pass:
     interval: Interval
     transfers: list[Transfer] = field(default_factory=list)
     landed: int = 0
+    absent: list[list[int]] = field(default_factory=list)
 
     def note_arrivals(self) -> None:
         """Look which transfers have arrived; the first that has not holds up the count."""
@@ -58,7 +60,9 @@ class OverlappedReduction:
     sends a bucket when its last gradient is there and all buckets before it were sent, so the order of messages is one
     on all workers whatever the order of gradients. When the backward pass is through, the rest is sent (zeros for
     parameters that took no part), and ``backward()`` returns once all is reduced: gradients can be read, clipped or
-    accumulated on as without communication.
+    accumulated on as without communication. Without ``waits_in_backward`` it returns at once, and :meth:`arrivals`
+    gives out the parameters as their averages come in, so that communication also goes on beside the update; until
+    then, or :meth:`synchronize`, gradients must not be touched.
 
     A second pass before the step accumulates its gradient on an average, which averages alike:
     :math:`\frac1k\sum_i (\bar g + g'_i) = \bar g + \frac1k\sum_i g'_i`. With :meth:`no_sync` passes accumulate
@@ -71,17 +75,23 @@ class OverlappedReduction:
         model: The model. Its parameters may be frozen, converted or replaced later; the buckets follow.
         aggregation: The all-reduce that sends the buckets and counts the bytes.
         bucket_size_bytes: A bucket is sent when it holds at least so many bytes; larger gradients travel alone.
+        waits_in_backward: Whether ``backward()`` returns only when all gradients are averages.
 
     References:
         S. Li et al.: PyTorch Distributed: Experiences on Accelerating Data Parallel Training, arXiv:2006.15704
     """
 
     def __init__(
-        self, model: nn.Module, aggregation: AllReduceAggregation, bucket_size_bytes: int = BUCKET_SIZE_BYTES
+        self,
+        model: nn.Module,
+        aggregation: AllReduceAggregation,
+        bucket_size_bytes: int = BUCKET_SIZE_BYTES,
+        waits_in_backward: bool = True,
     ) -> None:
         self._model = model
         self._aggregation = aggregation
         self._bucket_size_bytes = bucket_size_bytes
+        self.waits_in_backward = waits_in_backward
         self._synchronizes = True
         self._start()
 
@@ -109,19 +119,33 @@ class OverlappedReduction:
         finally:
             self._synchronizes = before
 
-    @torch.no_grad()
-    @naming_lost_workers()
     def complete(self) -> None:
-        """See to it that all gradients are averages over the workers, and forget that they are.
+        """See to it that all gradients are averages over the workers, and take them for used.
 
-        If the last thing that happened was a backward pass, there is nothing left to do.
+        If the last thing that happened was a backward pass that waited, there is nothing left to do.
         """
-        if self._pass is not None:  # a backward pass that raised an error half way
-            self._finish()
-        if self._lay_out() or not self._is_reduced:
-            self._open(-1)
-            self._finish()
+        for _ in self.arrivals():
+            pass
+
+    def arrivals(self) -> Iterator[list[Tensor]]:
+        """Do as :meth:`complete`, and yield parameters as soon as their gradients are averages, each once."""
+        if self._has_changed():
+            self.synchronize()
+            self._lay_out()
+            self._is_reduced = False
+        elif self._pass is not None:  # sent by a backward pass, or by one that raised an error half way
+            yield from self._receive(self._pass)
+        elif self._is_reduced:
+            yield [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        if not self._is_reduced:
+            yield from self._receive(self._open(-1))
         self.forget()
+
+    def synchronize(self) -> None:
+        """Wait until the gradients of the last backward pass are averages."""
+        if self._pass is not None:
+            for _ in self._receive(self._pass):
+                pass
 
     def forget(self) -> None:
         """Take the gradients for used: whatever they are at the next step was not reduced."""
@@ -142,10 +166,9 @@ class OverlappedReduction:
             return
         graph_task = torch._C._current_graph_task_id()
         if self._pass is None or self._pass.graph_task != graph_task:
-            if self._pass is not None:  # a pass inside another one (checkpointing), or one that raised an error
-                self._finish()
+            self.synchronize()  # a pass inside another one (checkpointing), or one that raised an error
             self._open(graph_task)
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
         current = self._pass
         assert current is not None
         bucket = self._place.get(id(parameter))
@@ -161,12 +184,25 @@ class OverlappedReduction:
             current.note_arrivals()
         self._send_full(current)
 
-    def _open(self, graph_task: int) -> None:
-        self._lay_out()
+    def _before_gradient(self, gradient: Tensor) -> None:
+        """Let no gradient be accumulated on one that is on its way."""
+        if self._pass is not None and self._pass.graph_task != torch._C._current_graph_task_id():
+            self.synchronize()
+
+    def _end_of_pass(self) -> None:
+        """Send what is left, and wait for everything if that is to be done here."""
+        if self._pass is None:  # a pass inside this one has sent it
+            return
+        self._send_rest(self._pass)
+        if self.waits_in_backward:
+            self.synchronize()
+
+    def _open(self, graph_task: int) -> _Pass:
         if self._counts_anew:
             self._aggregation.last_bytes = 0
             self._counts_anew = False
         self._pass = _Pass(graph_task, [len(b.parameters) for b in self._buckets], Interval(self._device))
+        return self._pass
 
     def _send_full(self, current: _Pass) -> None:
         """Send the buckets that are full, in their order; the last one waits for the end of the pass."""
@@ -191,47 +227,61 @@ class OverlappedReduction:
         flags.copy_(torch.tensor(present, dtype=flags.dtype))
 
     @torch.no_grad()
-    @naming_lost_workers()
-    def _finish(self) -> None:
-        """Send what is left and wait for everything: the gradients are then averages."""
-        current, self._pass = self._pass, None
-        if current is None:  # a pass inside this one has sent it
-            return
-        absent = {
-            i: [j for j, p in enumerate(bucket.parameters) if p.grad is None] for i, bucket in enumerate(self._buckets)
-        }
-        for bucket in self._buckets[len(current.transfers) :]:
-            self._send(current, bucket)
-        with current.interval.exposed():
-            for i, (bucket, transfer) in enumerate(zip(self._buckets, current.transfers, strict=True)):
-                self._aggregation.finish(transfer)
-                if i >= current.landed:
-                    current.note_arrival()
-                if not self._aggregation.divides_early:
-                    transfer.message.div_(self._aggregation.world_size)
-                bucket.deliver()
-        self._adopt(absent, current.transfers)
+    def _send_rest(self, current: _Pass) -> None:
+        if len(current.transfers) < len(self._buckets):
+            current.absent = [
+                [j for j, p in enumerate(bucket.parameters) if p.grad is None] for bucket in self._buckets
+            ]
+            for bucket in self._buckets[len(current.transfers) :]:
+                self._send(current, bucket)
+
+    def _receive(self, current: _Pass) -> Iterator[list[Tensor]]:
+        """Wait for what was sent; yield parameters whose averages are there whenever others are still to come."""
+        self._send_rest(current)
+        self._pass = None
+        there: list[Tensor] = []
+        for i, bucket in enumerate(self._buckets):
+            current.note_arrivals()
+            self._await(current, i)
+            there += [p for j, p in enumerate(bucket.parameters) if j not in current.absent[i]]
+            if there and i < len(self._buckets) - 1 and not current.transfers[i + 1].work.is_completed():
+                yield there
+                there = []
+        there += self._adopt(current)
+        if there:
+            yield there
         self._clock.add(current.interval)
         self._is_reduced = True
 
-    def _adopt(self, absent: Mapping[int, list[int]], transfers: list[Transfer]) -> None:
-        """Give parameters without a gradient the one that other workers have, where there is one."""
-        if not any(absent.values()):
-            return
+    @torch.no_grad()
+    @naming_lost_workers()
+    def _await(self, current: _Pass, position: int) -> None:
+        """Wait for one bucket."""
+        bucket, transfer = self._buckets[position], current.transfers[position]
+        with current.interval.exposed():
+            self._aggregation.finish(transfer)
+            if not self._aggregation.divides_early:
+                transfer.message.div_(self._aggregation.world_size)
+            bucket.deliver()
+        if position >= current.landed:
+            current.note_arrival()
+
+    @torch.no_grad()
+    def _adopt(self, current: _Pass) -> list[Tensor]:
+        """Give parameters without a gradient the one that other workers have; return those that got one."""
+        if not any(current.absent):
+            return []
         flags = self._buckets[-1].flags
         assert flags is not None
         present = flags.tolist()
-        offset = 0
+        adopted, offset = [], 0
         for i, bucket in enumerate(self._buckets):
-            for j in absent[i]:
+            for j in current.absent[i]:
                 if present[offset + j] > 0:
-                    if bucket.memory is None:
-                        bucket.parameters[0].grad = transfers[i].message.as_strided(
-                            bucket.parameters[0].shape, torch.empty_like(bucket.parameters[0], device="meta").stride()
-                        )
-                    else:
-                        bucket.adopt(j)
+                    bucket.adopt(j, current.transfers[i].message)
+                    adopted.append(bucket.parameters[j])
             offset += len(bucket.parameters)
+        return adopted
 
     # ------------------------------------------------------------------ layout
 
@@ -239,19 +289,21 @@ class OverlappedReduction:
     def _device(self) -> torch.device:
         return self._buckets[0].parameters[0].device if self._buckets[0].parameters else torch.device("cpu")
 
-    def _lay_out(self) -> bool:
-        """Make the buckets anew if the model's parameters have changed; say whether they have."""
+    def _has_changed(self) -> bool:
+        """Whether the model's parameters are others than those in the buckets."""
+        return signature(dict(trainable(self._model))) != self._signature
+
+    def _lay_out(self) -> None:
+        """Make the buckets and the hooks anew."""
         parameters = dict(trainable(self._model))
-        current = signature(parameters)
-        if current == self._signature:
-            return False
         self._remove_hooks()
-        self._signature = current
+        self._signature = signature(parameters)
         self._buckets = plan_buckets(parameters, self._bucket_size_bytes, self._aggregation.comm_dtype)
         self._place = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
-        hook = _hook_of(weakref.ref(self))
-        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in parameters.values()]
-        return True
+        after, before = _hooks_of(weakref.ref(self))
+        self._hooks = [p.register_post_accumulate_grad_hook(after) for p in parameters.values()]
+        if not self.waits_in_backward:
+            self._hooks += [p.register_hook(before) for p in parameters.values()]
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -263,19 +315,27 @@ class OverlappedReduction:
 
     def __getstate__(self) -> dict[str, Any]:
         """The model and the settings: hooks, buckets and messages belong to this process."""
-        return {n: self.__dict__[n] for n in ("_model", "_aggregation", "_bucket_size_bytes", "_synchronizes")}
+        kept = ("_model", "_aggregation", "_bucket_size_bytes", "waits_in_backward", "_synchronizes")
+        return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
 
 
-def _hook_of(reduction: weakref.ref[OverlappedReduction]) -> Callable[[Tensor], None]:
-    """A hook that does not keep the reduction alive."""
+def _hooks_of(
+    reduction: weakref.ref[OverlappedReduction],
+) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
+    """Hooks for after and before a gradient is accumulated, which do not keep the reduction alive."""
 
-    def hook(parameter: Tensor) -> None:
+    def after(parameter: Tensor) -> None:
         alive = reduction()
         if alive is not None:
             alive._on_gradient(parameter)
 
-    return hook
+    def before(gradient: Tensor) -> None:
+        alive = reduction()
+        if alive is not None:
+            alive._before_gradient(gradient)
+
+    return after, before

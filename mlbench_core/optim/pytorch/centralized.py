@@ -11,7 +11,12 @@ from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.overlap import BUCKET_SIZE_BYTES
-from mlbench_core.optim.pytorch.generic import CustomCentralizedOptimizer, GenericCentralizedOptimizer, check_lr
+from mlbench_core.optim.pytorch.generic import (
+    CustomCentralizedOptimizer,
+    GenericCentralizedOptimizer,
+    Overlap,
+    check_lr,
+)
 from mlbench_core.optim.pytorch.optim import CentralizedSparsifiedSGD
 from mlbench_core.optim.pytorch.power_sgd import PowerSGD
 
@@ -41,7 +46,7 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         agg_grad: Average gradients before the step; False averages weights after it.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.
         aggregation: How to aggregate, instead of a plain all-reduce.
-        overlap: Average gradients during the backward pass, see
+        overlap: Average gradients during the backward pass, or until the step with ``"step"``, see
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
         comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
         bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
@@ -72,7 +77,7 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         *,
         divide_before: bool = False,
         aggregation: Aggregation | None = None,
-        overlap: bool = False,
+        overlap: Overlap = False,
         comm_dtype: torch.dtype | None = None,
         bucket_size_bytes: int = BUCKET_SIZE_BYTES,
         fused: bool | None = None,
@@ -117,7 +122,7 @@ class CentralizedAdam(GenericCentralizedOptimizer):
         agg_grad: Average gradients before the step; False averages weights after it.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.
         aggregation: How to aggregate, instead of a plain all-reduce.
-        overlap: Average gradients during the backward pass, see
+        overlap: Average gradients during the backward pass, or until the step with ``"step"``, see
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
         comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
         bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
@@ -151,7 +156,7 @@ class CentralizedAdam(GenericCentralizedOptimizer):
         *,
         divide_before: bool = False,
         aggregation: Aggregation | None = None,
-        overlap: bool = False,
+        overlap: Overlap = False,
         comm_dtype: torch.dtype | None = None,
         bucket_size_bytes: int = BUCKET_SIZE_BYTES,
         fused: bool | None = None,

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 Closure: TypeAlias = Callable[[], Any]
+Overlap: TypeAlias = "bool | Literal['step']"
 OptimizerOrFactory: TypeAlias = "Optimizer | Callable[[Iterable[Tensor]], Optimizer]"
 
 
@@ -69,7 +70,10 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         aggregation: How to aggregate, instead of a plain all-reduce. It then decides on ``use_cuda`` and
             ``divide_before``.
         overlap: Average gradients while the backward pass still computes others, in buckets: ``backward()`` returns
-            when all are averages. See :class:`~mlbench_core.aggregation.pytorch.overlap.OverlappedReduction`.
+            when all are averages. With ``"step"`` it returns at once, and :meth:`step` updates each bucket's parameters
+            while others are still on their way; gradients must then not be looked at before the step, unless
+            :meth:`synchronize` is called first, and the optimizer inside must update each parameter by itself, as
+            torch's do. See :class:`~mlbench_core.aggregation.pytorch.overlap.OverlappedReduction`.
         comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
         bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
 
@@ -102,7 +106,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         *,
         optimizer: OptimizerOrFactory | None = None,
         aggregation: Aggregation | None = None,
-        overlap: bool = False,
+        overlap: Overlap = False,
         comm_dtype: torch.dtype | None = None,
         bucket_size_bytes: int = BUCKET_SIZE_BYTES,
     ) -> None:
@@ -118,7 +122,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         make = self.aggregation.agg_grad if agg_grad else self.aggregation.agg_model
         self.agg = make(by_layer=by_layer)
         self._clock = CommunicationClock()
-        self._reduction = _overlapped(model, self.aggregation, agg_grad, bucket_size_bytes) if overlap else None
+        self._reduction = (
+            _overlapped(model, self.aggregation, agg_grad, bucket_size_bytes, overlap) if overlap else None
+        )
         if optimizer is not None:
             self.optimizer = _make_optimizer(optimizer, model)
 
@@ -164,6 +170,20 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         with self._reduction.no_sync() if self._reduction is not None else contextlib.nullcontext():
             yield
 
+    def synchronize(self) -> None:
+        """Wait until gradients are averages; only ``overlap="step"`` has anything to wait for."""
+        if self._reduction is not None:
+            self._reduction.synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all optimized parameters.
+
+        Args:
+            set_to_none: Set them to None instead of zero.
+        """
+        self.synchronize()
+        super().zero_grad(set_to_none)
+
     def _step(
         self,
         closure: Closure | None,
@@ -172,6 +192,10 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         grad_clip: float = math.inf,
     ) -> Any:
         """Take one step; ``denom`` goes to the aggregation, gradients are clipped right before they are used."""
+        if self._reduction is not None and not self._reduction.waits_in_backward and hasattr(self, "found_inf"):
+            raise ValueError(
+                "a GradScaler has looked at gradients that were on their way: use overlap=True with it, not 'step'"
+            )
         if must_skip(self, self.aggregation):
             if self._reduction is not None:
                 self._reduction.forget()
@@ -179,6 +203,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         if closure is not None and evaluates_repeatedly(self._inner):
             return self._step_with_evaluations(closure, tracker, denom, grad_clip)
         loss = evaluate(closure)
+        if self._reduction is not None and not self._reduction.waits_in_backward and grad_clip == math.inf:
+            self._step_as_averages_arrive(self._reduction, tracker, denom)
+            return loss
         if self.agg_grad:
             self._aggregate(tracker, denom)
         self._clip(grad_clip)
@@ -188,6 +215,37 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         if not self.agg_grad:
             self._aggregate(tracker, denom)
         return loss
+
+    def _step_as_averages_arrive(
+        self, reduction: OverlappedReduction, tracker: Any | None, denom: Denominator | None
+    ) -> None:
+        """Update the parameters of each bucket when its averages are there, then those beside the model."""
+        scale = self._scale(denom)
+        for parameters in reduction.arrivals():
+            if scale is not None:
+                torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+            if tracker is not None:
+                tracker.record_batch_agg()
+            self._update(parameters)
+            if tracker is not None:
+                tracker.record_batch_opt_step()
+        beside = self._beside()
+        if beside:
+            self.agg(beside, self.agg_mode, denom)
+            self._update(beside.values())
+        reduction.report(tracker)
+
+    def _update(self, parameters: Iterable[Tensor]) -> None:
+        """Let the optimizer inside take a step on some parameters alone."""
+        chosen = {id(parameter) for parameter in parameters}
+        whole = [group["params"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
+            self._inner.step()
+        finally:
+            for group, params in zip(self.param_groups, whole, strict=True):
+                group["params"] = params
 
     def _step_with_evaluations(
         self, closure: Closure, tracker: Any | None, denom: Denominator | None, grad_clip: float
@@ -217,13 +275,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
 
     def _aggregate(self, tracker: Any | None, denom: Denominator | None) -> None:
         """Aggregate the model, and what the optimizer updates beside it, and report the cost."""
-        in_model = {id(parameter) for parameter in self.model.parameters()}
-        beside = {
-            f"group{i}.{j}": parameter
-            for i, group in enumerate(self.param_groups)
-            for j, parameter in enumerate(group["params"])
-            if id(parameter) not in in_model
-        }
+        beside = self._beside()
         if self._reduction is not None:
             self._finish_reduction(self._reduction, denom)
         to_aggregate: list[nn.Module | dict[str, Tensor]] = [self.model] if self._reduction is None else []
@@ -239,13 +291,27 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             self._reduction.report(tracker)
         self._clock.report(tracker)
 
+    def _beside(self) -> dict[str, Tensor]:
+        """Parameters that the optimizer inside updates beside the model's, by name."""
+        in_model = {id(parameter) for parameter in self.model.parameters()}
+        return {
+            f"group{i}.{j}": parameter
+            for i, group in enumerate(self.param_groups)
+            for j, parameter in enumerate(group["params"])
+            if id(parameter) not in in_model
+        }
+
     def _finish_reduction(self, reduction: OverlappedReduction, denom: Denominator | None) -> None:
-        """Take the averages that the backward pass has made, times k/d where a denominator d is asked for."""
-        divisor = check_denominator(denom) if self.agg_mode == AVG_CUSTOM else None
+        """Take the averages that the backward pass has made, scaled where a denominator is asked for."""
+        scale = self._scale(denom)
         reduction.complete()
-        if divisor is not None:
+        if scale is not None:
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-            torch._foreach_mul_(gradients, self.world_size / divisor)
+            torch._foreach_mul_(gradients, scale)
+
+    def _scale(self, denom: Denominator | None) -> Denominator | None:
+        """k/d, which makes an average over k workers a sum divided by d; None where the average is asked for."""
+        return self.world_size / check_denominator(denom) if self.agg_mode == AVG_CUSTOM else None
 
     def _clip(self, max_norm: float) -> None:
         """Scale the gradients down to the norm ``max_norm`` if theirs is larger."""
@@ -305,7 +371,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         divide_before: bool = False,
         *,
         aggregation: Aggregation | None = None,
-        overlap: bool = False,
+        overlap: Overlap = False,
         comm_dtype: torch.dtype | None = None,
     ) -> None:
         if average_world and average_custom:
@@ -381,9 +447,11 @@ def _check_aggregation(aggregation: Aggregation, world_size: int | None, comm_dt
 
 
 def _overlapped(
-    model: nn.Module, aggregation: Aggregation, agg_grad: bool, bucket_size_bytes: int
+    model: nn.Module, aggregation: Aggregation, agg_grad: bool, bucket_size_bytes: int, overlap: Overlap
 ) -> OverlappedReduction | None:
     """The reduction during the backward pass; None for one worker, who has nothing to send."""
+    if overlap not in (True, "step"):
+        raise ValueError(f"overlap must be True, False or 'step', not {overlap!r}")
     if type(aggregation) is not AllReduceAggregation:
         raise ValueError(
             f"overlap=True needs a plain all-reduce, and {type(aggregation).__name__} needs all gradients at once: "
@@ -393,7 +461,9 @@ def _overlapped(
         raise ValueError("overlap=True sends gradients during the backward pass, but agg_grad=False sends weights")
     if bucket_size_bytes < 0:
         raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least 0")
-    return OverlappedReduction(model, aggregation, bucket_size_bytes) if aggregation.world_size > 1 else None
+    if aggregation.world_size == 1:
+        return None
+    return OverlappedReduction(model, aggregation, bucket_size_bytes, waits_in_backward=overlap != "step")
 
 
 def evaluate(closure: Closure | None) -> Any:
