@@ -172,6 +172,20 @@ def train(way: str, rank: int, world_size: int, **options: Any) -> tuple[list[Te
     return snapshot(model), gradients(model)
 
 
+FUSED_WAYS = [way for way in WAYS if way != "freezing"]  # torch's fused SGD takes no parameter that joins later
+
+
+def fused_ways(rank: int, world_size: int) -> dict[str, Any]:
+    """Weights and gradients at the end, plain and overlapped, of torch's fused SGD."""
+    return {
+        way: [
+            train(way, rank, world_size, fused=True, **options)
+            for options in ({}, {"overlap": True}, {"overlap": "step", "bucket_size_bytes": 300})
+        ]
+        for way in FUSED_WAYS
+    }
+
+
 def ways(rank: int, world_size: int) -> dict[str, Any]:
     """Weights and gradients at the end, plain and with each bucket size."""
     return {
@@ -268,11 +282,11 @@ def big_values_in_half_precision(rank: int, world_size: int) -> tuple[bool, bool
     return finite[0], finite[1]
 
 
-def denominators(rank: int, world_size: int) -> dict[bool, list[float]]:
+def denominators(rank: int, world_size: int) -> dict[tuple[Any, bool], list[float]]:
     result = {}
-    for overlap in (False, True, "step"):
+    for overlap, fused in ((False, False), (True, False), ("step", False), ("step", True)):
         model = nn.Linear(1, 1, bias=False)
-        inside = torch.optim.SGD(model.parameters(), lr=1.0)
+        inside = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
         optimizer = CustomCentralizedOptimizer(model, world_size, inside, average_custom=True, overlap=overlap)
         values = []
         for denom in (4.0, torch.tensor([8.0])):
@@ -280,7 +294,7 @@ def denominators(rank: int, world_size: int) -> dict[bool, list[float]]:
             model(torch.full((1, 1), float(rank + 1))).sum().backward()
             optimizer.step(denom=denom)
             values.append(model.weight.grad.item())
-        result[overlap] = values
+        result[overlap, fused] = values
     return result
 
 
@@ -470,6 +484,7 @@ def sparse(rank: int, world_size: int) -> str:
 
 SCENARIOS = (
     ways,
+    fused_ways,
     gradients_after_backward,
     order_of_messages,
     half_precision,

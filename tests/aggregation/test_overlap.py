@@ -48,6 +48,16 @@ def test_it_gives_what_the_plain_reduction_gives(results: Results, way: str, siz
         assert_same(weights, results[0]["ways"][way][overlap, size][0], exactly=True)
 
 
+@pytest.mark.parametrize("way", workers.FUSED_WAYS)
+def test_a_fused_update_divides_the_sums(results: Results, way: str) -> None:
+    exactly = len(results) == 2 and way not in ("several_passes", "never_clearing")
+    for result in results:
+        plain, *overlapped = result["fused_ways"][way]
+        for ours in overlapped:
+            for values, expected in zip(ours, plain, strict=True):
+                assert_same(values, expected, exactly=exactly)
+
+
 def test_averages_are_there_when_backward_returns(results: Results) -> None:
     for result in results:
         got = result["gradients_after_backward"]

@@ -136,8 +136,8 @@ class AllReduceAggregation(Aggregation):
 
     @property
     def divides_early(self) -> bool:
-        """Whether dividing by the number of workers before the sum is asked for, or the same to the last bit."""
-        return self.divide_before or self.comm_dtype is not None or self.world_size & (self.world_size - 1) == 0
+        """Whether messages are divided before they are sent."""
+        return self.divide_before or self.comm_dtype is not None
 
     def start(self, message: Tensor) -> Transfer:
         """Begin to sum a flat message over the workers; it must not be touched before :meth:`finish`."""

@@ -127,18 +127,26 @@ class OverlappedReduction:
         for _ in self.arrivals():
             pass
 
-    def arrivals(self) -> Iterator[list[Tensor]]:
-        """Do as :meth:`complete`, and yield parameters as soon as their gradients are averages, each once."""
+    def arrivals(self, as_sums: bool = False) -> Iterator[tuple[list[Tensor], bool]]:
+        """Do as :meth:`complete`, and give out parameters as soon as their gradients are there.
+
+        Args:
+            as_sums: Leave the division by the number of workers to the caller where it is still to be done: an
+                optimizer can do it in its own pass over the gradients.
+
+        Yields:
+            Parameters, each once, and whether their gradients are sums still to be divided.
+        """
         if self._has_changed():
             self.synchronize()
             self._lay_out()
             self._is_reduced = False
         elif self._pass is not None:  # sent by a backward pass, or by one that raised an error half way
-            yield from self._receive(self._pass)
+            yield from self._receive(self._pass, as_sums)
         elif self._is_reduced:
-            yield [parameter for bucket in self._buckets for parameter in bucket.parameters]
+            yield [parameter for bucket in self._buckets for parameter in bucket.parameters], False
         if not self._is_reduced:
-            yield from self._receive(self._open(-1))
+            yield from self._receive(self._open(-1), as_sums)
         self.forget()
 
     def synchronize(self) -> None:
@@ -235,32 +243,34 @@ class OverlappedReduction:
             for bucket in self._buckets[len(current.transfers) :]:
                 self._send(current, bucket)
 
-    def _receive(self, current: _Pass) -> Iterator[list[Tensor]]:
+    def _receive(self, current: _Pass, as_sums: bool = False) -> Iterator[tuple[list[Tensor], bool]]:
         """Wait for what was sent; yield parameters whose averages are there whenever others are still to come."""
         self._send_rest(current)
         self._pass = None
+        divides = not (self._aggregation.divides_early or as_sums)
+        are_sums = as_sums and not self._aggregation.divides_early
         there: list[Tensor] = []
         for i, bucket in enumerate(self._buckets):
             current.note_arrivals()
-            self._await(current, i)
+            self._await(current, i, divides)
             there += [p for j, p in enumerate(bucket.parameters) if j not in current.absent[i]]
             if there and i < len(self._buckets) - 1 and not current.transfers[i + 1].work.is_completed():
-                yield there
+                yield there, are_sums
                 there = []
         there += self._adopt(current)
         if there:
-            yield there
+            yield there, are_sums
         self._clock.add(current.interval)
         self._is_reduced = True
 
     @torch.no_grad()
     @naming_lost_workers()
-    def _await(self, current: _Pass, position: int) -> None:
-        """Wait for one bucket."""
+    def _await(self, current: _Pass, position: int, divides: bool) -> None:
+        """Wait for one bucket, and divide it by the number of workers if that is to be done now."""
         bucket, transfer = self._buckets[position], current.transfers[position]
         with current.interval.exposed():
             self._aggregation.finish(transfer)
-            if not self._aggregation.divides_early:
+            if divides:
                 transfer.message.div_(self._aggregation.world_size)
             bucket.deliver()
         if position >= current.landed:

@@ -219,14 +219,19 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     def _step_as_averages_arrive(
         self, reduction: OverlappedReduction, tracker: Any | None, denom: Denominator | None
     ) -> None:
-        """Update the parameters of each bucket when its averages are there, then those beside the model."""
-        scale = self._scale(denom)
-        for parameters in reduction.arrivals():
-            if scale is not None:
-                torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+        """Update the parameters of each bucket when its averages are there, then those beside the model.
+
+        A fused optimizer inside divides sums on the way, where dividing first would cost a pass over the memory.
+        """
+        divisor = check_denominator(denom) if self.agg_mode == AVG_CUSTOM else self.world_size
+        for parameters, are_sums in reduction.arrivals(as_sums=_divides_gradients(self._inner)):
             if tracker is not None:
                 tracker.record_batch_agg()
-            self._update(parameters)
+            scale = self._scale(denom)
+            if scale is not None and not are_sums:
+                torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+            with _dividing(self._inner, divisor if are_sums else None, parameters[0].device):
+                self._update(parameters)
             if tracker is not None:
                 tracker.record_batch_opt_step()
         beside = self._beside()
@@ -464,6 +469,26 @@ def _overlapped(
     if aggregation.world_size == 1:
         return None
     return OverlappedReduction(model, aggregation, bucket_size_bytes, waits_in_backward=overlap != "step")
+
+
+def _divides_gradients(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of torch's fused ones, whose kernels can divide gradients by a scale."""
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+@contextlib.contextmanager
+def _dividing(optimizer: Optimizer, divisor: Denominator | None, device: torch.device) -> Iterator[None]:
+    """Let a fused optimizer divide gradients by a divisor, by the way that a GradScaler has; None for no division."""
+    if divisor is None:
+        yield
+        return
+    optimizer.grad_scale = torch.as_tensor(divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def evaluate(closure: Closure | None) -> Any:
