@@ -223,8 +223,11 @@ VARIANTS = {
     "ddp_power2": Variant("DDP, PowerSGD hook, rank 2, one bucket", partial(ddp_power, rank=2), False),
     "sgd": Variant("CentralizedSGD", sgd),
     "sgd_fused": Variant("CentralizedSGD, fused", partial(sgd, fused=True)),
+    "sgd_overlap_unfused": Variant(
+        "CentralizedSGD, overlap, not fused", partial(sgd, overlap=True, fused=False), is_default=False
+    ),
     "sgd_overlap": Variant("CentralizedSGD, overlap", partial(sgd, overlap=True)),
-    "sgd_overlap_fused": Variant("CentralizedSGD, overlap, fused", partial(sgd, overlap=True, fused=True)),
+    "sgd_step": Variant("CentralizedSGD, overlap until the step", partial(sgd, overlap="step")),
     "sgd_overlap_fp16": Variant(
         "CentralizedSGD, overlap, fp16 transfer", partial(sgd, overlap=True, comm_dtype=torch.float16)
     ),
@@ -252,5 +255,10 @@ VARIANTS = {
 }
 """In the order of the table. What is not there or fails is reported with its error."""
 
-PAIRS = (("sgd_overlap", "ddp_fused"), ("sgd_overlap_fused", "ddp_fused"), ("power2", "ddp_power2"), ("power2", "sgd"))
+PAIRS = (
+    ("sgd_overlap", "ddp_fused"),
+    ("sgd_step", "ddp_fused"),
+    ("power2", "ddp_power2"),
+    ("power2", "sgd"),
+)
 """Variants that are compared with one another, and therefore share a launch where memory allows it."""

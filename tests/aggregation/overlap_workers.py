@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mlbench_core.optim.pytorch import CentralizedSGD, CustomCentralizedOptimizer
+from tests.references.synchronous_sgd import synchronous_sgd
 
 STEPS = 4
 BUCKET_SIZES = (0, 300, 1 << 20)
@@ -172,17 +173,14 @@ def train(way: str, rank: int, world_size: int, **options: Any) -> tuple[list[Te
     return snapshot(model), gradients(model)
 
 
-FUSED_WAYS = [way for way in WAYS if way != "freezing"]  # torch's fused SGD takes no parameter that joins later
-
-
 def fused_ways(rank: int, world_size: int) -> dict[str, Any]:
     """Weights and gradients at the end, plain and overlapped, of torch's fused SGD."""
     return {
         way: [
-            train(way, rank, world_size, fused=True, **options)
-            for options in ({}, {"overlap": True}, {"overlap": "step", "bucket_size_bytes": 300})
+            train(way, rank, world_size, **options)
+            for options in ({"fused": True}, {"overlap": True}, {"overlap": "step", "bucket_size_bytes": 300})
         ]
-        for way in FUSED_WAYS
+        for way in WAYS
     }
 
 
@@ -192,7 +190,7 @@ def ways(rank: int, world_size: int) -> dict[str, Any]:
         way: {
             "plain": train(way, rank, world_size),
             **{
-                (overlap, size): train(way, rank, world_size, overlap=overlap, bucket_size_bytes=size)
+                (overlap, size): train(way, rank, world_size, overlap=overlap, bucket_size_bytes=size, fused=False)
                 for overlap in (True, "step")
                 for size in BUCKET_SIZES
             },
@@ -311,6 +309,24 @@ def clipping(rank: int, world_size: int) -> list[list[Tensor]]:
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             each.step()
     return [snapshot(ours), snapshot(theirs)]
+
+
+def like_the_reference(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
+    """Weights of f_i(w) = |w - b_i(t)|^2 / 2 by the library and by the plain version."""
+    target = [[torch.linspace(i, t, 40, dtype=torch.float64) for i in range(world_size)] for t in range(6)]
+    expected = synchronous_sgd(lambda w, t, i: w - target[t][i], target[0][0], world_size, 6, 0.2, 0.9, 0.01)
+    result = []
+    for options in ({}, {"overlap": True}, {"overlap": "step"}, {"overlap": "step", "fused": False}):
+        model = nn.ParameterList(part.clone() for part in target[0][0].split([3, 30, 7]))
+        optimizer = CentralizedSGD(
+            world_size, model, lr=0.2, momentum=0.9, weight_decay=0.01, bucket_size_bytes=100, **options
+        )
+        for t in range(6):
+            optimizer.zero_grad()
+            (torch.cat(list(model)) - target[t][rank]).square().sum().div(2).backward()
+            optimizer.step()
+        result.append((torch.cat(list(model)).detach(), expected))
+    return result
 
 
 class Checkpointed(nn.Module):
@@ -439,7 +455,7 @@ class Recorder:
 
     def record_batch_opt_step(self) -> None: ...
 
-    def record_communication(self, total_s: float, exposed_s: float, size_bytes: int) -> None:
+    def record_communication(self, total_s: float, exposed_s: float, size_bytes: int, **details: Any) -> None:
         self.communication.append((total_s, exposed_s, size_bytes))
 
 
@@ -491,6 +507,7 @@ SCENARIOS = (
     big_values_in_half_precision,
     denominators,
     clipping,
+    like_the_reference,
     checkpointing,
     aliased_gradients,
     replaced_head,

@@ -48,7 +48,7 @@ def test_it_gives_what_the_plain_reduction_gives(results: Results, way: str, siz
         assert_same(weights, results[0]["ways"][way][overlap, size][0], exactly=True)
 
 
-@pytest.mark.parametrize("way", workers.FUSED_WAYS)
+@pytest.mark.parametrize("way", workers.WAYS)
 def test_a_fused_update_divides_the_sums(results: Results, way: str) -> None:
     exactly = len(results) == 2 and way not in ("several_passes", "never_clearing")
     for result in results:
@@ -102,6 +102,12 @@ def test_a_denominator_replaces_the_number_of_workers(results: Results) -> None:
 def test_gradients_can_be_clipped_as_with_ddp(results: Results) -> None:
     for result in results:
         assert_same(*result["clipping"], exactly=False)
+
+
+def test_it_agrees_with_the_plain_version(results: Results) -> None:
+    for result in results:
+        for weights, expected in result["like_the_reference"]:
+            torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

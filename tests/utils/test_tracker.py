@@ -485,6 +485,20 @@ def test_summary(clock: Clock) -> None:
     assert json.loads(json.dumps(summary.to_dict()))["train_s"] == 20
 
 
+def test_waiting_within_another_step_is_booked_on_communication(clock: Clock) -> None:
+    tracker = make()
+    tracker.batch_start()
+    clock.tick(5)
+    tracker.record_batch_backprop()
+    tracker.record_communication(4.0, 3.0, 100, within="backprop")
+    tracker.batch_end()
+    assert (tracker.get_total_compute_time(), tracker.get_total_communication_time()) == (2.0, 3.0)
+    tracker.record_communication(4.0, 3.0, 100, within="backprop")  # no more than is booked there
+    tracker.record_communication(4.0, 3.0, 100, within="no such step")
+    assert (tracker.get_total_compute_time(), tracker.get_total_communication_time()) == (0.0, 5.0)
+    assert tracker.get_total_train_time() == 5.0
+
+
 def test_a_summary_before_anything_happened() -> None:
     summary = make().summary()
     assert (summary.shares, summary.samples_per_s, summary.batch_p50_s, summary.best_epoch) == ({}, None, None, None)

@@ -209,7 +209,8 @@ class OverlappedReduction:
         if self._counts_anew:
             self._aggregation.last_bytes = 0
             self._counts_anew = False
-        self._pass = _Pass(graph_task, [len(b.parameters) for b in self._buckets], Interval(self._device))
+        within = "backprop" if graph_task >= 0 and self.waits_in_backward else None
+        self._pass = _Pass(graph_task, [len(b.parameters) for b in self._buckets], Interval(self._device, within))
         return self._pass
 
     def _send_full(self, current: _Pass) -> None:

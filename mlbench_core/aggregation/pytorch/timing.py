@@ -18,13 +18,16 @@ class Interval:
 
     Attributes:
         size_bytes: Bytes that this worker sent in it; written by whoever sends.
+        within: The Tracker's step in which training waits for it; None for a communication step.
 
     Args:
         device: Where the tensors lie. On a GPU the times come from events on its stream.
+        within: As above.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, within: str | None = None) -> None:
         self.size_bytes = 0
+        self.within = within
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._marks: list[tuple[Any, Any]] = []
         self._under_way = 0
@@ -122,7 +125,8 @@ class CommunicationClock:
         record = getattr(tracker, "record_communication", None)
         for interval in self.intervals():
             if record is not None:
-                record(interval.total_s(), interval.exposed_s(), interval.size_bytes)
+                where = {} if interval.within is None else {"within": interval.within}
+                record(interval.total_s(), interval.exposed_s(), interval.size_bytes, **where)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the intervals out: events belong to this process."""

@@ -50,7 +50,8 @@ class CentralizedSGD(GenericCentralizedOptimizer):
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
         comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
         bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
-        fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None leaves it to torch.
+        fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
+            ``overlap`` and leaves it to torch otherwise.
 
     Raises:
         ValueError: ``model`` or ``lr`` is missing, or ``world_size`` is not that of the process group.
@@ -89,7 +90,7 @@ class CentralizedSGD(GenericCentralizedOptimizer):
             dampening=dampening,
             weight_decay=weight_decay,
             nesterov=nesterov,
-            fused=fused,
+            fused=_with_fused_kernel(fused, overlap, model),
         )
         super().__init__(
             world_size,
@@ -126,7 +127,8 @@ class CentralizedAdam(GenericCentralizedOptimizer):
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
         comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
         bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
-        fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None leaves it to torch.
+        fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
+            ``overlap`` and leaves it to torch otherwise.
 
     Raises:
         ValueError: ``model`` or ``lr`` is missing, or ``world_size`` is not that of the process group.
@@ -168,7 +170,7 @@ class CentralizedAdam(GenericCentralizedOptimizer):
             eps=eps,
             weight_decay=weight_decay,
             amsgrad=amsgrad,
-            fused=fused,
+            fused=_with_fused_kernel(fused, overlap, model),
         )
         super().__init__(
             world_size,
@@ -183,3 +185,11 @@ class CentralizedAdam(GenericCentralizedOptimizer):
             comm_dtype=comm_dtype,
             bucket_size_bytes=bucket_size_bytes,
         )
+
+
+def _with_fused_kernel(fused: bool | None, overlap: Overlap, model: nn.Module | None) -> bool | None:
+    """What to tell torch about its fused kernels, where the user did not say."""
+    if fused is not None or not overlap or not isinstance(model, nn.Module):
+        return fused
+    has_kernel = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
+    return True if has_kernel else None

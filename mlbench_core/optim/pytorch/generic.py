@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, check_denominator
@@ -209,7 +209,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         if self.agg_grad:
             self._aggregate(tracker, denom)
         self._clip(grad_clip)
-        self._inner.step()
+        self._take_step()
         if tracker is not None:
             tracker.record_batch_opt_step()
         if not self.agg_grad:
@@ -240,6 +240,20 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             self._update(beside.values())
         reduction.report(tracker)
 
+    def _take_step(self) -> None:
+        """Let the optimizer inside take a step.
+
+        Torch's fused SGD wants momentum of all parameters or of none; those that get their first gradient later than
+        others, such as layers that were frozen, take their first step apart.
+        """
+        newcomers = _without_momentum(self._inner)
+        if newcomers:
+            others = {id(parameter) for parameter in newcomers}
+            self._update(newcomers)
+            self._update([p for group in self.param_groups for p in group["params"] if id(p) not in others])
+        else:
+            self._inner.step()
+
     def _update(self, parameters: Iterable[Tensor]) -> None:
         """Let the optimizer inside take a step on some parameters alone."""
         chosen = {id(parameter) for parameter in parameters}
@@ -247,7 +261,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         try:
             for group in self.param_groups:
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
-            self._inner.step()
+            self._take_step()
         finally:
             for group, params in zip(self.param_groups, whole, strict=True):
                 group["params"] = params
@@ -469,6 +483,20 @@ def _overlapped(
     if aggregation.world_size == 1:
         return None
     return OverlappedReduction(model, aggregation, bucket_size_bytes, waits_in_backward=overlap != "step")
+
+
+def _without_momentum(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters whose first step with momentum this is, where a fused SGD has it for others already."""
+    if not isinstance(optimizer, SGD):
+        return []
+    newcomers, mixed = [], False
+    for group in optimizer.param_groups:
+        if group.get("fused") and group["momentum"]:
+            stepping = [parameter for parameter in group["params"] if parameter.grad is not None]
+            new = [p for p in stepping if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+            newcomers += new
+            mixed = mixed or 0 < len(new) < len(stepping)
+    return newcomers if mixed else []
 
 
 def _divides_gradients(optimizer: Optimizer) -> bool:
