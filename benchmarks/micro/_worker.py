@@ -50,7 +50,7 @@ class Listener:
     def record_batch_opt_step(self) -> None:
         """Nothing to add."""
 
-    def record_communication(self, total_s: float, exposed_s: float, size_bytes: int, **details: Any) -> None:
+    def record_communication(self, total_s: float, exposed_s: float, size_bytes: int) -> None:
         """Add a message."""
         self.exposed_s += exposed_s
         self.size_bytes += size_bytes

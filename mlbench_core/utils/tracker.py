@@ -356,17 +356,13 @@ class Tracker:
     record_batch_opt_step = _step_method("opt_step")
     record_batch_comp_metrics = _step_method("comp_metrics")
 
-    def record_communication(
-        self, total_s: float, exposed_s: float, size_bytes: int, *, within: str | None = None
-    ) -> None:
+    def record_communication(self, total_s: float, exposed_s: float, size_bytes: int) -> None:
         """Add communication that may have run beside the backward pass.
 
         Args:
             total_s: Seconds during which communication ran.
             exposed_s: The part of them that training waited for; above ``total_s`` it counts as all of it.
             size_bytes: Bytes that this worker sent.
-            within: The step during which training waited, if that is no communication step, such as ``"backprop"``:
-                the exposed time is taken from it and booked on the first communication step.
 
         Raises:
             ValueError: One of them is negative or no number.
@@ -377,8 +373,24 @@ class Tracker:
         self._communication_total_s += float(total_s)
         self._communication_exposed_s += float(min(exposed_s, total_s))
         self._communication_size_bytes += int(size_bytes)
-        if within is not None and self.communication_steps:
-            self._rebook(within, self.communication_steps[0], float(exposed_s))
+
+    def book_as_communication(self, step: str, seconds: float) -> None:
+        """Move time from a step, within which training waited for communication, to the first communication step.
+
+        Args:
+            step: For example ``"backprop"``, where gradients are averaged during the backward pass.
+            seconds: How long training waited; at most what is booked on the step is moved.
+
+        Raises:
+            ValueError: ``seconds`` is negative or no number.
+        """
+        if not seconds >= 0:
+            raise ValueError(f"seconds is {seconds}, but times are at least 0")
+        moved = min(float(seconds), self._step_s.get(step, 0.0))
+        if moved > 0 and self.communication_steps:
+            target = self.communication_steps[0]
+            self._step_s[step] -= moved
+            self._step_s[target] = self._step_s.get(target, 0.0) + moved
 
     def count(self, samples: int = 0, tokens: int = 0) -> None:
         """Count training data, for the throughput.
@@ -733,13 +745,6 @@ class Tracker:
 
     def _book_step(self, name: str, seconds: float) -> None:
         self._step_s[name] += seconds
-
-    def _rebook(self, source: str, target: str, seconds: float) -> None:
-        """Move time from a step to another one, at most what is booked on it."""
-        seconds = min(seconds, self._step_s.get(source, 0.0))
-        if seconds > 0:
-            self._step_s[source] -= seconds
-            self._step_s[target] = self._step_s.get(target, 0.0) + seconds
 
     def _book_batch(self, seconds: float) -> None:
         self._train_s += seconds

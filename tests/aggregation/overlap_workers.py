@@ -450,13 +450,18 @@ class Recorder:
 
     def __init__(self) -> None:
         self.communication: list[tuple[float, float, int]] = []
+        self.within_backward: list[float] = []
 
     def record_batch_agg(self) -> None: ...
 
     def record_batch_opt_step(self) -> None: ...
 
-    def record_communication(self, total_s: float, exposed_s: float, size_bytes: int, **details: Any) -> None:
+    def record_communication(self, total_s: float, exposed_s: float, size_bytes: int) -> None:
         self.communication.append((total_s, exposed_s, size_bytes))
+
+    def book_as_communication(self, step: str, seconds: float) -> None:
+        assert step == "backprop"
+        self.within_backward.append(seconds)
 
 
 def reports(rank: int, world_size: int) -> list[tuple[list[tuple[float, float, int]], int, int]]:
@@ -470,6 +475,9 @@ def report(rank: int, world_size: int, overlap: Any) -> tuple[list[tuple[float, 
         optimizer.zero_grad()
         backward(model, rank, step)
         optimizer.step(tracker=tracker)
+    assert tracker.within_backward == (
+        [] if overlap == "step" else [exposed_s for _, exposed_s, _ in tracker.communication]
+    )
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return tracker.communication, trained, optimizer.aggregation.last_bytes
 

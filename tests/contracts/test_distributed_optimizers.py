@@ -125,6 +125,12 @@ MEMBERS: dict[str, Member] = {
     "sgd overlapped in bf16": Member(
         lambda m, r, k: CentralizedSGD(k, m, lr=0.05, comm_dtype=torch.bfloat16, overlap=True, bucket_size_bytes=200)
     ),
+    "sgd overlapped until the step": Member(
+        lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, overlap="step", bucket_size_bytes=100)
+    ),
+    "adam overlapped until the step": Member(
+        lambda m, r, k: CentralizedAdam(k, m, lr=0.01, overlap="step", bucket_size_bytes=100)
+    ),
     "adam overlapped": Member(lambda m, r, k: CentralizedAdam(k, m, lr=0.01, overlap=True)),
     "adam": Member(lambda m, r, k: CentralizedAdam(k, m, lr=0.01, amsgrad=True)),
     "custom": Member(custom),

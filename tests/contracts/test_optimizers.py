@@ -50,6 +50,8 @@ MEMBERS: dict[str, Make] = {
     "momentum": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "sgd by layer": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, by_layer=True),
     "sgd on weights": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, agg_grad=False),
+    "sgd overlapped": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, overlap=True),
+    "sgd until the step": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, overlap="step"),
     "adam": lambda model: CentralizedAdam(1, model, lr=0.05),
     "amsgrad": lambda model: CentralizedAdam(1, model, lr=0.05, amsgrad=True, weight_decay=0.01),
     "custom": lambda model: CustomCentralizedOptimizer(model, 1, adamw(model), average_world=True, grad_clip=0.7),

@@ -490,13 +490,15 @@ def test_waiting_within_another_step_is_booked_on_communication(clock: Clock) ->
     tracker.batch_start()
     clock.tick(5)
     tracker.record_batch_backprop()
-    tracker.record_communication(4.0, 3.0, 100, within="backprop")
+    tracker.book_as_communication("backprop", 3.0)
     tracker.batch_end()
     assert (tracker.get_total_compute_time(), tracker.get_total_communication_time()) == (2.0, 3.0)
-    tracker.record_communication(4.0, 3.0, 100, within="backprop")  # no more than is booked there
-    tracker.record_communication(4.0, 3.0, 100, within="no such step")
+    tracker.book_as_communication("backprop", 3.0)  # no more than is booked there
+    tracker.book_as_communication("no such step", 3.0)
     assert (tracker.get_total_compute_time(), tracker.get_total_communication_time()) == (0.0, 5.0)
     assert tracker.get_total_train_time() == 5.0
+    with pytest.raises(ValueError, match="times are at least 0"):
+        tracker.book_as_communication("backprop", -1.0)
 
 
 def test_a_summary_before_anything_happened() -> None:

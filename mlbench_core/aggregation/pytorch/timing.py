@@ -119,14 +119,17 @@ class CommunicationClock:
         """Tell a tracker of the intervals that are over, each once.
 
         Args:
-            tracker: Whose ``record_communication(total_s, exposed_s, size_bytes)`` is called; what has no such method
-                is told nothing.
+            tracker: Whose ``record_communication(total_s, exposed_s, size_bytes)`` is called, and
+                ``book_as_communication(step, seconds)`` where training waited within another step; what has no such
+                methods is told nothing.
         """
         record = getattr(tracker, "record_communication", None)
+        book = getattr(tracker, "book_as_communication", None)
         for interval in self.intervals():
             if record is not None:
-                where = {} if interval.within is None else {"within": interval.within}
-                record(interval.total_s(), interval.exposed_s(), interval.size_bytes, **where)
+                record(interval.total_s(), interval.exposed_s(), interval.size_bytes)
+            if book is not None and interval.within is not None:
+                book(interval.within, interval.exposed_s())
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the intervals out: events belong to this process."""

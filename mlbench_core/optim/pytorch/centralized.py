@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.optimizer import required
 
-from mlbench_core.aggregation.pytorch.aggregation import Aggregation
+from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
 from mlbench_core.aggregation.pytorch.overlap import BUCKET_SIZE_BYTES
 from mlbench_core.optim.pytorch.generic import (
-    CustomCentralizedOptimizer,
+    Closure,
     GenericCentralizedOptimizer,
+    OptimizerOrFactory,
     Overlap,
     check_lr,
 )
@@ -28,6 +31,103 @@ __all__ = [
     "GenericCentralizedOptimizer",
     "PowerSGD",
 ]
+
+
+class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
+    r"""A given torch optimizer with averaged gradients, clipped by norm, divided by a denominator of choice.
+
+    With gradients :math:`g_i` of sums (not means) of losses and ``denom`` the number of samples or tokens :math:`n` of
+    all workers, ``average_custom=True`` steps along :math:`\frac{1}{n} \sum_i g_i`, which is right for workers
+    with different amounts of data.
+
+    Args:
+        model: The model.
+        world_size: Number of workers; None takes that of the process group.
+        optimizer: A torch optimizer over the model's parameters.
+        use_cuda: Whether training runs on GPUs.
+        by_layer: One message per parameter instead of one for the whole model.
+        agg_grad: Average gradients before the step; False averages weights after it.
+        grad_clip: Largest norm of the gradient over all parameters; larger ones are scaled down to it after they were
+            aggregated. Infinite: no clipping.
+        average_world: Divide sums by the number of workers. This is what happens if neither flag is set.
+        average_custom: Divide sums by the ``denom`` given to :meth:`step`.
+        divide_before: Divide before the sum instead of after it, for half-precision gradients.
+        aggregation: How to aggregate, instead of a plain all-reduce.
+        overlap: Average gradients during the backward pass, see :class:`GenericCentralizedOptimizer`.
+        comm_dtype: The dtype in which gradients travel; None for their own.
+
+    Raises:
+        ValueError: ``grad_clip`` is not positive, both averages are asked for, or as in the base class.
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> inside = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> optimizer = CustomCentralizedOptimizer(model, None, inside, average_custom=True)
+        >>> before = model.weight.item()
+        >>> model(torch.full((4, 1), 2.0)).sum().backward()
+        >>> optimizer.step(denom=4)
+        >>> round(before - model.weight.item(), 4)
+        2.0
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world_size: int | None,
+        optimizer: OptimizerOrFactory,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        agg_grad: bool = True,
+        grad_clip: float = float("inf"),
+        average_world: bool = False,
+        average_custom: bool = False,
+        divide_before: bool = False,
+        *,
+        aggregation: Aggregation | None = None,
+        overlap: Overlap = False,
+        comm_dtype: torch.dtype | None = None,
+    ) -> None:
+        if average_world and average_custom:
+            raise ValueError("average_world and average_custom are both True: set the one to divide by")
+        if not grad_clip > 0:
+            raise ValueError(f"grad_clip must be positive, or inf for no clipping, not {grad_clip}")
+        if optimizer is None:
+            raise ValueError("optimizer is missing: give a torch optimizer over the model's parameters")
+        super().__init__(
+            world_size,
+            model,
+            use_cuda=use_cuda,
+            by_layer=by_layer,
+            divide_before=divide_before,
+            agg_grad=agg_grad,
+            optimizer=optimizer,
+            aggregation=aggregation,
+            overlap=overlap,
+            comm_dtype=comm_dtype,
+        )
+        self.grad_clip = grad_clip
+        if average_custom:
+            self.agg_mode = AVG_CUSTOM
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Closure | None = None, tracker: Any | None = None, denom: Denominator | None = None
+    ) -> Any:
+        """Aggregate, clip and take one step.
+
+        Args:
+            closure: As in the base class.
+            tracker: As in the base class.
+            denom: With ``average_custom``, what sums over workers are divided by: a positive number or a tensor with
+                one element, the same on every worker. Otherwise it is not used.
+
+        Returns:
+            What the closure returned; None without a closure.
+
+        Raises:
+            ValueError: ``average_custom`` without a positive ``denom``.
+        """
+        return self._step(closure, tracker, denom, self.grad_clip)
 
 
 class CentralizedSGD(GenericCentralizedOptimizer):

@@ -18,7 +18,8 @@ from mlbench_core.aggregation.pytorch.centralized import (
     AllReduceAggregationHVD,
 )
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
-from mlbench_core.optim.pytorch.generic import Closure, evaluate, evaluates_repeatedly
+from mlbench_core.optim.pytorch.generic import Closure, evaluate
+from mlbench_core.optim.pytorch.inner import evaluates_repeatedly
 from mlbench_core.optim.pytorch.loss_scaling import DynamicLossScaler
 from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
 

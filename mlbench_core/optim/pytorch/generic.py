@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, check_denominator
@@ -18,16 +17,10 @@ from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, A
 from mlbench_core.aggregation.pytorch.overlap import BUCKET_SIZE_BYTES, OverlappedReduction
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.grad_scaler import must_skip
+from mlbench_core.optim.pytorch.inner import divides_gradients, dividing, evaluates_repeatedly, without_momentum
 from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
 
-__all__ = [
-    "Closure",
-    "CustomCentralizedOptimizer",
-    "GenericCentralizedOptimizer",
-    "check_lr",
-    "evaluate",
-    "evaluates_repeatedly",
-]
+__all__ = ["Closure", "GenericCentralizedOptimizer", "OptimizerOrFactory", "Overlap", "check_lr", "evaluate"]
 
 Closure: TypeAlias = Callable[[], Any]
 Overlap: TypeAlias = "bool | Literal['step']"
@@ -224,13 +217,13 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         A fused optimizer inside divides sums on the way, where dividing first would cost a pass over the memory.
         """
         divisor = check_denominator(denom) if self.agg_mode == AVG_CUSTOM else self.world_size
-        for parameters, are_sums in reduction.arrivals(as_sums=_divides_gradients(self._inner)):
+        for parameters, are_sums in reduction.arrivals(as_sums=divides_gradients(self._inner)):
             if tracker is not None:
                 tracker.record_batch_agg()
             scale = self._scale(denom)
             if scale is not None and not are_sums:
                 torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
-            with _dividing(self._inner, divisor if are_sums else None, parameters[0].device):
+            with dividing(self._inner, divisor if are_sums else None, parameters[0].device):
                 self._update(parameters)
             if tracker is not None:
                 tracker.record_batch_opt_step()
@@ -246,7 +239,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         Torch's fused SGD wants momentum of all parameters or of none; those that get their first gradient later than
         others, such as layers that were frozen, take their first step apart.
         """
-        newcomers = _without_momentum(self._inner)
+        newcomers = without_momentum(self._inner)
         if newcomers:
             others = {id(parameter) for parameter in newcomers}
             self._update(newcomers)
@@ -339,103 +332,6 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
-class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
-    r"""A given torch optimizer with averaged gradients, clipped by norm, divided by a denominator of choice.
-
-    With gradients :math:`g_i` of sums (not means) of losses and ``denom`` the number of samples or tokens :math:`n` of
-    all workers, ``average_custom=True`` steps along :math:`\frac{1}{n} \sum_i g_i`, which is right for workers
-    with different amounts of data.
-
-    Args:
-        model: The model.
-        world_size: Number of workers; None takes that of the process group.
-        optimizer: A torch optimizer over the model's parameters.
-        use_cuda: Whether training runs on GPUs.
-        by_layer: One message per parameter instead of one for the whole model.
-        agg_grad: Average gradients before the step; False averages weights after it.
-        grad_clip: Largest norm of the gradient over all parameters; larger ones are scaled down to it after they were
-            aggregated. Infinite: no clipping.
-        average_world: Divide sums by the number of workers. This is what happens if neither flag is set.
-        average_custom: Divide sums by the ``denom`` given to :meth:`step`.
-        divide_before: Divide before the sum instead of after it, for half-precision gradients.
-        aggregation: How to aggregate, instead of a plain all-reduce.
-        overlap: Average gradients during the backward pass, see :class:`GenericCentralizedOptimizer`.
-        comm_dtype: The dtype in which gradients travel; None for their own.
-
-    Raises:
-        ValueError: ``grad_clip`` is not positive, both averages are asked for, or as in the base class.
-
-    Example:
-        >>> model = nn.Linear(1, 1, bias=False)
-        >>> inside = torch.optim.SGD(model.parameters(), lr=1.0)
-        >>> optimizer = CustomCentralizedOptimizer(model, None, inside, average_custom=True)
-        >>> before = model.weight.item()
-        >>> model(torch.full((4, 1), 2.0)).sum().backward()
-        >>> optimizer.step(denom=4)
-        >>> round(before - model.weight.item(), 4)
-        2.0
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        world_size: int | None,
-        optimizer: OptimizerOrFactory,
-        use_cuda: bool = False,
-        by_layer: bool = False,
-        agg_grad: bool = True,
-        grad_clip: float = float("inf"),
-        average_world: bool = False,
-        average_custom: bool = False,
-        divide_before: bool = False,
-        *,
-        aggregation: Aggregation | None = None,
-        overlap: Overlap = False,
-        comm_dtype: torch.dtype | None = None,
-    ) -> None:
-        if average_world and average_custom:
-            raise ValueError("average_world and average_custom are both True: set the one to divide by")
-        if not grad_clip > 0:
-            raise ValueError(f"grad_clip must be positive, or inf for no clipping, not {grad_clip}")
-        if optimizer is None:
-            raise ValueError("optimizer is missing: give a torch optimizer over the model's parameters")
-        super().__init__(
-            world_size,
-            model,
-            use_cuda=use_cuda,
-            by_layer=by_layer,
-            divide_before=divide_before,
-            agg_grad=agg_grad,
-            optimizer=optimizer,
-            aggregation=aggregation,
-            overlap=overlap,
-            comm_dtype=comm_dtype,
-        )
-        self.grad_clip = grad_clip
-        if average_custom:
-            self.agg_mode = AVG_CUSTOM
-
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Closure | None = None, tracker: Any | None = None, denom: Denominator | None = None
-    ) -> Any:
-        """Aggregate, clip and take one step.
-
-        Args:
-            closure: As in the base class.
-            tracker: As in the base class.
-            denom: With ``average_custom``, what sums over workers are divided by: a positive number or a tensor with
-                one element, the same on every worker. Otherwise it is not used.
-
-        Returns:
-            What the closure returned; None without a closure.
-
-        Raises:
-            ValueError: ``average_custom`` without a positive ``denom``.
-        """
-        return self._step(closure, tracker, denom, self.grad_clip)
-
-
 def _check_model(model: nn.Module | None) -> nn.Module:
     if model is None:
         raise ValueError("model is missing: give model=, the torch.nn.Module to train")
@@ -485,52 +381,12 @@ def _overlapped(
     return OverlappedReduction(model, aggregation, bucket_size_bytes, waits_in_backward=overlap != "step")
 
 
-def _without_momentum(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters whose first step with momentum this is, where a fused SGD has it for others already."""
-    if not isinstance(optimizer, SGD):
-        return []
-    newcomers, mixed = [], False
-    for group in optimizer.param_groups:
-        if group.get("fused") and group["momentum"]:
-            stepping = [parameter for parameter in group["params"] if parameter.grad is not None]
-            new = [p for p in stepping if optimizer.state.get(p, {}).get("momentum_buffer") is None]
-            newcomers += new
-            mixed = mixed or 0 < len(new) < len(stepping)
-    return newcomers if mixed else []
-
-
-def _divides_gradients(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of torch's fused ones, whose kernels can divide gradients by a scale."""
-    is_fused = all(group.get("fused") for group in optimizer.param_groups)
-    return is_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-@contextlib.contextmanager
-def _dividing(optimizer: Optimizer, divisor: Denominator | None, device: torch.device) -> Iterator[None]:
-    """Let a fused optimizer divide gradients by a divisor, by the way that a GradScaler has; None for no division."""
-    if divisor is None:
-        yield
-        return
-    optimizer.grad_scale = torch.as_tensor(divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
-    optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-
-
 def evaluate(closure: Closure | None) -> Any:
     """Return what a closure returns, called with gradients enabled; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def evaluates_repeatedly(optimizer: Optimizer) -> bool:
-    """Whether an optimizer cannot do without a closure, which means that it calls it as often as it likes."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def check_lr(lr: Any, optimizer: str) -> Any:

@@ -26,7 +26,7 @@ from mlbench_core.utils.pytorch import distributed
 
 __all__ = ["introduce", "naming_lost_workers"]
 
-SILENCE_S = 3.0
+SILENCE_S = 5.0
 """How long to wait for a sign of life of workers that cannot be seen to be gone."""
 
 _COMMUNICATION = re.compile(

@@ -1,0 +1,55 @@
+"""What is particular about the torch optimizers that ours stand in front of."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
+
+__all__ = ["divides_gradients", "dividing", "evaluates_repeatedly", "without_momentum"]
+
+
+def evaluates_repeatedly(optimizer: Optimizer) -> bool:
+    """Whether an optimizer cannot do without a closure, which means that it calls it as often as it likes."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def without_momentum(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters whose first step with momentum this is, where a fused SGD has it for others already."""
+    if not isinstance(optimizer, SGD):
+        return []
+    newcomers, mixed = [], False
+    for group in optimizer.param_groups:
+        if group.get("fused") and group["momentum"]:
+            stepping = [parameter for parameter in group["params"] if parameter.grad is not None]
+            new = [p for p in stepping if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+            newcomers += new
+            mixed = mixed or 0 < len(new) < len(stepping)
+    return newcomers if mixed else []
+
+
+def divides_gradients(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of torch's fused ones, whose kernels can divide gradients by a scale."""
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+@contextlib.contextmanager
+def dividing(optimizer: Optimizer, divisor: Denominator | None, device: torch.device) -> Iterator[None]:
+    """Let a fused optimizer divide gradients by a divisor, by the way that a GradScaler has; None for no division."""
+    if divisor is None:
+        yield
+        return
+    optimizer.grad_scale = torch.as_tensor(divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
