@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     UnknownOperationError,
     check_denominator,
 )
+from mlbench_core.aggregation.pytorch.messages import by_dtype_and_device, divide, pack, unpack
 from mlbench_core.utils.pytorch import distributed
 
 __all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "Transfer", "check_world_size"]
@@ -117,15 +118,15 @@ class AllReduceAggregation(Aggregation):
             ValueError: ``denom`` is missing or not positive.
         """
         divisor = self._divisor(op, denom)
-        for kind in _by_dtype_and_device(tensors.values()):
+        for kind in by_dtype_and_device(tensors.values()):
             if self.world_size == 1:
                 if op != AVG_WORLD:
                     for tensor in kind:
-                        _divide(tensor, divisor)
+                        divide(tensor, divisor)
             else:
-                message = _pack(kind)
+                message = pack(kind)
                 self._average(message, divisor)
-                _unpack(message, kind)
+                unpack(message, kind)
 
     def _divisor(self, op: str, denom: Denominator | None) -> Denominator:
         if op == AVG_WORLD:
@@ -156,10 +157,10 @@ class AllReduceAggregation(Aggregation):
         """Sum a flat message over the workers and divide it, in place."""
         early = self.divide_before or self.comm_dtype not in (None, message.dtype)
         if early:
-            _divide(message, divisor)
+            divide(message, divisor)
         self.finish(self.start(message))
         if not early:
-            _divide(message, divisor)
+            divide(message, divisor)
 
 
 def check_world_size(world_size: int | None) -> int:
@@ -193,27 +194,3 @@ def check_world_size(world_size: int | None) -> int:
             + ": enter initialize_backends first and give the world_size it yields, or None"
         )
     return world_size
-
-
-def _divide(tensor: Tensor, divisor: Denominator) -> None:
-    tensor.div_(divisor.to(tensor.device) if isinstance(divisor, Tensor) else divisor)
-
-
-def _by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors that can share a message, in the order of each group's first tensor."""
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(groups.values())
-
-
-def _pack(tensors: list[Tensor]) -> Tensor:
-    """Copy tensors, each in its logical order, into one flat tensor."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _unpack(message: Tensor, tensors: list[Tensor]) -> None:
-    """Copy a flat tensor back into the tensors it was packed from, keeping their memory and strides."""
-    parts = message.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view(tensor.shape))

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator
-from mlbench_core.aggregation.pytorch.compressed import as_bytes, from_bytes
 from mlbench_core.aggregation.pytorch.decentralized import (
     DecentralizedAggregation,
     check_gossip_operation,
     computing_dtype,
     refuse_gradients,
 )
+from mlbench_core.aggregation.pytorch.messages import as_bytes, from_bytes
 from mlbench_core.aggregation.pytorch.sign import pack_bits, unpack_bits
+from mlbench_core.aggregation.pytorch.sparsified import largest_coordinates
 from mlbench_core.utils.pytorch.topology import Topology
 
 __all__ = ["COMPRESSIONS", "ChocoAggregation", "Compressed", "Compression", "Identity", "RandomK", "ScaledSign", "TopK"]
@@ -87,7 +88,7 @@ class TopK(Compression):
 
     def compress(self, x: Tensor) -> Compressed:
         """Keep the largest entries of a tensor of shape (n,)."""
-        indices = x.abs().topk(_kept(self.ratio, x.numel()), sorted=False).indices.sort().values
+        indices = largest_coordinates(x, _kept(self.ratio, x.numel())).sort().values
         return Compressed((x[indices], indices.to(torch.int32)))
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:

@@ -20,7 +20,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.utils.pytorch import distributed
 
-__all__ = ["CompressedAggregation", "as_bytes", "divide", "from_bytes", "write_back"]
+__all__ = ["CompressedAggregation"]
 
 
 class CompressedAggregation(Aggregation):
@@ -171,34 +171,6 @@ class CompressedAggregation(Aggregation):
         for name, error in kept.items():
             if parameters[name].grad is None:
                 self._memory[name].copy_(error)
-
-
-def as_bytes(*tensors: Tensor) -> Tensor:
-    """Put tensors one after another into one message of bytes (uint8)."""
-    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-
-
-def from_bytes(message: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Read ``count`` numbers from a message of bytes, whatever the alignment of ``start``.
-
-    Example:
-        >>> message = as_bytes(torch.tensor([7], dtype=torch.uint8), torch.tensor([0.5, 2.0]))
-        >>> from_bytes(message, 1, 2, torch.float32)
-        tensor([0.5000, 2.0000])
-    """
-    return message[start : start + count * dtype.itemsize].clone().view(dtype)
-
-
-def divide(tensor: Tensor, divisor: Denominator) -> Tensor:
-    """Divide by a number, or by a tensor with one element on any device, in place."""
-    return tensor.div_(divisor.to(tensor.device) if isinstance(divisor, Tensor) else divisor)
-
-
-def write_back(flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
-    """Copy a flat tensor into tensors of any strides, one after another, each in its logical order."""
-    parts = flat.split([tensor.numel() for tensor in tensors.values()])
-    for tensor, part in zip(tensors.values(), parts, strict=True):
-        tensor.copy_(part.view(tensor.shape))
 
 
 def _check_real(name: str, tensor: Tensor) -> None:

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, UnknownOperationError
-from mlbench_core.aggregation.pytorch.all_reduce import (
-    AVG_WORLD,
-    AllReduceAggregation,
-    _by_dtype_and_device,
-    _pack,
-    _unpack,
-)
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.messages import by_dtype_and_device, in_blocks, pack, unpack
 from mlbench_core.utils.pytorch import distributed
 from mlbench_core.utils.pytorch.topology import Topology, from_edges
 
@@ -130,21 +125,22 @@ class DecentralizedAggregation(Aggregation):
         check_gossip_operation(op)
         shared = {name: t for name, t in tensors.items() if name.startswith(BOOKKEEPING) and not is_buffer(name)}
         mixed = [tensor for name, tensor in tensors.items() if name not in shared]
-        for kind in _by_dtype_and_device(mixed):
+        for kind in by_dtype_and_device(mixed):
             if self.world_size > 1:
-                message = _pack(kind)
+                message = pack(kind)
                 self._mix(message)
-                _unpack(message, kind)
+                unpack(message, kind)
         self._delegate(self._all_reduce, shared, op, denom)
 
     def _mix(self, x_i: Tensor) -> None:
         """Replace a flat message by its weighted average with the neighbours', in place."""
-        weights = self.weights
-        own = x_i.to(computing_dtype(x_i.dtype))
-        mixed = own.clone()
-        for w_ij, x_j in zip(weights, self.exchange(x_i), strict=True):
-            mixed.add_(x_j.to(own.dtype) - own, alpha=w_ij)
-        x_i.copy_(mixed)
+        weights, messages = self.weights, self.exchange(x_i)
+        for block, *theirs in zip(in_blocks(x_i), *map(in_blocks, messages), strict=True):
+            own = block.to(computing_dtype(block.dtype))
+            mixed = own.clone()
+            for w_ij, x_j in zip(weights, theirs, strict=True):
+                mixed.add_(x_j.to(own.dtype) - own, alpha=w_ij)
+            block.copy_(mixed)
 
     def exchange(self, message: Tensor) -> list[Tensor]:
         """Send a flat tensor to every neighbour and return what they sent, in the order of :attr:`neighbors`.

@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.compressed import (
-    CompressedAggregation,
-    as_bytes,
-    divide,
-    from_bytes,
-    write_back,
-)
+from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
+from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, in_blocks, unpack
 from mlbench_core.utils.pytorch import distributed
 
 __all__ = ["EFSignAggregation", "SignAggregation", "pack_bits", "unpack_bits"]
@@ -71,8 +66,11 @@ class SignAggregation(CompressedAggregation):
         ballots = self._gather(pack_bits(signs))
         ayes = torch.zeros(signs.numel(), dtype=torch.int16, device=signs.device)
         for ballot in ballots:
-            ayes += unpack_bits(ballot, signs.numel())
-        write_back(torch.sign(2 * ayes - self.world_size), tensors)
+            for part, votes in zip(in_blocks(ayes), in_blocks(unpack_bits(ballot, signs.numel())), strict=True):
+                part += votes
+        for part in in_blocks(ayes):
+            part.mul_(2).sub_(self.world_size).sign_()
+        unpack(ayes, tensors.values())
 
     def _zero_is_positive(self, message: str) -> bool:
         """How this worker votes for zeros now; every message, known by its first tensor, counts its own turns."""
@@ -133,18 +131,37 @@ class EFSignAggregation(CompressedAggregation):
     """
 
     def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
-        p = {name: self._remembered(name, tensor).add_(tensor) for name, tensor in tensors.items()}
-        scales = torch.stack([p_n.abs().mean() for p_n in p.values()])
-        signs = torch.cat([p_n.reshape(-1) >= 0 for p_n in p.values()])
-        for p_n, scale in zip(p.values(), scales, strict=True):
-            p_n.sub_(torch.where(p_n >= 0, scale, -scale)).nan_to_num_(nan=0, posinf=0, neginf=0)  # now e
-        sizes = torch.tensor([p_n.numel() for p_n in p.values()], device=signs.device)
-        total = torch.zeros(signs.numel(), dtype=scales.dtype, device=scales.device)
-        for message in self._gather(as_bytes(scales, pack_bits(signs))):
-            scale = from_bytes(message, 0, len(p), scales.dtype).repeat_interleave(sizes, output_size=signs.numel())
-            positive = unpack_bits(message[scales.nbytes :], signs.numel())
-            total += torch.where(positive, scale, -scale)
-        write_back(divide(total, divisor), tensors)
+        p = [self._remembered(name, tensor).add_(tensor) for name, tensor in tensors.items()]
+        scales = torch.stack([_mean_size(p_n) for p_n in p])
+        message = as_bytes(scales, pack_bits(torch.cat([p_n.reshape(-1) >= 0 for p_n in p])))
+        for p_n, scale in zip(p, scales, strict=True):
+            for part in in_blocks(p_n.view(-1)):
+                part -= _scaled_signs(part >= 0, scale)  # now e
+        if scales.is_cuda or not scales.isfinite().all():  # a GPU is not waited for
+            torch._foreach_copy_(p, [p_n.nan_to_num(nan=0, posinf=0, neginf=0) for p_n in p])
+        total = self._sum_of(self._gather(message), [p_n.numel() for p_n in p], scales)
+        unpack(divide(total, divisor), tensors.values())
+
+    def _sum_of(self, messages: Tensor, sizes: list[int], like: Tensor) -> Tensor:
+        """Add up what the workers sent, one after another: the scaled signs of tensors of the given sizes, flat."""
+        total = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
+        for message in messages:
+            scales = from_bytes(message, 0, len(sizes), like.dtype)
+            signs = unpack_bits(message[like.nbytes :], sum(sizes))
+            for tensor, positive, scale in zip(total.split(sizes), signs.split(sizes), scales, strict=True):
+                for part, is_positive in zip(in_blocks(tensor), in_blocks(positive), strict=True):
+                    part += _scaled_signs(is_positive, scale)
+        return total
+
+
+def _mean_size(tensor: Tensor) -> Tensor:
+    """The mean absolute value, shape ()."""
+    return torch.stack([part.abs().sum() for part in in_blocks(tensor.view(-1))]).sum() / tensor.numel()
+
+
+def _scaled_signs(positive: Tensor, scale: Tensor) -> Tensor:
+    """``scale`` where ``positive``, elsewhere minus it; on a CPU many times faster than ``torch.where``."""
+    return positive.to(scale.dtype).mul_(2).sub_(1).mul_(scale)
 
 
 def _is_positive(values: Tensor, zero_is_positive: bool) -> Tensor:

@@ -11,13 +11,8 @@ from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
-from mlbench_core.aggregation.pytorch.compressed import (
-    CompressedAggregation,
-    as_bytes,
-    divide,
-    from_bytes,
-    write_back,
-)
+from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
+from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, unpack
 
 __all__ = ["SparsifiedAggregation", "coordinates_sent", "draw_coordinates", "largest_coordinates"]
 
@@ -143,7 +138,7 @@ class SparsifiedAggregation(CompressedAggregation):
                 values = from_bytes(message, 0, len(sent), dtype)
                 theirs = from_bytes(message, sent.nbytes, len(sent), torch.int32)
                 total.index_add_(0, starts + theirs, values)
-        write_back(divide(total, divisor), tensors)
+        unpack(divide(total, divisor), tensors.values())
 
     def _with_memory(self, name: str, tensor: Tensor) -> Tensor:
         """Return memory plus tensor as a vector: the memory itself, or a copy where nothing is remembered."""
@@ -214,7 +209,7 @@ def largest_coordinates(m: Tensor, k: int) -> Tensor:
         [1, 2]
     """
     size = m.abs()
-    if m.device.type == "cpu" and len(m) >= max(2**16, 16 * k):
+    if m.device.type == "cpu" and len(m) >= max(2**16, 8 * k):
         bar = size[::64].topk(k // 32 + 8).values.min()
         above = torch.nonzero(~(size < bar)).view(-1)
         if len(above) >= k:

@@ -1,0 +1,66 @@
+"""Flat messages: many tensors in one, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from mlbench_core.aggregation.pytorch.aggregation import Denominator
+
+__all__ = ["as_bytes", "by_dtype_and_device", "divide", "from_bytes", "in_blocks", "pack", "unpack"]
+
+BLOCK_ELEMENTS = 1 << 18  # what a CPU computes on at a time: intermediate results then stay in its cache
+
+
+def by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors that can share a message, in the order of each group's first tensor."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())
+
+
+def pack(tensors: Iterable[Tensor]) -> Tensor:
+    """Copy tensors of one dtype and device, each in its logical order, into one flat tensor."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unpack(message: Tensor, tensors: Iterable[Tensor]) -> None:
+    """Copy a flat tensor into tensors, one after another, keeping their memory, strides and dtypes."""
+    tensors = list(tensors)
+    parts = message.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def divide(tensor: Tensor, divisor: Denominator) -> Tensor:
+    """Divide by a number, or by a tensor with one element on any device, in place."""
+    return tensor.div_(divisor.to(tensor.device) if isinstance(divisor, Tensor) else divisor)
+
+
+def in_blocks(flat: Tensor) -> tuple[Tensor, ...]:
+    """Split a flat tensor into views that fit into a CPU's cache; on a GPU into itself alone.
+
+    Example:
+        >>> [len(block) for block in in_blocks(torch.zeros(300_000))]
+        [262144, 37856]
+    """
+    return flat.split(BLOCK_ELEMENTS) if flat.device.type == "cpu" else (flat,)
+
+
+def as_bytes(*tensors: Tensor) -> Tensor:
+    """Put tensors one after another into one message of bytes (uint8)."""
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+
+
+def from_bytes(message: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Read ``count`` numbers from a message of bytes, whatever the alignment of ``start``.
+
+    Example:
+        >>> message = as_bytes(torch.tensor([7], dtype=torch.uint8), torch.tensor([0.5, 2.0]))
+        >>> from_bytes(message, 1, 2, torch.float32)
+        tensor([0.5000, 2.0000])
+    """
+    return message[start : start + count * dtype.itemsize].clone().view(dtype)
