@@ -69,13 +69,17 @@ _known = _Acquaintances()
 
 
 def introduce() -> None:
-    """Leave this worker's card in the process group's store, once; no collective, and nothing for one worker."""
+    """Leave this worker's card in the process group's store, once; no collective, and nothing for one worker.
+
+    A process group that has no store (that of an MPI built into torch) goes without: losses then stay nameless.
+    """
     if distributed.world_size() == 1 or _known.of_this_group():
         return
     _known.group, _known.cards = dist.group.WORLD, {}
     _, started = _state_and_start(os.getpid())
     card = _Card(socket.gethostname(), os.getpid(), started, _machine())
-    _store().set(_key("card", distributed.rank()), json.dumps(asdict(card)))
+    with contextlib.suppress(RuntimeError, ValueError):
+        _store().set(_key("card", distributed.rank()), json.dumps(asdict(card)))
 
 
 @contextlib.contextmanager
@@ -110,12 +114,16 @@ def _who_is_lost() -> str:
 
     Workers that notice the loss say so before they end, which may be before another one looks: they are not the cause.
     """
+    try:
+        store = _store()
+    except RuntimeError:
+        return "communication failed"
     silent = set(range(distributed.world_size())) - {distributed.rank()}
     deadline = time.monotonic() + SILENCE_S
     while True:
         try:
-            _store().set(_key("noticed", distributed.rank()), "1")
-            silent -= {rank for rank in silent if _store().check([_key("noticed", rank)])}
+            store.set(_key("noticed", distributed.rank()), "1")
+            silent -= {rank for rank in silent if store.check([_key("noticed", rank)])}
         except RuntimeError:
             return f"lost {_name(0)}, who keeps the process group's store, which does not answer"
         gone = [rank for rank in sorted(silent) if rank in _known.cards and _known.cards[rank].is_gone()]
@@ -144,7 +152,15 @@ def _name(rank: int) -> str:
 
 
 def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    """The process group's store.
+
+    Raises:
+        RuntimeError: It has none.
+    """
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    if store is None:
+        raise RuntimeError("the process group has no store")
+    return store
 
 
 def _key(what: str, rank: int) -> str:
