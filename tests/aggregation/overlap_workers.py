@@ -124,6 +124,12 @@ def by_hand(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
     optimizer.step()
 
 
+def by_hand_after_a_pass(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
+    backward(model, rank, step)
+    optimizer.zero_grad()
+    by_hand(model, optimizer, rank, step)
+
+
 def without_a_batch(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
     optimizer.zero_grad()
     if (rank + step) % 2:
@@ -159,6 +165,7 @@ WAYS: dict[str, Callable[[nn.Module, Any, int, int], None]] = {
         several_passes,
         never_clearing,
         by_hand,
+        by_hand_after_a_pass,
         without_a_batch,
         in_a_closure,
         freezing,
@@ -482,6 +489,20 @@ def report(rank: int, world_size: int, overlap: Any) -> tuple[list[tuple[float, 
     return tracker.communication, trained, optimizer.aggregation.last_bytes
 
 
+def beside_the_model(rank: int, world_size: int) -> list[tuple[float, list[int]]]:
+    """A parameter that is not the model's: its average and the bytes that the tracker hears of."""
+    result = []
+    for overlap in (True, "step"):
+        model, extra, tracker = nn.Linear(2, 2), nn.Parameter(torch.zeros(5)), Recorder()
+        optimizer = CentralizedSGD(world_size, model, lr=1.0, overlap=overlap)
+        optimizer.add_param_group({"params": [extra]})
+        model(torch.ones(1, 2)).sum().backward()
+        extra.grad = torch.full((5,), float(rank))
+        optimizer.step(tracker=tracker)
+        result.append((-extra.mean().item(), [size_bytes for _, _, size_bytes in tracker.communication]))
+    return result
+
+
 def scaler_that_looks_too_early(rank: int, world_size: int) -> str:
     model = nn.Linear(2, 1)
     optimizer = CentralizedSGD(world_size, model, lr=0.1, overlap="step")
@@ -523,6 +544,7 @@ SCENARIOS = (
     copies,
     dropped_optimizer,
     reports,
+    beside_the_model,
     scaler_that_looks_too_early,
     sparse,
 )

@@ -154,6 +154,13 @@ def test_the_tracker_hears_of_total_and_exposed_time_and_bytes(results: Results)
                 assert trained_bytes < size_bytes <= trained_bytes + 8 * 20  # and one flag per parameter
 
 
+def test_parameters_beside_the_model_are_averaged_and_counted(results: Results) -> None:
+    for result in results:
+        for average, sizes in result["beside_the_model"]:
+            assert average == pytest.approx((len(results) - 1) / 2)
+            assert sizes == [4 * (6 + 2), 4 * (5 + 1)]  # numbers and flags
+
+
 def test_a_scaler_that_looks_at_gradients_on_their_way_is_refused(results: Results) -> None:
     for result in results:
         assert "gradients that were on their way: use overlap=True" in result["scaler_that_looks_too_early"]

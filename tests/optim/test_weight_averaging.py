@@ -13,7 +13,8 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.choco import RandomK, ScaledSign, TopK
-from mlbench_core.utils.pytorch.topology import Topology, ring
+from mlbench_core.aggregation.pytorch.sparsified import draw_coordinates
+from mlbench_core.utils.pytorch.topology import ring
 from tests.helpers.ranks import run_ranks
 from tests.optim import weight_averaging as workers
 from tests.optim.weight_averaging import COMPRESSIONS, STEPS, gradient, start, target, topologies
@@ -30,13 +31,6 @@ GRAPHS = tuple(topologies(4))
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """What each worker returned, by scenario. One start of the processes serves all tests."""
     return run_ranks(request.param, workers.run_all, timeout_s=240)
-
-
-def graph_of(ranks: Ranks, name: str) -> Topology:
-    graphs = topologies(len(ranks))
-    if name not in graphs:
-        pytest.skip(f"the graph {name} has four workers")
-    return graphs[name]
 
 
 def assert_all_close(actual: list[Tensor], expected: list[Tensor], atol: float) -> None:
@@ -59,14 +53,13 @@ class TestDecentralizedSGD:
     @pytest.mark.parametrize("how", [False, True, "topology"])
     @pytest.mark.parametrize("name", GRAPHS)
     def test_is_the_reference(self, ranks: Ranks, name: str, how: bool | str) -> None:
-        graph = graph_of(ranks, name)
+        graph = topologies(len(ranks))[name]
         W = mixing_matrix([graph.neighbours(rank) for rank in range(len(ranks))])
         expected = decentralized_sgd([start() for _ in ranks], gradient, W, eta=0.1, steps=STEPS)
         assert_all_close([history[-1] for history in column(ranks, "decentralized", (name, how))], expected, 1e-12)
 
     @pytest.mark.parametrize("name", GRAPHS)
     def test_the_average_takes_the_step_of_the_average_gradient(self, ranks: Ranks, name: str) -> None:
-        graph_of(ranks, name)
         histories = column(ranks, "decentralized", (name, False))
         for step in range(1, STEPS):
             before = [history[step - 1] for history in histories]
@@ -94,7 +87,7 @@ class TestMixing:
     def test_a_round_shrinks_the_distance_by_the_spectral_gap_and_keeps_the_average(
         self, ranks: Ranks, name: str
     ) -> None:
-        graph = graph_of(ranks, name)
+        graph = topologies(len(ranks))[name]
         distances, _ = ranks[0]["gossip"][name, "plain"]
         assert distances[0] > 1
         for before, after in itertools.pairwise(distances):
@@ -141,7 +134,7 @@ def shared_random_k(world_size: int, ratio: float, seed: int) -> Callable[[Tenso
     def compress(x: Tensor) -> Tensor:
         nonlocal calls, kept
         if calls % world_size == 0:
-            kept = torch.randperm(x.numel(), generator=generator)[: round(ratio * x.numel())]
+            kept = draw_coordinates(x.numel(), round(ratio * x.numel()), generator)
         calls += 1
         mask = torch.zeros(x.numel(), dtype=x.dtype).index_fill_(0, kept, 1)
         return x * mask.view_as(x)
@@ -153,7 +146,7 @@ class TestChocoSGD:
     @pytest.mark.parametrize("compression", COMPRESSIONS)
     @pytest.mark.parametrize("name", ["ring", "star"])
     def test_is_the_reference(self, ranks: Ranks, name: str, compression: str) -> None:
-        graph, options = graph_of(ranks, name), COMPRESSIONS[compression]
+        graph, options = topologies(len(ranks))[name], COMPRESSIONS[compression]
         compress = {
             "top_k": lambda x: top_k(x, options["ratio"]),
             "random_k": shared_random_k(len(ranks), 0.2, 5),

@@ -46,8 +46,8 @@ COMPRESSIONS: dict[str, dict[str, Any]] = {
 def topologies(world_size: int) -> dict[str, Topology]:
     graphs = {"ring": ring(world_size), "complete": complete(world_size), "exponential": exponential(world_size)}
     graphs["star"] = from_edges(world_size, [(0, other) for other in range(1, world_size)])
-    if world_size == 4:
-        graphs["kite"] = from_edges(4, [(0, 1), (1, 2), (0, 2), (2, 3)])
+    kite = [(0, 1), (1, 2), (0, 2), (2, 3)]  # as much of it as there are workers
+    graphs["kite"] = from_edges(world_size, [edge for edge in kite if max(edge) < world_size])
     return graphs
 
 

@@ -17,9 +17,9 @@ from mlbench_core.aggregation.pytorch.decentralized import (
     computing_dtype,
     refuse_gradients,
 )
-from mlbench_core.aggregation.pytorch.messages import as_bytes, from_bytes
-from mlbench_core.aggregation.pytorch.sign import pack_bits, unpack_bits
-from mlbench_core.aggregation.pytorch.sparsified import largest_coordinates
+from mlbench_core.aggregation.pytorch.messages import as_bytes, from_bytes, in_blocks
+from mlbench_core.aggregation.pytorch.sign import pack_bits, scaled_signs, unpack_bits
+from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_coordinates
 from mlbench_core.utils.pytorch.topology import Topology
 
 __all__ = ["COMPRESSIONS", "ChocoAggregation", "Compressed", "Compression", "Identity", "RandomK", "ScaledSign", "TopK"]
@@ -88,7 +88,7 @@ class TopK(Compression):
 
     def compress(self, x: Tensor) -> Compressed:
         """Keep the largest entries of a tensor of shape (n,)."""
-        indices = largest_coordinates(x, _kept(self.ratio, x.numel())).sort().values
+        indices = largest_coordinates(x, coordinates_sent(self.ratio, x.numel())).sort().values
         return Compressed((x[indices], indices.to(torch.int32)))
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
@@ -113,7 +113,7 @@ class RandomK(Compression):
 
     def compress(self, x: Tensor) -> Compressed:
         """Keep random entries of a tensor of shape (n,)."""
-        drawn = torch.randperm(x.numel(), generator=self._generator)[: _kept(self.ratio, x.numel())]
+        drawn = draw_coordinates(x.numel(), coordinates_sent(self.ratio, x.numel()), self._generator)
         indices = drawn.sort().values.to(x.device)
         return Compressed((x[indices],), agreed=indices)
 
@@ -154,7 +154,8 @@ class ScaledSign(Compression):
         """Add ``weight`` times the scaled signs to ``y``."""
         packed, scale = q.sent
         step = weight * scale.to(y.dtype)
-        y.add_(torch.where(unpack_bits(packed, y.numel()), step, -step))
+        for part, positive in zip(in_blocks(y), in_blocks(unpack_bits(packed, y.numel())), strict=True):
+            part += scaled_signs(positive, step)
 
 
 COMPRESSIONS = ("top_k", "random_k", "sign", "identity")
@@ -372,9 +373,4 @@ def _make_compression(compression: str | Compression, ratio: float, seed: int) -
 def _check_ratio(ratio: float) -> float:
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio is {ratio}; the share of entries that are sent must be in (0, 1]")
-    return ratio
-
-
-def _kept(ratio: float, count: int) -> int:
-    """How many of ``count`` entries are kept, at least one."""
-    return max(1, round(ratio * count))
+    return float(ratio)  # an integer would be a number of entries

@@ -20,30 +20,24 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.utils.pytorch import distributed
 
-__all__ = ["CompressedAggregation"]
+__all__ = ["CompressedAggregation", "LossyAggregation"]
 
 
-class CompressedAggregation(Aggregation):
-    r"""Base of aggregations whose messages are smaller than the gradients.
+class LossyAggregation(Aggregation):
+    r"""Base of aggregations that send less than the whole gradients and may remember what they left out.
 
-    It sorts the tensors: bookkeeping is averaged uncompressed, and the rest reaches :meth:`_aggregate_kind` in groups
-    of one dtype and device, which is one message each. It also keeps the error memory :math:`e` of those that have
-    error feedback: per tensor, at least float32, what this worker did not send yet. A parameter for which no worker
-    has a gradient is skipped and its memory stays.
-
-    Only gradients (or steps) can be compressed this way; weights would be lost.
+    The error memory :math:`e` of each tensor is what this worker did not send yet, at least in float32. A parameter for
+    which no worker has a gradient is skipped and its memory stays. Only gradients (or steps) can be sent this way;
+    weights would be lost.
 
     Args:
+        uncompressed: Averages what is sent as it is, such as bookkeeping; its workers are this one's.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
-        world_size: Number of workers; None takes that of the process group.
-
-    Raises:
-        ValueError: ``world_size`` is not the number of workers in the process group.
     """
 
-    def __init__(self, use_cuda: bool = False, *, world_size: int | None = None) -> None:
+    def __init__(self, uncompressed: AllReduceAggregation, use_cuda: bool = False) -> None:
         super().__init__(use_cuda=use_cuda)
-        self._uncompressed = AllReduceAggregation(world_size, use_cuda=use_cuda)
+        self._uncompressed = uncompressed
         self._memory: dict[str, Tensor] = {}
         self._original_bytes = 0
         self._compressed_bytes = 0
@@ -68,6 +62,41 @@ class CompressedAggregation(Aggregation):
             f"{type(self).__name__} compresses gradients and would destroy weights: build the optimizer with "
             "agg_grad=True, or average weights with AllReduceAggregation"
         )
+
+    def memory(self, name: str) -> Tensor | None:
+        """What this worker still owes of a tensor: its error memory; None without one.
+
+        Args:
+            name: The tensor's name.
+        """
+        return self._memory.get(name)
+
+    def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
+        """Aggregate, and give the memory back of what was thrown away because no worker had a gradient."""
+        missing = [name for name, parameter in parameters.items() if parameter.grad is None and name in self._memory]
+        kept = {name: self._memory[name].clone() for name in missing}
+        super()._aggregate_some_gradients(parameters, op, denom)
+        for name, error in kept.items():
+            if parameters[name].grad is None:
+                self._memory[name].copy_(error)
+
+
+class CompressedAggregation(LossyAggregation):
+    r"""Base of lossy aggregations that compress every tensor.
+
+    It sorts the tensors: bookkeeping is averaged uncompressed, and the rest reaches :meth:`_aggregate_kind` in groups
+    of one dtype and device, which is one message each. Error memories have the shapes of their tensors.
+
+    Args:
+        use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+        world_size: Number of workers; None takes that of the process group.
+
+    Raises:
+        ValueError: ``world_size`` is not the number of workers in the process group.
+    """
+
+    def __init__(self, use_cuda: bool = False, *, world_size: int | None = None) -> None:
+        super().__init__(AllReduceAggregation(world_size, use_cuda=use_cuda), use_cuda)
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
         """Replace every tensor by what the workers agree on, in place.
@@ -115,14 +144,6 @@ class CompressedAggregation(Aggregation):
         self._check_keys(state_dict, {"memory"})
         self._memory = {name: error.clone() for name, error in state_dict.get("memory", {}).items()}
 
-    def memory(self, name: str) -> Tensor | None:
-        """What this worker still owes of a tensor: its error memory, in the tensor's shape; None without one.
-
-        Args:
-            name: The tensor's name.
-        """
-        return self._memory.get(name)
-
     def _remembered(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor's error memory, zeros at first, on the tensor's device and at least in float32."""
         dtype = torch.promote_types(tensor.dtype, torch.float32)
@@ -162,15 +183,6 @@ class CompressedAggregation(Aggregation):
         if op == AVG_CUSTOM:
             return check_denominator(denom)
         raise UnknownOperationError(f"op must be '{AVG_WORLD}' or '{AVG_CUSTOM}', not {op!r}")
-
-    def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
-        """Aggregate, and give the memory back of what was thrown away because no worker had a gradient."""
-        missing = [name for name, parameter in parameters.items() if parameter.grad is None and name in self._memory]
-        kept = {name: self._memory[name].clone() for name in missing}
-        super()._aggregate_some_gradients(parameters, op, denom)
-        for name, error in kept.items():
-            if parameters[name].grad is None:
-                self._memory[name].copy_(error)
 
 
 def _check_real(name: str, tensor: Tensor) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
+from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
 from mlbench_core.errors import ConfigurationError, require
 
 __all__ = ["AllReduceAggregationHVD"]
@@ -64,16 +63,14 @@ class AllReduceAggregationHVD(AllReduceAggregation):
             flag.copy_(_horovod().allreduce(flag, op=_horovod().Sum))
             self._count_bytes(flag)
 
-    def _average(self, message: Tensor, divisor: Denominator) -> None:
-        """Sum a flat message over the workers and divide it, in place."""
-        if isinstance(divisor, Tensor):
-            divisor = divisor.to(message.device)
-        if self.divide_before:
-            message.div_(divisor)
+    def start(self, message: Tensor) -> Transfer:
+        """Sum a flat message over the workers."""
         message.copy_(_horovod().allreduce(message, op=_horovod().Sum))
         self._count_bytes(message)
-        if not self.divide_before:
-            message.div_(divisor)
+        return Transfer(message, message, work=None)
+
+    def finish(self, transfer: Transfer) -> None:
+        """Nothing is left to wait for."""
 
 
 def _horovod() -> Any:

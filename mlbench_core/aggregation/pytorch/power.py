@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import (
     BOOKKEEPING,
-    Aggregation,
-    AggregationFunction,
     Denominator,
     UnknownOperationError,
     check_denominator,
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.compressed import LossyAggregation
 
 __all__ = ["PowerAggregation"]
 
@@ -29,7 +28,7 @@ BLOCK_ELEMENTS = 2**18
 """How much of a matrix is worked on at a time on a CPU: it stays in the cache from one operation to the next."""
 
 
-class PowerAggregation(Aggregation):
+class PowerAggregation(LossyAggregation):
     r"""Average gradients over all workers, compressed to low rank by one step of power iteration (PowerSGD).
 
     A gradient :math:`g_i` of worker :math:`i` of :math:`k`, seen as a matrix with :math:`n` rows (its first dimension)
@@ -107,42 +106,18 @@ class PowerAggregation(Aggregation):
         start_after_steps: int = 0,
         seed: int = 0,
     ) -> None:
-        super().__init__(use_cuda=use_cuda)
+        # half precision has room for an average of many workers' numbers, but not for their sum
+        halves = comm_dtype is not None
+        super().__init__(AllReduceAggregation(world_size, divide_before=halves, use_cuda=use_cuda), use_cuda)
         self.model = _check_model(model)
         self.rank = _check_count("rank", rank, least=1)
         self.reuse_query = reuse_query
         self.error_feedback = error_feedback
         self.comm_dtype = _check_comm_dtype(comm_dtype)
         self.start_after_steps = _check_count("start_after_steps", start_after_steps, least=0)
-        # half precision has room for an average of many workers' numbers, but not for their sum
-        self._all_reduce = AllReduceAggregation(world_size, divide_before=comm_dtype is not None, use_cuda=use_cuda)
         self._generator = torch.Generator().manual_seed(_check_count("seed", seed, least=0))
-        self._errors: dict[str, Tensor] = {}
         self._queries: dict[str, Tensor] = {}
         self._uncompressed_steps: dict[str, int] = {}
-        self._original_bytes = 0
-        self._sent_bytes = 0
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers that take part."""
-        return self._all_reduce.world_size
-
-    @property
-    def compression_ratio(self) -> float:  # type: ignore[override]
-        """Bytes of the gradients over bytes sent for them so far; 1 before anything was sent."""
-        return self._original_bytes / self._sent_bytes if self._sent_bytes else 1.0
-
-    def agg_model(self, by_layer: bool = False) -> AggregationFunction:
-        """Refuse: weights would not survive an approximation of low rank.
-
-        Raises:
-            UnknownOperationError: Always. It is a ValueError and a NotImplementedError.
-        """
-        raise UnknownOperationError(
-            "PowerAggregation approximates gradients and would destroy weights: build the optimizer with "
-            "agg_grad=True, or average weights with AllReduceAggregation"
-        )
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
         """Replace every tensor by the approximate average over workers, in place.
@@ -162,11 +137,11 @@ class PowerAggregation(Aggregation):
 
         # The scale of P does not matter, so P may take part in the operation of the tensors with which it travels.
         left = {matrix.name: self._to_send(matrix.accumulate(self._query(matrix))) for matrix in matrices}
-        self._delegate(self._all_reduce, {**tensors, **left}, op, denom)
+        self._delegate(self._uncompressed, {**tensors, **left}, op, denom)
 
         bases = [_orthonormal_rows(left[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
         right = {matrix.name: self._to_send(p @ matrix.delta) for matrix, p in zip(matrices, bases, strict=True)}
-        self._delegate(self._all_reduce, right, AVG_WORLD)
+        self._delegate(self._uncompressed, right, AVG_WORLD)
 
         for matrix, p in zip(matrices, bases, strict=True):
             q = right[matrix.name].to(matrix.delta.dtype)
@@ -186,7 +161,7 @@ class PowerAggregation(Aggregation):
             (r, m)) and ``"uncompressed_steps"``; and ``"generator"``, the state of the random generator.
         """
         return {
-            "errors": dict(self._errors),
+            "errors": dict(self._memory),
             "queries": dict(self._queries),
             "uncompressed_steps": dict(self._uncompressed_steps),
             "generator": self._generator.get_state(),
@@ -211,7 +186,7 @@ class PowerAggregation(Aggregation):
             for name, tensor in state_dict[what].items():
                 if name in parameters:
                     self._check_shape(what, name, tensor, parameters[name])
-        self._errors = {name: error.clone() for name, error in state_dict["errors"].items()}
+        self._memory = {name: error.clone() for name, error in state_dict["errors"].items()}
         self._queries = {name: query.clone() for name, query in state_dict["queries"].items()}
         self._uncompressed_steps = dict(state_dict["uncompressed_steps"])
         self._generator.set_state(state_dict["generator"].cpu())
@@ -244,11 +219,11 @@ class PowerAggregation(Aggregation):
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         if not self.error_feedback:
             return _Matrix(name, tensor, gradient, gradient.to(dtype), has_memory=False)
-        error = self._errors.get(name)
+        error = self._memory.get(name)
         if error is None:
             error = torch.zeros(gradient.shape, dtype=dtype, device=tensor.device)
         self._check_shape("errors", name, error, tensor)
-        self._errors[name] = error = error.to(device=tensor.device, dtype=dtype)
+        self._memory[name] = error = error.to(device=tensor.device, dtype=dtype)
         return _Matrix(name, tensor, gradient, error, has_memory=True)
 
     def _query(self, matrix: _Matrix) -> Tensor:
@@ -282,15 +257,6 @@ class PowerAggregation(Aggregation):
                 "aggregation as they were when the checkpoint was written"
             )
 
-    def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
-        """Aggregate, and give the memory back of what was thrown away because no worker had a gradient."""
-        missing = [name for name, parameter in parameters.items() if parameter.grad is None and name in self._errors]
-        kept = {name: self._errors[name].clone() for name in missing}
-        super()._aggregate_some_gradients(parameters, op, denom)
-        for name, error in kept.items():
-            if parameters[name].grad is None:
-                self._errors[name].copy_(error)
-
     def _record_ratio(self, tensors: Mapping[str, Tensor], sent_bytes: int) -> None:
         """Add a call to the account behind :attr:`compression_ratio`, bookkeeping left out."""
         if self.world_size == 1:
@@ -298,7 +264,7 @@ class PowerAggregation(Aggregation):
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
         bookkeeping = sum(size for name, size in sizes.items() if name.startswith(BOOKKEEPING))
         self._original_bytes += sum(sizes.values()) - bookkeeping
-        self._sent_bytes += sent_bytes - bookkeeping
+        self._compressed_bytes += sent_bytes - bookkeeping
 
 
 @dataclass
@@ -371,7 +337,9 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _orthonormal_rows(rows: Tensor) -> Tensor:
-    """Orthonormalise the rows of a matrix by Gram-Schmidt.
+    """Orthonormalise the rows of a matrix by Gram-Schmidt, in fewer operations than for the columns of its transpose.
+
+    Where :func:`~mlbench_core.utils.pytorch.utils.orthogonalize` completes a basis, this leaves out what is dependent.
 
     Every row is projected three times. What the first projection leaves of a row that depends on those before it is
     rounding noise, which still points into their span. With that taken out as well, noise is a unit vector like any

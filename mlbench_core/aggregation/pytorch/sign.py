@@ -14,7 +14,7 @@ from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, in_blocks, unpack
 from mlbench_core.utils.pytorch import distributed
 
-__all__ = ["EFSignAggregation", "SignAggregation", "pack_bits", "unpack_bits"]
+__all__ = ["EFSignAggregation", "SignAggregation", "pack_bits", "scaled_signs", "unpack_bits"]
 
 
 class SignAggregation(CompressedAggregation):
@@ -136,7 +136,7 @@ class EFSignAggregation(CompressedAggregation):
         message = as_bytes(scales, pack_bits(torch.cat([p_n.reshape(-1) >= 0 for p_n in p])))
         for p_n, scale in zip(p, scales, strict=True):
             for part in in_blocks(p_n.view(-1)):
-                part -= _scaled_signs(part >= 0, scale)  # now e
+                part -= scaled_signs(part >= 0, scale)  # now e
         if scales.is_cuda or not scales.isfinite().all():  # a GPU is not waited for
             torch._foreach_copy_(p, [p_n.nan_to_num(nan=0, posinf=0, neginf=0) for p_n in p])
         total = self._sum_of(self._gather(message), [p_n.numel() for p_n in p], scales)
@@ -150,7 +150,7 @@ class EFSignAggregation(CompressedAggregation):
             signs = unpack_bits(message[like.nbytes :], sum(sizes))
             for tensor, positive, scale in zip(total.split(sizes), signs.split(sizes), scales, strict=True):
                 for part, is_positive in zip(in_blocks(tensor), in_blocks(positive), strict=True):
-                    part += _scaled_signs(is_positive, scale)
+                    part += scaled_signs(is_positive, scale)
         return total
 
 
@@ -159,7 +159,7 @@ def _mean_size(tensor: Tensor) -> Tensor:
     return torch.stack([part.abs().sum() for part in in_blocks(tensor.view(-1))]).sum() / tensor.numel()
 
 
-def _scaled_signs(positive: Tensor, scale: Tensor) -> Tensor:
+def scaled_signs(positive: Tensor, scale: Tensor) -> Tensor:
     """``scale`` where ``positive``, elsewhere minus it; on a CPU many times faster than ``torch.where``."""
     return positive.to(scale.dtype).mul_(2).sub_(1).mul_(scale)
 

@@ -16,6 +16,7 @@ from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.generic import Closure, check_lr, evaluate
 from mlbench_core.optim.pytorch.grad_scaler import must_skip
+from mlbench_core.optim.pytorch.wrapper import state_without_hooks
 
 __all__ = ["CompressedOptimizer", "Params", "sgd_defaults"]
 
@@ -155,8 +156,7 @@ class CompressedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but hooks and the ``step`` that a scheduler patched, which belong to this very object."""
-        own = {"step", "_opt_called", "_zero_grad_profile_name"}
-        return {k: v for k, v in self.__dict__.items() if k not in own and not k.endswith("_hooks")}
+        return state_without_hooks(self)
 
     def _named_parameters(self) -> Iterable[tuple[str, tuple[Tensor, dict[str, Any]]]]:
         """Yield every parameter by its name, with its group."""

@@ -19,7 +19,7 @@ from mlbench_core.aggregation.pytorch.centralized import (
 )
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.generic import Closure, evaluate
-from mlbench_core.optim.pytorch.inner import evaluates_repeatedly
+from mlbench_core.optim.pytorch.inner import evaluates_repeatedly, parameters_beside
 from mlbench_core.optim.pytorch.loss_scaling import DynamicLossScaler
 from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
 
@@ -327,12 +327,7 @@ class FP16Optimizer(OptimizerWrapper):
 
     def _beside(self) -> dict[str, Tensor]:
         """Parameters that the optimizer inside updates beside the master weights, by name."""
-        return {
-            f"group{i}.{j}": parameter
-            for i, group in enumerate(self.param_groups)
-            for j, parameter in enumerate(group["params"])
-            if parameter is not self.fp32_params
-        }
+        return parameters_beside(self.param_groups, [self.fp32_params])
 
 
 def _trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

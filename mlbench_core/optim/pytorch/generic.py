@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,7 +17,13 @@ from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, A
 from mlbench_core.aggregation.pytorch.overlap import BUCKET_SIZE_BYTES, OverlappedReduction
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.grad_scaler import must_skip
-from mlbench_core.optim.pytorch.inner import divides_gradients, dividing, evaluates_repeatedly, without_momentum
+from mlbench_core.optim.pytorch.inner import (
+    divides_gradients,
+    dividing,
+    evaluates_repeatedly,
+    parameters_beside,
+    without_momentum,
+)
 from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
 
 __all__ = ["Closure", "GenericCentralizedOptimizer", "OptimizerOrFactory", "Overlap", "check_lr", "evaluate"]
@@ -174,7 +180,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         Args:
             set_to_none: Set them to None instead of zero.
         """
-        self.synchronize()
+        if self._reduction is not None:
+            self._reduction.synchronize()
+            self._reduction.forget()  # what is set by hand from here on was not reduced
         super().zero_grad(set_to_none)
 
     def _step(
@@ -227,11 +235,12 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
                 self._update(parameters)
             if tracker is not None:
                 tracker.record_batch_opt_step()
+        reduction.report(tracker)
         beside = self._beside()
         if beside:
-            self.agg(beside, self.agg_mode, denom)
+            self._exchange([beside], denom)
             self._update(beside.values())
-        reduction.report(tracker)
+            self._clock.report(tracker)
 
     def _take_step(self) -> None:
         """Let the optimizer inside take a step.
@@ -293,25 +302,23 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         to_aggregate: list[nn.Module | dict[str, Tensor]] = [self.model] if self._reduction is None else []
         to_aggregate += [beside] if beside else []
         if to_aggregate:
-            with self._clock.measure(next(self.model.parameters()).device) as interval:
-                for part in to_aggregate:
-                    self.agg(part, self.agg_mode, denom)
-                    interval.size_bytes += self.aggregation.last_bytes
+            self._exchange(to_aggregate, denom)
         if tracker is not None:
             tracker.record_batch_agg()
         if self._reduction is not None:
             self._reduction.report(tracker)
         self._clock.report(tracker)
 
+    def _exchange(self, parts: Sequence[nn.Module | dict[str, Tensor]], denom: Denominator | None) -> None:
+        """Aggregate a model, or parameters by name, and take the time."""
+        with self._clock.measure(next(self.model.parameters()).device) as interval:
+            for part in parts:
+                self.agg(part, self.agg_mode, denom)
+                interval.size_bytes += self.aggregation.last_bytes
+
     def _beside(self) -> dict[str, Tensor]:
         """Parameters that the optimizer inside updates beside the model's, by name."""
-        in_model = {id(parameter) for parameter in self.model.parameters()}
-        return {
-            f"group{i}.{j}": parameter
-            for i, group in enumerate(self.param_groups)
-            for j, parameter in enumerate(group["params"])
-            if id(parameter) not in in_model
-        }
+        return parameters_beside(self.param_groups, self.model.parameters())
 
     def _finish_reduction(self, reduction: OverlappedReduction, denom: Denominator | None) -> None:
         """Take the averages that the backward pass has made, scaled where a denominator is asked for."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +13,24 @@ from torch.optim import SGD, Optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 
-__all__ = ["divides_gradients", "dividing", "evaluates_repeatedly", "without_momentum"]
+__all__ = ["divides_gradients", "dividing", "evaluates_repeatedly", "parameters_beside", "without_momentum"]
 
 
 def evaluates_repeatedly(optimizer: Optimizer) -> bool:
     """Whether an optimizer cannot do without a closure, which means that it calls it as often as it likes."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def parameters_beside(groups: Sequence[dict[str, Any]], known: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The parameters in an optimizer's groups that are not among the known ones, by name: ``"group{i}.{j}"``."""
+    ids = {id(parameter) for parameter in known}
+    return {
+        f"group{i}.{j}": parameter
+        for i, group in enumerate(groups)
+        for j, parameter in enumerate(group["params"])
+        if id(parameter) not in ids
+    }
 
 
 def without_momentum(optimizer: Optimizer) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,27 @@ from mlbench_core.optim.pytorch.generic import Closure
 __all__ = ["CentralizedSparsifiedSGD", "EFSignSGD", "SignSGD", "SparsifiedSGD"]
 
 
-class SignSGD(CompressedOptimizer):
+class _OneBitSGD(CompressedOptimizer):
+    """What the optimizers that send one bit a weight are made of."""
+
+    _make_aggregation: ClassVar[type[SignAggregation] | type[EFSignAggregation]]
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = required,  # type: ignore[assignment]
+        momentum: float = 0,
+        weight_decay: float = 0,
+        dampening: float = 0,
+        nesterov: bool = False,
+        *,
+        world_size: int | None = None,
+    ) -> None:
+        defaults = sgd_defaults(lr, momentum, weight_decay, dampening, nesterov)
+        super().__init__(params, defaults, self._make_aggregation(world_size=world_size))
+
+
+class SignSGD(_OneBitSGD):
     r"""SignSGD with majority vote: one bit a weight on the wire.
 
     Worker :math:`i` computes the direction :math:`d_i` of :class:`torch.optim.SGD` (gradient, weight decay, momentum)
@@ -53,19 +73,7 @@ class SignSGD(CompressedOptimizer):
         arXiv:1802.04434
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = required,  # type: ignore[assignment]
-        momentum: float = 0,
-        weight_decay: float = 0,
-        dampening: float = 0,
-        nesterov: bool = False,
-        *,
-        world_size: int | None = None,
-    ) -> None:
-        defaults = sgd_defaults(lr, momentum, weight_decay, dampening, nesterov)
-        super().__init__(params, defaults, SignAggregation(world_size=world_size))
+    _make_aggregation = SignAggregation
 
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         return self._direction(parameter, group)
@@ -74,7 +82,7 @@ class SignSGD(CompressedOptimizer):
         return float(group["lr"])
 
 
-class EFSignSGD(CompressedOptimizer):
+class EFSignSGD(_OneBitSGD):
     r"""Scaled signs with error feedback: one bit a weight on the wire, and it converges like SGD.
 
     Worker :math:`i` computes the direction :math:`d_i` of :class:`torch.optim.SGD` and, for each tensor of :math:`d`
@@ -116,19 +124,7 @@ class EFSignSGD(CompressedOptimizer):
         arXiv:1901.09847
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = required,  # type: ignore[assignment]
-        momentum: float = 0,
-        weight_decay: float = 0,
-        dampening: float = 0,
-        nesterov: bool = False,
-        *,
-        world_size: int | None = None,
-    ) -> None:
-        defaults = sgd_defaults(lr, momentum, weight_decay, dampening, nesterov)
-        super().__init__(params, defaults, EFSignAggregation(world_size=world_size))
+    _make_aggregation = EFSignAggregation
 
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         return self._direction(parameter, group).mul_(group["lr"])

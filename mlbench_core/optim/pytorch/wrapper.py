@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["OptimizerWrapper"]
+__all__ = ["OptimizerWrapper", "state_without_hooks"]
 
 
 class _NoOptimizerYet(Optimizer):
@@ -139,9 +139,14 @@ class OptimizerWrapper(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but hooks and the ``step`` that a scheduler patched, which belong to this very object."""
-        own = {"step", "_opt_called", "_zero_grad_profile_name"}
-        return {k: v for k, v in self.__dict__.items() if k not in own and not k.endswith("_hooks")}
+        return state_without_hooks(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         super().__setstate__({})
+
+
+def state_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes of an optimizer that its copies and pickles get, for ``__getstate__``."""
+    own = {"step", "_opt_called", "_zero_grad_profile_name"}
+    return {k: v for k, v in optimizer.__dict__.items() if k not in own and not k.endswith("_hooks")}

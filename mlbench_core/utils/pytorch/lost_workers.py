@@ -30,7 +30,7 @@ SILENCE_S = 5.0
 """How long to wait for a sign of life of workers that cannot be seen to be gone."""
 
 _COMMUNICATION = re.compile(
-    r"gloo|nccl|mpi|connection|connect|socket|timed out|timeout|peer|broken pipe|store", re.IGNORECASE
+    r"\b(gloo|nccl|mpi|connection|socket|timed out|timeout|peer|broken pipe|store)\b", re.IGNORECASE
 )
 
 
