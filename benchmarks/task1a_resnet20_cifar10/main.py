@@ -165,8 +165,9 @@ def main(
 ) -> None:
     """Run the task on this worker."""
     with initialize_backends(
-        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=SEED, ckpt_run_dir=ckpt_run_dir
-    ) as (rank, world_size, _):
+        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=SEED, ckpt_run_dir=ckpt_run_dir,
+        timeout_s=args.timeout,
+    ) as (rank, world_size, _):  # fmt: skip
         tracker = train(rank, world_size, run_id, dataset_dir, ckpt_run_dir, gpu, light_target, validation_only, args)
         if rank == 0 and not validation_only:
             logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +13,12 @@ from typing import Any
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.utils.paths import user_folder
 
-__all__ = ["BACKENDS", "task_main"]
+__all__ = ["BACKENDS", "DEFAULT_TIMEOUT_S", "task_main"]
 
 BACKENDS = ("gloo", "nccl", "mpi")
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""Seconds to wait for other workers, unless ``--timeout`` says otherwise; torch's own default for Gloo."""
 
 _LAUNCHER_VARIABLES = (("OMPI_COMM_WORLD_RANK",), ("PMI_RANK",), ("SLURM_PROCID", "SLURM_NTASKS"))
 
@@ -41,7 +45,7 @@ def task_main(
             ``<root-output>/<uid>/<run_id>``.
         argv: Arguments to read instead of those of the process.
         add_arguments: Adds a task's own arguments to the parser; ``main_func`` is then also called with ``args=``, the
-            namespace of all arguments.
+            namespace of all arguments, in which ``args.timeout`` is for ``initialize_backends(timeout_s=...)``.
 
     Raises:
         TypeError: ``main_func`` cannot be called.
@@ -62,6 +66,13 @@ def task_main(
         raise ValueError(f"uid is {uid!r}, but it must be able to name a folder, as 'task1a' is")
     parser = _make_parser()
     if add_arguments is not None:
+        parser.add_argument(
+            "--timeout",
+            type=_seconds,
+            default=DEFAULT_TIMEOUT_S,
+            metavar="SECONDS",
+            help="how long to wait for other workers before they count as lost [%(default)g]",
+        )
         add_arguments(parser)
     args = parser.parse_args(argv)
     if not _is_folder_name(args.run_id):
@@ -113,6 +124,17 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add("hosts", help="the workers' hosts by rank, separated by commas; one entry for each worker")
     return parser
+
+
+def _seconds(text: str) -> float:
+    """A positive number of seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return seconds
 
 
 def _rank_and_hosts(rank: int | None, hosts: str | None, environment: Mapping[str, str]) -> tuple[int, str | None]:

@@ -153,3 +153,17 @@ def test_arguments_of_the_function_are_checked() -> None:
         task_main("main")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'a/b'"):
         task_main(print, "a/b", argv=[])
+
+
+@pytest.mark.parametrize(("argv", "seconds"), [((), 1800.0), (("--timeout", "2.5"), 2.5)])
+def test_the_timeout_reaches_a_task_that_takes_arguments(argv: tuple[str, ...], seconds: float) -> None:
+    _, kwargs = call(*argv, add_arguments=lambda parser: None)
+    assert kwargs["args"].timeout == seconds
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
+def test_a_timeout_is_a_positive_number_of_seconds(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        call("--timeout", text, add_arguments=lambda parser: None)
+    assert stop.value.code == 2
+    assert f"argument --timeout: {text!r} is no positive number of seconds" in capsys.readouterr().err
