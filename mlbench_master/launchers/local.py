@@ -2,8 +2,9 @@
 
 A command that starts with a Python script (``main.py --run_id {run_id}``) goes through torchrun, which gives each
 worker its rank. Any other command, or one that asks for ``{rank}`` or ``{hosts}``, is started once for each worker,
-with these filled in and torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...) set. There is no
-shell: the command line is split as a shell would, and run.
+with these filled in and torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...) set. With the backend
+``mpi`` every command goes through ``mpirun``, because MPI's workers know each other from it. There is no shell: the
+command line is split as a shell would, and run.
 
 A run's folder holds ``job.json`` (what was started), ``supervisor.json`` (who looks after it), ``log.jsonl``,
 ``status.json`` (how it ended) and ``work/``, the folder in which the workers run.
@@ -32,6 +33,7 @@ import psutil
 import mlbench_core
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers.base import Job, JobStatus, Launcher, LogPage
+from mlbench_master.launchers.mpirun import is_mpirun, mpirun_command
 from mlbench_master.launchers.supervise import append_log, end_processes, write_json
 
 __all__ = ["LocalLauncher", "LogIndex", "worker_commands"]
@@ -227,35 +229,60 @@ def worker_commands(job: Job, folder: Path) -> list[dict[str, Any]]:
         folder: The run's folder.
 
     Returns:
-        Each with ``argv``, ``env`` and ``rank``; a single one with rank None where torchrun starts the workers.
+        Each with ``argv``, ``env`` and ``rank``; a single one with rank None where torchrun or mpirun starts the
+        workers. It may have ``prefix``, a regular expression of what a worker's line then begins with, its group the
+        rank; torchrun's is the default.
+
+    Raises:
+        ConfigurationError: The backend is ``mpi`` and there is no ``mpirun``.
     """
     template = shlex.split(job.command)
     hosts = ",".join(["127.0.0.1"] * job.num_workers)
     words = {"{run_id}": str(job.run_id), "{hosts}": hosts, "{backend}": job.backend}
     argv = [_script_path(_fill(word, words), position) for position, word in enumerate(template)]
     is_script = argv[0].endswith(".py")
+    if job.backend == "mpi":
+        return [_mpi_command(job, [sys.executable, *argv] if is_script else argv)]
     if is_script and not any(mark in job.command for mark in ("{rank}", "{hosts}")):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         options = ["--nproc-per-node", str(job.num_workers), "--role", "worker", "--tee", "3"]
         return [{"argv": [*torchrun, *options, "--log-dir", str(folder / "torchrun"), *argv], "env": {}, "rank": None}]
     if is_script:
         argv = [sys.executable, *argv]
-    port = str(_free_port())
+    meeting = _meeting_point()
     return [
         {
-            "argv": [_fill(word, {"{rank}": str(rank)}) for word in argv],
+            "argv": _ranked(argv, rank),
             "env": {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(job.num_workers),
                 "LOCAL_WORLD_SIZE": str(job.num_workers),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                **meeting,
             },
             "rank": rank,
         }
         for rank in range(job.num_workers)
     ]
+
+
+def _mpi_command(job: Job, argv: list[str]) -> dict[str, Any]:
+    """The one process that starts all workers of a job with the backend ``mpi``; ranks come from MPI."""
+    if is_mpirun(argv[0]):  # the user's own
+        return {"argv": argv, "env": _meeting_point(), "rank": None}
+    has_rank = any("{rank}" in word for word in argv)
+    workers = [_ranked(argv, rank) for rank in range(job.num_workers)] if has_rank else [argv]
+    command, prefix = mpirun_command(job.num_workers, workers)
+    return {"argv": command, "env": _meeting_point(), "rank": None, "prefix": prefix}
+
+
+def _meeting_point() -> dict[str, str]:
+    """Where the workers of one run meet, apart from those of other runs on this machine."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+
+
+def _ranked(argv: list[str], rank: int) -> list[str]:
+    return [_fill(word, {"{rank}": str(rank)}) for word in argv]
 
 
 def _fill(word: str, values: dict[str, str]) -> str:

@@ -29,8 +29,10 @@ __all__ = ["append_log", "describe_exit", "end_processes", "main", "write_json"]
 _POLL_S = 0.1
 _MAX_LINE_BYTES = 65_536
 _PR_SET_CHILD_SUBREAPER = 36
-_RANK_PREFIX = re.compile(r"^\[worker(\d+)\]:")
+_TORCHRUN_PREFIX = r"^\[worker(\d+)\]:"
 _TORCHRUN_FAILURE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+_MPIRUN_FAILURE = re.compile(r"process rank (\d+) with PID|^\s*Process name: \[.*,(\d+)\]\s*$")
+_SHELL_SIGNAL = 128  # mpirun and shells report a signal as 128 plus its number
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -52,7 +54,7 @@ def describe_exit(rank: int | None, returncode: int) -> str:
     """Say how a process ended.
 
     Args:
-        rank: The worker's rank, or None for torchrun itself.
+        rank: The worker's rank, or None for torchrun or mpirun itself.
         returncode: Its exit status, negative for a signal.
 
     Returns:
@@ -64,7 +66,7 @@ def describe_exit(rank: int | None, returncode: int) -> str:
         >>> describe_exit(0, 3)
         'worker 0 failed: exit status 3'
     """
-    who = "the launcher (torchrun)" if rank is None else f"worker {rank}"
+    who = "the launcher" if rank is None else f"worker {rank}"
     if returncode >= 0:
         return f"{who} failed: exit status {returncode}"
     try:
@@ -104,6 +106,7 @@ class _Supervisor:
         self._stopping = threading.Event()
         self._closing = threading.Event()
         self._reason = ""
+        self._blamed: int | None = None
         self._readers: list[threading.Thread] = []
 
     def run(self) -> None:
@@ -126,7 +129,8 @@ class _Supervisor:
         if self._stopping.is_set():
             self._reason, returncode = "stopped", returncode or -signal.SIGTERM
         if returncode and not self._reason:
-            self._reason = describe_exit(None, returncode)
+            by_signal = self._blamed is not None and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
+            self._reason = describe_exit(self._blamed, _SHELL_SIGNAL - returncode if by_signal else returncode)
         self._log(None, "system", self._reason or "finished")
         write_json(
             self._folder / "status.json",
@@ -145,7 +149,8 @@ class _Supervisor:
         )
         for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert pipe is not None
-            reader = threading.Thread(target=self._read, args=(pipe, command["rank"], stream), daemon=True)
+            prefix = re.compile(command.get("prefix", _TORCHRUN_PREFIX))
+            reader = threading.Thread(target=self._read, args=(pipe, command["rank"], stream, prefix), daemon=True)
             reader.start()
             self._readers.append(reader)
         return process
@@ -177,18 +182,18 @@ class _Supervisor:
             self._stopping.wait(_POLL_S)
         return worst
 
-    def _read(self, pipe: IO[bytes], rank: int | None, stream: str) -> None:
+    def _read(self, pipe: IO[bytes], rank: int | None, stream: str, prefix: re.Pattern[str]) -> None:
         with pipe:
             while raw := pipe.readline(_MAX_LINE_BYTES):
                 # A progress bar draws over itself with carriage returns: its last state counts.
                 text = raw.rstrip(b"\r\n").rpartition(b"\r")[2].decode("utf-8", "replace")
-                self._take(rank, stream, text)
+                self._take(rank, stream, text, prefix)
 
-    def _take(self, rank: int | None, stream: str, text: str) -> None:
-        """Keep a line; of torchrun's own lines, understand the one that says who died."""
-        prefix = _RANK_PREFIX.match(text) if rank is None else None
-        if prefix is not None:
-            self._log(int(prefix.group(1)), stream, text[prefix.end() :])
+    def _take(self, rank: int | None, stream: str, text: str, prefix: re.Pattern[str]) -> None:
+        """Keep a line; of the launcher's own lines, understand the one that says who died."""
+        marked = prefix.match(text) if rank is None else None
+        if marked is not None:
+            self._log(int(marked.group(1)), stream, text[marked.end() :])
             return
         self._log(rank, stream, text)
         if rank is None:
@@ -197,6 +202,9 @@ class _Supervisor:
                 self._reason = describe_exit(int(failure.group(2)), int(failure.group(1)))
             if failure is not None or "closing signal" in text:
                 self._closing.set()
+            blamed = _MPIRUN_FAILURE.search(text)
+            if blamed is not None and self._blamed is None:
+                self._blamed = int(blamed.group(1) or blamed.group(2))
 
     def _log(self, rank: int | None, stream: str, text: str) -> None:
         with self._lock:

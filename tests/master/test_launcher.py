@@ -187,11 +187,11 @@ def test_launchers_to_come_say_so(tmp_path: Path) -> None:
 
 def test_torchrun_starts_scripts_and_only_scripts(tmp_path: Path) -> None:
     def commands(command: str) -> list[dict[str, Any]]:
-        return worker_commands(Job(run_id=7, name="a", command=command, num_workers=2, backend="mpi"), tmp_path)
+        return worker_commands(Job(run_id=7, name="a", command=command, num_workers=2, backend="gloo"), tmp_path)
 
     (script,) = commands("'/a b/main.py' --run_id {run_id} --backend {backend}")
     assert script["argv"][1:3] == ["-m", "torch.distributed.run"]
-    assert script["argv"][-5:] == ["/a b/main.py", "--run_id", "7", "--backend", "mpi"]
+    assert script["argv"][-5:] == ["/a b/main.py", "--run_id", "7", "--backend", "gloo"]
     ranked = commands("main.py --rank {rank}")
     assert [command["argv"][1:] for command in ranked] == [["main.py", "--rank", "0"], ["main.py", "--rank", "1"]]
     assert commands("echo '$HOME; {rank}'")[1]["argv"] == ["echo", "$HOME; 1"]

