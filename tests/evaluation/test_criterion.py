@@ -100,3 +100,30 @@ def test_label_smoothing_refuses_wrong_arguments() -> None:
         LabelSmoothing(0, 1.5)
     with pytest.raises(ValueError, match=r"\(4, 7\) and target \(3,\)"):
         LabelSmoothing(0)(torch.zeros(4, 7), torch.zeros(3, dtype=torch.long))
+
+
+def test_cross_entropy_on_logits_has_the_same_value_and_gradient_as_on_probabilities(model) -> None:
+    z = torch.linspace(-6, 6, 9, dtype=torch.float64, requires_grad=True)
+    target = (torch.arange(9) % 2).double()
+    on_logits = BCELossRegularized(l2=0.2, model=model, logits=True)(z, target)
+    on_probabilities = BCELossRegularized(l2=0.2, model=model)(torch.sigmoid(z), target)
+    torch.testing.assert_close(on_logits, on_probabilities)
+    torch.testing.assert_close(torch.autograd.grad(on_logits, z), torch.autograd.grad(on_probabilities, z))
+
+
+def test_confident_mistakes_keep_their_loss_and_gradient_on_logits() -> None:
+    z = torch.tensor([30.0, -200.0], requires_grad=True)
+    target = torch.tensor([0.0, 1.0])
+    loss = BCELossRegularized(reduction="sum", logits=True)(z, target)
+    assert loss.item() == pytest.approx(230.0)
+    assert torch.autograd.grad(loss, z)[0].tolist() == [1.0, -1.0]
+    # which is what a probability in float32 cannot do
+    assert torch.autograd.grad(BCELossRegularized(reduction="sum")(torch.sigmoid(z), target), z)[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("loss_class", "plain"), CASES)
+def test_targets_without_the_last_dimension_of_1_are_no_matrix_of_pairs(loss_class, plain) -> None:
+    output, target = torch.tensor([[0.2], [0.7], [0.9]]), torch.tensor([0, 1, 1])
+    torch.testing.assert_close(loss_class()(output, target), plain(output, target.float().unsqueeze(1)))
+    with pytest.raises(ValueError, match=r"output has shape \(3, 1\) and the target \(2,\)"):
+        loss_class()(output, target[:2])

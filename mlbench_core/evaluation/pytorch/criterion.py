@@ -39,12 +39,45 @@ class _WeightPenalty:
         return penalty
 
 
+def _as_output(output: Tensor, target: Tensor) -> Tensor:
+    """The target in the shape and dtype of the output, where they differ by nothing else.
+
+    Targets of shape (batch,) beside outputs of shape (batch, 1) would otherwise be an error (cross-entropy), or be
+    broadcast to a (batch, batch) matrix of pairs that nobody meant (squared error).
+
+    Raises:
+        ValueError: The shapes differ by more than a last dimension of 1.
+    """
+    if target.shape != output.shape:
+        if (*target.shape, 1) != tuple(output.shape) and tuple(target.shape) != (*output.shape, 1):
+            raise ValueError(
+                f"the output has shape {tuple(output.shape)} and the target {tuple(target.shape)}; they must be equal, "
+                "up to a last dimension of 1"
+            )
+        target = target.reshape(output.shape)
+    return target.to(output.dtype)
+
+
 class BCELossRegularized(nn.BCELoss):
-    r"""Binary cross-entropy with a penalty on the model's weights.
+    r"""Binary cross-entropy with a penalty on the model's weights: the objective of regularised logistic regression.
 
-    .. math:: \mathrm{BCE}(x, y) + \lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2
+    .. math::
+        -\frac{1}{n} \sum_{i=1}^{n} \bigl[ y_i \log p_i + (1 - y_i) \log (1 - p_i) \bigr]
+        + \lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2
 
-    where :math:`w` are all parameters of the model.
+    where :math:`w` are all parameters of the model, the bias included.
+
+    A probability in float32 is exactly 1 from a logit of about 17 on, so a confident mistake beyond it has neither a
+    true loss (torch takes 100) nor any gradient, and is never unlearned. Where logits grow large (a high learning
+    rate, features that are not scaled) let the model give logits :math:`z`, :math:`p = \sigma(z)`, and set
+    ``logits=True``: the loss is then computed as
+
+    .. math:: \max(z, 0) - y z + \log (1 + e^{-\lvert z \rvert})
+
+    which is exact for every :math:`z`, and so is its gradient :math:`\sigma(z) - y`.
+
+    scikit-learn's ``LogisticRegression(C=1 / (n * l2), fit_intercept=False)`` has the same minimum in data with a
+    column of ones appended, which makes its intercept a penalised weight as the bias is here.
 
     Args:
         weight: Weight of each element of a batch, as in :class:`torch.nn.BCELoss`.
@@ -55,6 +88,7 @@ class BCELossRegularized(nn.BCELoss):
         model: The model. It may be left out if both penalties are 0.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``. The penalty is added once to a mean or a sum, and to each
             element with ``"none"``.
+        logits: Whether the input is logits instead of probabilities.
 
     Raises:
         ValueError: A penalty is negative, or has no model.
@@ -65,6 +99,8 @@ class BCELossRegularized(nn.BCELoss):
         >>> loss = BCELossRegularized(l1=0.5, l2=0.1, model=model)
         >>> round(loss(torch.tensor([1.0]), torch.tensor([1.0])).item(), 6)  # 0 + 0.5 * 2 + 0.1 / 2 * 2^2
         1.2
+        >>> BCELossRegularized(logits=True)(torch.tensor([30.0]), torch.tensor([0.0])).item()  # log(1 + e^30)
+        30.0
     """
 
     def __init__(
@@ -76,21 +112,32 @@ class BCELossRegularized(nn.BCELoss):
         l2: float = 0.0,
         model: nn.Module | None = None,
         reduction: str = "mean",
+        *,
+        logits: bool = False,
     ) -> None:
         super().__init__(weight, size_average, reduce, reduction)
         self.penalty = _WeightPenalty(l1, l2, model)
+        self.logits = logits
 
     def forward(self, input_: Tensor, target: Tensor) -> Tensor:
         """Loss of one batch.
 
         Args:
-            input_: Probabilities, any shape.
-            target: Between 0 and 1, the same shape.
+            input_: Probabilities, or logits with ``logits=True``; any shape.
+            target: Between 0 and 1, the same shape up to a last dimension of 1.
 
         Returns:
             The loss, no dimensions unless ``reduction="none"``.
+
+        Raises:
+            ValueError: The shapes do not fit.
         """
-        return super().forward(input_, target) + self.penalty()
+        target = _as_output(input_, target)
+        if self.logits:
+            data_loss = F.binary_cross_entropy_with_logits(input_, target, self.weight, reduction=self.reduction)
+        else:
+            data_loss = super().forward(input_, target)
+        return data_loss + self.penalty()
 
 
 class MSELossRegularized(nn.MSELoss):
@@ -135,14 +182,15 @@ class MSELossRegularized(nn.MSELoss):
 
         Args:
             input_: Predictions, any shape.
-            target: What was right, the same shape.
+            target: What was right, the same shape up to a last dimension of 1.
 
         Returns:
             The loss, no dimensions unless ``reduction="none"``.
 
         Raises:
-            ValueError: ``weight`` has another shape than the input.
+            ValueError: The shapes do not fit, or ``weight`` has another shape than the input.
         """
+        target = _as_output(input_, target)
         if self.weight is None:
             return super().forward(input_, target) + self.penalty()
         if self.weight.shape != input_.shape:

@@ -164,6 +164,8 @@ class TopKAccuracy(MLBenchMetric):
 
     Args:
         topk: How many of the most likely classes count, at least 1.
+        threshold: From here on a score of the positive one of two classes counts as positive: 0.5 for probabilities, 0
+            for logits. Outputs with a column per class do not use it.
 
     Raises:
         ValueError: ``topk`` is below 1.
@@ -176,20 +178,23 @@ class TopKAccuracy(MLBenchMetric):
         100.0
         >>> TopKAccuracy()(torch.tensor([[0.9], [0.2]]), torch.tensor([1, 0])).item()
         100.0
+        >>> TopKAccuracy(threshold=0.0)(torch.tensor([[2.2], [-1.4]]), torch.tensor([1, 0])).item()  # logits
+        100.0
     """
 
-    def __init__(self, topk: int = 1) -> None:
+    def __init__(self, topk: int = 1, *, threshold: float = 0.5) -> None:
         if topk < 1:
             raise ValueError(f"topk is {topk}; it must be at least 1")
         super().__init__()
         self.topk = topk
+        self.threshold = threshold
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         """Accuracy of one batch.
 
         Args:
-            output: Scores of shape (batch, classes); or probabilities of the positive one of two classes, of shape
-                (batch, 1) or (batch,), which count as positive from 0.5 on.
+            output: Scores of shape (batch, classes); or of the positive one of two classes, of shape (batch, 1) or
+                (batch,), which count as positive from ``threshold`` on.
             target: Class numbers, shape (batch,) or (batch, 1).
 
         Returns:
@@ -213,7 +218,7 @@ class TopKAccuracy(MLBenchMetric):
             )
         target = target.reshape(-1, 1)
         if output.shape[1] == 1:
-            predicted = (output >= 0.5).to(target.dtype)
+            predicted = (output >= self.threshold).to(target.dtype)
         else:
             predicted = output.topk(self.topk, dim=1).indices
         correct = (predicted == target).sum()

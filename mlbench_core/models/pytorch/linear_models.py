@@ -1,4 +1,4 @@
-"""Linear models.
+"""Linear models, on dense and on sparse samples.
 
 Example:
     >>> import torch
@@ -9,21 +9,30 @@ Example:
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LinearRegression", "LogisticRegression"]
+from mlbench_core.utils.pytorch import distributed
+
+__all__ = ["LinearRegression", "LogisticRegression", "Standardization"]
 
 
 class LogisticRegression(nn.Module):
-    r"""Logistic regression: :math:`p(y = 1 \mid x) = \sigma(w^\top x + b)`.
+    r"""Logistic regression: :math:`p(y = 1 \mid x) = \sigma(z)` with the logit :math:`z = w^\top x + b`.
 
     Returns probabilities, so it goes with a binary cross-entropy on probabilities
-    (:class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized`).
+    (:class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized`). In float32 a probability is exactly 1 from
+    a logit of about 17 on, where the cross-entropy loses its gradient; for training that may get there, let both work
+    on logits: ``LogisticRegression(n, logits=True)`` with ``BCELossRegularized(..., logits=True)``. The parameters are
+    the same.
 
     Args:
         n_features: Number of features of a sample, at least 1.
+        logits: Whether :meth:`forward` returns logits instead of probabilities.
 
     Raises:
         ValueError: ``n_features`` is below 1.
@@ -33,22 +42,34 @@ class LogisticRegression(nn.Module):
         >>> probability = LogisticRegression(4)(torch.zeros(2, 4))
         >>> probability.shape
         torch.Size([2, 1])
+
+        Sparse samples give the same, and a dense gradient:
+
+        >>> x = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 0.0]])
+        >>> model = LogisticRegression(3)
+        >>> torch.allclose(model(x.to_sparse()), model(x))
+        True
     """
 
-    def __init__(self, n_features: int) -> None:
+    def __init__(self, n_features: int, *, logits: bool = False) -> None:
         super().__init__()
         self.linear = _linear(n_features)
+        self.logits = logits
 
     def forward(self, x: Tensor) -> Tensor:
-        """Probability of the class 1.
+        """Probability of the class 1, or its logit.
 
         Args:
-            x: Samples, shape (batch, n_features).
+            x: Samples, shape (batch, n_features), dense or sparse (COO or CSR).
 
         Returns:
-            Probabilities, shape (batch, 1).
+            Probabilities, or logits with ``logits=True``; shape (batch, 1).
+
+        Raises:
+            ValueError: Sparse samples of another layout or shape.
         """
-        return torch.sigmoid(self.linear(x))
+        z = _affine(self.linear, x)
+        return z if self.logits else torch.sigmoid(z)
 
 
 class LinearRegression(nn.Module):
@@ -69,12 +90,92 @@ class LinearRegression(nn.Module):
         """The prediction.
 
         Args:
-            x: Samples, shape (batch, n_features).
+            x: Samples, shape (batch, n_features), dense or sparse (COO or CSR).
 
         Returns:
             Predictions, shape (batch, 1).
+
+        Raises:
+            ValueError: Sparse samples of another layout or shape.
         """
-        return self.linear(x)
+        return _affine(self.linear, x)
+
+
+class Standardization(nn.Module):
+    r"""Features with mean 0 and standard deviation 1: :math:`x'_j = (x_j - \mu_j) / \sigma_j`.
+
+    Put it before a linear model whose features have different units; gradient descent needs one learning rate that fits
+    all of them. Mean and deviation are those of a training set, kept as buffers: they are saved with the model, get no
+    gradient and no penalty. A feature that is the same in all samples (:math:`\sigma_j = 0`) becomes 0, for any sample.
+
+    Args:
+        mean: :math:`\mu`, shape (n_features,).
+        deviation: :math:`\sigma` at least 0, shape (n_features,).
+
+    Raises:
+        ValueError: The shapes differ, or a deviation is negative.
+
+    Example:
+        >>> import torch
+        >>> samples = torch.tensor([[1.0, 5.0], [3.0, 5.0]])
+        >>> scaling = Standardization.of([(samples, None)])
+        >>> scaling(samples)
+        tensor([[-1.,  0.],
+                [ 1.,  0.]])
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, mean: Tensor, deviation: Tensor) -> None:
+        super().__init__()
+        if mean.dim() != 1 or mean.shape != deviation.shape:
+            raise ValueError(
+                f"mean has shape {tuple(mean.shape)} and deviation {tuple(deviation.shape)}; both must be (n_features,)"
+            )
+        if bool((deviation < 0).any()):
+            raise ValueError(f"deviation has {deviation.min().item():g} in it; it must be at least 0")
+        self.register_buffer("mean", mean)
+        self.register_buffer("scale", torch.where(deviation > 0, 1 / deviation, 0))
+
+    @classmethod
+    def of(cls, batches: Iterable[tuple[Tensor, Any]], dtype: torch.dtype = torch.float32) -> Standardization:
+        r"""From a training set that lies in parts on all workers; every worker must call it.
+
+        Two passes in float64, first :math:`\mu = \frac{1}{n} \sum_i x_i`, then
+        :math:`\sigma^2 = \frac{1}{n} \sum_i (x_i - \mu)^2`, so that nothing cancels. The result is the same on every
+        worker.
+
+        Args:
+            batches: This worker's pairs (samples, anything), samples dense of shape (batch, n_features); it is iterated
+                over twice and must give the same samples both times, in any order.
+            dtype: Of the result.
+
+        Raises:
+            ValueError: There is no batch.
+        """
+        mean = _mean_over_workers(x.to(torch.float64) for x, *_ in batches)
+        variance = _mean_over_workers((x.to(torch.float64) - mean).square() for x, *_ in batches)
+        deviation = variance.sqrt()
+        # A constant's mean is rounded, which leaves a deviation that is nothing else.
+        is_constant = deviation <= torch.finfo(dtype).eps * mean.abs()
+        return cls(mean.to(dtype), deviation.masked_fill(is_constant, 0).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Standardize.
+
+        Args:
+            x: Samples, shape (batch, n_features), dense: zeros of sparse samples would not stay zeros.
+
+        Returns:
+            Samples of the same shape.
+
+        Raises:
+            ValueError: The samples are sparse.
+        """
+        if x.layout != torch.strided:
+            raise ValueError(f"samples of layout {x.layout} would become dense when standardized; give dense ones")
+        return (x - self.mean) * self.scale
 
 
 def _linear(n_features: int) -> nn.Linear:
@@ -83,3 +184,50 @@ def _linear(n_features: int) -> nn.Linear:
     if count < 1:
         raise ValueError(f"n_features is {n_features}; a linear model needs at least 1 feature")
     return nn.Linear(count, 1)
+
+
+def _affine(linear: nn.Linear, x: Tensor) -> Tensor:
+    r""":math:`X w + b` for samples that are the rows of a dense or sparse :math:`X`, shape (batch, 1).
+
+    A sparse row is a bag of columns: the product gathers the weights :math:`w_j` of its entries and sums
+    :math:`x_{ij} w_j`, so time and memory grow with the entries, not with the number of features. The gradient of the
+    weights is dense, so that it can be averaged by an all-reduce.
+    """
+    if x.layout == torch.strided:
+        return linear(x)
+    if x.dim() != 2 or x.shape[1] != linear.in_features:
+        raise ValueError(f"sparse samples have shape {tuple(x.shape)}; it must be (batch, {linear.in_features})")
+    starts, columns, values = _rows(x)
+    products = F.embedding_bag(
+        columns,
+        linear.weight.reshape(-1, 1),
+        starts,
+        mode="sum",
+        per_sample_weights=values.to(linear.weight.dtype),
+        include_last_offset=True,
+    )
+    return products + linear.bias
+
+
+def _rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each row's entries start (with the end of the last), the entries' columns, and their values."""
+    if x.layout == torch.sparse_csr:
+        return x.crow_indices(), x.col_indices(), x.values()
+    if x.layout != torch.sparse_coo:
+        raise ValueError(f"samples have the layout {x.layout}; it must be strided (dense), sparse_coo or sparse_csr")
+    x = x.coalesce()  # sorts by row
+    rows, columns = x.indices()
+    counts = torch.bincount(rows, minlength=x.shape[0])
+    return F.pad(counts.cumsum(0), (1, 0)), columns, x.values()
+
+
+def _mean_over_workers(parts: Iterable[Tensor]) -> Tensor:
+    """The mean of all rows of all workers' matrices, in float64."""
+    total: Tensor | None = None
+    count = 0
+    for part in parts:
+        total = part.sum(0) if total is None else total + part.sum(0)
+        count += len(part)
+    if total is None:
+        raise ValueError("there is no batch to take mean and deviation of")
+    return distributed.global_average(total, count)
