@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from mlbench_core.dataset.util.pytorch import DataPartitioner, Partition, partition_dataset_by_rank
+from mlbench_core.dataset.util.pytorch import DataPartitioner, Partition, partition_dataset_by_rank, stratified_split
 
 DISTRIBUTIONS = ["uniform", "dirichlet", "label_skew"]
 
@@ -228,3 +228,16 @@ def test_partitioner_bad_shares(sizes: list[float]) -> None:
 def test_partitioner_bad_part() -> None:
     with pytest.raises(ValueError, match="partition_ind is 3; there are 3 parts, from 0"):
         DataPartitioner(range(10), 0, False).use(3)
+
+
+def test_a_split_holds_out_the_same_share_of_each_class() -> None:
+    labels = np.repeat([-1.0, 1.0, 2.0], [50, 30, 3])
+    training, validation = stratified_split(labels)
+    assert sorted([*training, *validation]) == list(range(83))
+    assert [int((labels[validation] == label).sum()) for label in (-1, 1, 2)] == [10, 6, 1]
+    assert np.array_equal(stratified_split(labels)[1], validation)
+    assert not np.array_equal(stratified_split(labels, seed=1)[1], validation)
+    assert len(stratified_split(labels, 0.5)[1]) == 25 + 15 + 2
+    for share in (0.0, 1.0, float("nan")):
+        with pytest.raises(ValueError, match="above 0 and below 1"):
+            stratified_split(labels, share)

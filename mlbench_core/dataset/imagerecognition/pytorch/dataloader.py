@@ -16,6 +16,7 @@ from mlbench_core.dataset.imagerecognition.pytorch import readers
 from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation
 from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
 from mlbench_core.dataset.util import tools
+from mlbench_core.dataset.util.pytorch import stratified_split
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
 __all__ = ["CIFAR10V1", "MNIST", "Digits", "Imagenet"]
@@ -258,7 +259,7 @@ class Digits(ImageDataset):
         small = torch.from_numpy(digits.images).float()[:, None] / 16  # grey levels from 0 to 16
         large = F.interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
         images = large.mul(255).round().to(torch.uint8)
-        training, validation = _stratified_split(digits.target)
+        training, validation = stratified_split(digits.target)
         reference = images[training].double() / 255
         chosen = training if train else validation
         super().__init__(
@@ -269,18 +270,6 @@ class Digits(ImageDataset):
             (reference.std().item(),) * channels,
             Augmentation(padding=2, flip=False) if (train if augment is None else augment) else None,
         )
-
-
-def _stratified_split(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions for training and, of each class a fifth, for validation."""
-    generator = np.random.default_rng(0)
-    validation: list[int] = []
-    for label in np.unique(labels):
-        members = generator.permutation(np.flatnonzero(labels == label))
-        validation += members[: round(len(members) / 5)].tolist()
-    held_out = np.zeros(len(labels), dtype=bool)
-    held_out[validation] = True
-    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
 class Imagenet(Dataset):

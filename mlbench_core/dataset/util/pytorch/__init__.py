@@ -1,5 +1,10 @@
 """Partitions of data sets over workers, and conversions."""
 
-from mlbench_core.dataset.util.pytorch.partition import DataPartitioner, Partition, partition_dataset_by_rank
+from mlbench_core.dataset.util.pytorch.partition import (
+    DataPartitioner,
+    Partition,
+    partition_dataset_by_rank,
+    stratified_split,
+)
 
-__all__ = ["DataPartitioner", "Partition", "partition_dataset_by_rank"]
+__all__ = ["DataPartitioner", "Partition", "partition_dataset_by_rank", "stratified_split"]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-__all__ = ["DataPartitioner", "Partition", "partition_dataset_by_rank"]
+__all__ = ["DataPartitioner", "Partition", "partition_dataset_by_rank", "stratified_split"]
 
 
 class Partition(Dataset):
@@ -206,6 +206,40 @@ def partition_dataset_by_rank(
         mine = parts[rank]
         mine = generator.permutation(mine) if shuffle else np.sort(mine)
     return Partition(dataset, mine.tolist(), smallest_part=sizes[-1])
+
+
+def stratified_split(
+    labels: Sequence[Any] | np.ndarray, held_out: float = 0.2, *, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Hold samples out for validation, of each class the same share; for data sets that come without a test part.
+
+    The samples are drawn from the seed alone, so every worker and every run finds the same split.
+
+    Args:
+        labels: Class of each sample.
+        held_out: Share of each class to hold out, above 0 and below 1; rounded to whole samples.
+        seed: Seed of the draw, at least 0.
+
+    Returns:
+        Positions for training and for validation, both in increasing order.
+
+    Raises:
+        ValueError: ``held_out`` is outside of 0 to 1.
+
+    Example:
+        >>> training, validation = stratified_split([0] * 5 + [1] * 10)
+        >>> len(training), len(validation), int((validation < 5).sum())
+        (12, 3, 1)
+    """
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out is {held_out}; it must be a share above 0 and below 1")
+    generator = np.random.default_rng(seed)
+    classes = np.asarray(labels)
+    is_validation = np.zeros(len(classes), dtype=bool)
+    for label in np.unique(classes):
+        members = generator.permutation(np.flatnonzero(classes == label))
+        is_validation[members[: round(len(members) * held_out)]] = True
+    return np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
 
 
 def _check(rank: int, world_size: int, distribution: str, alpha: float, classes_per_worker: int, seed: int) -> None:
