@@ -14,6 +14,8 @@ FRAMEWORK_FREE = [
     "mlbench_core.dataset.util.tools",
     "mlbench_core.errors",
     "mlbench_core.evaluation.goals",
+    "mlbench_core.evaluation.latency",
+    "mlbench_core.evaluation.latency_report",
     "mlbench_core.tasks",
     "mlbench_core.utils",
     "mlbench_core.utils.emulated_network",

@@ -1,0 +1,350 @@
+r"""What times of a collective operation say: statistics, bandwidths, and the fit of latency and bandwidth.
+
+The time of a message of n bytes is modelled by the line
+
+.. math:: t(n) = \alpha + n / \beta
+
+with the latency :math:`\alpha` in seconds and the bandwidth :math:`\beta` in bytes per second (Hockney 1994). With the
+time t of an operation on S bytes, the *algorithm bandwidth* is S / t. It falls with the number k of workers, because an
+algorithm must move more than S bytes; the *bus bandwidth* multiplies it by the factor that this costs at least, so that
+it can be held against the speed of the hardware whatever k is:
+
+======================================================  ==============
+collective                                              factor
+======================================================  ==============
+all_reduce                                              2 (k - 1) / k
+all_gather, reduce_scatter, all_to_all                  (k - 1) / k
+broadcast, reduce, send_recv                            1
+======================================================  ==============
+
+S is the size of one worker's larger buffer: what all workers together give to an all_gather or take from a
+reduce_scatter, and what one worker gives to any other.
+
+References:
+    R. Hockney: The communication challenge for MPP. Parallel Computing 20(3), 1994.
+    The factors: PERFORMANCE.md of https://github.com/NVIDIA/nccl-tests.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "BUS_FACTORS",
+    "LatencyFit",
+    "LatencyStatistics",
+    "Measurement",
+    "algorithm_bandwidth",
+    "bus_bandwidth",
+    "bus_factor",
+    "element_counts",
+    "fit_latency",
+    "summarize",
+]
+
+BUS_FACTORS: dict[str, tuple[int, int]] = {
+    "all_reduce": (2, -2),
+    "all_gather": (1, -1),
+    "reduce_scatter": (1, -1),
+    "all_to_all": (1, -1),
+    "broadcast": (1, 0),
+    "reduce": (1, 0),
+    "send_recv": (1, 0),
+}
+"""The factors (a, b) of each collective for a + b / k, which is what multiplies the algorithm bandwidth."""
+
+
+def bus_factor(collective: str, world_size: int) -> float:
+    """What turns the algorithm bandwidth of a collective into its bus bandwidth; see the module's table.
+
+    Args:
+        collective: Its name, one of :data:`BUS_FACTORS`.
+        world_size: Number of workers k, at least 1.
+
+    Returns:
+        The factor; 0 for one worker where nothing has to move.
+
+    Raises:
+        ValueError: The collective is unknown, or there is no worker.
+
+    Example:
+        >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("broadcast", 4)
+        (1.5, 0.75, 1.0)
+    """
+    if collective not in BUS_FACTORS:
+        raise ValueError(f"collective is {collective!r}; known are {', '.join(BUS_FACTORS)}")
+    if operator.index(world_size) < 1:
+        raise ValueError(f"world_size is {world_size}; it must be at least 1")
+    constant, by_worker = BUS_FACTORS[collective]
+    return constant + by_worker / world_size
+
+
+def algorithm_bandwidth(size_bytes: float, seconds: float) -> float:
+    """Bytes per second of an operation, S / t.
+
+    Args:
+        size_bytes: Size S of the buffer in bytes.
+        seconds: Its time t, positive.
+
+    Raises:
+        ValueError: The time is not positive.
+
+    Example:
+        >>> algorithm_bandwidth(4e6, 0.002)
+        2000000000.0
+    """
+    if not seconds > 0:
+        raise ValueError(f"seconds is {seconds}; a time must be positive")
+    return size_bytes / seconds
+
+
+def bus_bandwidth(collective: str, size_bytes: float, seconds: float, world_size: int) -> float:
+    """Algorithm bandwidth times :func:`bus_factor`, in bytes per second.
+
+    Example:
+        >>> bus_bandwidth("all_reduce", 4e6, 0.002, world_size=2)
+        2000000000.0
+    """
+    return algorithm_bandwidth(size_bytes, seconds) * bus_factor(collective, world_size)
+
+
+@dataclass(frozen=True)
+class LatencyStatistics:
+    """Statistics of repeated times, in seconds.
+
+    Attributes:
+        count: Number of times.
+        mean_s: Their mean.
+        min_s: The smallest.
+        p50_s: The median.
+        p99_s: The 99th percentile, interpolated linearly between the two times around it.
+        max_s: The largest.
+    """
+
+    count: int
+    mean_s: float
+    min_s: float
+    p50_s: float
+    p99_s: float
+    max_s: float
+
+
+def summarize(seconds: Iterable[float]) -> LatencyStatistics:
+    """Mean, median, 99th percentile and extremes of times.
+
+    Args:
+        seconds: At least one time in seconds, finite and not negative.
+
+    Raises:
+        ValueError: There is no time, or one is negative or not finite.
+
+    Example:
+        >>> summarize([0.125, 0.5, 0.125, 0.25]).p50_s
+        0.1875
+    """
+    times = np.asarray(list(seconds), dtype=np.float64)
+    if times.ndim != 1 or times.size == 0:
+        raise ValueError("seconds has no time in it; give at least one")
+    if not np.isfinite(times).all() or times.min() < 0:
+        bad = times[~(np.isfinite(times) & (times >= 0))][0]
+        raise ValueError(f"seconds has {bad} in it; times are finite and not negative")
+    p50, p99 = np.percentile(times, [50, 99])
+    return LatencyStatistics(
+        count=int(times.size),
+        mean_s=float(times.mean()),
+        min_s=float(times.min()),
+        p50_s=float(p50),
+        p99_s=float(p99),
+        max_s=float(times.max()),
+    )
+
+
+@dataclass(frozen=True)
+class LatencyFit:
+    r"""The line :math:`t(n) = \alpha + n / \beta` through times of several sizes.
+
+    Attributes:
+        alpha_s: Latency in seconds, at least 0.
+        beta_bytes_per_s: Bandwidth in bytes per second; infinite where the times do not grow with the size.
+        relative_error: Root of the mean squared relative deviation of the line from the times.
+    """
+
+    alpha_s: float
+    beta_bytes_per_s: float
+    relative_error: float
+
+    def seconds(self, size_bytes: float) -> float:
+        """The line's time for a message, in seconds.
+
+        Args:
+            size_bytes: Size of the message in bytes.
+        """
+        return self.alpha_s + size_bytes / self.beta_bytes_per_s
+
+    def __str__(self) -> str:
+        return f"{self.alpha_s * 1e6:.3g} µs + n / ({self.beta_bytes_per_s / 1e9:.3g} GB/s)"
+
+
+def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> LatencyFit:
+    r"""Fit latency and bandwidth by relative least squares.
+
+    With the times :math:`t_i` of the sizes :math:`n_i` it minimises
+
+    .. math:: \sum_i \left( \frac{\alpha + n_i \gamma - t_i}{t_i} \right)^2, \qquad \alpha, \gamma \ge 0,
+
+    and :math:`\beta = 1 / \gamma`. Deviations count relative to the time, because times run over six orders of
+    magnitude: a plain sum of squares would see the largest sizes only and leave the latency to their noise.
+
+    Args:
+        sizes_bytes: Sizes in bytes, at least two different ones.
+        seconds: The time of each, in seconds, positive.
+
+    Returns:
+        The fit.
+
+    Raises:
+        ValueError: The lengths differ, there are less than two sizes, or a time is not positive and finite.
+
+    Example:
+        >>> fit = fit_latency([4, 4e3, 4e6], [100e-6 + n / 1e9 for n in (4, 4e3, 4e6)])
+        >>> round(fit.alpha_s * 1e6, 3), round(fit.beta_bytes_per_s / 1e9, 3)
+        (100.0, 1.0)
+    """
+    n, t = np.asarray(sizes_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    if n.shape != t.shape or n.ndim != 1:
+        raise ValueError(f"sizes_bytes has shape {n.shape} and seconds {t.shape}; give one time for each size")
+    if np.unique(n).size < 2:
+        raise ValueError(f"sizes_bytes has {np.unique(n).size} different sizes; a line needs at least 2")
+    if not np.isfinite(t).all() or t.min() <= 0:
+        raise ValueError(f"seconds has {t[~(np.isfinite(t) & (t > 0))][0]} in it; times must be positive and finite")
+    # Unknowns of the same order of magnitude: alpha in units of the smallest time, gamma of the largest size's time.
+    columns = np.stack([t.min() / t, n / n.max() * t.max() / t], axis=1)
+    latency, slope = _non_negative_least_squares(columns)
+    residuals = columns @ np.array([latency, slope]) - 1
+    gamma = slope * t.max() / n.max()
+    return LatencyFit(
+        alpha_s=float(latency * t.min()),
+        beta_bytes_per_s=float(1 / gamma) if gamma > 0 else math.inf,
+        relative_error=float(np.sqrt(np.mean(residuals**2))),
+    )
+
+
+def _non_negative_least_squares(columns: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
+    """The x >= 0 of two entries with the smallest ``|columns @ x - 1|``; columns are positive, shape (m, 2)."""
+    (x0, x1), *_ = np.linalg.lstsq(columns, np.ones(len(columns)), rcond=None)
+    if x0 >= 0 and x1 >= 0:
+        return float(x0), float(x1)
+    alone = columns.sum(axis=0) / (columns**2).sum(axis=0)  # the best of each column without the other
+    return (float(alone[0]), 0.0) if x1 < 0 else (0.0, float(alone[1]))
+
+
+def element_counts(
+    num: int = 80, largest: int = 10**8, *, max_elements: int | None = None, multiple_of: int = 1
+) -> list[int]:
+    """Sizes to measure: ``numpy.logspace(0, log10(largest), num)`` as whole numbers, each once, ascending.
+
+    Whole numbers near 1 coincide, so there are fewer than ``num``: 77 of the default's 80.
+
+    Args:
+        num: Number of points on the logarithmic scale, at least 1.
+        largest: The last point, at least 1.
+        max_elements: Leave out sizes above it; None for no limit.
+        multiple_of: Round every size up to a multiple, for collectives whose buffers are cut into k equal parts.
+
+    Returns:
+        Numbers of elements.
+
+    Raises:
+        ValueError: An argument is below 1.
+
+    Example:
+        >>> element_counts(num=5, largest=100)
+        [1, 3, 10, 32, 100]
+        >>> element_counts(num=5, largest=100, max_elements=50, multiple_of=4)
+        [4, 12, 32]
+    """
+    limit = largest if max_elements is None else max_elements
+    for name, value in (("num", num), ("largest", largest), ("max_elements", limit), ("multiple_of", multiple_of)):
+        if operator.index(value) < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    points = np.rint(np.logspace(0, math.log10(largest), num=num)).astype(np.int64)
+    counts = {-(-int(point) // multiple_of) * multiple_of for point in points if point <= limit}
+    return sorted(counts)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Times of one collective on one size and type.
+
+    Attributes:
+        collective: Its name, one of :data:`BUS_FACTORS`.
+        backend: The backend that did it, for example ``"gloo"``.
+        device: Where the tensors lay: ``"cpu"`` or ``"cuda"``.
+        dtype: Type of the elements, for example ``"float32"``.
+        world_size: Number of workers.
+        elements: Number of elements of the larger buffer.
+        size_bytes: Its size in bytes.
+        operations: How many operations there were between two readings of the clock.
+        seconds: Time of one operation by repetition, each the slowest worker's: the mean over ``operations``.
+        wrong_elements: How many elements of the results, on all workers, were not what they must be.
+    """
+
+    collective: str
+    backend: str
+    device: str
+    dtype: str
+    world_size: int
+    elements: int
+    size_bytes: int
+    operations: int
+    seconds: tuple[float, ...]
+    wrong_elements: int = 0
+
+    @property
+    def repetitions(self) -> int:
+        """How many repetitions were done."""
+        return len(self.seconds)
+
+    @property
+    def statistics(self) -> LatencyStatistics:
+        """Mean, median, 99th percentile and extremes over the repetitions."""
+        return summarize(self.seconds)
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes per second at the median time."""
+        return algorithm_bandwidth(self.size_bytes, self.statistics.p50_s)
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Algorithm bandwidth times :func:`bus_factor`."""
+        return bus_bandwidth(self.collective, self.size_bytes, self.statistics.p50_s, self.world_size)
+
+    def row(self) -> dict[str, str | int | float]:
+        """The measurement as one flat row: times in seconds, bandwidths in bytes per second."""
+        statistics = self.statistics
+        return {
+            "collective": self.collective,
+            "backend": self.backend,
+            "device": self.device,
+            "dtype": self.dtype,
+            "world_size": self.world_size,
+            "elements": self.elements,
+            "size_bytes": self.size_bytes,
+            "repetitions": self.repetitions,
+            "operations": self.operations,
+            "mean_s": statistics.mean_s,
+            "p50_s": statistics.p50_s,
+            "p99_s": statistics.p99_s,
+            "min_s": statistics.min_s,
+            "max_s": statistics.max_s,
+            "algorithm_bandwidth_bytes_per_s": self.algorithm_bandwidth,
+            "bus_bandwidth_bytes_per_s": self.bus_bandwidth,
+            "wrong_elements": self.wrong_elements,
+        }

@@ -1,0 +1,171 @@
+"""All measurements of one run of Task 0, with where and how they were made, as files.
+
+The JSON file has everything, the CSV file one row for each size and type.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.evaluation.latency import LatencyFit, Measurement, fit_latency
+
+__all__ = ["LatencyReport"]
+
+FORMAT = "mlbench-latency-1"
+
+
+@dataclass
+class LatencyReport:
+    """The measurements of one collective, one backend and one number of workers.
+
+    Attributes:
+        machine: What they were made on, for example cores and host.
+        versions: Versions of the software.
+        methodology: How they were made, for example the repetitions asked for.
+        left_out: What was asked for and not measured, each with the reason.
+        measurements: The measurements.
+
+    Example:
+        >>> times = [(size, (1e-4 + size * 4e-9,)) for size in (1, 10, 100)]
+        >>> measured = [Measurement("all_reduce", "gloo", "cpu", "float32", 2, n, 4 * n, 9, t) for n, t in times]
+        >>> print(LatencyReport(measurements=measured).fits()["float32"])
+        100 µs + n / (1 GB/s)
+    """
+
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    methodology: Mapping[str, Any] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    measurements: list[Measurement] = field(default_factory=list)
+
+    def of(self, dtype: str) -> list[Measurement]:
+        """The measurements of one type, by size.
+
+        Args:
+            dtype: Its name, for example ``"float32"``.
+        """
+        return sorted((m for m in self.measurements if m.dtype == dtype), key=lambda m: m.size_bytes)
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The types measured, in the order in which they first came."""
+        return list(dict.fromkeys(m.dtype for m in self.measurements))
+
+    @property
+    def title(self) -> str:
+        """What was measured, in words."""
+        if not self.measurements:
+            return "nothing measured"
+        first = self.measurements[0]
+        return f"{first.collective}, {first.backend}, {first.device}, {first.world_size} workers"
+
+    def fits(self) -> dict[str, LatencyFit]:
+        """Latency and bandwidth of each type, through the medians; types of which one size was measured have none."""
+        found = {}
+        for dtype in self.dtypes:
+            measurements = self.of(dtype)
+            if len({m.size_bytes for m in measurements}) > 1:
+                medians = [m.statistics.p50_s for m in measurements]
+                found[dtype] = fit_latency([m.size_bytes for m in measurements], medians)
+        return found
+
+    def incomplete(self) -> list[Measurement]:
+        """The measurements with fewer repetitions than ``methodology["repetitions"]`` asks for."""
+        asked = self.methodology.get("repetitions", 0)
+        return [m for m in self.measurements if m.repetitions < asked]
+
+    def wrong(self) -> list[Measurement]:
+        """The measurements whose results were not right."""
+        return [m for m in self.measurements if m.wrong_elements]
+
+    def to_json(self) -> str:
+        """All of it as JSON text; an infinite bandwidth of a fit is null."""
+        fits = {dtype: dataclasses.asdict(fit) for dtype, fit in self.fits().items()}
+        for fit in fits.values():
+            fit["beta_bytes_per_s"] = fit["beta_bytes_per_s"] if fit["beta_bytes_per_s"] < float("inf") else None
+        content = {
+            "format": FORMAT,
+            "title": self.title,
+            "machine": dict(self.machine),
+            "versions": dict(self.versions),
+            "methodology": dict(self.methodology),
+            "left_out": self.left_out,
+            "fits": fits,
+            "measurements": [{**m.row(), "seconds": list(m.seconds)} for m in self.measurements],
+        }
+        return json.dumps(content, indent=1)
+
+    def to_csv(self) -> str:
+        """One line for each measurement, times in seconds, bandwidths in bytes per second; the first line has names."""
+        text = io.StringIO()
+        rows = [m.row() for m in self.measurements]
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+
+    def save(self, stem: Path) -> tuple[Path, Path]:
+        """Write both files; a reader sees the old or the whole new ones.
+
+        Args:
+            stem: Their path without the suffix; the folder is made.
+
+        Returns:
+            The paths of the CSV and the JSON file.
+
+        Raises:
+            ConfigurationError: They cannot be written.
+        """
+        paths = stem.with_name(stem.name + ".csv"), stem.with_name(stem.name + ".json")
+        try:
+            stem.parent.mkdir(parents=True, exist_ok=True)
+            for path, text in zip(paths, (self.to_csv(), self.to_json()), strict=True):
+                _write(path, text)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the results cannot be written to {stem.parent} ({error.strerror}); choose another --root-output"
+            ) from error
+        return paths
+
+    @classmethod
+    def load(cls, path: Path) -> LatencyReport:
+        """Read a JSON file of :meth:`save`.
+
+        Args:
+            path: The file.
+
+        Raises:
+            ConfigurationError: It cannot be read or is another kind of file.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT:
+                raise ValueError(f"its format is {content['format']!r}")
+            names = [one.name for one in dataclasses.fields(Measurement)]
+            rows = [{name: row[name] for name in names} for row in content["measurements"]]
+            measurements = [Measurement(**{**row, "seconds": tuple(row["seconds"])}) for row in rows]
+            parts = {name: content[name] for name in ("machine", "versions", "methodology", "left_out")}
+        except OSError as error:
+            raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"{path} is no result of Task 0 in JSON ({error})") from error
+        return cls(**parts, measurements=measurements)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file so that the path is at any moment the old or the complete new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,489 @@
+"""Measuring collective operations: how long they take, and whether their results are right.
+
+:func:`measure` times one collective on one size and type. It follows what nccl-tests made customary:
+
+* the first operations, which set up connections and fill caches, do not count;
+* a barrier precedes every repetition;
+* between two readings of the clock there are as many operations as it takes for the clock not to matter; their number
+  follows from the uncounted operations and is the same on all workers;
+* on GPUs the clock is a pair of CUDA events around these operations, with no synchronisation between them;
+* a repetition's time is that of its slowest worker, exchanged after all repetitions;
+* results are compared with what they must be: values are small integers, whose sums are exact in every type.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.evaluation.latency import Measurement
+
+__all__ = [
+    "COLLECTIVES",
+    "DTYPES",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Broadcast",
+    "Collective",
+    "Reduce",
+    "ReduceScatter",
+    "SendRecv",
+    "measure",
+    "why_not",
+]
+
+DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Types of elements by name."""
+
+PERIOD = 8191  # of the values; a prime, so that a part of a buffer that lies in the wrong place is noticed
+EXACT = 256  # whole numbers up to it are exact in bfloat16, which has 8 bits for them
+WARM_UP_S = 0.02
+WARM_UP_RUNS = (2, 100)
+MAX_RUNS = 1000
+MIN_REPETITIONS = 3
+
+
+class Collective(ABC):
+    """One collective operation on buffers of its own, whose results are known.
+
+    The values of worker r repeat a sequence :math:`v_r` of random whole numbers from 0 to ``256 // world_size``; in the
+    part of a buffer that is meant for worker j the sequence is rolled by j. Workers beyond the 256th have zeros, so
+    that every sum is exact in bfloat16.
+
+    Args:
+        elements: Number of elements of this worker's larger buffer; a multiple of the world size where the collective
+            cuts it into parts.
+        dtype: Type of the elements.
+        device: Where the buffers lie.
+        group: The process group; None is the default one.
+
+    Attributes:
+        elements: As given.
+
+    Raises:
+        ConfigurationError: There is no process group.
+        ValueError: ``elements`` is below 1 or no multiple of the world size where it must be.
+    """
+
+    name: ClassVar[str]
+    """Its name in :data:`COLLECTIVES`."""
+    is_cut: ClassVar[bool] = False
+    """Whether the larger buffer is cut into one part for each worker."""
+    is_in_place: ClassVar[bool] = False
+    """Whether results overwrite what was sent, so that values grow when it is repeated."""
+    trips: ClassVar[int] = 1
+    """How many operations :meth:`run` does, one after the other."""
+
+    def __init__(
+        self,
+        elements: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigurationError("there is no process group: measure inside `with initialize_backends(...)`")
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        if operator.index(elements) < 1 or (self.is_cut and elements % self.world_size):
+            multiple = f" and a multiple of the {self.world_size} workers" if self.is_cut else ""
+            raise ValueError(f"elements is {elements}; for {self.name} it must be at least 1{multiple}")
+        self.elements, self.dtype, self.device = elements, dtype, torch.device(device)
+        self.buffer = self._new(elements)
+
+    @abstractmethod
+    def fill(self) -> None:
+        """Put the values to send where they are sent from, and something else where they arrive."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Do it; on return it is done, or on GPUs enqueued on the current stream."""
+
+    @abstractmethod
+    def count_wrong(self) -> int:
+        """How many elements of this worker's result are not what they must be after :meth:`fill` and :meth:`run`."""
+
+    def _new(self, elements: int) -> Tensor:
+        return torch.empty(elements, dtype=self.dtype, device=self.device)
+
+    def _part(self, index: int) -> Tensor:
+        """The part of the larger buffer that belongs to a worker, as a view."""
+        size = self.elements // self.world_size
+        return self.buffer[index * size : (index + 1) * size]
+
+    def _values(self, rank: int, receiver: int = 0) -> Tensor:
+        """What worker ``rank`` sends to ``receiver``, over and over: shape (PERIOD,)."""
+        return _sequence(rank, self.world_size).roll(receiver).to(self.device, self.dtype)
+
+    def _sum(self, receiver: int = 0) -> Tensor:
+        """The sum of what all workers send."""
+        sequences = [_sequence(rank, self.world_size) for rank in range(min(self.world_size, EXACT))]
+        return torch.stack(sequences).sum(0).roll(receiver).to(self.device, self.dtype)
+
+    def _peer(self, rank: int) -> int:
+        """The rank in the default group of a rank in this one, as collectives with a root take it."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+class AllReduce(Collective):
+    """The sum over all workers, at every worker, in place."""
+
+    name = "all_reduce"
+    is_in_place = True
+
+    def fill(self) -> None:
+        _repeat(self._values(self.rank), self.buffer)
+
+    def run(self) -> None:
+        dist.all_reduce(self.buffer, group=self.group)
+
+    def count_wrong(self) -> int:
+        return _count_different(self.buffer, self._sum())
+
+
+class Reduce(AllReduce):
+    """The sum over all workers at worker 0, in place."""
+
+    name = "reduce"
+
+    def run(self) -> None:
+        dist.reduce(self.buffer, self._peer(0), group=self.group)
+
+    def count_wrong(self) -> int:
+        return _count_different(self.buffer, self._sum()) if self.rank == 0 else 0
+
+
+class Broadcast(Collective):
+    """Worker 0's values at every worker."""
+
+    name = "broadcast"
+
+    def fill(self) -> None:
+        if self.rank == 0:
+            _repeat(self._values(0), self.buffer)
+        else:
+            self.buffer.fill_(-1)
+
+    def run(self) -> None:
+        dist.broadcast(self.buffer, self._peer(0), group=self.group)
+
+    def count_wrong(self) -> int:
+        return _count_different(self.buffer, self._values(0))
+
+
+class AllGather(Collective):
+    """All workers' values, one after the other, at every worker."""
+
+    name = "all_gather"
+    is_cut = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sent = self._new(self.elements // self.world_size)
+        # The older name is all that torch before 2.13 has, and warns from there on.
+        self._gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def fill(self) -> None:
+        _repeat(self._values(self.rank), self.sent)
+        self.buffer.fill_(-1)
+
+    def run(self) -> None:
+        self._gather(self.buffer, self.sent, group=self.group)
+
+    def count_wrong(self) -> int:
+        return sum(_count_different(self._part(rank), self._values(rank)) for rank in range(self.world_size))
+
+
+class ReduceScatter(Collective):
+    """The sum over all workers, at every worker a part of it."""
+
+    name = "reduce_scatter"
+    is_cut = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.received = self._new(self.elements // self.world_size)
+        self._scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def fill(self) -> None:
+        for receiver in range(self.world_size):
+            _repeat(self._values(self.rank, receiver), self._part(receiver))
+        self.received.fill_(-1)
+
+    def run(self) -> None:
+        self._scatter(self.received, self.buffer, group=self.group)
+
+    def count_wrong(self) -> int:
+        return _count_different(self.received, self._sum(self.rank))
+
+
+class AllToAll(Collective):
+    """From every worker to every worker a part of its own."""
+
+    name = "all_to_all"
+    is_cut = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.received, self.sent = self.buffer, self._new(self.elements)
+
+    def fill(self) -> None:
+        size = self.elements // self.world_size
+        for receiver in range(self.world_size):
+            _repeat(self._values(self.rank, receiver), self.sent[receiver * size : (receiver + 1) * size])
+        self.received.fill_(-1)
+
+    def run(self) -> None:
+        dist.all_to_all_single(self.received, self.sent, group=self.group)
+
+    def count_wrong(self) -> int:
+        return sum(_count_different(self._part(rank), self._values(rank, self.rank)) for rank in range(self.world_size))
+
+
+class SendRecv(Collective):
+    """Ping-pong: worker 2 i sends to 2 i + 1 and gets the same back, all pairs at once; the time is that of one way.
+
+    With an odd number of workers the last one has no partner and does nothing.
+    """
+
+    name = "send_recv"
+    trips = 2
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.partner = self.rank ^ 1
+        self.returned = self._new(self.elements)
+        self._to = self._peer(self.partner) if self.partner < self.world_size else None
+
+    def fill(self) -> None:
+        if self.rank % 2 == 0:
+            _repeat(self._values(self.rank), self.buffer)
+        else:
+            self.buffer.fill_(-1)
+        self.returned.fill_(-1)
+
+    def run(self) -> None:
+        if self._to is None:
+            return
+        if self.rank % 2 == 0:
+            dist.send(self.buffer, self._to, group=self.group)
+            dist.recv(self.returned, self._to, group=self.group)
+        else:
+            dist.recv(self.buffer, self._to, group=self.group)
+            dist.send(self.buffer, self._to, group=self.group)
+
+    def count_wrong(self) -> int:
+        if self._to is None:
+            return 0
+        came_from = min(self.rank, self.partner)
+        arrived = self.returned if self.rank == came_from else self.buffer
+        return _count_different(arrived, self._values(came_from))
+
+
+COLLECTIVES: dict[str, type[Collective]] = {
+    kind.name: kind for kind in (AllReduce, Broadcast, AllGather, ReduceScatter, AllToAll, Reduce, SendRecv)
+}
+"""The collectives that can be measured, by name."""
+
+
+def measure(
+    collective: str,
+    elements: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    group: dist.ProcessGroup | None = None,
+    repetitions: int = 100,
+    block_s: float = 1e-3,
+    budget_s: float | None = None,
+) -> Measurement:
+    """Time a collective; see the module for how. Every worker of the group calls it with the same arguments.
+
+    Args:
+        collective: Name of one of :data:`COLLECTIVES`.
+        elements: Number of elements of one worker's larger buffer; a multiple of the number of workers for
+            ``all_gather``, ``reduce_scatter`` and ``all_to_all``.
+        dtype: Type of the elements.
+        device: Where the tensors lie; on GPUs the time is the device's.
+        group: The process group; None is the default one.
+        repetitions: How many times to measure, at least 1.
+        block_s: Seconds of operations between two readings of the clock, at least; single operations that take longer
+            are timed one by one.
+        budget_s: Seconds that the repetitions may take together. Fewer than ``repetitions`` are done where it would be
+            exceeded, but at least 3; it may differ from worker to worker, the smallest counts.
+
+    Returns:
+        The measurement, the same on every worker.
+
+    Raises:
+        ConfigurationError: There is no process group, or only one worker in it.
+        ValueError: An argument is unknown or out of its range.
+
+    Example:
+        >>> def latency_of_100_floats():
+        ...     return measure("all_reduce", 100).statistics.p50_s
+    """
+    if operator.index(repetitions) < 1:
+        raise ValueError(f"repetitions is {repetitions}; it must be at least 1")
+    if not block_s > 0:
+        raise ValueError(f"block_s is {block_s}; it must be a positive number of seconds")
+    operation = _make(collective, elements, dtype, device, group)
+    if operation.world_size < 2:
+        raise ConfigurationError("one worker alone has nobody to communicate with: start at least 2")
+    first_s, wrong = _first_operation(operation)
+    run_s, budget_s = _pilot(operation, first_s, math.inf if budget_s is None else budget_s)
+    runs = min(math.ceil(block_s / run_s), MAX_RUNS)
+    affordable = repetitions if budget_s == math.inf else int(budget_s / (runs * run_s))
+    count = min(repetitions, max(affordable, MIN_REPETITIONS))
+    own_seconds = [_repetition(operation, runs) / (runs * operation.trips) for _ in range(count)]
+    return Measurement(
+        collective=collective,
+        backend=dist.get_backend(group),
+        device=operation.device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        world_size=operation.world_size,
+        elements=elements,
+        size_bytes=elements * dtype.itemsize,
+        operations=runs * operation.trips,
+        seconds=tuple(_over_workers(own_seconds, operation, dist.ReduceOp.MAX)),
+        wrong_elements=int(_over_workers([float(wrong)], operation, dist.ReduceOp.SUM)[0]),
+    )
+
+
+def why_not(
+    collective: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+) -> str | None:
+    """Whether the backend has a collective for a type: it is tried once. Every worker of the group calls it.
+
+    Args:
+        collective: Name of one of :data:`COLLECTIVES`.
+        dtype: Type of the elements.
+        device: Where the tensors lie.
+        group: The process group; None is the default one.
+
+    Returns:
+        None where it went through on every worker, else what the backend said, in one line.
+
+    Raises:
+        ConfigurationError: There is no process group.
+        ValueError: The collective is unknown.
+
+    Example:
+        >>> def left_out():
+        ...     return {name: why_not("all_reduce", dtype) for name, dtype in DTYPES.items()}
+    """
+    elements = dist.get_world_size(group) if dist.is_initialized() else 1
+    operation = _make(collective, elements, dtype, device, group)
+    reason = None
+    try:
+        operation.fill()
+        operation.run()
+        operation.count_wrong()  # an error of a GPU comes when results are read
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, KeyError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+    failed = _over_workers([float(reason is not None)], operation, dist.ReduceOp.MAX)[0]
+    return reason or ("it failed on another worker" if failed else None)
+
+
+def _make(
+    collective: str, elements: int, dtype: torch.dtype, device: torch.device | str, group: dist.ProcessGroup | None
+) -> Collective:
+    if collective not in COLLECTIVES:
+        raise ValueError(f"collective is {collective!r}; known are {', '.join(COLLECTIVES)}")
+    return COLLECTIVES[collective](elements, dtype, device, group)
+
+
+def _first_operation(operation: Collective) -> tuple[float, int]:
+    """Do the operation once and check it: its time on this worker in seconds, and how many elements are wrong."""
+    operation.fill()
+    start = time.perf_counter()
+    operation.run()
+    wrong = operation.count_wrong()  # waits for a GPU
+    return time.perf_counter() - start, wrong
+
+
+def _pilot(operation: Collective, first_s: float, budget_s: float) -> tuple[float, float]:
+    """Run uncounted as often as the first time suggests: the slowest worker's seconds a run, the smallest budget."""
+    least, most = WARM_UP_RUNS
+    slowest_s = _over_workers([first_s], operation, dist.ReduceOp.MAX)[0]
+    runs = min(max(int(WARM_UP_S / slowest_s), least), most)
+    own_s = _repetition(operation, runs) / runs
+    run_s, negative_budget_s = _over_workers([own_s, -budget_s], operation, dist.ReduceOp.MAX)
+    return max(run_s, 1e-9), -negative_budget_s
+
+
+def _repetition(operation: Collective, runs: int) -> float:
+    """Seconds of several runs on this worker, after a barrier."""
+    if operation.is_in_place:
+        operation.fill()  # sums of sums overflow
+    dist.barrier(group=operation.group, device_ids=_device_ids(operation))
+    clock = _cuda_seconds if operation.device.type == "cuda" else _host_seconds
+    return clock(operation, runs)
+
+
+def _host_seconds(operation: Collective, runs: int) -> float:
+    run = operation.run
+    start = time.perf_counter()
+    for _ in range(runs):
+        run()
+    return time.perf_counter() - start
+
+
+def _cuda_seconds(operation: Collective, runs: int) -> float:
+    """The device's time from before the first run to after the last, read once they are through."""
+    with torch.cuda.device(operation.device):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(runs):
+            operation.run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+
+
+def _device_ids(operation: Collective) -> list[int] | None:
+    """What NCCL's barrier wants to know; other backends refuse it."""
+    index = operation.device.index
+    return [index] if index is not None and dist.get_backend(operation.group) == "nccl" else None
+
+
+def _over_workers(values: list[float], operation: Collective, op: Any) -> list[float]:
+    """Element by element the maximum or sum of all workers' values; the same on each."""
+    device = operation.device if dist.get_backend(operation.group) == "nccl" else torch.device("cpu")
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=op, group=operation.group)
+    return [float(value) for value in tensor.tolist()]
+
+
+def _sequence(rank: int, world_size: int) -> Tensor:
+    """The values of a worker: shape (PERIOD,), int64, on the CPU."""
+    if rank >= EXACT:
+        return torch.zeros(PERIOD, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, max(1, EXACT // world_size) + 1, (PERIOD,), generator=generator)
+
+
+def _repeat(sequence: Tensor, out: Tensor) -> None:
+    """Fill a tensor with a sequence over and over."""
+    whole = len(out) // PERIOD * PERIOD
+    out[:whole].view(-1, PERIOD).copy_(sequence.expand(whole // PERIOD, PERIOD))
+    out[whole:].copy_(sequence[: len(out) - whole])
+
+
+def _count_different(tensor: Tensor, sequence: Tensor) -> int:
+    """How many elements differ from a sequence that repeats; nan differs from everything."""
+    whole = len(tensor) // PERIOD * PERIOD
+    in_whole = (tensor[:whole].view(-1, PERIOD) != sequence).sum()
+    return int(in_whole + (tensor[whole:] != sequence[: len(tensor) - whole]).sum())
