@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_digest",
+    "exclusive_lock",
     "maybe_download_and_extract_bz2",
     "maybe_download_and_extract_tar_gz",
     "maybe_download_and_extract_zip",
@@ -388,7 +389,7 @@ def _archive(
     if not _is_below(folder, path) or path.name in ("", ".", ".."):
         raise ValueError(f"file_name is {file_name!r}; it must name a file below {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    with _exclusive(path.with_name(f".{path.name}.lock")):
+    with exclusive_lock(path.with_name(f".{path.name}.lock")):
         if not path.is_file():
             progress_download(data_url, path, sha256=sha256, md5=md5)
         else:
@@ -397,7 +398,7 @@ def _archive(
 
 
 @contextlib.contextmanager
-def _exclusive(lock: Path) -> Iterator[None]:
+def exclusive_lock(lock: Path) -> Iterator[None]:
     """Wait until no other process holds the lock. The system frees it when its holder ends, however it ends."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:

@@ -1,0 +1,341 @@
+"""Batches of rows, shuffled by blocks and within them, that follow from a seed and resume where they stopped."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from mlbench_core.dataset.linearmodels.pytorch.dataloader import LMDBDataset
+
+__all__ = ["BlockBatchSampler", "LinearBatches"]
+
+# What a stream of random numbers is for; part of its seed, so that no two purposes share one.
+_CUT, _ORDER = 0, 1
+
+
+class BlockBatchSampler(Sampler[list[int]]):
+    r"""Which rows make the batches of one worker: shuffled by blocks, and within a window of several blocks.
+
+    Rows that are stored together are read together, which a disk and the page cache reward, and still the order is
+    random enough to learn from:
+
+    1. The blocks of the data set are put in a random order, the same on all workers, and their rows cut into
+       ``world_size`` parts whose sizes differ by at most 1. The parts are disjoint and cover every row.
+    2. In each epoch a worker puts its blocks in a random order of its own.
+    3. The rows of ``window_blocks`` blocks that follow each other are mixed: every order of a window is equally likely.
+       Batches are cut from the mixed rows; within a batch, where order means nothing to a sum of gradients, rows are
+       sorted so that they are read in the order of the file.
+
+    So a batch is drawn without replacement from the rows of W = ``window_blocks`` random blocks instead of from all
+    rows. With :math:`S` the variance of a quantity over single rows and :math:`S_b` that of its block means, the mean
+    of a batch of B rows is unbiased and has the variance :math:`S / B + S_b / W` at most; a plain shuffle has
+    :math:`S / B`. A file whose rows are in random order has blocks that are alike (:math:`S_b \approx S / \text{rows of
+    a block}`), and the second term is nothing. In the worst case, a file sorted by label (:math:`S_b \approx S`),
+    W = B at most doubles the variance. A window of all blocks is a plain shuffle of the worker's part.
+
+    Every worker has the same number of batches. Without ``drop_last`` every row comes once an epoch: where parts differ
+    by a row, the last batch of a larger part may be larger by that row than ``batch_size``.
+
+    Each pass is an epoch of its own: a second pass continues with the next epoch, unless :meth:`set_epoch` says
+    another.
+    Give it to a ``DataLoader`` as ``batch_sampler`` (with worker processes that runs ahead of what was consumed, so a
+    position within an epoch is exact only in :class:`LinearBatches`).
+
+    Args:
+        dataset: The rows.
+        batch_size: Rows in a batch of one worker, at least 1.
+        shuffle: Whether to shuffle; otherwise a worker's part is contiguous, in the order of the files.
+        seed: Seed of every draw, at least 0; the same on all workers.
+        rank: Rank of this worker.
+        world_size: Number of workers.
+        drop_last: Whether to leave out a last batch that is not full.
+        window_blocks: Blocks whose rows are mixed, at least 1.
+        repartition: Whether workers get other parts in each epoch; otherwise a worker keeps its part, and reads no
+            other (on its disk, in its cache).
+
+    Raises:
+        ValueError: An argument is outside what is listed above, or there are fewer rows than workers.
+    """
+
+    def __init__(
+        self,
+        dataset: LMDBDataset,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        window_blocks: int = 32,
+        repartition: bool = False,
+    ) -> None:
+        if operator.index(batch_size) < 1 or operator.index(window_blocks) < 1:
+            raise ValueError(
+                f"batch_size is {batch_size} and window_blocks is {window_blocks}; both must be at least 1"
+            )
+        if operator.index(seed) < 0:
+            raise ValueError(f"seed is {seed}; it must be at least 0")
+        if operator.index(world_size) < 1 or not 0 <= operator.index(rank) < world_size:
+            raise ValueError(f"rank is {rank} and world_size is {world_size}; ranks count from 0 to world_size - 1")
+        if len(dataset) < world_size:
+            raise ValueError(f"the data set has {len(dataset)} rows for {world_size} workers; each needs at least one")
+        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
+        self.rank, self.world_size = rank, world_size
+        self.drop_last, self.window_blocks, self.repartition = drop_last, window_blocks, repartition
+        self._blocks = dataset.row_blocks
+        self._rows = len(dataset)
+        self._epoch = 0
+        self._next_batch = 0  # of the pass under way: the first batch that was not handed out yet
+        self._started = False  # whether a pass of this epoch has begun
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch, the same on every worker."""
+        smallest = self._rows // self.world_size
+        return smallest // self.batch_size if self.drop_last else -(-smallest // self.batch_size)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the pass under way, or of the next one where none has begun; from 0."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next pass is.
+
+        Right after :meth:`load_state_dict`, naming the epoch that was loaded keeps the position in it.
+
+        Args:
+            epoch: From 0.
+
+        Raises:
+            ValueError: It is negative.
+        """
+        if operator.index(epoch) < 0:
+            raise ValueError(f"epoch is {epoch}; epochs count from 0")
+        if self._started or epoch != self._epoch:
+            self._next_batch = 0
+        self._epoch = epoch
+        self._started = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (rows.tolist() for rows in self.row_batches())
+
+    def row_batches(self) -> Iterator[NDArray[np.int64]]:
+        """Begin a pass.
+
+        Returns:
+            The positions of each batch's rows, as arrays.
+        """
+        if self._started:
+            self.set_epoch(self._epoch + 1)
+        self._started = True
+        return self._generate(self.rows(self._epoch), self._next_batch)
+
+    def rows(self, epoch: int) -> NDArray[np.int64]:
+        """This worker's rows in the order of an epoch, before they are sorted within batches.
+
+        Args:
+            epoch: From 0.
+
+        Returns:
+            Positions in the data set.
+        """
+        pieces = self._part(epoch)
+        if not self.shuffle:
+            return _positions(pieces)
+        generator = self._generator(_ORDER, self.rank, epoch)
+        pieces = pieces[generator.permutation(len(pieces))]
+        windows = [
+            generator.permutation(_positions(pieces[start : start + self.window_blocks]))
+            for start in range(0, len(pieces), self.window_blocks)
+        ]
+        return np.concatenate(windows)
+
+    def _generate(self, order: NDArray[np.int64], first: int) -> Iterator[NDArray[np.int64]]:
+        """The batches of an epoch, from the first that is wanted."""
+        count = len(self)
+        for number in range(first, count):
+            self._next_batch = number + 1
+            stop = (number + 1) * self.batch_size
+            is_rest = number == count - 1 and not self.drop_last
+            yield np.sort(order[number * self.batch_size : None if is_rest else stop])
+
+    def _part(self, epoch: int) -> NDArray[np.int64]:
+        """The pieces of blocks that are this worker's: their first rows and their ends, shape (pieces, 2)."""
+        pieces = np.stack([self._blocks[:-1], self._blocks[1:]], axis=1)
+        if self.shuffle:
+            generator = self._generator(_CUT, epoch if self.repartition else 0)
+            pieces = pieces[generator.permutation(len(pieces))]
+        share, more = divmod(self._rows, self.world_size)
+        first = self.rank * share + min(self.rank, more)
+        last = first + share + (self.rank < more)
+        ends = np.cumsum(pieces[:, 1] - pieces[:, 0])
+        begins = ends - (pieces[:, 1] - pieces[:, 0])
+        cut = np.stack([pieces[:, 0] + np.maximum(first - begins, 0), pieces[:, 1] - np.maximum(ends - last, 0)], 1)
+        return cut[(begins < last) & (ends > first)]
+
+    def _generator(self, *purpose: int) -> np.random.Generator:
+        """A generator of its own for each purpose; related seeds give unrelated streams."""
+        return np.random.default_rng(np.random.SeedSequence([self.seed, *purpose]))
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the iteration stands: what a checkpoint needs to go on with the next batch.
+
+        Returns:
+            Whole numbers: ``epoch`` and ``batch`` of the next batch, and what they rest on.
+        """
+        finished = self._started and self._next_batch >= len(self)
+        return {
+            "epoch": self._epoch + 1 if finished else self._epoch,
+            "batch": 0 if finished else self._next_batch,
+            **self._basis(),
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where :meth:`state_dict` was taken.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: It was taken with other arguments or other data, so the batches would be others.
+        """
+        for name, here in self._basis().items():
+            if state[name] != here:
+                raise ValueError(f"the state was taken with {name} {state[name]}, but here it is {here}")
+        self._epoch = state["epoch"]
+        self._next_batch = state["batch"]
+        self._started = False
+
+    def _basis(self) -> dict[str, int]:
+        """What the order of the rows depends on."""
+        return {
+            "seed": self.seed,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "batch_size": self.batch_size,
+            "window_blocks": self.window_blocks,
+            "rows": self._rows,
+            "blocks": len(self._blocks) - 1,
+            "shuffle": int(self.shuffle),
+            "drop_last": int(self.drop_last),
+            "repartition": int(self.repartition),
+        }
+
+
+def _positions(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
+    """All rows of some pieces, one after the other."""
+    lengths = pieces[:, 1] - pieces[:, 0]
+    return np.repeat(pieces[:, 1] - np.cumsum(lengths), lengths) + np.arange(lengths.sum())
+
+
+class LinearBatches:
+    """Iterate over whole batches of rows; it stands where a ``DataLoader`` would.
+
+    Each batch is fetched by one call, in this process. Which rows make a batch, what an epoch is and how to resume is
+    said at :class:`BlockBatchSampler`; a run that stops in the middle of an epoch and keeps :meth:`state_dict` goes on
+    with the very batches it would have had.
+
+    Args:
+        dataset: The rows.
+        batch_size: Rows in a batch of one worker, at least 1.
+        shuffle: As for :class:`BlockBatchSampler`, like all that follow.
+        seed: Seed of every draw, at least 0; the same on all workers.
+        rank: Rank of this worker.
+        world_size: Number of workers.
+        drop_last: Whether to leave out a last batch that is not full.
+        window_blocks: Blocks whose rows are mixed, at least 1.
+        repartition: Whether workers get other parts in each epoch.
+
+    Raises:
+        ValueError: An argument is outside what is listed there.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from mlbench_core.dataset.util.pytorch.lmdb_store import StoreWriter
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> with StoreWriter(folder / "tiny_train.lmdb", n_features=3) as writer:
+        ...     writer.append(np.ones((10, 3)), np.arange(10) % 2)
+        ...     _ = writer.finish()
+        >>> batches = LinearBatches(LMDBDataset("tiny", "train", folder), batch_size=4)
+        >>> [tuple(x.shape) for x, y in batches]
+        [(4, 3), (4, 3), (2, 3)]
+    """
+
+    def __init__(
+        self,
+        dataset: LMDBDataset,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        window_blocks: int = 32,
+        repartition: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.sampler = BlockBatchSampler(
+            dataset,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+            window_blocks=window_blocks,
+            repartition=repartition,
+        )
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch, the same on every worker."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return map(self.dataset.batch, self.sampler.row_batches())
+
+    @property
+    def batch_size(self) -> int:
+        """Rows in a batch of one worker."""
+        return self.sampler.batch_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the pass under way, or of the next one where none has begun; from 0."""
+        return self.sampler.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next pass is.
+
+        Args:
+            epoch: From 0.
+
+        Raises:
+            ValueError: It is negative.
+        """
+        self.sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the iteration stands: what a checkpoint needs to go on with the next batch.
+
+        Returns:
+            Whole numbers: ``epoch`` and ``batch`` of the next batch, and what they rest on.
+        """
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where :meth:`state_dict` was taken.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: It was taken with other arguments or other data.
+        """
+        self.sampler.load_state_dict(state)

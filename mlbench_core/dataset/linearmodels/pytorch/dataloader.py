@@ -1,0 +1,278 @@
+"""Rows of a linear model's data as a PyTorch data set."""
+
+from __future__ import annotations
+
+import operator
+import os
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mlbench_core.dataset.util.pytorch.lmdb_store import LinearStore, find_stores
+from mlbench_core.errors import DatasetError
+
+__all__ = ["DATA_TYPES", "LMDBDataset", "Rows", "collate_rows"]
+
+DATA_TYPES = ("train", "test")
+_LAYOUTS = ("dense", "sparse_csr")
+
+
+class Rows(Sequence[tuple[Tensor, Tensor]]):
+    """Several rows that were fetched at once: a sequence of (features, label), and the whole as two tensors.
+
+    Attributes:
+        features: Features of all rows, shape (rows, n_features).
+        labels: Labels of all rows, shape (rows,).
+    """
+
+    def __init__(self, features: Tensor, labels: Tensor) -> None:
+        self.features = features
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.features[index], self.labels[index]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.features.layout == torch.strided:
+            return zip(self.features.unbind(), self.labels.unbind(), strict=True)
+        return (self[row] for row in range(len(self)))
+
+
+def collate_rows(rows: Any) -> tuple[Tensor, Tensor]:
+    """Make a batch of what :meth:`LMDBDataset.__getitems__` returns, without copying it once more.
+
+    Give it to a ``DataLoader`` as ``collate_fn``. torch's own makes the same batch of dense rows, slower; of sparse
+    rows it makes none.
+
+    Args:
+        rows: The fetched rows.
+
+    Returns:
+        Features, shape (rows, n_features), and labels, shape (rows,).
+    """
+    if isinstance(rows, Rows):
+        return rows.features, rows.labels
+    features, labels = zip(*rows, strict=True)
+    return torch.stack(features), torch.stack(labels)
+
+
+class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Labelled rows in LMDB files, made by :mod:`mlbench_core.dataset.util.pytorch.libsvm`.
+
+    A sample is a row of ``n_features`` numbers and its label. The files are opened at the first use in each process,
+    without locks and read-only, so objects go to the worker processes of a ``DataLoader``, forked or spawned, and
+    data may lie on a read-only file system.
+
+    A whole batch is fetched by one call: a ``DataLoader`` does so by itself through ``__getitems__``, best with
+    :func:`collate_rows` and :class:`~mlbench_core.dataset.linearmodels.pytorch.BlockBatchSampler`;
+    :class:`~mlbench_core.dataset.linearmodels.pytorch.LinearBatches` is faster still.
+
+    Args:
+        name: Name of the data set, for example ``"epsilon"``.
+        data_type: ``"train"`` or ``"test"``.
+        root: Folder with ``NAME_TYPE.lmdb``, or with several ``NAME_TYPE-....lmdb``, whose rows follow one another in
+            the order of the files' names. Also the path of one store itself.
+        target_transform: What to do with each label, a tensor without dimensions.
+        layout: ``"dense"``, or ``"sparse_csr"`` for batches in ``torch.sparse_csr`` layout. However the data is stored,
+            it can be read as either; dense batches of many features are large.
+        cache: Whether to keep what was read in memory, in each process for itself.
+
+    Raises:
+        ValueError: ``data_type`` or ``layout`` is none of the above.
+        DatasetNotFoundError: There is no such data in ``root``.
+        DatasetError: A file is damaged, is of another format (version 3.0's are not read: they are pickles, which can
+            run any code), or the files do not belong together.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import numpy as np
+        >>> from mlbench_core.dataset.util.pytorch.lmdb_store import StoreWriter
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> with StoreWriter(folder / "tiny_train.lmdb", n_features=2) as writer:
+        ...     writer.append(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([0.0, 1.0]))
+        ...     _ = writer.finish()
+        >>> dataset = LMDBDataset("tiny", "train", folder)
+        >>> dataset[-1]
+        (tensor([3., 4.]), tensor(1.))
+    """
+
+    def __init__(
+        self,
+        name: str,
+        data_type: str,
+        root: str | os.PathLike[str],
+        target_transform: Callable[[Any], Any] | None = None,
+        *,
+        layout: str = "dense",
+        cache: bool = False,
+    ) -> None:
+        if data_type not in DATA_TYPES:
+            raise ValueError(f"data_type is {data_type!r}; it must be 'train' or 'test'")
+        if layout not in _LAYOUTS:
+            raise ValueError(f"layout is {layout!r}; it must be 'dense' or 'sparse_csr'")
+        self.name, self.data_type, self.root = name, data_type, Path(root)
+        self.target_transform = target_transform
+        self.layout = layout
+        self.stores = [LinearStore(path, cache=cache) for path in find_stores(self.root, name, data_type)]
+        _check_together(self.stores)
+        self._ends = list(accumulate(len(store) for store in self.stores))
+        self._labels = torch.from_numpy(np.concatenate([store.labels for store in self.stores]))
+
+    @property
+    def n_features(self) -> int:
+        """Number of columns."""
+        return self.stores[0].header.n_features
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of features and labels: ``torch.float32`` or ``torch.float64``."""
+        return self._labels.dtype
+
+    @property
+    def targets(self) -> Tensor:
+        """Labels of all rows as they are stored, before ``target_transform``; shape (rows,)."""
+        return self._labels
+
+    @property
+    def row_blocks(self) -> NDArray[np.int64]:
+        """First row of each stored block, and the number of rows at the end: what lies together in the files."""
+        firsts = [
+            np.arange(0, len(store), store.header.rows_per_block) + end - len(store)
+            for store, end in zip(self.stores, self._ends, strict=True)
+        ]
+        return np.concatenate([*firsts, [len(self)]]).astype(np.int64)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        """One row.
+
+        Args:
+            index: Its position; negative ones count from the end.
+
+        Returns:
+            Features, shape (n_features,), and the label: without ``target_transform`` a tensor without dimensions.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        position = operator.index(index)
+        features, labels = self.batch([position])
+        if self.layout == "dense":
+            return features[0], labels[0]
+        return features, labels[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> Rows:
+        """Several rows at once, as a ``DataLoader`` asks for them.
+
+        Args:
+            indices: Their positions.
+
+        Returns:
+            The rows, a sequence of (features, label) that :func:`collate_rows` makes a batch of.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        return Rows(*self.batch(indices))
+
+    def batch(self, rows: Sequence[int] | NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Several rows as two tensors, which are copies of the stored numbers.
+
+        Args:
+            rows: Their positions; negative ones count from the end. Sorted ones are the fastest.
+
+        Returns:
+            Features, shape (rows, n_features), dense or sparse as ``layout`` says, and labels, shape (rows,).
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        wanted = self._positions(rows)
+        labels = self._labels[torch.from_numpy(wanted)]
+        if self.target_transform is not None:
+            labels = torch.stack([torch.as_tensor(self.target_transform(label)) for label in labels])
+        return (self._dense(wanted) if self.layout == "dense" else self._sparse(wanted)), labels
+
+    def close(self) -> None:
+        """Let go of the files; they are opened again when they are needed."""
+        for store in self.stores:
+            store.close()
+
+    def _positions(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Positions from 0, after a look at their range."""
+        wanted = np.asarray(rows, dtype=np.int64)
+        if wanted.size and (wanted.min() < -len(self) or wanted.max() >= len(self)):
+            wrong = wanted[(wanted < -len(self)) | (wanted >= len(self))][0]
+            raise IndexError(f"there is no row {wrong}: {self.name} {self.data_type} has {len(self)} rows")
+        return np.where(wanted < 0, wanted + len(self), wanted)
+
+    def _runs(self, rows: NDArray[np.int64]) -> Iterator[tuple[LinearStore, NDArray[np.int64], slice]]:
+        """Neighbours of the same store: the store, the rows in it, where they are in ``rows``."""
+        if len(self.stores) == 1:
+            yield self.stores[0], rows, slice(0, len(rows))
+            return
+        start = 0
+        while start < len(rows):
+            number = bisect_right(self._ends, rows[start])
+            first = self._ends[number] - len(self.stores[number])
+            outside = (rows[start:] < first) | (rows[start:] >= self._ends[number])
+            stop = start + int(outside.argmax()) if outside.any() else len(rows)
+            yield self.stores[number], rows[start:stop] - first, slice(start, stop)
+            start = stop
+
+    def _dense(self, rows: NDArray[np.int64]) -> Tensor:
+        features = torch.empty(len(rows), self.n_features, dtype=self.dtype)
+        array = features.numpy()
+        for store, local, where in self._runs(rows):
+            store.take(local, array[where])
+        return features
+
+    def _sparse(self, rows: NDArray[np.int64]) -> Tensor:
+        parts = [store.take_csr(local) for store, local, _ in self._runs(rows)]
+        lengths = np.concatenate([np.zeros(1, np.int64), *(np.diff(indptr) for indptr, _, _ in parts)])
+        columns = np.concatenate([np.empty(0, np.int64), *(columns for _, columns, _ in parts)])
+        values = np.concatenate([np.empty(0, self._labels.numpy().dtype), *(values for _, _, values in parts)])
+        return _sparse_csr(np.cumsum(lengths), columns, values, (len(rows), self.n_features))
+
+
+def _sparse_csr(
+    indptr: NDArray[np.int64], columns: NDArray[np.int64], values: NDArray[Any], shape: tuple[int, int]
+) -> Tensor:
+    """A tensor of compressed sparse rows, without torch's remark that they are in beta."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        return torch.sparse_csr_tensor(
+            torch.from_numpy(indptr), torch.from_numpy(columns), torch.from_numpy(values), shape
+        )
+
+
+def _check_together(stores: list[LinearStore]) -> None:
+    """Refuse files that are no parts of one data set, or not all of them."""
+    first = stores[0]
+    for store in stores[1:]:
+        for what in ("n_features", "dtype", "label_map"):
+            mine, other = getattr(store.header, what), getattr(first.header, what)
+            if mine != other:
+                raise DatasetError(
+                    f"{store.path} has {what} {mine}, but {first.path} has {other}: convert them again together"
+                )
+    count = first.header.shard[1]
+    numbers = [store.header.shard[0] for store in stores]
+    if count > 1 and numbers != list(range(count)):
+        raise DatasetError(
+            f"the data set has {count} parts, of which {numbers} are in {first.path.parent}: convert it again"
+        )

@@ -1,0 +1,147 @@
+"""Stores of a data set where there are none yet: from text that lies here, from the network, or by a rule."""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from pathlib import Path
+
+from mlbench_core.dataset.linearmodels.pytorch.dataloader import find_stores
+from mlbench_core.dataset.util import tools
+from mlbench_core.dataset.util.pytorch.libsvm import SYNTHETIC, convert, download
+from mlbench_core.dataset.util.pytorch.libsvm_names import KNOWN
+from mlbench_core.errors import DatasetNotFoundError
+
+__all__ = ["find_text", "prepare_stores"]
+
+logger = logging.getLogger(__name__)
+
+_COMPRESSIONS = ("", ".gz", ".bz2", ".xz")
+_PARTS = ("train", "test")
+
+
+def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | os.PathLike[str] | None = None) -> Path:
+    """Make a data set's stores, unless they are there.
+
+    Any number of processes may call it at once: one of those that share ``root`` works, the others wait for it. That
+    takes no communication, so hosts with disks of their own make a store each.
+
+    Args:
+        name: A name known to :mod:`mlbench_core.dataset.util.pytorch.libsvm`; with ``text_folder`` any name.
+        root: Folder for the stores. Those made of the text in ``text_folder`` lie in a folder of their own below it,
+            and are made again when the text is newer.
+        text_folder: Folder with LIBSVM text, plain or compressed (see :func:`find_text`), or with stores. None
+            downloads the text, or makes ``synthetic_dense``.
+
+    Returns:
+        The folder with the stores.
+
+    Raises:
+        DatasetNotFoundError: ``text_folder`` lacks a part that the data set has.
+        DownloadError: It could not be downloaded.
+        DatasetError: The text is not what it should be, or the disk is full.
+        ValueError: The name is unknown and there is no ``text_folder``.
+    """
+    if text_folder is not None and _has_store(Path(text_folder), name, "train"):
+        return Path(text_folder)
+    folder = Path(root)
+    if text_folder is not None:
+        folder = folder / f"text-{zlib.crc32(os.fsencode(Path(text_folder).resolve())):08x}"
+    with tools.exclusive_lock(folder / f".{name}.lock"):
+        for part in _parts(name, text_folder):
+            _make(name, part, folder, None if text_folder is None else Path(text_folder))
+    return folder
+
+
+def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
+    """The LIBSVM text of one part of a data set.
+
+    It has the name under which it is published (``epsilon_normalized.t`` for the test part of epsilon), or ``NAME``
+    for training and ``NAME.t`` for test, plain or with ``.gz``, ``.bz2`` or ``.xz``.
+
+    Args:
+        folder: Where to look.
+        name: Name of the data set.
+        part: ``"train"`` or ``"test"``.
+
+    Returns:
+        The file.
+
+    Raises:
+        DatasetNotFoundError: There is none; the message has the names that were looked for.
+    """
+    stems = [name if part == "train" else f"{name}.t"]
+    if name in KNOWN and part in KNOWN[name].files:
+        published = KNOWN[name].files[part].file_name
+        stems.insert(0, published.removesuffix(Path(published).suffix) if _is_compressed(published) else published)
+    wanted = [stem + compression for stem in dict.fromkeys(stems) for compression in _COMPRESSIONS]
+    for file_name in wanted:
+        path = Path(folder) / file_name
+        if path.is_file():
+            return path
+    raise DatasetNotFoundError(f"{folder} has no text of {name} {part}; looked for {', '.join(wanted)}")
+
+
+def _is_compressed(file_name: str) -> bool:
+    return Path(file_name).suffix in _COMPRESSIONS[1:]
+
+
+def _parts(name: str, text_folder: str | os.PathLike[str] | None) -> list[str]:
+    """The parts that the data set has."""
+    if name in KNOWN:
+        return list(KNOWN[name].files)
+    if text_folder is None and name == SYNTHETIC:
+        return list(_PARTS)
+    if text_folder is None:
+        known = ", ".join(sorted([*KNOWN, SYNTHETIC]))
+        raise ValueError(f"name is {name!r}; known are {known}; any other needs a folder with its text")
+    return [part for part in _PARTS if part == "train" or _has_text(Path(text_folder), name, part)]
+
+
+def _has_text(folder: Path, name: str, part: str) -> bool:
+    try:
+        find_text(folder, name, part)
+    except DatasetNotFoundError:
+        return False
+    return True
+
+
+def _has_store(folder: Path, name: str, part: str) -> bool:
+    try:
+        find_stores(folder, name, part)
+    except DatasetNotFoundError:
+        return False
+    return True
+
+
+def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
+    """Make one store, unless it is there and not older than its text."""
+    there = find_stores(folder, name, part) if _has_store(folder, name, part) else []
+    if there and text_folder is None:
+        return
+    dest = folder / f"{name}_{part}.lmdb"
+    if text_folder is None and name == SYNTHETIC:
+        from mlbench_core.dataset.util.pytorch.synthetic_dense import write_synthetic_dense
+
+        logger.info("making %s", dest)
+        write_synthetic_dense(dest, data_type=part)
+        return
+    text = download(name, part, folder) if text_folder is None else find_text(text_folder, name, part)
+    if there and min(store.stat().st_mtime_ns for store in there) >= text.stat().st_mtime_ns:
+        return
+    logger.info("converting %s to %s", text, dest)
+    known = KNOWN.get(name)
+    if known is None:
+        # Both parts must have the same columns, which a part may not show by itself.
+        texts = [find_text(text_folder or folder, name, other) for other in _parts(name, text_folder)]
+        convert([text], dest, n_features=_columns(texts))
+    else:
+        convert([text], dest, n_features=known.n_features, layout=known.layout, labels=known.labels)
+
+
+def _columns(texts: list[Path]) -> int:
+    """Number of columns of all parts of a data set."""
+    from mlbench_core.dataset.util.pytorch.libsvm_text import scan
+
+    return max(scan(text).n_features for text in texts)

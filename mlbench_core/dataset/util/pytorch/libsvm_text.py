@@ -1,0 +1,198 @@
+"""LIBSVM text, ``label index:value index:value ...``, read in chunks and written."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
+
+__all__ = ["Chunk", "TextShape", "format_rows", "open_text", "read_chunks", "scan"]
+
+CHUNK_BYTES = 1 << 25
+_OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}  # type: ignore[dict-item]
+_DAMAGED = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some lines of a text, parsed.
+
+    Attributes:
+        features: ``scipy.sparse.csr_matrix`` of shape (rows, n_features).
+        labels: Labels as they are in the text, float64.
+        text_bytes: How long the lines were, decompressed.
+    """
+
+    features: Any
+    labels: NDArray[np.float64]
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class TextShape:
+    """What a whole text holds.
+
+    Attributes:
+        n_rows: Number of rows.
+        n_features: Largest index.
+        n_values: Number of values that are written out.
+    """
+
+    n_rows: int
+    n_features: int
+    n_values: int
+
+
+def open_text(path: Path) -> IO[bytes]:
+    """Open a text, decompressed by its suffix: ``.gz``, ``.bz2`` or ``.xz``.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The open file, in binary mode.
+
+    Raises:
+        DatasetNotFoundError: There is no such file.
+    """
+    if not path.is_file():
+        raise DatasetNotFoundError(f"there is no file {path}")
+    return _OPENERS[path.suffix](path) if path.suffix in _OPENERS else path.open("rb")
+
+
+def read_chunks(
+    path: Path,
+    *,
+    n_features: int | None = None,
+    dtype: str = "float32",
+    zero_based: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Iterator[Chunk]:
+    """Parse a text by scikit-learn's reader, some lines at a time, so that it may be larger than the memory.
+
+    Args:
+        path: The file, compressed or not.
+        n_features: Number of columns; None takes the largest index of each chunk.
+        dtype: Dtype of the values.
+        zero_based: Whether indices count from 0; LIBSVM's count from 1.
+        chunk_bytes: About how many bytes of (decompressed) text to parse at once.
+
+    Yields:
+        The chunks in the text's order.
+
+    Raises:
+        DatasetNotFoundError: There is no such file.
+        DatasetError: A line is wrong (the message has its number), or the compressed file is damaged.
+    """
+    reader: Any = require("sklearn.datasets", "linear")
+
+    def parse(text: bytes) -> tuple[Any, NDArray[np.float64]]:
+        features, labels = reader.load_svmlight_file(
+            io.BytesIO(text), n_features=n_features, dtype=dtype, zero_based=zero_based
+        )
+        if not (np.isfinite(features.data).all() and np.isfinite(labels).all()):
+            raise ValueError(f"a number is not finite in {dtype}")
+        return features, labels.astype(np.float64)
+
+    line = 1
+    with open_text(path) as file:
+        while text := _read_lines(file, chunk_bytes, path):
+            try:
+                features, labels = parse(text)
+            except (ValueError, OverflowError):
+                raise _wrong_line(path, line, text, parse) from None
+            line += text.count(b"\n")
+            if len(labels):
+                yield Chunk(features, labels, len(text))
+
+
+def _read_lines(file: IO[bytes], chunk_bytes: int, path: Path) -> bytes:
+    """The next lines: at least so many bytes, up to the end of a line."""
+    try:
+        return file.read(chunk_bytes) + file.readline()
+    except _DAMAGED as error:
+        raise DatasetError(f"{path} is damaged: {error}; get it again") from error
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error}") from error
+
+
+def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes], Any]) -> DatasetError:
+    """Find the first line that cannot be parsed, by halves, and say what is wrong with it."""
+    lines = text.splitlines(keepends=True)
+
+    def failure(start: int, stop: int) -> Exception | None:
+        try:
+            parse(b"".join(lines[start:stop]))
+        except (ValueError, OverflowError) as error:
+            return error
+        return None
+
+    low, high = 0, len(lines)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if failure(low, middle):
+            high = middle
+        else:
+            low = middle
+    shown = lines[low][:60].decode(errors="replace").strip()
+    return DatasetError(f"{path}, line {first_line + low}: {failure(low, high)}; the line begins {shown!r}")
+
+
+def scan(path: Path, *, zero_based: bool = False, chunk_bytes: int = CHUNK_BYTES) -> TextShape:
+    """Read a text once to see how large it is.
+
+    Args:
+        path: The file.
+        zero_based: As in :func:`read_chunks`.
+        chunk_bytes: As in :func:`read_chunks`.
+
+    Returns:
+        Its rows, columns and values.
+
+    Raises:
+        DatasetNotFoundError: There is no such file.
+        DatasetError: A line is wrong, or the file is damaged.
+    """
+    rows = features = values = 0
+    for chunk in read_chunks(path, zero_based=zero_based, chunk_bytes=chunk_bytes):
+        rows += chunk.features.shape[0]
+        features = max(features, chunk.features.shape[1])
+        values += chunk.features.nnz
+    return TextShape(rows, features, values)
+
+
+def format_rows(indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], labels: NDArray[Any]) -> str:
+    """Compressed sparse rows as text, in so many digits that the very same numbers are read back.
+
+    Args:
+        indptr: Where each row begins, (rows + 1).
+        columns: Columns, from 0; the text's indices are one more.
+        values: The values, float32 or float64.
+        labels: The rows' labels.
+
+    Returns:
+        Lines, each ended by a newline.
+
+    Example:
+        >>> format_rows(np.array([0, 2]), np.array([0, 3]), np.array([0.5, 2.0], np.float32), np.array([-1.0]))
+        '-1 1:0.5 4:2\\n'
+    """
+    digits = 9 if values.dtype == np.float32 else 17
+    bounds, indices, numbers = indptr.tolist(), (columns + 1).tolist(), values.tolist()
+    lines = []
+    for row, label in enumerate(labels.tolist()):
+        start, stop = bounds[row], bounds[row + 1]
+        pairs = [f"{i}:{v:.{digits}g}" for i, v in zip(indices[start:stop], numbers[start:stop], strict=True)]
+        lines.append(" ".join([f"{label:.{digits}g}", *pairs]) + "\n")
+    return "".join(lines)

@@ -1,0 +1,562 @@
+"""Rows of a linear model's data in an LMDB file: blocks of raw numbers, read without copying and without pickle.
+
+A store is one file. Its values, by key:
+
+* ``header``: a JSON object, see :class:`StoreHeader`.
+* ``labels``: the labels of all rows, in the store's dtype.
+* ``checksums``: the CRC-32 of each block, unsigned 32-bit integers.
+* ``block:0000000000``, ``block:0000000001``, ...: ``rows_per_block`` rows each, the last one what is left.
+
+A dense block is a matrix (rows, n_features). A sparse one (compressed sparse rows) is ``indptr`` (rows + 1 64-bit
+integers), then the values, then their columns (32-bit integers). All numbers are little-endian, none are padded. The
+page "Data of linear models" of the documentation says more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlbench_core.dataset.util.pytorch._lmdb_environment import ReadEnvironment, open_for_reading
+from mlbench_core.dataset.util.tools import exclusive_lock
+from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
+
+__all__ = ["FORMAT", "VERSION", "LinearStore", "StoreHeader", "StoreWriter", "find_stores"]
+
+FORMAT, VERSION = "mlbench-linear", 1
+LAYOUTS, DTYPES = ("dense", "csr"), ("float32", "float64")
+BLOCK_BYTES = 1 << 19  # what a block aims at: some rows of 2,000 features, and still a good length for a disk
+_HEADER, _LABELS, _CHECKSUMS = b"header", b"labels", b"checksums"
+_INDPTR, _COLUMN, _CHECKSUM = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<u4")
+_FIRST_MAP_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class StoreHeader:
+    """What a store says of itself.
+
+    Attributes:
+        layout: ``"dense"`` or ``"csr"``.
+        dtype: ``"float32"`` or ``"float64"``, of values and labels.
+        n_rows: Number of rows.
+        n_features: Number of columns.
+        rows_per_block: Rows of each block but the last.
+        label_map: The text's labels and what they became, for example ``{"-1": 0, "1": 1}``; None: kept as they were.
+        shard: Position of this store among the stores of the same data set, and their number.
+        source: Names of the files it was made from.
+        labels_crc32: CRC-32 of the labels.
+        extra: What else is known, for example how synthetic data was made.
+    """
+
+    layout: str
+    dtype: str
+    n_rows: int
+    n_features: int
+    rows_per_block: int
+    label_map: Mapping[str, int] | None = None
+    shard: tuple[int, int] = (0, 1)
+    source: tuple[str, ...] = ()
+    labels_crc32: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def n_blocks(self) -> int:
+        """Number of blocks."""
+        return -(-self.n_rows // self.rows_per_block)
+
+    @property
+    def number(self) -> np.dtype:
+        """The dtype of values and labels in the file."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    def to_json(self) -> bytes:
+        """As it is written."""
+        return json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes, path: Path) -> StoreHeader:
+        """Read what :meth:`to_json` wrote.
+
+        Args:
+            text: The value of the key ``header``.
+            path: Where it was found, for messages.
+
+        Returns:
+            The header.
+
+        Raises:
+            DatasetError: It is no header, or that of another version.
+        """
+        try:
+            found = json.loads(text)
+            kind, version = found.pop("format"), found.pop("version")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise _foreign(path) from error
+        if kind != FORMAT:
+            raise _foreign(path)
+        if version != VERSION:
+            raise DatasetError(f"{path} has version {version} of the format; this library reads version {VERSION}")
+        try:
+            header = cls(**{**found, "shard": tuple(found["shard"]), "source": tuple(found["source"])})
+            sound = header.n_rows > 0 and header.n_features > 0 and header.rows_per_block > 0
+        except (TypeError, KeyError) as error:
+            raise DatasetError(f"the header of {path} is damaged: {error}; convert the data again") from error
+        if not sound or header.layout not in LAYOUTS or header.dtype not in DTYPES:
+            raise DatasetError(f"the header of {path} is damaged: {header}; convert the data again")
+        return header
+
+
+def _foreign(path: Path) -> DatasetError:
+    """What to say of an LMDB that something else made."""
+    return DatasetError(
+        f"{path} is an LMDB, but not of this format. One of version 3.0 holds pickled rows, which are never loaded, "
+        "because a pickle can run any code: convert the text again, "
+        "python -m mlbench_core.dataset.util.pytorch.libsvm NAME [train|test] DEST_DIR [--file TEXT]"
+    )
+
+
+class LinearStore:
+    """Rows of one store, read from the file's pages.
+
+    The file is opened at the first use in each process and shared by all stores of a process on the same file, so an
+    object can be pickled, sent to worker processes and used on both sides of a ``fork``.
+
+    Args:
+        path: The file (or the folder of an LMDB that is a folder).
+        cache: Whether to keep each block in memory once it was read.
+
+    Raises:
+        DatasetNotFoundError: There is no such file.
+        DatasetError: It is no store, or a damaged one.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, cache: bool = False) -> None:
+        self.path = Path(path)
+        self._opened: ReadEnvironment | None = None
+        self._cached: dict[int, Any] | None = {} if cache else None
+        with self._reading() as transaction:
+            text = transaction.get(_HEADER)
+            if text is None:
+                raise _foreign(self.path)
+            self.header = StoreHeader.from_json(bytes(text), self.path)
+            labels = transaction.get(_LABELS)
+            if labels is None or len(labels) != self.header.n_rows * self.header.number.itemsize:
+                raise DatasetError(f"{self.path} is damaged: its labels are not complete; convert the data again")
+            self.labels: NDArray[Any] = np.frombuffer(labels, self.header.number).astype(self.header.dtype)
+
+    def __len__(self) -> int:
+        return self.header.n_rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None, "_cached": None if self._cached is None else {}}
+
+    def close(self) -> None:
+        """Let go of the file; it is opened again when it is needed."""
+        self._opened = None
+
+    def take(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+        """Copy rows into a dense matrix.
+
+        Rows of one block that follow each other are copied by one call, so sorted ones are the fastest.
+
+        Args:
+            rows: Positions in the store, each from 0 to ``len(self) - 1``.
+            out: Where to, of the store's dtype and shape (len(rows), n_features).
+        """
+        with self._reading() as transaction:
+            for number, start, stop in self._runs(rows):
+                local = rows[start:stop] - number * self.header.rows_per_block
+                if self.header.layout == "dense":
+                    # Positions were checked: "clip" is the mode in which numpy writes into `out` without a buffer.
+                    np.take(self._dense(transaction, number), local, axis=0, out=out[start:stop], mode="clip")
+                else:
+                    _scatter(*_select(*self._sparse(transaction, number), local), out[start:stop])
+
+    def take_csr(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
+        """Copy rows as compressed sparse rows.
+
+        Args:
+            rows: Positions in the store, each from 0 to ``len(self) - 1``.
+
+        Returns:
+            ``indptr`` (len(rows) + 1), the columns of the values, the values.
+        """
+        parts = []
+        with self._reading() as transaction:
+            for number, start, stop in self._runs(rows):
+                local = rows[start:stop] - number * self.header.rows_per_block
+                if self.header.layout == "dense":
+                    parts.append(_compress(self._dense(transaction, number)[local]))
+                else:
+                    parts.append(_select(*self._sparse(transaction, number), local))
+        lengths = np.concatenate([np.zeros(1, np.int64), *(np.diff(indptr) for indptr, _, _ in parts)])
+        columns = [columns for _, columns, _ in parts]
+        values = [values for _, _, values in parts]
+        empty = np.empty(0, self.header.dtype)
+        return (
+            np.cumsum(lengths),
+            np.concatenate([np.empty(0, np.int64), *columns]),
+            np.concatenate([empty, *values]).astype(self.header.dtype, copy=False),
+        )
+
+    def verify(self) -> None:
+        """Read everything and compare the checksums.
+
+        Raises:
+            DatasetError: Something is damaged; the message says which block.
+        """
+        again = "convert the data again, or copy it again"
+        with self._reading() as transaction:
+            sums = np.frombuffer(transaction.get(_CHECKSUMS) or b"", _CHECKSUM)
+            if len(sums) != self.header.n_blocks:
+                raise DatasetError(f"{self.path} has {len(sums)} checksums for {self.header.n_blocks} blocks; {again}")
+            if zlib.crc32(transaction.get(_LABELS)) != self.header.labels_crc32:
+                raise DatasetError(f"the labels of {self.path} have another checksum than when written; {again}")
+            for number, expected in enumerate(sums.tolist()):
+                if zlib.crc32(self._block(transaction, number)) != expected:
+                    raise DatasetError(f"block {number} of {self.path} has another checksum than when written; {again}")
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Any]:
+        """A transaction; what it gives are views of the file's pages, valid until it ends."""
+        if self._opened is None or self._opened.pid != os.getpid():
+            self._opened = open_for_reading(self.path)
+        with self._opened.environment.begin(buffers=True) as transaction:
+            yield transaction
+
+    def _runs(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+        """Neighbouring rows of the same block: number of the block, start and stop in ``rows``."""
+        blocks = rows // self.header.rows_per_block
+        starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
+        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+            yield int(blocks[start]), start, stop
+
+    def _block(self, transaction: Any, number: int) -> Any:
+        """The bytes of a block."""
+        if self._cached is not None and number in self._cached:
+            return self._cached[number]
+        value = transaction.get(_block_key(number))
+        if value is None:
+            raise DatasetError(f"{self.path} is damaged: block {number} is missing; convert the data again")
+        if self._cached is not None:
+            value = self._cached[number] = bytes(value)
+        return value
+
+    def _block_rows(self, number: int) -> int:
+        """How many rows a block has."""
+        return min(self.header.rows_per_block, self.header.n_rows - number * self.header.rows_per_block)
+
+    def _dense(self, transaction: Any, number: int) -> NDArray[Any]:
+        """A dense block as a matrix."""
+        flat = np.frombuffer(self._block(transaction, number), self.header.number)
+        return flat.reshape(self._block_rows(number), self.header.n_features)
+
+    def _sparse(self, transaction: Any, number: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """A sparse block: indptr, columns, values."""
+        block = self._block(transaction, number)
+        rows = self._block_rows(number)
+        indptr = np.frombuffer(block, _INDPTR, rows + 1)
+        values = np.frombuffer(block, self.header.number, int(indptr[-1]), indptr.nbytes)
+        columns = np.frombuffer(block, _COLUMN, int(indptr[-1]), indptr.nbytes + values.nbytes)
+        return indptr, columns, values
+
+
+def _block_key(number: int) -> bytes:
+    return b"block:%010d" % number
+
+
+def _select(
+    indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], rows: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
+    """Some rows of compressed sparse rows, as copies."""
+    lengths = indptr[rows + 1] - indptr[rows]
+    chosen = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    where = np.arange(chosen[-1]) + np.repeat(indptr[rows] - chosen[:-1], lengths)
+    return chosen, columns[where].astype(np.int64), values[where]
+
+
+def _scatter(indptr: NDArray[np.int64], columns: NDArray[np.int64], values: NDArray[Any], out: NDArray[Any]) -> None:
+    """Write compressed sparse rows into a dense matrix."""
+    out.fill(0)
+    out[np.repeat(np.arange(len(out)), np.diff(indptr)), columns] = values
+
+
+def _compress(matrix: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
+    """A dense matrix as compressed sparse rows."""
+    rows, columns = np.nonzero(matrix)
+    indptr = np.searchsorted(rows, np.arange(len(matrix) + 1))
+    return indptr.astype(np.int64), columns.astype(np.int64), matrix[rows, columns]
+
+
+def find_stores(root: Path, name: str, data_type: str) -> list[Path]:
+    """The stores of a data set below a folder, in the order of their names.
+
+    Args:
+        root: The folder, or a store itself.
+        name: Name of the data set.
+        data_type: ``"train"`` or ``"test"``.
+
+    Returns:
+        At least one path.
+
+    Raises:
+        DatasetNotFoundError: There is none.
+    """
+    if root.is_file() or (root / "data.mdb").is_file():
+        return [root]
+    stem = f"{name}_{data_type}"
+    found = [root / f"{stem}.lmdb"] if (root / f"{stem}.lmdb").exists() else sorted(root.glob(f"{stem}-*.lmdb"))
+    if not found:
+        there = sorted(path.name for path in root.glob("*.lmdb")) if root.is_dir() else []
+        raise DatasetNotFoundError(
+            f"there is no {stem}.lmdb and no {stem}-*.lmdb in {root} ({', '.join(there) or 'no *.lmdb is there'}); "
+            f"make it: python -m mlbench_core.dataset.util.pytorch.libsvm {name} {data_type} {root}"
+        )
+    return found
+
+
+class StoreWriter:
+    """Write a store under its name only once it is complete.
+
+    Rows go to a hidden file beside the final one, which :meth:`finish` renames. What is not finished is thrown away at
+    the end of the ``with`` block; what a killed process leaves is overwritten by the next one that writes the same
+    store. Two processes that write the same store do so one after the other.
+
+    Args:
+        path: The store's final name.
+        n_features: Number of columns, at least 1.
+        layout: ``"dense"`` or ``"csr"``.
+        dtype: ``"float32"`` or ``"float64"``.
+        rows_per_block: Rows in a block; by default so many that a block has about half a megabyte.
+
+    Raises:
+        ValueError: An argument is outside what is listed above.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> with StoreWriter(folder / "tiny.lmdb", n_features=2) as writer:
+        ...     writer.append(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([-1.0, 1.0]))
+        ...     writer.finish(label_map={"-1": 0, "1": 1})
+        >>> store = LinearStore(folder / "tiny.lmdb")
+        >>> store.labels.tolist()
+        [0.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        n_features: int,
+        *,
+        layout: str = "dense",
+        dtype: str = "float32",
+        rows_per_block: int | None = None,
+    ) -> None:
+        if n_features < 1 or (rows_per_block is not None and rows_per_block < 1):
+            raise ValueError(f"n_features is {n_features} and rows_per_block {rows_per_block}; both must be at least 1")
+        if layout not in LAYOUTS or dtype not in DTYPES:
+            raise ValueError(f"layout is {layout!r} and dtype {dtype!r}; allowed: {LAYOUTS} and {DTYPES}")
+        self.path = Path(path)
+        self.n_features, self.layout, self.dtype = n_features, layout, dtype
+        self.n_rows = 0
+        self._rows_per_block = rows_per_block
+        self._part = self.path.with_name(f".{self.path.name}.part")
+        self._pending: list[Any] = []
+        self._pending_rows = 0
+        self._labels: list[NDArray[Any]] = []
+        self._checksums: list[int] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> StoreWriter:
+        lmdb: Any = require("lmdb", "linear")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(exclusive_lock(self.path.with_name(f".{self.path.name}.lock")))
+            self._part.unlink(missing_ok=True)
+            stack.callback(self._part.unlink, missing_ok=True)
+            with _disk_errors(self.path):
+                self._environment = lmdb.open(
+                    str(self._part), subdir=False, lock=False, sync=False, map_size=_FIRST_MAP_BYTES
+                )
+            stack.callback(self._environment.close)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def append(self, features: Any, labels: NDArray[Any]) -> None:
+        """Add rows.
+
+        Args:
+            features: Matrix (rows, n_features): an array or a scipy sparse matrix.
+            labels: The rows' labels.
+
+        Raises:
+            ValueError: The shapes do not fit.
+            DatasetError: The disk is full.
+        """
+        if features.shape != (len(labels), self.n_features):
+            raise ValueError(f"features has shape {features.shape}; it must be ({len(labels)}, {self.n_features})")
+        self._labels.append(np.asarray(labels, dtype=np.float64))
+        self._pending.append(self._convert(features))
+        self._pending_rows += len(labels)
+        self.n_rows += len(labels)
+        if self._rows_per_block is None:
+            self._rows_per_block = self._choose_rows(self._pending[0])
+        if self._pending_rows >= self._rows_per_block:
+            self._write_blocks(self._rows_per_block)
+
+    def labels_found(self) -> NDArray[np.float64]:
+        """The distinct labels of the rows so far, sorted."""
+        return np.unique(np.concatenate([np.empty(0), *self._labels]))
+
+    def finish(
+        self,
+        *,
+        label_map: Mapping[str, int] | None = None,
+        shard: tuple[int, int] = (0, 1),
+        source: tuple[str, ...] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> StoreHeader:
+        """Write what is left, the labels and the header, and give the store its name.
+
+        Args:
+            label_map: The text's labels and what they become; None keeps them.
+            shard: Position among the stores of the data set, and their number.
+            source: Names of the files the rows came from.
+            extra: More for the header, fit for JSON.
+
+        Returns:
+            The header.
+
+        Raises:
+            DatasetError: There are no rows, a label is not in the map, or the disk is full.
+        """
+        if not self.n_rows or self._rows_per_block is None:
+            raise DatasetError(f"{self.path} would have no rows: {', '.join(source) or 'the source'} holds none")
+        if self._pending_rows:
+            self._write_blocks(1)
+        labels = self._mapped(label_map).astype(np.dtype(self.dtype).newbyteorder("<")).tobytes()
+        header = StoreHeader(
+            self.layout,
+            self.dtype,
+            self.n_rows,
+            self.n_features,
+            self._rows_per_block,
+            label_map,
+            shard,
+            source,
+            zlib.crc32(labels),
+            extra or {},
+        )
+        self._put(
+            (_LABELS, labels), (_CHECKSUMS, np.array(self._checksums, _CHECKSUM).tobytes()), (_HEADER, header.to_json())
+        )
+        with _disk_errors(self.path):
+            self._environment.sync(True)
+        self._environment.close()
+        os.replace(self._part, self.path)
+        return header
+
+    def _convert(self, features: Any) -> Any:
+        """A copy of rows in the dtype of the store. Sparse ones are made dense only block by block."""
+        if isinstance(features, np.ndarray) and self.layout == "dense":
+            return features.astype(self.dtype)
+        return _scipy_sparse().csr_matrix(features, dtype=self.dtype, copy=True)
+
+    def _choose_rows(self, rows: Any) -> int:
+        """Rows of a block, by the first rows' bytes."""
+        if self.layout == "dense":
+            row_bytes = self.n_features * np.dtype(self.dtype).itemsize
+        else:
+            per_value = np.dtype(self.dtype).itemsize + _COLUMN.itemsize
+            row_bytes = _INDPTR.itemsize + per_value * rows.nnz // max(1, rows.shape[0])
+        return max(1, BLOCK_BYTES // max(1, row_bytes))
+
+    def _write_blocks(self, at_least: int) -> None:
+        """Write pending rows as blocks, as long as there are so many."""
+        assert self._rows_per_block is not None
+        if len(self._pending) == 1:
+            rows = self._pending[0]
+        elif all(isinstance(part, np.ndarray) for part in self._pending):
+            rows = np.concatenate(self._pending)
+        else:
+            sparse = _scipy_sparse()
+            rows = sparse.vstack([sparse.csr_matrix(part) for part in self._pending], "csr")
+        start = 0
+        while rows.shape[0] - start >= at_least:
+            stop = min(start + self._rows_per_block, rows.shape[0])
+            self._write_block(rows[start:stop])
+            start = stop
+        self._pending = [rows[start:]] if start < rows.shape[0] else []
+        self._pending_rows = rows.shape[0] - start
+
+    def _write_block(self, rows: Any) -> None:
+        """Write one block."""
+        number = np.dtype(self.dtype).newbyteorder("<")
+        if self.layout == "dense":
+            dense = rows if isinstance(rows, np.ndarray) else rows.toarray()
+            value = np.ascontiguousarray(dense, number).tobytes()
+        else:
+            indptr, columns = rows.indptr.astype(_INDPTR), rows.indices.astype(_COLUMN)
+            value = indptr.tobytes() + rows.data.astype(number).tobytes() + columns.tobytes()
+        self._put((_block_key(len(self._checksums)), value))
+        self._checksums.append(zlib.crc32(value))
+
+    def _put(self, *items: tuple[bytes, bytes]) -> None:
+        """Write values; the map grows where they do not fit."""
+        lmdb: Any = require("lmdb", "linear")
+        with _disk_errors(self.path):
+            while True:
+                try:
+                    with self._environment.begin(write=True) as transaction:
+                        for key, value in items:
+                            transaction.put(key, value)
+                    return
+                except lmdb.MapFullError:
+                    self._environment.set_mapsize(2 * self._environment.info()["map_size"])
+
+    def _mapped(self, label_map: Mapping[str, int] | None) -> NDArray[np.float64]:
+        """The labels of all rows as they are stored."""
+        labels = np.concatenate(self._labels)
+        if label_map is None:
+            return labels
+        mapped = np.full(len(labels), np.nan)
+        for label, target in label_map.items():
+            mapped[labels == float(label)] = target
+        if (wrong := np.flatnonzero(np.isnan(mapped))).size:
+            raise DatasetError(f"row {wrong[0]} has the label {labels[wrong[0]]:g}; the labels are {list(label_map)}")
+        return mapped
+
+
+def _scipy_sparse() -> Any:
+    return require("scipy.sparse", "linear")
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Say what it means that LMDB cannot write."""
+    lmdb: Any = require("lmdb", "linear")
+    try:
+        yield
+    except lmdb.MapFullError:
+        raise
+    except (lmdb.Error, OSError) as error:
+        text = str(error)
+        if any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+            raise DatasetError(
+                f"the disk is full: {path} could not be written; free some space and start again"
+            ) from error
+        raise DatasetError(f"{path} could not be written: {error}") from error

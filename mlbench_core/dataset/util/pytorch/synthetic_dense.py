@@ -1,0 +1,283 @@
+"""Dense data of a known logistic model, the same bytes on every machine, and the optimum of its training loss."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlbench_core.dataset.util.pytorch.lmdb_store import StoreWriter
+
+__all__ = [
+    "DEFAULT_FEATURES",
+    "DEFAULT_ROWS",
+    "LogisticOptimum",
+    "logistic_optimum",
+    "synthetic_rows",
+    "synthetic_weights",
+    "write_synthetic_dense",
+]
+
+DEFAULT_FEATURES = 2_000  # as epsilon has
+DEFAULT_ROWS: Mapping[str, int] = {"train": 40_000, "test": 10_000}
+CHUNK_ROWS = 1_024  # each has a stream of its own; part of the definition of the data
+LOGIT_SCALE = 6.0  # standard deviation of the logits
+_WEIGHTS, _STREAMS = 0, {"train": 1, "test": 2}  # what a stream of random bits is for
+_LABELS = 1_000
+
+
+def _bits(count: int, *purpose: int) -> NDArray[np.uint64]:
+    """Random bits. numpy guarantees this stream of PCG64 for ever, as it does not for drawn numbers."""
+    return np.random.PCG64(np.random.SeedSequence(purpose)).random_raw(count)
+
+
+def _whole_numbers(count: int, *purpose: int) -> NDArray[np.int16]:
+    """Uniform whole numbers of 16 bits, four of each 64 random bits."""
+    return _bits(-(-count // 4), *purpose).astype("<u8").view("<i2")[:count]
+
+
+def _feature_exponent(n_features: int) -> int:
+    """Features are whole numbers times 2 to this: rows then have a norm near 1, and each product is exact."""
+    return -15 - round(0.5 * math.log2(n_features / 3))
+
+
+def synthetic_weights(n_features: int, seed: int = 0) -> NDArray[np.float64]:
+    """The weights of the model that the labels are drawn from.
+
+    Args:
+        n_features: Number of features, at least 1.
+        seed: Seed of the data, at least 0.
+
+    Returns:
+        Weights, shape (n_features,).
+    """
+    whole = _whole_numbers(n_features, seed, _WEIGHTS).astype(np.float64)
+    return whole * _weight_scale(n_features)
+
+
+def _weight_scale(n_features: int) -> float:
+    """What the weights' whole numbers are multiplied by, so that logits have the standard deviation LOGIT_SCALE."""
+    deviation = math.sqrt(n_features) * 2.0**30 / 3 * 2.0 ** _feature_exponent(n_features)
+    return LOGIT_SCALE / deviation
+
+
+def synthetic_rows(
+    chunk: int, n_features: int, seed: int = 0, data_type: str = "train"
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    r"""Rows ``chunk * 1024`` to ``(chunk + 1) * 1024 - 1`` of the data.
+
+    Features are whole numbers of 16 bits times a power of two, independent and uniform, so that a row's norm is near 1.
+    Labels are drawn from the logistic model :math:`P(y = 1 \mid x) = \sigma(w^\top x)` with
+    :func:`synthetic_weights`.
+
+    The random bits are numpy's PCG64 stream, which is fixed for ever. All sums are of whole numbers below 2^53, so they
+    are exact in whatever order a machine adds them. Only the exponential of the last step may differ in its last place,
+    which changes a label with a probability of about 2^-52.
+
+    Args:
+        chunk: Which rows, from 0.
+        n_features: Number of features, at least 1 and at most 2^22.
+        seed: Seed of the data, at least 0.
+        data_type: ``"train"`` or ``"test"``: other rows of the same model.
+
+    Returns:
+        Features, shape (1024, n_features), and labels 0 and 1, shape (1024,).
+
+    Raises:
+        ValueError: An argument is outside what is listed above.
+    """
+    if not 1 <= n_features <= 1 << 22:
+        raise ValueError(f"n_features is {n_features}; it must be from 1 to {1 << 22}")
+    if chunk < 0 or seed < 0:
+        raise ValueError(f"chunk is {chunk} and seed is {seed}; both must be at least 0")
+    if data_type not in _STREAMS:
+        raise ValueError(f"data_type is {data_type!r}; it must be 'train' or 'test'")
+    stream = _STREAMS[data_type]
+    whole = _whole_numbers(CHUNK_ROWS * n_features, seed, stream, chunk).reshape(CHUNK_ROWS, n_features)
+    weights = _whole_numbers(n_features, seed, _WEIGHTS).astype(np.float64)
+    factor = 2.0 ** _feature_exponent(n_features)
+    logits = (whole.astype(np.float64) @ weights) * factor * _weight_scale(n_features)
+    uniform = (_bits(CHUNK_ROWS, seed, stream, chunk, _LABELS) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    labels = uniform < 1 / (1 + np.exp(-logits))
+    return (whole * np.float32(factor)).astype(np.float32), labels.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class LogisticOptimum:
+    r"""The minimum of the regularised logistic loss, and how well it is known.
+
+    Attributes:
+        l2: The penalty :math:`\lambda`.
+        loss: The loss at ``weights``, penalty included.
+        gap: Bound on how far that is above the true minimum: the loss is :math:`\lambda`-strongly convex, so
+            :math:`f(w) - \min f \le \lVert \nabla f(w) \rVert^2 / (2 \lambda)`. It counts no rounding, which is about
+            1e-15 of the loss.
+        accuracy: Share of the rows that are classified rightly at ``weights``.
+        weights: The weights and, last, the bias; float64, shape (n_features + 1,).
+    """
+
+    l2: float
+    loss: float
+    gap: float
+    accuracy: float
+    weights: NDArray[np.float64]
+
+    def summary(self) -> dict[str, float]:
+        """All but the weights."""
+        return {name: value for name, value in asdict(self).items() if name != "weights"}
+
+
+def logistic_optimum(
+    features: NDArray[Any], labels: NDArray[Any], l2: float, *, max_iterations: int = 100, chunk_rows: int = 4_096
+) -> LogisticOptimum:
+    r"""Minimise the loss of L2-regularised logistic regression to the precision of float64.
+
+    .. math:: f(w) = \frac{1}{n} \sum_i \bigl[ \log (1 + e^{z_i}) - y_i z_i \bigr] + \frac{\lambda}{2} \lVert w \rVert^2,
+        \quad z_i = w^\top (x_i, 1)
+
+    which is :class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized` over all rows, the bias penalised
+    too. Newton's method with steps by conjugate gradients, halved until the loss falls.
+
+    Args:
+        features: Rows, shape (n, n_features); they are taken to float64 some at a time.
+        labels: 0 and 1, shape (n,).
+        l2: The penalty, above 0.
+        max_iterations: Newton steps at most.
+        chunk_rows: Rows that are dealt with at once.
+
+    Returns:
+        The minimum.
+
+    Raises:
+        ValueError: ``l2`` is not above 0, or the shapes do not fit.
+
+    Example:
+        >>> x = np.array([[1.0], [-1.0]])
+        >>> found = logistic_optimum(x, np.array([1.0, 0.0]), l2=1.0)
+        >>> round(found.weights[0], 6)  # w = sigma(-w)
+        0.401058
+    """
+    if not l2 > 0:
+        raise ValueError(f"l2 is {l2}; it must be above 0, or there may be no minimum")
+    if features.ndim != 2 or labels.shape != (len(features),) or not len(features):
+        raise ValueError(f"features has shape {features.shape} and labels {labels.shape}; they must be (n, d), (n,)")
+    loss = _Loss(features, labels.astype(np.float64), l2, chunk_rows)
+    weights = np.zeros(features.shape[1] + 1)
+    value, gradient, curvature = loss.at(weights)
+    for _ in range(max_iterations):
+        step = loss.newton_step(gradient, curvature)
+        for halving in range(30):
+            candidate = weights + 0.5**halving * step
+            new_value, new_gradient, new_curvature = loss.at(candidate)
+            # Near the minimum the loss no longer shows progress in float64, but the gradient does.
+            if new_value < value or np.linalg.norm(new_gradient) < 0.5 * np.linalg.norm(gradient):
+                break
+        else:
+            break
+        weights, value, gradient, curvature = candidate, new_value, new_gradient, new_curvature
+        if np.linalg.norm(gradient) < 1e-14:
+            break
+    gap = float(gradient @ gradient) / (2 * l2)
+    accuracy = float(np.mean((loss.logits(weights) > 0) == (loss.labels > 0.5)))
+    return LogisticOptimum(float(l2), float(value), gap, accuracy, weights)
+
+
+class _Loss:
+    """The loss, its gradient and its curvature, computed over some rows at a time."""
+
+    def __init__(self, features: NDArray[Any], labels: NDArray[np.float64], l2: float, chunk_rows: int) -> None:
+        self.features, self.labels, self.l2 = features, labels, l2
+        self.slices = [slice(start, start + chunk_rows) for start in range(0, len(features), chunk_rows)]
+
+    def logits(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        """z = X w + b."""
+        return np.concatenate([self.features[s].astype(np.float64) @ weights[:-1] for s in self.slices]) + weights[-1]
+
+    def _transposed(self, vector: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The product of (X, 1) transposed with a vector."""
+        product = sum(vector[s] @ self.features[s].astype(np.float64) for s in self.slices)
+        return np.append(product, vector.sum())
+
+    def at(self, weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
+        """Loss, gradient, and the second derivative of each row's loss by its logit."""
+        z = self.logits(weights)
+        loss = float(np.mean(np.logaddexp(0, z) - self.labels * z) + self.l2 / 2 * (weights @ weights))
+        p = 0.5 * (1 + np.tanh(z / 2))
+        gradient = self._transposed(p - self.labels) / len(z) + self.l2 * weights
+        return loss, gradient, p * (1 - p) / len(z)
+
+    def newton_step(self, gradient: NDArray[np.float64], curvature: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Solve H d = -g by conjugate gradients, the closer the smaller the gradient is."""
+        norm = float(np.linalg.norm(gradient))
+        tolerance = norm * min(0.1, math.sqrt(norm))
+        step, residual = np.zeros_like(gradient), -gradient
+        direction, square = residual.copy(), float(residual @ residual)
+        for _ in range(10 * len(gradient)):
+            if math.sqrt(square) <= tolerance:
+                break
+            product = self._transposed(curvature * self.logits(direction)) + self.l2 * direction
+            length = square / float(direction @ product)
+            step += length * direction
+            residual -= length * product
+            square, previous = float(residual @ residual), square
+            direction = residual + square / previous * direction
+        return step
+
+
+def write_synthetic_dense(
+    path: str | os.PathLike[str],
+    n_features: int = DEFAULT_FEATURES,
+    n_rows: int = DEFAULT_ROWS["train"],
+    seed: int = 0,
+    *,
+    data_type: str = "train",
+    l2: float | None = None,
+    rows_per_block: int | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> Path:
+    """Write :func:`synthetic_rows` as a store.
+
+    Its header says under ``extra["synthetic_dense"]`` how it was made and, with ``l2``, under ``extra["optimum"]`` what
+    the minimum of the training loss is, see :class:`LogisticOptimum`.
+
+    Args:
+        path: The store.
+        n_features: Number of features.
+        n_rows: Number of rows, at least 1.
+        seed: Seed of the data.
+        data_type: ``"train"`` or ``"test"``.
+        l2: Penalty for which to compute the optimum, with all rows in memory; None does not.
+        rows_per_block: Rows of a block, by default about half a megabyte.
+        advance: Called with the number of rows that were written.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ValueError: An argument is outside what is listed above.
+        DatasetError: The disk is full.
+    """
+    if n_rows < 1:
+        raise ValueError(f"n_rows is {n_rows}; it must be at least 1")
+    extra: dict[str, Any] = {"synthetic_dense": {"seed": seed, "data_type": data_type, "logit_scale": LOGIT_SCALE}}
+    kept: list[tuple[NDArray[np.float32], NDArray[np.float32]]] = []
+    with StoreWriter(path, n_features, rows_per_block=rows_per_block) as writer:
+        for chunk in range(-(-n_rows // CHUNK_ROWS)):
+            count = min(CHUNK_ROWS, n_rows - chunk * CHUNK_ROWS)
+            features, labels = (part[:count] for part in synthetic_rows(chunk, n_features, seed, data_type))
+            writer.append(features, labels)
+            if l2 is not None:
+                kept.append((features, labels))
+            if advance is not None:
+                advance(count)
+        if l2 is not None:
+            optimum = logistic_optimum(np.concatenate([x for x, _ in kept]), np.concatenate([y for _, y in kept]), l2)
+            extra["optimum"] = optimum.summary()
+        writer.finish(label_map={"0": 0, "1": 1}, source=("synthetic_dense",), extra=extra)
+    return Path(path)
