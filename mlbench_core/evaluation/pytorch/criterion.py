@@ -1,4 +1,4 @@
-r"""Loss functions that torch does not have: with a penalty on all weights, and with smoothed labels."""
+r"""Loss functions that torch does not have: with penalties on weights or activations, and with smoothed labels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["BCELossRegularized", "LabelSmoothing", "MSELossRegularized"]
+__all__ = ["ActivationRegularization", "BCELossRegularized", "LabelSmoothing", "MSELossRegularized"]
 
 
 class _WeightPenalty:
@@ -56,6 +56,61 @@ def _as_output(output: Tensor, target: Tensor) -> Tensor:
             )
         target = target.reshape(output.shape)
     return target.to(output.dtype)
+
+
+class ActivationRegularization(nn.Module):
+    r"""Penalty on the size of a recurrent network's outputs, and on how they change over time.
+
+    .. math::
+        \alpha \operatorname{mean}_{tbf} (m \odot h)_{tbf}^2 +
+        \beta \operatorname{mean}_{tbf} (h_{t+1} - h_t)_{bf}^2
+
+    with the outputs :math:`h` of the last layer before dropout and :math:`m \odot h` after it: activation
+    regularisation (AR) and temporal activation regularisation (TAR).
+
+    Args:
+        alpha: :math:`\alpha`, weight of AR, at least 0.
+        beta: :math:`\beta`, weight of TAR, at least 0.
+
+    Raises:
+        ValueError: A weight is negative.
+
+    Example:
+        >>> penalty = ActivationRegularization(alpha=2.0, beta=1.0)
+        >>> h = torch.tensor([1.0, 4.0]).reshape(2, 1, 1)
+        >>> penalty(h, h).item()  # 2 (1 + 16) / 2 + 1 * 3^2
+        26.0
+
+    References:
+        Merity, McCann and Socher 2017, Revisiting Activation Regularization for Language RNNs, arXiv 1708.01009.
+    """
+
+    def __init__(self, *, alpha: float = 2.0, beta: float = 1.0) -> None:
+        super().__init__()
+        for name, weight in (("alpha", alpha), ("beta", beta)):
+            if not weight >= 0:
+                raise ValueError(f"{name} is {weight}; the weight of a penalty must be at least 0")
+        self.alpha = alpha
+        self.beta = beta
+
+    def forward(self, dropped: Tensor, raw: Tensor) -> Tensor:
+        """Penalty of one batch.
+
+        Args:
+            dropped: Outputs after dropout, of shape (time, batch, features).
+            raw: Outputs before dropout, the same shape.
+
+        Returns:
+            The penalty, no dimensions, to be added to the loss; without TAR for a single time step.
+        """
+        penalty = self.alpha * dropped.square().mean()
+        if len(raw) > 1:
+            penalty = penalty + self.beta * (raw[1:] - raw[:-1]).square().mean()
+        return penalty
+
+    def extra_repr(self) -> str:
+        """The arguments, for ``repr``."""
+        return f"alpha={self.alpha}, beta={self.beta}"
 
 
 class BCELossRegularized(nn.BCELoss):

@@ -18,9 +18,12 @@ from mlbench_core.optim.pytorch.decentralized import ChocoSGD, DecentralizedSGD
 from mlbench_core.optim.pytorch.fp_optimizers import DynamicLossScaler, FP16Optimizer
 from mlbench_core.optim.pytorch.grad_scaler import DistributedGradScaler
 from mlbench_core.optim.pytorch.local import DiLoCo, LocalSGD
+from mlbench_core.optim.pytorch.ntasgd import NTASGD, AveragedSGD, scaled_rate
 from mlbench_core.optim.pytorch.optim import EFSignSGD, SignSGD, SparsifiedSGD
 
 __all__ = [
+    "NTASGD",
+    "AveragedSGD",
     "CentralizedAdam",
     "CentralizedSGD",
     "CentralizedSparsifiedSGD",
@@ -39,6 +42,7 @@ __all__ = [
     "SparsifiedSGD",
     "get_optimizer",
     "optimizers",
+    "scaled_rate",
 ]
 
 optimizers: dict[str, type[Optimizer]] = {

@@ -1,0 +1,5 @@
+"""Text data sets."""
+
+from mlbench_core._lazy import lazy_subpackages
+
+__getattr__ = lazy_subpackages(__name__, "pytorch")

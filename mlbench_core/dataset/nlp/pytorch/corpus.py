@@ -1,0 +1,209 @@
+"""Texts of words as numbers: a dictionary, a reader, and a cache that a second start maps into memory.
+
+The cache of a corpus is a folder whose name is a digest of which files it was made from, so that it is never out of
+date: ``dictionary.json`` has the words and the number of tokens of each part, ``<part>.npy`` the ids as int32. The
+folder is made under another name and then renamed; processes that make the same one at once do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlbench_core.errors import DatasetError
+
+__all__ = ["EOS", "Corpus", "Dictionary", "Ids", "load_corpus"]
+
+_log = logging.getLogger(__name__)
+
+Ids = npt.NDArray[np.int32]
+
+EOS = "<eos>"
+"""The word at the end of each line."""
+
+_FORMAT = 1
+
+
+class Dictionary:
+    """Words and their ids, which count from 0 in the order in which words came first.
+
+    Attributes:
+        word2idx: Id of each word.
+        idx2word: The words by id.
+
+    Example:
+        >>> dictionary = Dictionary()
+        >>> [dictionary.add_word(word) for word in "to be or not to be".split()]
+        [0, 1, 2, 3, 0, 1]
+        >>> len(dictionary), dictionary.idx2word[3], "be" in dictionary
+        (4, 'not', True)
+    """
+
+    def __init__(self) -> None:
+        self.word2idx: dict[str, int] = {}
+        self.idx2word: list[str] = []
+
+    def add_word(self, word: str) -> int:
+        """Add a word, unless it is there already.
+
+        Args:
+            word: The word.
+
+        Returns:
+            Its id.
+        """
+        index = self.word2idx.setdefault(word, len(self.idx2word))
+        if index == len(self.idx2word):
+            self.idx2word.append(word)
+        return index
+
+    def __len__(self) -> int:
+        """Number of words."""
+        return len(self.idx2word)
+
+    def __contains__(self, word: object) -> bool:
+        return word in self.word2idx
+
+    def __eq__(self, other: object) -> bool:
+        return self.idx2word == other.idx2word if isinstance(other, Dictionary) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Dictionary({len(self)} words)"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text in parts, as ids.
+
+    Attributes:
+        dictionary: The words of all parts.
+        parts: The ids of each part, int32, not to be written to; mapped from the cache where there is one.
+    """
+
+    dictionary: Dictionary
+    parts: Mapping[str, Ids]
+
+
+def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
+    """Read a text in parts, or map what an earlier call left in the cache.
+
+    A text is split at white space, and each line, empty ones too, ends with one more word, ``<eos>``. The dictionary
+    takes the parts in the order given, so the ids of the first do not depend on the others.
+
+    Args:
+        texts: The file of each part, UTF-8, plain or ``.gz``.
+        cache_dir: Folder for caches, made where it is not there; None, or a folder that cannot be written to, does
+            without.
+
+    Returns:
+        The corpus.
+
+    Raises:
+        DatasetError: A file cannot be decompressed or is no UTF-8.
+    """
+    if cache_dir is None:
+        return _read_corpus(texts)
+    folder = cache_dir / f"corpus-{_digest(texts)}"
+    cached = _load_cache(folder, texts)
+    if cached is not None:
+        return cached
+    corpus = _read_corpus(texts)
+    try:
+        _save_cache(folder, corpus)
+    except OSError as error:
+        _log.warning("the cache %s cannot be written (%s); the text will be read anew at each start", folder, error)
+        return corpus
+    return _load_cache(folder, texts) or corpus
+
+
+def _read_corpus(texts: Mapping[str, Path]) -> Corpus:
+    """Read all parts from their texts."""
+    dictionary = Dictionary()
+    parts = {part: _read_ids(path, dictionary) for part, path in texts.items()}
+    return Corpus(dictionary, parts)
+
+
+def _read_ids(path: Path, dictionary: Dictionary) -> Ids:
+    """The ids of a text; new words are added to the dictionary."""
+    try:
+        with _open_text(path) as lines:
+            return np.fromiter((dictionary.add_word(word) for word in _words(lines)), dtype=np.int32)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DatasetError(f"{path} cannot be decompressed: {error}; delete it and get it again") from error
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path} is no UTF-8 text: {error}") from error
+
+
+@contextlib.contextmanager
+def _open_text(path: Path) -> Iterator[Iterable[str]]:
+    """The lines of a text, decompressed where its name ends in ``.gz``."""
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        yield file
+
+
+def _words(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        yield from line.split()
+        yield EOS
+
+
+def _digest(texts: Mapping[str, Path]) -> str:
+    """What names a cache: the parts, and path, size and time of change of their files."""
+    files: list[Any] = [_FORMAT, EOS]
+    for part, path in texts.items():
+        status = path.stat()
+        files.append([part, str(path.resolve()), status.st_size, status.st_mtime_ns])
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:24]
+
+
+def _save_cache(folder: Path, corpus: Corpus) -> None:
+    """Write a cache under a name of its own and rename it; where another process was faster, its cache stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        for part, ids in corpus.parts.items():
+            np.save(new / f"{part}.npy", ids, allow_pickle=False)
+        tokens = {part: len(ids) for part, ids in corpus.parts.items()}
+        content = {"format": _FORMAT, "tokens": tokens, "words": corpus.dictionary.idx2word}
+        (new / "dictionary.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        with contextlib.suppress(OSError):
+            os.rename(new, folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:
+    """Map a cache into memory; None where there is none, or a damaged one, which is thrown away."""
+    try:
+        content = json.loads((folder / "dictionary.json").read_text(encoding="utf-8"))
+        parts = {part: np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in texts}
+        dictionary = Dictionary()
+        for word in content["words"]:
+            dictionary.add_word(word)
+        for part, ids in parts.items():
+            if ids.dtype != np.int32 or ids.shape != (content["tokens"][part],):
+                raise ValueError(f"{part}.npy holds {ids.dtype} of shape {ids.shape}")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _log.warning("the cache %s is damaged (%s) and is made anew", folder, error)
+    else:
+        return Corpus(dictionary, parts)
+    shutil.rmtree(folder, ignore_errors=True)
+    return None

@@ -1,0 +1,297 @@
+"""WikiText-2 for language models: streams of words, cut into batches of changing length."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mlbench_core.dataset.nlp.pytorch.corpus import Corpus, Dictionary, Ids, load_corpus
+from mlbench_core.dataset.util import tools
+from mlbench_core.errors import DatasetError, DatasetNotFoundError
+from mlbench_core.utils.paths import user_folder
+
+__all__ = ["Dictionary", "Wikitext2Dataset"]
+
+_log = logging.getLogger(__name__)
+
+WIKITEXT2_URL = "https://wikitext.smerity.com/wikitext-2-v1.zip"
+WIKITEXT2_TOKENS = {"train": 2_088_628, "valid": 217_646, "test": 245_569}
+WIKITEXT2_WORDS = 33_278
+_FOLDERS = ("", "wikitext-2")  # the second is what the archive unpacks to
+_NAMES = ("wiki.{part}.tokens", "{part}.txt")
+_LENGTH_DEVIATION = 5.0
+
+
+class Wikitext2Dataset:
+    r"""One part of WikiText-2 as parallel streams of words.
+
+    The text is one long row of words. :meth:`generate_batches` cuts it into as many equal streams as there are
+    sequences in the batch of all workers, and gives each worker its share of the streams;
+    :meth:`generate_sequence_lengths` decides after how many words each batch ends; :meth:`get_batch` returns batches in
+    the order of the text, so that a model's state at the end of one is its state at the start of the next. The
+    workers' batches side by side are the batch of one worker alone.
+
+    The files ``train.txt``, ``valid.txt`` and ``test.txt``, or ``wiki.train.tokens`` and so on as in the original
+    archive, plain or ``.gz``, lie in ``path`` or below it in ``wikitext-2``; without any, the archive is downloaded.
+    Any text in files of these names will do. Its first reading leaves a cache, which later starts map into memory.
+
+    Attributes:
+        dictionary: The words of all parts; the training part's come first. WikiText-2 has 33,278.
+        tokens: Ids of the part, int32, in the order of the text.
+        bptt: As given.
+        sequence_lengths: Length of each batch, set by :meth:`generate_sequence_lengths`.
+
+    Args:
+        path: Folder of the files.
+        bptt: Words of each stream in a batch: the length of back-propagation through time.
+        train: The training part: 2,088,628 tokens.
+        valid: The validation part: 217,646 tokens.
+        test: The test part: 245,569 tokens.
+        min_seq_len: Shortest length of a batch whose length is drawn at random.
+        download: Whether to download the data (4 MB) where ``path`` has none of it.
+        cache_dir: Folder of the caches; by default below the user's MLBench folder.
+        seed: Of the random lengths; the same on every worker.
+
+    Raises:
+        ValueError: Not exactly one part is asked for, or a length is not positive.
+        DatasetNotFoundError: The part or the training part, whose words are counted first, is not there.
+        DatasetError: A file is damaged.
+        DownloadError: The download failed.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "train.txt").write_text("a b c\na b d\n")
+        ...     dataset = Wikitext2Dataset(folder, bptt=2, train=True, cache_dir=Path(folder, "cache"))
+        >>> dataset.tokens.tolist(), dataset.dictionary.idx2word
+        ([0, 1, 2, 3, 0, 1, 4, 3], ['a', 'b', 'c', '<eos>', 'd'])
+        >>> dataset.generate_batches(global_bsz=2)
+        >>> data, target = dataset.get_batch(0)
+        >>> data.T.tolist(), target.T.tolist()
+        ([[0, 1], [0, 1]], [[1, 2], [1, 4]])
+
+    References:
+        Merity, Xiong, Bradbury and Socher 2016, Pointer Sentinel Mixture Models, arXiv 1609.07843.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        bptt: int,
+        train: bool = False,
+        valid: bool = False,
+        test: bool = False,
+        min_seq_len: int = 5,
+        *,
+        download: bool = True,
+        cache_dir: str | os.PathLike[str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        chosen = [part for part, wanted in (("train", train), ("valid", valid), ("test", test)) if wanted]
+        if len(chosen) != 1:
+            raise ValueError(f"{' and '.join(chosen) or 'no part'} asked for; set one of train, valid and test to True")
+        for name, length in (("bptt", bptt), ("min_seq_len", min_seq_len)):
+            if length < 1:
+                raise ValueError(f"{name} is {length}; it must be at least 1")
+        self.path = Path(path)
+        self.part = chosen[0]
+        self.bptt = bptt
+        self.min_seq_len = min_seq_len
+        self.seed = seed
+        corpus = _load(self.path, self.part, download, Path(cache_dir or user_folder("cache")))
+        self.dictionary: Dictionary = corpus.dictionary
+        self.tokens: Ids = corpus.parts[self.part]
+        self.sequence_lengths: list[int] = []
+        self._starts: list[int] = []
+        self._streams: Ids | None = None
+        self._epoch = 0
+
+    def generate_batches(
+        self, global_bsz: int, worker_bsz: int | None = None, rank: int = 0, *, world_size: int | None = None
+    ) -> None:
+        """Cut the text into streams and take this worker's share of them.
+
+        The words that are left over after the last full stream, fewer than ``global_bsz``, are not used. Lengths of the
+        batches are those of ``generate_sequence_lengths(random=False)`` until they are generated anew.
+
+        Args:
+            global_bsz: Streams, and so sequences in a batch, of all workers together.
+            worker_bsz: Streams of each worker: this one gets numbers ``rank * worker_bsz`` and following. None, without
+                ``world_size``: all of them.
+            rank: This worker's rank.
+            world_size: Instead of ``worker_bsz``, the number of workers that share the streams as evenly as can be, for
+                validation; a worker may get none, and then has no batches.
+
+        Raises:
+            ValueError: There are fewer words than streams need, the worker's share lies outside of them, or both ways
+                of sharing are asked for.
+        """
+        words_in_stream = len(self.tokens) // global_bsz if global_bsz > 0 else 0
+        if words_in_stream < 2:
+            raise ValueError(
+                f"global_bsz is {global_bsz}; it must be at least 1 and leave 2 of the {len(self.tokens)} words of the "
+                f"text for each stream, so at most {len(self.tokens) // 2}"
+            )
+        first, last = _share(global_bsz, worker_bsz, rank, world_size)
+        self._streams = self.tokens[: words_in_stream * global_bsz].reshape(global_bsz, words_in_stream)[first:last]
+        self.generate_sequence_lengths(random=False)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next random lengths are for, for a run that goes on in the middle.
+
+        Args:
+            epoch: From 0.
+        """
+        self._epoch = epoch
+
+    def generate_sequence_lengths(self, random: bool = False) -> None:
+        r"""Decide on the length of each batch of an epoch.
+
+        Lengths are ``bptt``, or drawn anew for each batch, so that not the same words end up at a batch's start in
+        every epoch:
+
+        .. math:: \ell = \max(\ell_{\min}, \lfloor n \rfloor), \quad n \sim \mathcal{N}(b, 5^2), \quad
+            b = \begin{cases} T & \text{with probability } 0.95 \\ T / 2 & \text{with probability } 0.05 \end{cases}
+
+        with :math:`T` = ``bptt`` and :math:`\ell_{\min}` = ``min_seq_len``. The last batch gets what is left; if that
+        is fewer than ``min_seq_len`` words, random lengths add it to the batch before.
+
+        Random lengths depend on ``seed`` and the epoch alone, so workers need not speak to have the same. The first
+        call is for epoch 0, and each further one for the next, unless :meth:`set_epoch` says otherwise.
+
+        Args:
+            random: Whether to draw lengths.
+
+        Raises:
+            RuntimeError: :meth:`generate_batches` was not called before.
+        """
+        to_predict = self._stream_array().shape[1] - 1
+        if random:
+            self.sequence_lengths = self._draw_lengths(to_predict)
+            self._epoch += 1
+        else:
+            full, rest = divmod(to_predict, self.bptt)
+            self.sequence_lengths = [self.bptt] * full + [rest] * (rest > 0)
+        self._starts = [0, *np.cumsum(self.sequence_lengths[:-1]).tolist()]
+
+    def _draw_lengths(self, to_predict: int) -> list[int]:
+        """Random lengths whose sum is ``to_predict``."""
+        generator = np.random.default_rng((self.seed, self._epoch))
+        lengths: list[int] = []
+        while to_predict > 0:
+            base = self.bptt if generator.random() < 0.95 else self.bptt / 2
+            length = max(self.min_seq_len, int(generator.normal(base, _LENGTH_DEVIATION)))
+            if to_predict - length < self.min_seq_len:
+                length = to_predict
+            lengths.append(length)
+            to_predict -= length
+        return lengths
+
+    def num_batches(self) -> int:
+        """Number of this worker's batches in the epoch; 0 for a worker without streams.
+
+        Raises:
+            RuntimeError: :meth:`generate_batches` was not called before.
+        """
+        return len(self.sequence_lengths) if len(self._stream_array()) else 0
+
+    def get_batch(self, i: int, cuda: bool = False) -> tuple[Tensor, Tensor]:
+        """One batch.
+
+        Args:
+            i: Number of the batch in the epoch, from 0.
+            cuda: Whether to put it on the current GPU.
+
+        Returns:
+            ``(data, target)``: ids of this worker's streams, and of the word after each; both int64, of shape
+            (length, sequences).
+
+        Raises:
+            IndexError: There is no such batch.
+            RuntimeError: :meth:`generate_batches` was not called before.
+        """
+        streams = self._stream_array()
+        if not 0 <= i < self.num_batches():
+            raise IndexError(f"batch {i} is not there: there are {self.num_batches()}, counted from 0")
+        start, length = self._starts[i], self.sequence_lengths[i]
+        words = torch.from_numpy(streams[:, start : start + length + 1].T.astype(np.int64, order="C"))
+        if cuda:
+            words = words.pin_memory().cuda(non_blocking=True)
+        return words[:-1], words[1:]
+
+    def _stream_array(self) -> Ids:
+        if self._streams is None:
+            raise RuntimeError("there are no batches yet: call generate_batches(global_bsz, ...) first")
+        return self._streams
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.part}: {len(self.tokens)} tokens, {len(self.dictionary)} words)"
+
+
+def _share(global_bsz: int, worker_bsz: int | None, rank: int, world_size: int | None) -> tuple[int, int]:
+    """First stream of a worker, and the one after its last."""
+    if world_size is not None:
+        if worker_bsz is not None:
+            raise ValueError("worker_bsz and world_size are both given; give the one that is to decide")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}; it must be from 0 to {world_size - 1}, as world_size is {world_size}")
+        return rank * global_bsz // world_size, (rank + 1) * global_bsz // world_size
+    if worker_bsz is None:
+        return 0, global_bsz
+    if worker_bsz < 1 or rank < 0 or (rank + 1) * worker_bsz > global_bsz:
+        raise ValueError(
+            f"worker_bsz is {worker_bsz} and rank {rank}: streams {rank * worker_bsz} to {(rank + 1) * worker_bsz - 1} "
+            f"are not all among the {global_bsz} of global_bsz, which is to be worker_bsz times the number of workers"
+        )
+    return rank * worker_bsz, (rank + 1) * worker_bsz
+
+
+def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
+    """The corpus of a folder, which must have the part and the training part."""
+    texts = _find_texts(folder)
+    if not texts and download:
+        return _download(folder, cache_dir)
+    missing = [name for name in dict.fromkeys(("train", part)) if name not in texts]
+    if missing:
+        names = " or ".join(name.format(part=missing[0]) for name in _NAMES)
+        raise DatasetNotFoundError(
+            f"{folder} has no {names} (or the same with .gz); put the files of WikiText-2 there, from {WIKITEXT2_URL}"
+        )
+    return load_corpus(texts, cache_dir)
+
+
+def _find_texts(folder: Path) -> dict[str, Path]:
+    """The files of the parts that are there, the training part first."""
+    found = {}
+    for part in WIKITEXT2_TOKENS:
+        for candidate in (
+            folder / below / (name.format(part=part) + suffix)
+            for below in _FOLDERS
+            for name in _NAMES
+            for suffix in ("", ".gz")
+        ):
+            if part not in found and candidate.is_file():
+                found[part] = candidate
+    return found
+
+
+def _download(folder: Path, cache_dir: Path) -> Corpus:
+    """Get the original archive and check that it holds what was published.
+
+    No checksum of the archive is published, so what is checked are the numbers of tokens and words.
+    """
+    archive = WIKITEXT2_URL.rsplit("/", 1)[1]
+    tools.maybe_download_and_extract_zip(folder, archive, WIKITEXT2_URL)
+    corpus = load_corpus(_find_texts(folder), cache_dir)
+    tokens = {part: len(ids) for part, ids in corpus.parts.items()}
+    if tokens != WIKITEXT2_TOKENS or len(corpus.dictionary) != WIKITEXT2_WORDS:
+        raise DatasetError(
+            f"{folder / archive} is not WikiText-2: it has {tokens} tokens and {len(corpus.dictionary)} words instead "
+            f"of {WIKITEXT2_TOKENS} and {WIKITEXT2_WORDS}; delete the folder's files and get it from elsewhere"
+        )
+    return corpus

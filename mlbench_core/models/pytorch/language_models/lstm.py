@@ -1,0 +1,168 @@
+"""AWD-LSTM, the weight-dropped LSTM language model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, overload
+
+from torch import Tensor, nn
+
+from mlbench_core.models.pytorch.layers.dropout_layers import (
+    LockedDropout,
+    WeightDrop,
+    check_probability,
+    embedded_dropout,
+)
+
+__all__ = ["Hidden", "LSTMLanguageModel"]
+
+Hidden: TypeAlias = "list[tuple[Tensor, Tensor]]"
+
+
+class LSTMLanguageModel(nn.Module):
+    r"""AWD-LSTM (Merity et al. 2017): predicts each word from those before it.
+
+    Embeddings, a stack of LSTM layers and a linear decoder, with dropout between any two of them:
+
+    .. math::
+        x^0_t &= \mathrm{locked}_{\text{dropouti}}(E_{w_t}) \quad \text{(words dropped with dropoute)} \\
+        y^l_t, s^l_t &= \mathrm{LSTM}^l(x^{l-1}_t, s^l_{t-1}) \quad \text{(recurrent weights dropped with wdrop)} \\
+        x^l_t &= \mathrm{locked}_{\text{dropouth}}(y^l_t), \qquad x^L_t = \mathrm{locked}_{\text{dropout}}(y^L_t) \\
+        z_t &= W x^L_t + b
+
+    Scores :math:`z` become probabilities by a softmax. The first layer takes ``ninp`` features, the last gives ``ninp``
+    with tied weights (:math:`W = E`, so that the decoder costs only :math:`b`) and ``nhid`` without; all others are
+    ``nhid`` wide. In evaluation mode nothing is dropped, and the layers are plain :class:`torch.nn.LSTM`.
+
+    Weights start uniform in (-0.1, 0.1) for embeddings and decoder, with bias 0; as torch draws them for the LSTM.
+
+    Attributes:
+        encoder: The embedding.
+        rnns: The LSTM layers, each in a :class:`~mlbench_core.models.pytorch.layers.dropout_layers.WeightDrop`.
+        decoder: The decoder.
+        widths: Width of each LSTM layer.
+
+    Args:
+        ntoken: Words in the vocabulary.
+        ninp: Width of the embeddings.
+        nhid: Width of the LSTM layers.
+        nlayers: Number of LSTM layers.
+        dropout: Probability of dropping an output of the last layer.
+        dropouth: The same for outputs of the layers before.
+        dropouti: The same for features of the embeddings.
+        dropoute: The same for words.
+        wdrop: The same for the weights from hidden state to hidden state.
+        tie_weights: Whether the decoder's weights are the embeddings.
+
+    Raises:
+        ValueError: A size is not positive, or a probability outside of 0 to 1.
+
+    Example:
+        >>> import torch
+        >>> model = LSTMLanguageModel(ntoken=11, ninp=4, nhid=6, nlayers=2, tie_weights=True)
+        >>> words = torch.zeros(5, 3, dtype=torch.int64)  # 5 words of 3 sequences
+        >>> scores, hidden = model(words, model.init_hidden(3))
+        >>> scores.shape, [h.shape[2] for h, _ in hidden]
+        (torch.Size([5, 3, 11]), [6, 4])
+
+    References:
+        Merity, Keskar and Socher 2017, Regularizing and Optimizing LSTM Language Models, arXiv 1708.02182.
+
+        Press and Wolf 2017, Using the Output Embedding to Improve Language Models, arXiv 1608.05859.
+    """
+
+    def __init__(
+        self,
+        ntoken: int,
+        ninp: int,
+        nhid: int,
+        nlayers: int,
+        dropout: float = 0.5,
+        dropouth: float = 0.5,
+        dropouti: float = 0.5,
+        dropoute: float = 0.1,
+        wdrop: float = 0,
+        tie_weights: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, size in (("ntoken", ntoken), ("ninp", ninp), ("nhid", nhid), ("nlayers", nlayers)):
+            if size < 1:
+                raise ValueError(f"{name} is {size}; it must be at least 1")
+        self.ntoken = ntoken
+        self.ninp = ninp
+        self.nhid = nhid
+        self.nlayers = nlayers
+        self.dropoute = check_probability("dropoute", dropoute)
+        self.tie_weights = tie_weights
+        last = ninp if tie_weights else nhid
+        self.widths = [*[nhid] * (nlayers - 1), last]
+        self.drop_input = LockedDropout(check_probability("dropouti", dropouti))
+        self.drop_hidden = LockedDropout(check_probability("dropouth", dropouth))
+        self.drop_output = LockedDropout(check_probability("dropout", dropout))
+        self.encoder = nn.Embedding(ntoken, ninp)
+        self.rnns = nn.ModuleList(
+            WeightDrop(nn.LSTM(width, next_width), ["weight_hh_l0"], check_probability("wdrop", wdrop))
+            for width, next_width in itertools.pairwise([ninp, *self.widths])
+        )
+        self.decoder = nn.Linear(last, ntoken)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw embeddings and decoder anew; with tied weights they are the same afterwards."""
+        nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
+        nn.init.zeros_(self.decoder.bias)
+        if self.tie_weights:
+            self.decoder.weight = self.encoder.weight
+        else:
+            nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
+
+    def init_hidden(self, bsz: int) -> Hidden:
+        """The state before the first word: zeros.
+
+        Args:
+            bsz: Number of sequences.
+
+        Returns:
+            For each layer the pair (h, c), each of shape (1, ``bsz``, width), in the model's dtype and on its device.
+        """
+        zeros = self.encoder.weight.new_zeros
+        return [(zeros(1, bsz, width), zeros(1, bsz, width)) for width in self.widths]
+
+    @overload
+    def forward(
+        self, input: Tensor, hidden: Sequence[tuple[Tensor, Tensor]], return_h: Literal[False] = ...
+    ) -> tuple[Tensor, Hidden]: ...
+
+    @overload
+    def forward(
+        self, input: Tensor, hidden: Sequence[tuple[Tensor, Tensor]], return_h: Literal[True]
+    ) -> tuple[Tensor, Hidden, list[Tensor], list[Tensor]]: ...
+
+    def forward(
+        self, input: Tensor, hidden: Sequence[tuple[Tensor, Tensor]], return_h: bool = False
+    ) -> tuple[Tensor, Hidden] | tuple[Tensor, Hidden, list[Tensor], list[Tensor]]:
+        """Scores of the next word after each word.
+
+        Args:
+            input: Ids of shape (time, batch), integers.
+            hidden: The state before the first of them, as :meth:`init_hidden` or an earlier call returned it. To stop
+                back-propagation there, detach it.
+            return_h: Whether to return the layers' outputs too.
+
+        Returns:
+            ``(scores, hidden)``: scores of shape (time, batch, ``ntoken``), and the state after the last word. With
+            ``return_h`` two lists more: the layers' outputs :math:`y^l` before and :math:`x^l` after dropout, each of
+            shape (time, batch, width), for activation regularisation.
+        """
+        x = embedded_dropout(self.encoder, input, dropout=self.dropoute if self.training else 0)
+        x = self.drop_input(x)
+        raw_outputs, outputs, new_hidden = [], [], []
+        for number, (rnn, state) in enumerate(zip(self.rnns, hidden, strict=True), start=1):
+            raw, state = rnn(x, state)
+            x = self.drop_hidden(raw) if number < self.nlayers else self.drop_output(raw)
+            raw_outputs.append(raw)
+            outputs.append(x)
+            new_hidden.append(state)
+        scores = self.decoder(x)
+        return (scores, new_hidden, raw_outputs, outputs) if return_h else (scores, new_hidden)

@@ -1,0 +1,239 @@
+r"""Dropout for recurrent networks: locked over time, of whole words, and of weights.
+
+Each of them multiplies by a mask :math:`m \sim \mathrm{Bernoulli}(1 - p) / (1 - p)`, whose mean is 1; they differ in
+what shares one draw of it.
+
+References:
+    Gal and Ghahramani 2016, A Theoretically Grounded Application of Dropout in Recurrent Neural Networks,
+    arXiv 1512.05287.
+
+    Merity, Keskar and Socher 2017, Regularizing and Optimizing LSTM Language Models, arXiv 1708.02182.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+__all__ = ["LockedDropout", "WeightDrop", "check_probability", "embedded_dropout"]
+
+
+def check_probability(name: str, p: float) -> float:
+    """Return a probability as given.
+
+    Raises:
+        ValueError: It is outside of 0 to 1.
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{name} is {p}; the probability of dropping must be from 0 to 1")
+    return p
+
+
+class LockedDropout(nn.Module):
+    r"""Dropout with one mask for all time steps.
+
+    .. math:: y_{tbf} = m_{bf} \, x_{tbf}
+
+    In evaluation mode the input is returned as it is.
+
+    Args:
+        p: Probability of dropping.
+
+    Raises:
+        ValueError: ``p`` is outside of 0 to 1.
+
+    Example:
+        >>> y = LockedDropout(p=0.5)(torch.ones(7, 2, 3))
+        >>> bool((y == y[0]).all())
+        True
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.p = check_probability("p", p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop.
+
+        Args:
+            x: Of shape (time, ...), floating point; for sequences (time, batch, features).
+
+        Returns:
+            The same shape and dtype.
+        """
+        if not self.training or self.p == 0:
+            return x
+        return x * F.dropout(torch.ones_like(x[:1]), self.p)
+
+    def extra_repr(self) -> str:
+        """The arguments, for ``repr``."""
+        return f"p={self.p}"
+
+
+def embedded_dropout(embed: nn.Embedding, words: Tensor, dropout: float = 0.1, scale: Tensor | None = None) -> Tensor:
+    r"""Look words up, some of which are dropped wherever they occur.
+
+    .. math:: y_i = m_{w_i} \, s_{w_i} \, E_{w_i}
+
+    with one mask element for each word of the vocabulary, embeddings :math:`E` and scale :math:`s`. Only the rows that
+    are looked up are multiplied, not the whole matrix. There is no evaluation mode: give ``dropout=0`` for it.
+
+    Args:
+        embed: The embedding; its ``padding_idx`` and other options apply.
+        words: Ids of any shape, integers.
+        dropout: Probability of dropping a word.
+        scale: Factors for the embeddings, of a shape that broadcasts to (vocabulary, 1) or to that of the embedding;
+            None for 1.
+
+    Returns:
+        The embeddings, of shape (..., dimensions).
+
+    Raises:
+        ValueError: ``dropout`` is outside of 0 to 1.
+
+    Example:
+        >>> embed = nn.Embedding(4, 2)
+        >>> bool((embedded_dropout(embed, torch.tensor([3, 1]), dropout=0) == embed(torch.tensor([3, 1]))).all())
+        True
+    """
+    check_probability("dropout", dropout)
+    embedded = embed(words)
+    if dropout > 0:
+        mask = F.dropout(embed.weight.new_ones(embed.num_embeddings, 1), dropout)
+        embedded = embedded * F.embedding(words, mask)
+    if scale is not None:
+        of_words = torch.atleast_2d(scale)
+        embedded = embedded * F.embedding(words, of_words.expand(embed.num_embeddings, -1))
+    return embedded
+
+
+class WeightDrop(nn.Module):
+    r"""Dropout of a module's weights, drawn anew for each forward pass and the same for all of its time steps.
+
+    .. math:: W' = M \odot W, \qquad M_{ij} \sim \mathrm{Bernoulli}(1 - p) / (1 - p)
+
+    On recurrent weights this is the DropConnect of AWD-LSTM. The module computes with :math:`W'` in the place of its
+    parameter :math:`W`, which stays what it is: no copy of it is kept, optimizers and ``state_dict`` see it under the
+    name ``module.<weight>``, and in evaluation mode, or with ``dropout=0``, the module is called as it is. Recurrent
+    modules keep their fused kernels; for cuDNN, all weights of a pass are laid into one buffer, which it would
+    otherwise do by itself, with a warning.
+
+    States saved by version 3.0, which has ``module.<weight>_raw``, can be loaded.
+
+    Args:
+        module: The module, for example an :class:`torch.nn.LSTM`.
+        weights: Names of its parameters to drop, for example ``["weight_hh_l0"]``.
+        dropout: Probability of dropping.
+
+    Raises:
+        ValueError: ``dropout`` is outside of 0 to 1, or the module has no such parameter.
+
+    Example:
+        >>> lstm = WeightDrop(nn.LSTM(3, 4), ["weight_hh_l0"], dropout=0.5)
+        >>> output, (h, c) = lstm(torch.zeros(5, 2, 3))
+        >>> output.shape
+        torch.Size([5, 2, 4])
+    """
+
+    def __init__(self, module: nn.Module, weights: Sequence[str], dropout: float = 0) -> None:
+        super().__init__()
+        known = dict(module.named_parameters())
+        unknown = [name for name in weights if name not in known]
+        if unknown or isinstance(weights, str):
+            raise ValueError(f"weights is {weights!r}; it must be a list of some of {', '.join(known) or 'nothing'}")
+        self.module = module
+        self.weights = list(weights)
+        self.dropout = check_probability("dropout", dropout)
+        self.register_load_state_dict_pre_hook(_rename_raw_weights)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, in training with some of its weights dropped.
+
+        Args:
+            *args: What the module takes.
+            **kwargs: What the module takes.
+
+        Returns:
+            What the module returns.
+        """
+        if not self.training or self.dropout == 0:
+            return self.module(*args, **kwargs)
+        dropped = {name: F.dropout(self.module.get_parameter(name), self.dropout) for name in self.weights}
+        if not isinstance(self.module, nn.RNNBase):
+            return torch.func.functional_call(self.module, dropped, args, kwargs)
+        with _computing_with(self.module, dropped):
+            return self.module(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """The arguments, for ``repr``."""
+        return f"weights={self.weights}, dropout={self.dropout}"
+
+
+def _rename_raw_weights(module: WeightDrop, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Give weights the names they have here, where a state has the names of version 3.0."""
+    for name in module.weights:
+        raw = f"{prefix}module.{name}_raw"
+        if raw in state_dict:
+            state_dict[f"{prefix}module.{name}"] = state_dict.pop(raw)
+
+
+@contextlib.contextmanager
+def _computing_with(module: nn.RNNBase, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let a recurrent module compute with other tensors in the place of some parameters.
+
+    Its forward pass hands the list ``_flat_weights`` to the fused kernel. ``functional_call`` would have it flatten all
+    of its parameters anew, once for the other tensors and once for its own.
+    """
+    module._update_flat_weights()
+    own = module._flat_weights
+    used = [weights.get(name, weight) for name, weight in zip(module._flat_weights_names, own, strict=True)]
+    module._flat_weights = _packed_for_cudnn(module, used)
+    try:
+        yield
+    finally:
+        module._flat_weights = own
+
+
+def _packed_for_cudnn(module: nn.RNNBase, weights: list[Any]) -> list[Any]:
+    """The weights as parts of one buffer, in cuDNN's order, on a GPU; elsewhere as they are."""
+    if not all(
+        isinstance(weight, Tensor) and weight.is_cuda and torch.backends.cudnn.is_acceptable(weight)
+        for weight in weights
+    ):
+        return weights
+    return list(_PackForCudnn.apply(module, *weights))  # type: ignore[no-untyped-call]
+
+
+class _PackForCudnn(torch.autograd.Function):
+    """Copies weights into one new buffer; their gradients are those of the copies."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, module: nn.RNNBase, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        import torch.backends.cudnn.rnn as cudnn_rnn
+
+        # Other tensors on the same memory: flattening moves them into the buffer, and leaves the parameters.
+        parts = [weight.detach() for weight in weights]
+        per_layer = (4 if module.bias else 2) + (module.proj_size > 0)
+        with torch.cuda.device_of(parts[0]):
+            torch._cudnn_rnn_flatten_weight(
+                parts,
+                per_layer,
+                module.input_size,
+                cudnn_rnn.get_cudnn_mode(module.mode),
+                module.hidden_size,
+                module.proj_size,
+                module.num_layers,
+                module.batch_first,
+                module.bidirectional,
+            )
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (None, *gradients)

@@ -1,0 +1,283 @@
+"""WikiText-2: counts, streams, lengths, sharing among workers, the cache, and what goes wrong."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import logging
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mlbench_core.dataset.nlp.pytorch import Wikitext2Dataset, corpus, wikitext2_dataset
+from mlbench_core.dataset.nlp.pytorch.wikitext2_dataset import WIKITEXT2_TOKENS, WIKITEXT2_WORDS, Dictionary
+from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError
+from tests.helpers.data import test_data
+
+TEXT = {"train": "a b c\n\n a  d \n", "valid": "d a\n", "test": "b b e"}
+
+
+def write_texts(folder: Path, names: str = "{part}.txt") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, text in TEXT.items():
+        path = folder / names.format(part=part)
+        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return folder
+
+
+def numbers(folder: Path, n: int, bptt: int, **options: object) -> Wikitext2Dataset:
+    """A data set whose word number i is the word i."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.txt").write_text(" ".join(map(str, range(n - 1))))
+    return Wikitext2Dataset(folder, bptt, train=True, download=False, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wikitext2Dataset]:
+    folder, cache = test_data("wikitext-2"), tmp_path_factory.mktemp("cache")
+    return {
+        "train": Wikitext2Dataset(folder, 70, train=True, cache_dir=cache),
+        "valid": Wikitext2Dataset(folder, 70, valid=True, cache_dir=cache),
+        "test": Wikitext2Dataset(folder, 70, test=True, cache_dir=cache),
+    }
+
+
+def test_real_text_has_the_published_tokens_and_words(real: dict[str, Wikitext2Dataset]) -> None:
+    for part, dataset in real.items():
+        assert len(dataset.tokens) == WIKITEXT2_TOKENS[part]
+        assert len(dataset.dictionary) == WIKITEXT2_WORDS == 33_278
+        assert dataset.dictionary == real["train"].dictionary
+    assert WIKITEXT2_TOKENS == {"train": 2_088_628, "valid": 217_646, "test": 245_569}
+    train = real["train"]
+    assert len(np.unique(train.tokens)) == 33_278  # every word occurs in the training part
+    words = [train.dictionary.idx2word[i] for i in train.tokens[:8]]
+    assert words == ["<eos>", "=", "Valkyria", "Chronicles", "III", "=", "<eos>", "<eos>"]
+    text = gzip.decompress(test_data("wikitext-2", "valid.txt.gz").read_bytes()).decode()
+    lines = text.removesuffix("\n").split("\n")
+    expected = list(itertools.chain.from_iterable([*line.split(), "<eos>"] for line in lines))
+    assert [train.dictionary.idx2word[i] for i in real["valid"].tokens] == expected
+
+
+def test_real_epoch_has_the_lengths_that_are_asked_for(real: dict[str, Wikitext2Dataset]) -> None:
+    train = real["train"]
+    train.generate_batches(global_bsz=80)
+    assert train.sequence_lengths[:-1] == [70] * (train.num_batches() - 1)
+    assert sum(train.sequence_lengths) == 2_088_628 // 80 - 1
+    lengths = []
+    for epoch in range(30):
+        train.set_epoch(epoch)
+        train.generate_sequence_lengths(random=True)
+        assert sum(train.sequence_lengths) == 2_088_628 // 80 - 1
+        assert min(train.sequence_lengths) >= 5
+        lengths += train.sequence_lengths[:-1]
+    around = np.array(lengths)
+    short, full = around[around < 52], around[around >= 52]
+    assert len(short) / len(around) == pytest.approx(0.05, abs=0.01)
+    assert short.mean() == pytest.approx(34.5, abs=0.6)  # 35, rounded down
+    assert full.mean() == pytest.approx(69.5, abs=0.2)
+    assert full.std() == pytest.approx(5, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    "names", ["{part}.txt", "{part}.txt.gz", "wiki.{part}.tokens", "wikitext-2/wiki.{part}.tokens"]
+)
+def test_files_are_found_under_their_names(tmp_path: Path, names: str) -> None:
+    (tmp_path / "wikitext-2").mkdir()
+    write_texts(tmp_path, names)
+    found = {part: Wikitext2Dataset(tmp_path, 2, **{part: True}) for part in TEXT}  # type: ignore[arg-type]
+    assert found["train"].dictionary.idx2word == ["a", "b", "c", "<eos>", "d", "e"]
+    assert found["train"].tokens.tolist() == [0, 1, 2, 3, 3, 0, 4, 3]  # an empty line is an <eos>
+    assert found["valid"].tokens.tolist() == [4, 0, 3]
+    assert found["test"].tokens.tolist() == [1, 1, 5, 3]  # a last line without an end too
+
+
+def test_dictionary_counts_each_word_once() -> None:
+    dictionary = Dictionary()
+    assert [dictionary.add_word(word) for word in ("x", "y", "x")] == [0, 1, 0]
+    assert (len(dictionary), "y" in dictionary, "z" in dictionary) == (2, True, False)
+    assert dictionary.word2idx == {"x": 0, "y": 1}
+
+
+def test_streams_run_on_from_batch_to_batch(tmp_path: Path) -> None:
+    dataset = numbers(tmp_path, 32, bptt=3)
+    dataset.generate_batches(global_bsz=4)
+    batches = [dataset.get_batch(i) for i in range(dataset.num_batches())]
+    assert dataset.sequence_lengths == [3, 3, 1]
+    data, target = (torch.cat(part) for part in zip(*batches, strict=True))
+    assert data.dtype == target.dtype == torch.int64
+    assert data.T.tolist() == [list(range(start, start + 7)) for start in (0, 8, 16, 24)]
+    assert torch.equal(target, data + 1)
+    assert all(batch.is_contiguous() for pair in batches for batch in pair)
+    with pytest.raises(IndexError, match="batch 3 is not there: there are 3"):
+        dataset.get_batch(3)
+
+
+@pytest.mark.parametrize(("world_size", "random"), [(2, False), (2, True), (4, True)])
+def test_workers_batches_side_by_side_are_one_workers(tmp_path: Path, world_size: int, random: bool) -> None:
+    def epoch(rank: int, worker_bsz: int | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        dataset = numbers(tmp_path, 1000, bptt=10)
+        dataset.generate_batches(8, worker_bsz, rank)
+        dataset.generate_sequence_lengths(random=random)
+        return [dataset.get_batch(i) for i in range(dataset.num_batches())]
+
+    alone = epoch(0, None)
+    workers = [epoch(rank, 8 // world_size) for rank in range(world_size)]
+    assert len({len(batches) for batches in workers}) == 1
+    for whole, *parts in zip(alone, *workers, strict=True):
+        for position in (0, 1):
+            assert torch.equal(whole[position], torch.cat([part[position] for part in parts], dim=1))
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4, 7])
+def test_validation_streams_are_shared_out_once_each(tmp_path: Path, world_size: int) -> None:
+    dataset, seen = numbers(tmp_path, 50, bptt=4), Counter[int]()
+    for rank in range(world_size):
+        dataset.generate_batches(5, rank=rank, world_size=world_size)
+        for i in range(dataset.num_batches()):
+            seen.update(dataset.get_batch(i)[0].flatten().tolist())
+    assert seen == Counter(i for i in range(50) if i % 10 != 9)
+
+
+def test_lengths_are_equal_on_all_workers_new_each_epoch_and_go_on_where_a_run_stopped(tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    datasets = [numbers(tmp_path, 9000, bptt=20, seed=seed) for seed in (1, 1, 2)]
+    epochs = []
+    for rank, dataset in enumerate(datasets):
+        dataset.generate_batches(4, 2, rank % 2)
+        epochs.append([dataset.generate_sequence_lengths(random=True) or dataset.sequence_lengths for _ in range(3)])
+    assert epochs[0] == epochs[1]
+    assert epochs[0] != epochs[2]
+    assert epochs[0][0] != epochs[0][1]
+    datasets[2].seed = 1
+    datasets[2].set_epoch(2)
+    datasets[2].generate_sequence_lengths(random=True)
+    assert datasets[2].sequence_lengths == epochs[0][2]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_no_random_batch_is_shorter_than_asked_for(tmp_path: Path) -> None:
+    dataset = numbers(tmp_path, 403, bptt=9, min_seq_len=8)
+    dataset.generate_batches(1)
+    for _ in range(50):
+        dataset.generate_sequence_lengths(random=True)
+        assert min(dataset.sequence_lengths) >= 8
+        assert sum(dataset.sequence_lengths) == 402
+
+
+def test_second_start_reads_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_texts(tmp_path / "texts")
+    first = Wikitext2Dataset(folder, 2, train=True, cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(corpus, "_open_text", None)
+    second = Wikitext2Dataset(folder, 2, train=True, cache_dir=tmp_path / "cache")
+    assert isinstance(second.tokens, np.memmap)
+    assert second.tokens.tolist() == first.tokens.tolist()
+    assert second.dictionary == first.dictionary
+    cached = sorted(path.name for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert cached == ["dictionary.json", "test.npy", "train.npy", "valid.npy"]
+    with pytest.raises(ValueError, match="read-only"):
+        second.tokens[0] = 1
+
+
+def test_changed_text_is_read_anew(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path)
+    Wikitext2Dataset(folder, 2, train=True)
+    (folder / "train.txt").write_text("z z\n")
+    assert Wikitext2Dataset(folder, 2, train=True).dictionary.idx2word[0] == "z"
+
+
+@pytest.mark.parametrize("damage", ["torn array", "wrong length", "torn words", "missing part"])
+def test_damaged_cache_is_made_anew(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_texts(tmp_path / "texts")
+    Wikitext2Dataset(folder, 2, train=True, cache_dir=tmp_path / "cache")
+    (cache,) = (tmp_path / "cache").iterdir()
+    if damage == "torn array":
+        (cache / "train.npy").write_bytes((cache / "train.npy").read_bytes()[:-3])
+    elif damage == "wrong length":
+        np.save(cache / "train.npy", np.zeros(3, np.int32))
+    elif damage == "torn words":
+        (cache / "dictionary.json").write_text('{"words": ["a"')
+    else:
+        (cache / "test.npy").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert Wikitext2Dataset(folder, 2, train=True, cache_dir=tmp_path / "cache").tokens[0] == 0
+    assert ("is damaged" in caplog.text) == (damage != "missing part")
+    assert len(json.loads((cache / "dictionary.json").read_text())["words"]) == 6
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [cache.name]
+
+
+def test_does_without_a_cache_where_none_can_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("no folder")
+    dataset = Wikitext2Dataset(write_texts(tmp_path), 2, train=True, cache_dir=tmp_path / "file")
+    assert dataset.tokens.tolist() == [0, 1, 2, 3, 3, 0, 4, 3]
+    assert "cannot be written" in caplog.text
+
+
+def test_download_comes_from_a_living_address_and_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fake(root: Path, file_name: str, data_url: str) -> Path:
+        asked.append(data_url)
+        Path(root).mkdir()
+        with zipfile.ZipFile(Path(root) / file_name, "w") as archive:
+            for part, text in TEXT.items():
+                archive.writestr(f"wikitext-2/wiki.{part}.tokens", text)
+            archive.extractall(root)
+        return Path(root)
+
+    monkeypatch.setattr(wikitext2_dataset.tools, "maybe_download_and_extract_zip", fake)
+    with pytest.raises(DatasetError, match=r"is not WikiText-2: it has .*'train': 8.* instead of"):
+        Wikitext2Dataset(tmp_path / "first", 2, train=True)
+    assert asked == ["https://wikitext.smerity.com/wikitext-2-v1.zip"]
+    monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_TOKENS", {"train": 8, "valid": 3, "test": 4})
+    monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_WORDS", 6)
+    assert len(Wikitext2Dataset(tmp_path / "second", 2, valid=True).tokens) == 3
+
+
+def test_what_goes_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_texts(tmp_path / "texts")
+    with pytest.raises(ValueError, match="no part asked for"):
+        Wikitext2Dataset(folder, 2)
+    with pytest.raises(ValueError, match="train and test asked for"):
+        Wikitext2Dataset(folder, 2, train=True, test=True)
+    with pytest.raises(ValueError, match="bptt is 0"):
+        Wikitext2Dataset(folder, 0, train=True)
+    dataset = Wikitext2Dataset(folder, 2, train=True)
+    for call in (dataset.num_batches, dataset.generate_sequence_lengths, lambda: dataset.get_batch(0)):
+        with pytest.raises(RuntimeError, match="call generate_batches"):
+            call()
+    for arguments, message in [
+        ((0,), "global_bsz is 0"),
+        ((5,), "global_bsz is 5; .* at most 4"),
+        ((4, 2, 2), "worker_bsz is 2 and rank 2"),
+        ((4, 0, 0), "worker_bsz is 0"),
+        ((4, 2, -1), "rank -1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            dataset.generate_batches(*arguments)
+    with pytest.raises(ValueError, match="rank is 2; it must be from 0 to 1"):
+        dataset.generate_batches(4, rank=2, world_size=2)
+    with pytest.raises(ValueError, match="both given"):
+        dataset.generate_batches(4, 2, 0, world_size=2)
+    (folder / "train.txt").rename(folder / "train.bak")
+    with pytest.raises(DatasetNotFoundError, match=r"no wiki.train.tokens or train.txt .*smerity"):
+        Wikitext2Dataset(folder, 2, valid=True)
+    with pytest.raises(DatasetNotFoundError, match=r"empty has no wiki.train.tokens"):
+        Wikitext2Dataset(tmp_path / "empty", 2, train=True, download=False)
+    (folder / "train.txt.gz").write_bytes(gzip.compress(b"a b c" * 1000)[:-9])
+    with pytest.raises(DatasetError, match="cannot be decompressed"):
+        Wikitext2Dataset(folder, 2, train=True)
+    (folder / "train.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DatasetError, match="is no UTF-8"):
+        Wikitext2Dataset(folder, 2, train=True)
+
+    def fail(*args: object) -> None:
+        raise DownloadError("could not download")
+
+    monkeypatch.setattr(wikitext2_dataset.tools, "maybe_download_and_extract_zip", fail)
+    with pytest.raises(DownloadError):
+        Wikitext2Dataset(tmp_path / "empty", 2, train=True)
