@@ -16,6 +16,7 @@ __all__ = [
     "ClusterEnvironment",
     "HostsEnvironment",
     "MPICHEnvironment",
+    "MPIWorldEnvironment",
     "OpenMPIEnvironment",
     "Place",
     "SingleProcessEnvironment",
@@ -221,6 +222,43 @@ class MPICHEnvironment(_MPIEnvironment):
     size_name = "PMI_SIZE"
     local_rank_name = "MPI_LOCALRANKID"
     local_size_name = "MPI_LOCALNRANKS"
+
+
+class MPIWorldEnvironment(ClusterEnvironment):
+    """Workers of the backend ``mpi``, whoever started them: MPI itself says how many there are and which one this is.
+
+    The workers tell each other their hosts, so ``MASTER_ADDR`` need not be set. Asking starts MPI.
+
+    Args:
+        expected: What was given by hand (``--hosts``) or by torchrun, if anything was; MPI must agree.
+        environment: As in :class:`ClusterEnvironment`.
+    """
+
+    name = "MPI"
+
+    def __init__(
+        self, expected: ClusterEnvironment | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(environment)
+        self.expected = expected
+
+    def is_active(self) -> bool:
+        return self._has("OMPI_COMM_WORLD_SIZE") or self._has("PMI_SIZE") or self._has("PMIX_RANK")
+
+    def place(self) -> Place:
+        from mlbench_core.utils.pytorch import mpi  # loads torch
+
+        world = mpi.world()
+        mpi.check_variables(world, self.environment)
+        if self.expected is not None:
+            given = self.expected.place()
+            mpi.check_launch(world, given.rank, given.world_size, self.expected.name)
+        if world.size == 1:
+            return Place(rank=0, world_size=1)
+        hosts = world.hosts()
+        local_rank = hosts[: world.rank].count(hosts[world.rank])
+        address = self.environment.get("MASTER_ADDR") or ("127.0.0.1" if len(set(hosts)) == 1 else hosts[0])
+        return self._checked(Place(world.rank, world.size, local_rank, address, self._port()))
 
 
 class SlurmEnvironment(ClusterEnvironment):

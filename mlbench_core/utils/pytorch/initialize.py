@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 
 from mlbench_core.errors import BackendError, ConfigurationError, WorkerError
-from mlbench_core.utils.pytorch import distributed
+from mlbench_core.utils.pytorch import distributed, mpi
 from mlbench_core.utils.pytorch.environment import (
     ClusterEnvironment,
+    HostsEnvironment,
+    MPIWorldEnvironment,
     Place,
+    SlurmEnvironment,
     TorchrunEnvironment,
     detect_environment,
 )
@@ -46,13 +49,19 @@ def initialize_backends(
 
     The workers are found through torchrun's environment, ``hosts`` and ``rank``, an ``mpirun``'s or SLURM's
     environment; a process started by none of them is a world of size 1 (see
-    :mod:`mlbench_core.utils.pytorch.environment`). At the end of the block, also after an exception, the process group
-    is destroyed, and environment variables, loggers and cuDNN's settings are as they were. Random generators and the
-    current CUDA device stay as they are.
+    :mod:`mlbench_core.utils.pytorch.environment`). With the backend ``mpi`` the workers have to be started by
+    ``mpirun`` (or another starter of MPI programs), which gives rank and world size; where ``hosts`` and ``rank`` or
+    torchrun's environment are given too, they must agree with it.
+
+    At the end of the block, also after an exception, the process group is destroyed, and environment variables, loggers
+    and cuDNN's settings are as they were. Random generators and the current CUDA device stay as they are. Over ``mpi``,
+    where the others would wait for ever for a worker that failed, a process that ends after an exception left the block
+    ends the others too.
 
     Args:
-        comm_backend: ``"gloo"`` (CPU), ``"nccl"`` (GPU), ``"mpi"`` (a torch built with MPI), or another backend that is
-            registered with torch.
+        comm_backend: ``"gloo"`` (CPU), ``"nccl"`` (GPU), ``"mpi"`` (CPU, and GPU by way of the host; that of torch if
+            it was built with MPI, otherwise :mod:`mlbench_core.utils.pytorch.mpi`, which needs mpi4py), or another
+            backend that is registered with torch.
         hosts: Host of each worker, separated by commas; the first one is the rendezvous, at port ``MASTER_PORT`` or
             29500. A host that runs several workers is named several times.
         rank: This worker's number in ``hosts``.
@@ -70,8 +79,9 @@ def initialize_backends(
 
     Raises:
         BackendError: The backend is unknown or cannot be used here.
-        ConfigurationError: The port is taken, ``use_cuda`` without a GPU, variables that contradict each other, or
-            there is a process group already.
+        MissingDependencyError: The backend is ``mpi``, torch has none built in, and mpi4py is not installed.
+        ConfigurationError: The port is taken, ``use_cuda`` without a GPU, variables that contradict each other or MPI's
+            world, or there is a process group already.
         WorkerError: The others did not come within ``timeout_s``.
         ValueError: ``rank`` lies outside ``hosts``, or another argument is wrong.
 
@@ -89,12 +99,16 @@ def initialize_backends(
             "torch.distributed.destroy_process_group(), before joining another"
         )
     environment = detect_environment(hosts, rank)
+    if comm_backend == "mpi" and mpi.register(timeout_s):
+        given = isinstance(environment, (HostsEnvironment, SlurmEnvironment, TorchrunEnvironment))
+        environment = MPIWorldEnvironment(environment if given else None)
     place = environment.place()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_variables(place.variables()))
         stack.enter_context(_cudnn_restored())
         stack.callback(config_logging(logging_level, logging_file))
         stack.callback(_leave)
+        stack.push(_note_failure)
         if use_cuda or comm_backend == "nccl":
             FCGraph(place.rank, place.world_size, use_cuda=True).assigned_gpu_id()
         _join(comm_backend, environment, place, timeout_s)
@@ -112,16 +126,11 @@ def _checked_backend(name: str) -> str:
         raise BackendError(f"the communication backend {name!r} is unknown; known here are {', '.join(known)}")
     if name == "nccl" and torch.cuda.device_count() == 0:
         raise BackendError("the backend nccl works on GPUs only, and torch sees none on this machine: use gloo")
-    missing = {
-        "nccl": not dist.is_nccl_available(),
-        "gloo": not dist.is_gloo_available(),
-        "mpi": not dist.is_mpi_available(),
-    }
+    missing = {"nccl": not dist.is_nccl_available(), "gloo": not dist.is_gloo_available()}
     if missing.get(name, False):
-        instead = "use gloo on CPUs or nccl on GPUs" if name == "mpi" else "install another build of torch"
         raise BackendError(
             f"the backend {name} needs a torch that was built with it, and torch {torch.__version__} here was not: "
-            f"{instead}"
+            f"install another build of torch"
         )
     return name
 
@@ -188,6 +197,12 @@ def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s
 
 def _init_over(store: dist.Store, backend: str, place: Place, timeout: datetime.timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+
+
+def _note_failure(kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    """Remember an exception that ends the block: over MPI the others would wait for this worker for ever."""
+    if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        mpi.fail_at_exit(f"{type(error).__name__}: {error}")
 
 
 def _leave() -> None:

@@ -170,13 +170,11 @@ def test_a_world_inside_a_world_is_refused() -> None:
     [
         ("carrier_pigeon", "'carrier_pigeon' is unknown; known here are gloo, mpi, nccl"),
         ("nccl", "nccl works on GPUs only.*use gloo"),
-        ("mpi", "mpi needs a torch.*use gloo"),
     ],
 )
 def test_backends_that_cannot_work(backend: str, message: str) -> None:
     with (
         mock.patch("torch.cuda.device_count", return_value=0),
-        mock.patch("torch.distributed.is_mpi_available", return_value=False),
         pytest.raises(BackendError, match=message),
         initialize_backends(backend),
     ):

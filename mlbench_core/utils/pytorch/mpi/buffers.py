@@ -1,0 +1,83 @@
+"""Tensors as MPI sees them: one contiguous piece of memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["Buffer", "is_cuda_aware"]
+
+
+class Buffer:
+    """A tensor's elements in contiguous memory that MPI can read and write.
+
+    That is the tensor's own memory where it is contiguous and on the CPU. Otherwise it is a copy, for a tensor on a GPU
+    in pinned host memory, unless MPI can work on the GPU's memory.
+
+    Args:
+        tensor: The tensor.
+        fill: Whether MPI reads it. If not, a copy starts with whatever was in memory.
+        on_host: Whether it has to be in host memory, even if MPI can work on a GPU's.
+
+    Raises:
+        TypeError: The tensor is not dense, or on a device that is neither CPU nor a CUDA GPU.
+    """
+
+    def __init__(self, tensor: torch.Tensor, fill: bool = True, on_host: bool = False) -> None:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise TypeError(f"MPI sends dense tensors, and this one's layout is {tensor.layout}: use to_dense()")
+        self.tensor = tensor
+        stays = tensor.device.type == "cpu" or (tensor.is_cuda and not on_host and is_cuda_aware())
+        if stays and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            self.memory = tensor
+        else:
+            self.memory = _copy(tensor, fill, stays)
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows nothing of streams
+
+    def write_back(self) -> None:
+        """Put what MPI has written into the tensor."""
+        if self.memory is self.tensor:
+            return
+        with torch.no_grad():
+            self.tensor.copy_(self.memory)
+        if self.tensor.is_cuda:
+            torch.cuda.current_stream(self.tensor.device).synchronize()
+
+
+def _copy(tensor: torch.Tensor, fill: bool, stays: bool) -> torch.Tensor:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"MPI sends tensors of the CPU and of CUDA GPUs, and this one is on {tensor.device}")
+    device = tensor.device if stays else torch.device("cpu")
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=tensor.is_cuda and not stays)
+    if fill:
+        memory.copy_(tensor.detach(), non_blocking=True)
+    return memory
+
+
+@functools.cache
+def is_cuda_aware() -> bool:
+    """Whether the MPI library says that it can work on the memory of CUDA GPUs; False where it does not say.
+
+    Open MPI and MPICH have a function of their own for this. It is called once.
+    """
+    if not torch.cuda.is_available():
+        return False
+    try:
+        return bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
+    except (AttributeError, OSError):
+        return False
+
+
+def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of all tensors, one after the other, in new memory."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def address(mpi: Any, memory: torch.Tensor) -> Any:
+    """The memory of a contiguous tensor as mpi4py takes it."""
+    return mpi.memory.fromaddress(memory.data_ptr(), memory.numel() * memory.element_size())

@@ -1,0 +1,141 @@
+"""How torch's dtypes and reductions are said in MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Datatypes", "Reduction"]
+
+_BLOCK_ELEMENTS = 16384
+"""Elements that our own reductions take at a time: few enough that torch starts no threads for them."""
+
+_NAMES = {
+    torch.uint8: "UINT8_T",
+    torch.int8: "INT8_T",
+    torch.uint16: "UINT16_T",
+    torch.int16: "INT16_T",
+    torch.uint32: "UINT32_T",
+    torch.int32: "INT32_T",
+    torch.uint64: "UINT64_T",
+    torch.int64: "INT64_T",
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+    torch.bool: "C_BOOL",
+}
+_BY_SIZE = {1: "BYTE", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
+"""Datatypes for moving elements without looking at them, by their size in bytes."""
+
+_ARITHMETIC = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
+_BITWISE = {"BAND": "BAND", "BOR": "BOR", "BXOR": "BXOR"}
+_COMPLEX = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD"}
+_LOGICAL = {"SUM": "LOR", "MAX": "LOR", "BOR": "LOR", "PRODUCT": "LAND", "MIN": "LAND", "BAND": "LAND", "BXOR": "LXOR"}
+_HALF: dict[str, Callable[..., torch.Tensor]] = {
+    "SUM": torch.add,
+    "PROD": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction of one dtype in MPI's terms.
+
+    Attributes:
+        datatype: MPI's datatype of an element.
+        op: MPI's operator.
+        divide: Whether the result is to be divided by the number of workers, for ``AVG``.
+        on_host: Whether it runs on the host only, because the operator is ours.
+    """
+
+    datatype: Any
+    op: Any
+    divide: bool = False
+    on_host: bool = False
+
+
+class Datatypes:
+    """MPI's datatypes and operators for torch's.
+
+    float16 and bfloat16, which no MPI standard before 5.0 knows, are reduced by operators of our own: two blocks of
+    elements are combined by torch, which computes in float32 and rounds the result.
+
+    Args:
+        mpi: The module ``mpi4py.MPI``.
+    """
+
+    def __init__(self, mpi: Any) -> None:
+        self._mpi = mpi
+        self._moving = {size: getattr(mpi, name) for size, name in _BY_SIZE.items()}
+        self._reductions: dict[tuple[torch.dtype, str], Reduction] = {}
+
+    def moving(self, dtype: torch.dtype) -> Any:
+        """The datatype for sending elements as they are, of any dtype."""
+        return self._moving[dtype.itemsize]
+
+    def reduction(self, op: Any, dtype: torch.dtype) -> Reduction:
+        """The reduction for a torch operator.
+
+        Args:
+            op: A ``ReduceOp`` or one of its members.
+            dtype: The elements' dtype.
+
+        Raises:
+            ValueError: This operator is not defined for this dtype, or not by MPI.
+            TypeError: Elements of this dtype cannot be reduced.
+
+        Example:
+            >>> from mpi4py import MPI  # doctest: +SKIP
+            >>> Datatypes(MPI).reduction(torch.distributed.ReduceOp.AVG, torch.float32).divide  # doctest: +SKIP
+            True
+        """
+        name = _name_of(op)
+        key = (dtype, name)
+        if key not in self._reductions:
+            self._reductions[key] = self._make(name, dtype)
+        return self._reductions[key]
+
+    def _make(self, name: str, dtype: torch.dtype) -> Reduction:
+        if dtype not in _NAMES and dtype not in (torch.float16, torch.bfloat16):
+            known = ", ".join(str(known).removeprefix("torch.") for known in (*_NAMES, torch.float16, torch.bfloat16))
+            raise TypeError(f"MPI cannot reduce elements of {dtype}; it can reduce {known}")
+        allowed = _allowed(dtype)
+        if name not in allowed:
+            raise ValueError(
+                f"ReduceOp.{name} is not defined over MPI for tensors of {dtype}; defined are {', '.join(allowed)}"
+            )
+        divide = name == "AVG"
+        if dtype in (torch.float16, torch.bfloat16):
+            return Reduction(self._moving[2], self._half_operator(allowed[name], dtype), divide, on_host=True)
+        return Reduction(getattr(self._mpi, _NAMES[dtype]), getattr(self._mpi, allowed[name]), divide)
+
+    def _half_operator(self, name: str, dtype: torch.dtype) -> Any:
+        combine = _HALF[name]
+
+        def reduce(incoming: Any, inout: Any, _: Any) -> None:
+            ours, theirs = torch.frombuffer(inout, dtype=dtype), torch.frombuffer(incoming, dtype=dtype)
+            for mine, other in zip(ours.split(_BLOCK_ELEMENTS), theirs.split(_BLOCK_ELEMENTS), strict=True):
+                combine(mine, other, out=mine)
+
+        return self._mpi.Op.Create(reduce, commute=True)
+
+
+def _allowed(dtype: torch.dtype) -> dict[str, str]:
+    """MPI's operator by torch's name, for a dtype."""
+    if dtype == torch.bool:
+        return _LOGICAL
+    if dtype.is_complex:
+        return _COMPLEX
+    if dtype.is_floating_point:
+        return _ARITHMETIC
+    return {name: op for name, op in (_ARITHMETIC | _BITWISE).items() if name != "AVG"}
+
+
+def _name_of(op: Any) -> str:
+    return str(getattr(op, "op", op).name)
