@@ -158,7 +158,8 @@ class NTASGD:
 
     def _start_averaging(self) -> None:
         """Swap the SGD inside for an averaging one with the same groups and state."""
-        plain: Optimizer = self.optimizer._inner
+        plain = self.optimizer.optimizer
+        assert plain is not None
         averaged = AveragedSGD([dict(group) for group in plain.param_groups], **plain.defaults)
         averaged.load_state_dict(plain.state_dict())
         self.optimizer.optimizer = averaged
