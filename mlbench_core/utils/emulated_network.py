@@ -218,7 +218,13 @@ class EmulatedNetwork:
         }
 
     def popen(
-        self, host: int, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+        self,
+        host: int,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        as_worker: bool = True,
+        **options: Any,
     ) -> subprocess.Popen[Any]:
         """Start a process on a host.
 
@@ -226,6 +232,8 @@ class EmulatedNetwork:
             host: The host.
             argv: Program and arguments.
             env: Variables on top of this process's own and :meth:`environment`.
+            as_worker: Whether to set :meth:`environment`; False for what finds its place in another way, as torchrun
+                and scripts with ``--hosts`` do.
             **options: Further arguments of :class:`subprocess.Popen`.
 
         Returns:
@@ -236,7 +244,8 @@ class EmulatedNetwork:
             ConfigurationError: The network is not up: use ``with``.
         """
         command = [_program("ip"), "netns", "exec", self._up(host), *argv]
-        variables = {**os.environ, **self.environment(host), **(env or {})}
+        place = self.environment(host) if as_worker else {}
+        variables = {**os.environ, **place, **(env or {})}
         process = subprocess.Popen(command, env=variables, **options)
         self._processes.append(process)
         return process

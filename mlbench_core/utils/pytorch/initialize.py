@@ -24,6 +24,7 @@ from mlbench_core.utils.pytorch.environment import (
     detect_environment,
 )
 from mlbench_core.utils.pytorch.helpers import config_logging, config_path, config_pytorch
+from mlbench_core.utils.pytorch.interfaces import interface_variables
 from mlbench_core.utils.pytorch.topology import FCGraph
 
 __all__ = ["initialize_backends"]
@@ -104,7 +105,7 @@ def initialize_backends(
         environment = MPIWorldEnvironment(environment if given else None)
     place = environment.place()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_variables(place.variables()))
+        stack.enter_context(_variables({**place.variables(), **interface_variables(place.master_address)}))
         stack.enter_context(_cudnn_restored())
         stack.callback(config_logging(logging_level, logging_file))
         stack.callback(_leave)

@@ -1,0 +1,67 @@
+"""Which network interface leads to the other workers.
+
+Gloo listens where the machine's own name resolves to, which on many machines is 127.0.1.1, or the wrong one of several
+networks: the workers of other machines then knock in vain. The interface that leads to rank 0's address is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+
+__all__ = ["interface_towards", "interface_variables"]
+
+_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # NCCL: the whole name
+_DISCARD_PORT = 9
+
+
+def interface_variables(address: str | None, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment variables that lead Gloo, TensorPipe and NCCL to the interface of an address.
+
+    Args:
+        address: Host or address of rank 0; None if there is nobody to meet.
+        environment: The environment variables; by default those of this process. What is set there stays.
+
+    Returns:
+        The variables to set: none for workers of one machine that meet on the loopback interface, and where the
+        interface cannot be told.
+
+    Example:
+        >>> interface_variables("127.0.0.1", {})
+        {}
+    """
+    environment = os.environ if environment is None else environment
+    missing = {name: form for name, form in _VARIABLES.items() if not environment.get(name)}
+    interface = interface_towards(address) if address and missing else None
+    return {} if interface is None else {name: form.format(interface) for name, form in missing.items()}
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface that has the address from which this machine reaches another one.
+
+    Nothing is sent: connecting a datagram socket only asks the system for the route.
+
+    Args:
+        address: Host name or IP address; one of this machine's own is reached through the interface that has it.
+
+    Returns:
+        The interface's name, for example ``"eth0"``; None for the loopback interface and for an unknown host.
+    """
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, target in socket.getaddrinfo(address, _DISCARD_PORT, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                local = probe.getsockname()[0]
+                return None if ipaddress.ip_address(local.partition("%")[0]).is_loopback else _interface_with(local)
+    return None
+
+
+def _interface_with(address: str) -> str | None:
+    """The interface that has an address."""
+    import psutil
+
+    addresses = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
+    return addresses.get(address)
