@@ -19,20 +19,25 @@ __all__ = ["TASKS", "Task", "get_task"]
 class Task:
     """One benchmark task.
 
+    A task that only measures has no metric, goal, light goal and budget of epochs; all four are None.
+
     Attributes:
         key: Short name, for example ``"1a"``.
         folder: Folder below ``benchmarks/`` that holds its ``main.py``.
         title: One line for people.
         model: The model.
         data: The data set.
-        metric: Name of the validation metric that the goal watches.
-        goal: Threshold of the goal.
-        light_goal: Threshold of the light goal, for a quick comparison.
+        metric: Name of the validation metric that the goal watches, or None.
+        goal: Threshold of the goal, or None.
+        light_goal: Threshold of the light goal, for a quick comparison, or None.
         minimize: Whether smaller values of the metric are better.
-        max_epochs: Budget in epochs.
+        max_epochs: Budget in epochs, or None.
         backends: Communication backends it runs on, the default first.
         stand_ins: Goals of small data sets that stand in for the task's own: name to (goal, light goal). Reaching one
             is no result of the task.
+
+    Raises:
+        ValueError: Some of metric, goal, light goal and budget are given and others are not.
     """
 
     key: str
@@ -40,13 +45,26 @@ class Task:
     title: str
     model: str
     data: str
-    metric: str
-    goal: float
-    light_goal: float
-    minimize: bool
-    max_epochs: int
+    metric: str | None = None
+    goal: float | None = None
+    light_goal: float | None = None
+    minimize: bool = False
+    max_epochs: int | None = None
     backends: tuple[str, ...] = ("gloo", "nccl", "mpi")
     stand_ins: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = [value is not None for value in (self.metric, self.goal, self.light_goal, self.max_epochs)]
+        if any(given) and not all(given):
+            raise ValueError(
+                f"task {self.key}: metric is {self.metric!r}, goal {self.goal}, light_goal {self.light_goal} and "
+                f"max_epochs {self.max_epochs}; give all four, or none for a task that only measures"
+            )
+
+    @property
+    def has_goal(self) -> bool:
+        """Whether the task is to reach something; otherwise it measures."""
+        return self.goal is not None
 
     @property
     def dataset(self) -> str:
@@ -61,12 +79,14 @@ class Task:
             light: The light goal.
 
         Raises:
-            ValueError: The task has no goal on that data set; the message lists the known ones.
+            ValueError: The task has no goal on that data set (the message lists the known ones), or none at all.
 
         Example:
             >>> get_task("1a").goal_on("digits")
             95.0
         """
+        if self.goal is None or self.light_goal is None:
+            raise ValueError(f"task {self.key} has no goal: it only measures")
         goals = {self.dataset: (self.goal, self.light_goal), **self.stand_ins}
         if dataset is not None and dataset not in goals:
             raise ValueError(f"task {self.key} has no goal on {dataset!r}; known: {', '.join(sorted(goals))}")
@@ -108,6 +128,13 @@ class Task:
 TASKS: dict[str, Task] = {
     task.key: task
     for task in (
+        Task(
+            key="0",
+            folder="task0_allreduce",
+            title="Communication backends",
+            model="none",
+            data="random tensors",
+        ),
         Task(
             key="1a",
             folder="task1a_resnet20_cifar10",

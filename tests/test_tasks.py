@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from mlbench_core.tasks import TASKS, get_task
+from mlbench_core.tasks import TASKS, Task, get_task
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.key)
-def test_every_task_has_its_script_readme_and_goals(task: object) -> None:
-    from mlbench_core.tasks import Task
-
-    assert isinstance(task, Task)
+def test_every_task_has_its_script_readme_and_goals(task: Task) -> None:
     assert task.script.is_file()
     assert (task.script.parent / "README.md").is_file()
     assert len(task.script.read_text().splitlines()) <= 200
+    if task.goal is None or task.light_goal is None:
+        assert not task.has_goal
+        return
     better = min if task.minimize else max
     assert better(task.goal, task.light_goal) == task.goal
 
@@ -26,13 +26,26 @@ def test_task_1a_is_as_specified() -> None:
     assert task.goal_on("digits", light=False) == 95.0
 
 
+def test_task_0_measures_and_has_no_goal() -> None:
+    task = get_task("task0")
+    assert (task.folder, task.backends) == ("task0_allreduce", ("gloo", "nccl", "mpi"))
+    assert (task.has_goal, task.metric, task.goal, task.light_goal, task.max_epochs) == (False, None, None, None, None)
+    with pytest.raises(ValueError, match="task 0 has no goal: it only measures"):
+        task.goal_on(None, light=True)
+
+
+def test_half_a_goal_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"task 9: metric is None, goal 3\.0, .*give all four, or none"):
+        Task(key="9", folder="f", title="t", model="m", data="d", goal=3.0)
+
+
 @pytest.mark.parametrize("name", ["1a", "task1a", "TASK1A", "task1a_resnet20_cifar10"])
 def test_names_of_a_task(name: str) -> None:
     assert get_task(name).key == "1a"
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown task 'nine'; known: 1a"):
+    with pytest.raises(ValueError, match=r"unknown task 'nine'; known: 0, 1a"):
         get_task("nine")
     with pytest.raises(ValueError, match=r"no goal on 'faces'; known: cifar10, digits, mnist"):
         get_task("1a").goal_on("faces")

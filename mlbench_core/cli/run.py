@@ -244,7 +244,7 @@ def _start(
 
 def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goal | None:
     """What the progress display compares with; none where the data set is not one the task knows."""
-    if task is None:
+    if task is None or task.metric is None:
         return None
     try:
         threshold = task.goal_on(_option(arguments, "--dataset"), light)

@@ -27,9 +27,9 @@ def tasks(as_json: bool) -> None:
             task.title,
             task.model,
             task.data,
-            f"{task.metric} {sign[task.minimize]} {task.goal:g}",
-            f"{sign[task.minimize]} {task.light_goal:g}",
-            task.max_epochs,
+            f"{task.metric} {sign[task.minimize]} {task.goal:g}" if task.has_goal else "-",
+            f"{sign[task.minimize]} {task.light_goal:g}" if task.has_goal else "-",
+            task.max_epochs or "-",
             ", ".join(task.backends),
         )
         for task in known

@@ -244,9 +244,7 @@ def _non_negative_least_squares(columns: np.ndarray[Any, np.dtype[np.float64]]) 
     return (float(alone[0]), 0.0) if x1 < 0 else (0.0, float(alone[1]))
 
 
-def element_counts(
-    num: int = 80, largest: int = 10**8, *, max_elements: int | None = None, multiple_of: int = 1
-) -> list[int]:
+def element_counts(num: int = 80, largest: int = 10**8) -> list[int]:
     """Sizes to measure: ``numpy.logspace(0, log10(largest), num)`` as whole numbers, each once, ascending.
 
     Whole numbers near 1 coincide, so there are fewer than ``num``: 77 of the default's 80.
@@ -254,8 +252,6 @@ def element_counts(
     Args:
         num: Number of points on the logarithmic scale, at least 1.
         largest: The last point, at least 1.
-        max_elements: Leave out sizes above it; None for no limit.
-        multiple_of: Round every size up to a multiple, for collectives whose buffers are cut into k equal parts.
 
     Returns:
         Numbers of elements.
@@ -266,16 +262,12 @@ def element_counts(
     Example:
         >>> element_counts(num=5, largest=100)
         [1, 3, 10, 32, 100]
-        >>> element_counts(num=5, largest=100, max_elements=50, multiple_of=4)
-        [4, 12, 32]
     """
-    limit = largest if max_elements is None else max_elements
-    for name, value in (("num", num), ("largest", largest), ("max_elements", limit), ("multiple_of", multiple_of)):
+    for name, value in (("num", num), ("largest", largest)):
         if operator.index(value) < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
     points = np.rint(np.logspace(0, math.log10(largest), num=num)).astype(np.int64)
-    counts = {-(-int(point) // multiple_of) * multiple_of for point in points if point <= limit}
-    return sorted(counts)
+    return sorted({int(point) for point in points})
 
 
 @dataclass(frozen=True)
@@ -325,6 +317,10 @@ class Measurement:
     def bus_bandwidth(self) -> float:
         """Algorithm bandwidth times :func:`bus_factor`."""
         return bus_bandwidth(self.collective, self.size_bytes, self.statistics.p50_s, self.world_size)
+
+    def __str__(self) -> str:
+        micros = 1e6 * self.statistics.p50_s
+        return f"{self.collective} of {self.elements} {self.dtype}: median {micros:.1f} µs of {self.repetitions}"
 
     def row(self) -> dict[str, str | int | float]:
         """The measurement as one flat row: times in seconds, bandwidths in bytes per second."""

@@ -13,16 +13,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import operator
+import os
+import platform
+import socket
 import time
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mlbench_core import __version__
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.latency import Measurement
 
@@ -37,6 +43,8 @@ __all__ = [
     "Reduce",
     "ReduceScatter",
     "SendRecv",
+    "describe_machine",
+    "describe_versions",
     "measure",
     "why_not",
 ]
@@ -395,6 +403,47 @@ def why_not(
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
     failed = _over_workers([float(reason is not None)], operation, dist.ReduceOp.MAX)[0]
     return reason or ("it failed on another worker" if failed else None)
+
+
+def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What the workers run on. Every worker calls it.
+
+    Args:
+        device: Where this worker's tensors lie.
+
+    Returns:
+        ``hosts`` by rank, this worker's number of ``cores``, its ``system``, and its ``gpu`` where it has one.
+
+    Example:
+        >>> def hosts():
+        ...     return describe_machine()["hosts"]
+    """
+    device = torch.device(device)
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {"hosts": hosts, "cores": os.cpu_count(), "system": platform.platform(), **gpu}
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of the software that takes part in a communication.
+
+    Returns:
+        Version by name; with the backends NCCL and MPI also theirs.
+
+    Example:
+        >>> sorted(describe_versions())
+        ['mlbench_core', 'numpy', 'python', 'torch']
+    """
+    versions = {"mlbench_core": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    versions["numpy"] = np.__version__
+    backend = dist.get_backend() if dist.is_initialized() else None
+    if backend == "nccl":
+        versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    if backend == "mpi" and importlib.util.find_spec("mpi4py"):
+        library = importlib.import_module("mpi4py.MPI").Get_library_version()
+        versions["mpi"] = library.replace("\0", "").splitlines()[0]
+    return versions
 
 
 def _make(

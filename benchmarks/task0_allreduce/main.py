@@ -1,0 +1,194 @@
+"""Task 0: how long the collective operations of a backend take, by size and type of the tensors.
+
+All-reduce (another one by --collective) of whole random numbers, numpy.logspace(0, 8, num=80) elements, 100 repetitions
+each, float32, float16 and bfloat16 where the backend has them, at least 2 workers. mean, median, 99th percentile,
+algorithm and bus bandwidth, and a fit of latency and bandwidth; every result is checked. README.md beside this file has
+the whole description.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from mlbench_core.errors import BackendError, ConfigurationError, require
+from mlbench_core.evaluation.latency import element_counts
+from mlbench_core.evaluation.latency_report import LatencyReport
+from mlbench_core.evaluation.pytorch.collectives import (
+    COLLECTIVES,
+    DTYPES,
+    describe_machine,
+    describe_versions,
+    measure,
+    why_not,
+)
+from mlbench_core.utils.log_metrics import LogMetrics
+from mlbench_core.utils.pytorch import initialize_backends
+from mlbench_core.utils.task_args import task_main
+
+logger = logging.getLogger("mlbench.task0")
+
+SIZES, LARGEST = 80, 10**8
+LIGHT_SIZES, LIGHT_LARGEST = 13, 10**6
+ROWS_SHOWN = 9  # of each type
+
+
+def choose_sizes(args: argparse.Namespace, light: bool, world_size: int, left_out: dict[str, str]) -> list[int]:
+    """The numbers of elements to measure, ascending."""
+    multiple_of = world_size if COLLECTIVES[args.collective].is_cut else 1
+    num, largest = (LIGHT_SIZES, LIGHT_LARGEST) if light else (SIZES, LARGEST)
+    wanted = args.elements or element_counts(args.sizes or num, largest)
+    sizes = [count for count in wanted if args.max_elements is None or count <= args.max_elements]
+    if len(sizes) < len(wanted):
+        left_out["sizes"] = f"{len(wanted) - len(sizes)} of {len(wanted)} are above --max-elements {args.max_elements}"
+    if not sizes:
+        raise ConfigurationError(f"no size is left: all are above --max-elements {args.max_elements}")
+    return sorted({-(-count // multiple_of) * multiple_of for count in sizes})
+
+
+def choose_dtypes(args: argparse.Namespace, device: torch.device, left_out: dict[str, str]) -> list[torch.dtype]:
+    """The types that the backend has the collective for."""
+    for name in args.dtypes:
+        reason = why_not(args.collective, DTYPES[name], device)
+        if reason is not None:
+            left_out[name] = reason
+    chosen = [DTYPES[name] for name in args.dtypes if name not in left_out]
+    if not chosen:
+        raise BackendError(f"{dist.get_backend()} does no {args.collective} on {device.type} here: {left_out}")
+    return chosen
+
+
+def measure_all(
+    args: argparse.Namespace, light: bool, rank: int, world_size: int, device: torch.device
+) -> LatencyReport:
+    """Measure every size and type; with a time limit each gets its part of the time that is left."""
+    report = LatencyReport(machine=describe_machine(device), versions=describe_versions())
+    dtypes = choose_dtypes(args, device, report.left_out)
+    sizes = choose_sizes(args, light, world_size, report.left_out)
+    report.methodology = {
+        "repetitions": args.repetitions,
+        "time_limit_s": args.time_limit,
+        "barrier": "before every repetition",
+        "clock": "CUDA events" if device.type == "cuda" else "time.perf_counter",
+        "seconds": "of one operation, of the slowest worker, by repetition: the mean of `operations` operations",
+        "bandwidths": "at the median",
+    }
+    end = None if args.time_limit is None else time.perf_counter() + args.time_limit
+    to_do = [(elements, dtype) for elements in sizes for dtype in dtypes]
+    for number, (elements, dtype) in enumerate(to_do):
+        left_s = None if end is None else max(0.0, end - time.perf_counter()) / (len(to_do) - number)
+        options: dict[str, Any] = {"repetitions": args.repetitions, "budget_s": left_s}
+        report.measurements.append(measure(args.collective, elements, dtype, device, **options))
+        if rank == 0:
+            logger.info("%s", report.measurements[-1])
+    return report
+
+
+def publish(run_id: str, report: LatencyReport) -> None:
+    """Tell the master everything, with the number of the size where training tasks have the epoch."""
+    for dtype in report.dtypes:
+        for number, measurement in enumerate(report.of(dtype)):
+            row = measurement.row()
+            for name in ("elements", "mean_s", "p50_s", "p99_s", "bus_bandwidth_bytes_per_s"):
+                LogMetrics.log(run_id, 0, number, f"{measurement.collective}_{dtype}_{name}", row[name])
+    for dtype, fit in report.fits().items():
+        prefix = f"{report.measurements[0].collective}_{dtype}"
+        LogMetrics.log(run_id, 0, 0, f"{prefix}_alpha_s", fit.alpha_s)
+        if fit.beta_bytes_per_s < math.inf:
+            LogMetrics.log(run_id, 0, 0, f"{prefix}_beta_bytes_per_s", fit.beta_bytes_per_s)
+    LogMetrics.flush()
+
+
+def show(report: LatencyReport) -> None:
+    """Print a few sizes of each type, the fits, and what was left out or done less often than asked for."""
+    table = Table(title=report.title)
+    for title in ("type", "elements", "mean µs", "median µs", "p99 µs", "alg. GB/s", "bus GB/s", "repetitions"):
+        table.add_column(title, justify="left" if title == "type" else "right")
+    for dtype in report.dtypes:
+        every = report.of(dtype)
+        for i in np.unique(np.linspace(0, len(every) - 1, min(ROWS_SHOWN, len(every))).astype(int)):
+            m, times = every[i], every[i].statistics
+            micros = (f"{1e6 * t:.1f}" for t in (times.mean_s, times.p50_s, times.p99_s))
+            rates = (f"{rate / 1e9:.4g}" for rate in (m.algorithm_bandwidth, m.bus_bandwidth))
+            table.add_row(dtype, f"{m.elements:,}", *micros, *rates, str(m.repetitions))
+        table.add_section()
+    console = Console(width=100, highlight=False)
+    console.print(table)
+    for dtype, fit in report.fits().items():
+        console.print(f"{dtype}: {fit}; deviation {100 * fit.relative_error:.0f} %")
+    for what, why in report.left_out.items():
+        console.print(f"left out: {what}: {why}", markup=False)
+    fewer = report.incomplete()
+    if fewer:
+        least = min(m.repetitions for m in fewer)
+        console.print(
+            f"{len(fewer)} of {len(report.measurements)} had fewer repetitions, {least} or more: --time-limit"
+        )
+
+
+def main(
+    run_id: str, dataset_dir: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str, hosts: str | None,
+    validation_only: bool, gpu: bool, light_target: bool, args: argparse.Namespace,
+) -> None:  # fmt: skip
+    """Run the task on this worker."""
+    if validation_only:
+        raise ConfigurationError("task 0 trains nothing that could be evaluated: leave out --validation_only")
+    if args.plot:
+        require("matplotlib", "charts")
+    with initialize_backends(
+        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, ckpt_run_dir=ckpt_run_dir, timeout_s=args.timeout
+    ) as (rank, world_size, graph):
+        if world_size == 1:
+            raise ConfigurationError("one worker has nobody to communicate with: start 2 or more (see README.md)")
+        report = measure_all(args, light_target, rank, world_size, graph.current_device)
+    if rank == 0:
+        name = f"{args.collective}-{backend}-{graph.current_device.type}-{world_size}"
+        files = list(report.save(Path(output_dir) / name))
+        publish(run_id, report)
+        show(report)
+        if args.plot:
+            from plot import draw
+
+            files.append(draw([report], Path(output_dir) / f"{name}.png"))
+        print("\n".join(f"written: {path}" for path in files), flush=True)
+    if wrong := report.wrong():
+        raise BackendError(f"wrong results: {', '.join(f'{m.elements} elements of {m.dtype}' for m in wrong)}"[:500])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this task takes beyond the arguments that all tasks share."""
+
+    def count(text: str) -> int:
+        if not (text.isdecimal() and int(text) > 0):
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+        return int(text)
+
+    def seconds(text: str) -> float:
+        if not float(text) > 0:
+            raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+        return float(text)
+
+    parser.add_argument("--collective", choices=COLLECTIVES, default="all_reduce", help="default: all_reduce")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="types (default: all)")
+    parser.add_argument("--repetitions", type=count, default=100, help="of each size and type (default: 100)")
+    parser.add_argument("--sizes", type=count, help="so many sizes (default: 80; with --light 13, up to 1e6 elements)")
+    parser.add_argument("--elements", type=count, nargs="+", help="these sizes instead")
+    parser.add_argument("--max-elements", type=count, help="leave out larger sizes")
+    parser.add_argument(
+        "--time-limit", type=seconds, metavar="SECONDS", help="fewer repetitions, at least 3, to keep it"
+    )
+    parser.add_argument("--plot", action="store_true", help="draw time against size (plot.py compares several runs)")
+
+
+if __name__ == "__main__":
+    task_main(main, uid="task0", add_arguments=add_arguments)

@@ -1,0 +1,82 @@
+"""Draw time against size from result files of Task 0: a line for each backend, device, type and number of workers.
+
+    python benchmarks/task0_allreduce/plot.py RESULT.json [RESULT.json ...] --output times.png
+
+Points are medians, the band reaches from the fastest repetition to the 99th percentile, the dashed line is the fit
+t(n) = alpha + n / beta whose numbers stand in the legend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlbench_core.errors import ConfigurationError, MLBenchError, require
+from mlbench_core.evaluation.latency_report import LatencyReport
+
+
+def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | None = None) -> Path:
+    """Draw reports into one chart with logarithmic axes.
+
+    Args:
+        reports: What to compare.
+        path: The file; its suffix says the format.
+        dtypes: Types to draw; None draws all.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ConfigurationError: There is nothing to draw.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    require("matplotlib", "charts")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for report in reports:
+        fits = report.fits()
+        for dtype in report.dtypes:
+            if dtypes is not None and dtype not in dtypes:
+                continue
+            measurements = report.of(dtype)
+            sizes = [m.size_bytes for m in measurements]
+            statistics = [m.statistics for m in measurements]
+            label = f"{report.title}, {dtype}"
+            if dtype in fits:
+                label += f": {fits[dtype]}"
+            (line,) = axes.plot(sizes, [s.p50_s for s in statistics], marker=".", linewidth=1, label=label)
+            band = [s.min_s for s in statistics], [s.p99_s for s in statistics]
+            axes.fill_between(sizes, *band, color=line.get_color(), alpha=0.12, linewidth=0)
+            if dtype in fits:
+                times = [fits[dtype].seconds(size) for size in sizes]
+                axes.plot(sizes, times, color=line.get_color(), linestyle="--", linewidth=0.8)
+    if not axes.lines:
+        raise ConfigurationError("there is nothing to draw: the results have no measurement of these types")
+    axes.set(xscale="log", yscale="log", xlabel="size in bytes", ylabel="seconds of one operation")
+    axes.grid(which="major", alpha=0.3)
+    axes.legend(fontsize="small", title="medians; band: fastest to 99th percentile; dashed: fit")
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def main() -> None:
+    """Read the command line and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT.json", help="files that main.py wrote")
+    parser.add_argument("--output", type=Path, default=Path("task0.png"), help="the chart (default: task0.png)")
+    parser.add_argument("--dtypes", nargs="+", help="only these types")
+    args = parser.parse_args()
+    try:
+        print(draw([LatencyReport.load(path) for path in args.results], args.output, args.dtypes))
+    except MLBenchError as error:
+        sys.exit(f"{parser.prog}: error: {error}")
+
+
+if __name__ == "__main__":
+    main()
