@@ -307,16 +307,10 @@ NOT_YET = {
     "mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer",
     "mlbench_core.dataset.nlp.pytorch.wmt16_dataset",
     "mlbench_core.dataset.nlp.pytorch.wmt17.batching",
-    "mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary",
     "mlbench_core.dataset.nlp.pytorch.wmt17_dataset",
     "mlbench_core.models.pytorch.gnmt",
     "mlbench_core.models.pytorch.gnmt.models",
     "mlbench_core.models.pytorch.gnmt.translator",
-    "mlbench_core.models.pytorch.transformer",
-    "mlbench_core.models.pytorch.transformer.modules.multihead_attention",
-    "mlbench_core.models.pytorch.transformer.sequence_generator",
-    "mlbench_core.models.pytorch.transformer.transformer",
-    "mlbench_core.utils.pytorch.inference.beam_search",
 }
 
 # Defaults that are different on purpose, because the old ones were defects or no plain values.

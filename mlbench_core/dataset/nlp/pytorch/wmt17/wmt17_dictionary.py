@@ -1,0 +1,152 @@
+"""The vocabulary: symbols and their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mlbench_core.errors import DatasetError, DatasetNotFoundError
+
+__all__ = ["Dictionary"]
+
+
+class Dictionary:
+    """A mapping between symbols and consecutive numbers from 0.
+
+    Padding has number 0 and the end of a sentence 1; the other symbols follow in the order in which they are added.
+
+    Args:
+        pad: Symbol of the padding.
+        eos: Symbol of the end of a sentence, which also starts a translation.
+        symbols: Symbols to add.
+
+    Raises:
+        ValueError: ``pad`` and ``eos`` are equal.
+
+    Example:
+        >>> dictionary = Dictionary(symbols=["a_", "fine_", "wor@@", "d"])
+        >>> len(dictionary), dictionary.pad(), dictionary.eos(), dictionary.index("fine_"), dictionary[3]
+        (6, 0, 1, 3, 'fine_')
+        >>> dictionary.string(torch.tensor([4, 5, 1, 0]), bpe_symbol="@@ ")
+        'word'
+    """
+
+    def __init__(self, pad: str = "<pad>_", eos: str = "<EOS>_", *, symbols: Iterable[str] = ()) -> None:
+        if pad == eos:
+            raise ValueError(f"pad and eos are both {pad!r}; they must be different symbols")
+        self.symbols: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._pad = self.add_symbol(pad)
+        self._eos = self.add_symbol(eos)
+        for symbol in symbols:
+            self.add_symbol(symbol)
+
+    def pad(self) -> int:
+        """Number of the padding."""
+        return self._pad
+
+    def eos(self) -> int:
+        """Number of the end of a sentence."""
+        return self._eos
+
+    def index(self, sym: str) -> int:
+        """Number of a symbol.
+
+        Raises:
+            KeyError: The symbol is not in the vocabulary.
+        """
+        try:
+            return self._numbers[sym]
+        except KeyError:
+            raise KeyError(
+                f"{sym!r} is not among the {len(self)} symbols of the vocabulary; add_symbol adds it"
+            ) from None
+
+    def add_symbol(self, sym: str) -> int:
+        """Number of a symbol, which is added if it is new."""
+        number = self._numbers.setdefault(sym, len(self.symbols))
+        if number == len(self.symbols):
+            self.symbols.append(sym)
+        return number
+
+    def encode(self, symbols: Iterable[str], append_eos: bool = True) -> Tensor:
+        """Numbers of the symbols of a sentence.
+
+        Args:
+            symbols: Symbols that are all in the vocabulary.
+            append_eos: Whether the end symbol follows.
+
+        Returns:
+            int64 of shape (symbols,).
+
+        Raises:
+            KeyError: A symbol is not in the vocabulary.
+        """
+        numbers = [self.index(symbol) for symbol in symbols]
+        return torch.tensor([*numbers, self._eos] if append_eos else numbers, dtype=torch.int64)
+
+    def string(self, tensor: Tensor, bpe_symbol: str | None = None) -> str:
+        """The text of a sentence, or of several, one a line; padding and end symbols are left out.
+
+        Args:
+            tensor: Numbers, of shape (tokens,) or (sentences, tokens).
+            bpe_symbol: What stands, with the space after it, where a word was divided, for example ``"@@ "``. With
+                ``"_"``, where each word's last part ends with ``_`` (as the special symbols do), parts are joined and
+                every ``_`` becomes a space.
+
+        Returns:
+            The symbols, separated by spaces, divided words joined.
+
+        Raises:
+            ValueError: The tensor has another number of dimensions.
+            IndexError: A number is not in the vocabulary.
+        """
+        if tensor.dim() == 2:
+            return "\n".join(self.string(row, bpe_symbol) for row in tensor)
+        if tensor.dim() != 1:
+            raise ValueError(f"the tensor has shape {tuple(tensor.shape)}; it must be (tokens,) or (sentences, tokens)")
+        symbols = [self[number] for number in tensor.tolist() if number not in (self._pad, self._eos)]
+        if bpe_symbol is None:
+            return " ".join(symbols)
+        if bpe_symbol == "_":
+            return "".join(symbols).replace("_", " ").strip()
+        return (" ".join(symbols) + " ").replace(bpe_symbol, "").rstrip()
+
+    def save(self, path: str | Path) -> None:
+        """Write one symbol a line, UTF-8, in the order of their numbers."""
+        Path(path).write_text("".join(f"{symbol}\n" for symbol in self.symbols), encoding="utf-8", newline="\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Dictionary:
+        """Read what :meth:`save` wrote; the first two lines are padding and end of sentence.
+
+        Raises:
+            DatasetNotFoundError: There is no such file.
+            DatasetError: The file has less than two lines, or a symbol twice.
+        """
+        try:
+            lines = Path(path).read_bytes().decode("utf-8").removesuffix("\n").split("\n")
+        except FileNotFoundError:
+            raise DatasetNotFoundError(f"there is no vocabulary at {path}") from None
+        if len(lines) < 2 or len(set(lines)) < len(lines):
+            raise DatasetError(f"{path} is no vocabulary: it needs padding and end symbol first, and no symbol twice")
+        return cls(lines[0], lines[1], symbols=lines[2:])
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    def __getitem__(self, number: int) -> str:
+        if not 0 <= number < len(self.symbols):
+            raise IndexError(f"{number} is no number of the vocabulary: 0 to {len(self.symbols) - 1}")
+        return self.symbols[number]
+
+    def __contains__(self, sym: object) -> bool:
+        return sym in self._numbers
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Dictionary) and self.symbols == other.symbols
+
+    __hash__ = None  # type: ignore[assignment]

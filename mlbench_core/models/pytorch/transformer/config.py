@@ -1,0 +1,128 @@
+"""The Transformer's dimensions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+__all__ = ["TransformerConfig"]
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """What :class:`~mlbench_core.models.pytorch.transformer.transformer.TransformerModel` takes as ``args``.
+
+    The defaults are the big model of the paper. Any object with some of these attributes (an
+    :class:`argparse.Namespace`, say) serves as well; what it lacks has the default, what it has beside them is ignored.
+
+    Args:
+        encoder_embed_dim: Width of the encoder.
+        encoder_ffn_embed_dim: Width inside of its feed-forward networks.
+        encoder_layers: Number of its layers.
+        encoder_attention_heads: Heads of its attention.
+        encoder_learned_pos: Learned positions instead of sinusoidal ones.
+        encoder_normalize_before: Layer norm before each block, and once at the end, instead of after each block.
+        decoder_embed_dim: Width of the decoder; it must be that of the encoder.
+        decoder_ffn_embed_dim: As for the encoder.
+        decoder_layers: As for the encoder.
+        decoder_attention_heads: As for the encoder.
+        decoder_learned_pos: As for the encoder.
+        decoder_normalize_before: As for the encoder.
+        dropout: Of embeddings and of each block's output.
+        attention_dropout: Of attention weights.
+        relu_dropout: Inside of the feed-forward networks.
+        share_all_embeddings: One matrix embeds source and target and gives the output's scores; the vocabularies must
+            be the same.
+        share_decoder_input_output_embed: Without the above: one matrix embeds the target and gives the scores.
+        max_source_positions: The longest source, in tokens.
+        max_target_positions: The longest target, in tokens.
+        left_pad_target: Whether targets are padded on the left. On the right, which is usual, causality is all the
+            decoder needs to ignore padding.
+        softmax_type: ``"default"`` or ``"fast_fill"``, see
+            :class:`~mlbench_core.models.pytorch.transformer.modules.multihead_attention.MultiheadAttention`.
+        attention_backend: ``"auto"``, ``"reference"`` or ``"fused"``, see there.
+
+    Raises:
+        ValueError: A value is out of its bounds.
+
+    References:
+        Vaswani et al. 2017, arXiv 1706.03762, table 3.
+
+    Example:
+        >>> TransformerConfig.preset("small", dropout=0.2).dropout
+        0.2
+    """
+
+    encoder_embed_dim: int = 1024
+    encoder_ffn_embed_dim: int = 4096
+    encoder_layers: int = 6
+    encoder_attention_heads: int = 16
+    encoder_learned_pos: bool = False
+    encoder_normalize_before: bool = True
+    decoder_embed_dim: int = 1024
+    decoder_ffn_embed_dim: int = 4096
+    decoder_layers: int = 6
+    decoder_attention_heads: int = 16
+    decoder_learned_pos: bool = False
+    decoder_normalize_before: bool = True
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    relu_dropout: float = 0.1
+    share_all_embeddings: bool = True
+    share_decoder_input_output_embed: bool = False
+    max_source_positions: int = 1024
+    max_target_positions: int = 1024
+    left_pad_target: bool = False
+    softmax_type: str = "default"
+    attention_backend: Literal["auto", "reference", "fused"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("encoder_layers", "decoder_layers", "encoder_ffn_embed_dim", "decoder_ffn_embed_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.encoder_embed_dim != self.decoder_embed_dim:
+            raise ValueError(
+                f"encoder_embed_dim is {self.encoder_embed_dim} and decoder_embed_dim {self.decoder_embed_dim}; "
+                "they must be equal"
+            )
+        for name in ("dropout", "attention_dropout", "relu_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> TransformerConfig:
+        """A model by name.
+
+        Args:
+            name: ``"big"`` and ``"base"`` are those of the paper with layer norm before each block; ``"small"`` (3 + 3
+                layers, 256 wide) is for small data sets such as Multi30k on a CPU.
+            changes: Fields that are different.
+
+        Raises:
+            ValueError: The name is unknown.
+            TypeError: A change is no field.
+        """
+        if name not in _PRESETS:
+            raise ValueError(f"preset is {name!r}; known: {', '.join(_PRESETS)}")
+        return replace(_PRESETS[name], **changes)
+
+    @classmethod
+    def from_args(cls, args: object) -> TransformerConfig:
+        """Read the fields that an object has as attributes; the others have their defaults."""
+        if isinstance(args, cls):
+            return args
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)})
+
+
+def _symmetric(width: int, hidden: int, layers: int, heads: int, dropout: float) -> TransformerConfig:
+    """Encoder and decoder alike."""
+    sizes = {"embed_dim": width, "ffn_embed_dim": hidden, "layers": layers, "attention_heads": heads}
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
+    return TransformerConfig(dropout=dropout, **sides)  # type: ignore[arg-type]
+
+
+_PRESETS = {
+    "big": TransformerConfig(),
+    "base": _symmetric(width=512, hidden=2048, layers=6, heads=8, dropout=0.1),
+    "small": _symmetric(width=256, hidden=1024, layers=3, heads=4, dropout=0.3),
+}

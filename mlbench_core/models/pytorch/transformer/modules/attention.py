@@ -1,0 +1,89 @@
+r"""Scaled dot-product attention: the plain reference, and torch's fused kernels.
+
+.. math:: \mathrm{Attention}(Q, K, V) = \mathrm{softmax}\left(\frac{Q K^T}{\sqrt{d}} + M\right) V
+
+where M is minus infinity at masked positions and 0 elsewhere. A query all of whose keys are masked gets zeros.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["attention_mask", "fused_attention", "reference_attention"]
+
+
+def attention_mask(
+    queries: int, keys: int, key_padding_mask: Tensor | None, is_causal: bool, device: torch.device
+) -> Tensor | None:
+    """Which keys each query must not see.
+
+    Args:
+        queries: Number of queries. The last query and the last key are at the same position.
+        keys: Number of keys.
+        key_padding_mask: bool of shape (batch, keys), True where the key is padding.
+        is_causal: Whether a query sees no key that comes after it.
+        device: Where the mask is made.
+
+    Returns:
+        bool of a shape that broadcasts to (batch, heads, queries, keys), True where masked; None if nothing is.
+    """
+    mask = None
+    if key_padding_mask is not None:
+        mask = key_padding_mask[:, None, None, :]
+    if is_causal:
+        future = torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries + 1)
+        mask = future if mask is None else mask | future
+    return mask
+
+
+def reference_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Attention step by step, the softmax in float32 or better.
+
+    Args:
+        query: Shape (batch, heads, queries, features).
+        key: Shape (batch, heads, keys, features).
+        value: Shape (batch, heads, keys, features).
+        mask: What :func:`attention_mask` gives.
+        dropout_p: Probability that a weight becomes 0; the others are scaled by 1/(1 - p).
+
+    Returns:
+        The output, the shape of ``query``, and the weights before dropout, shape (batch, heads, queries, keys), in the
+        dtype of the query.
+    """
+    scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-1, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if mask is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        # The least number, not -inf: a row of -inf would be NaN. What is masked is exactly 0 either way.
+        least = torch.finfo(scores.dtype).min
+        weights = scores.masked_fill(mask, least).softmax(dim=-1).masked_fill(mask, 0.0)
+    weights = weights.to(query.dtype)
+    return F.dropout(weights, dropout_p, training=dropout_p > 0) @ value, weights
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool = False, dropout_p: float = 0.0
+) -> Tensor:
+    """Attention by :func:`torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        query: Shape (batch, heads, queries, features).
+        key: Shape (batch, heads, keys, features).
+        value: Shape (batch, heads, keys, features).
+        mask: What :func:`attention_mask` gives.
+        is_causal: Without a mask: whether a query sees no later key; there must be as many queries as keys.
+        dropout_p: Probability that a weight becomes 0.
+
+    Returns:
+        The output, the shape of ``query``.
+    """
+    if mask is None:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=is_causal)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=~mask, dropout_p=dropout_p)

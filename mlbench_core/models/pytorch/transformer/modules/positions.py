@@ -1,0 +1,118 @@
+"""Where in its sentence a token stands, padding left out."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["LearnedPositions", "SinusoidalPositions", "token_positions"]
+
+
+def token_positions(tokens: Tensor, padding_idx: int) -> Tensor:
+    """Positions that count tokens and no padding, so that padding on the left or on the right changes nothing.
+
+    Args:
+        tokens: int64 of shape (batch, positions).
+        padding_idx: The token that is padding.
+
+    Returns:
+        1, 2, ... for the tokens of each sentence and 0 for padding, int64 of shape (batch, positions).
+
+    Example:
+        >>> token_positions(torch.tensor([[0, 0, 7, 5], [7, 5, 0, 0]]), padding_idx=0).tolist()
+        [[0, 0, 1, 2], [1, 2, 0, 0]]
+    """
+    is_token = tokens != padding_idx
+    return is_token.cumsum(dim=1) * is_token
+
+
+class _Positions(nn.Module):
+    """Vectors for positions 1 to ``max_positions``, and 0 for padding."""
+
+    def __init__(self, max_positions: int, padding_idx: int) -> None:
+        super().__init__()
+        if max_positions < 1:
+            raise ValueError(f"max_positions is {max_positions}; it must be at least 1")
+        self.max_positions = max_positions
+        self.padding_idx = padding_idx
+
+    def numbers(self, tokens: Tensor, before: int) -> Tensor:
+        """Positions of the tokens; ``before`` tokens of each sentence came in earlier calls."""
+        if tokens.shape[1] + before > self.max_positions:
+            raise ValueError(
+                f"sentences of {tokens.shape[1] + before} tokens need as many positions; there are "
+                f"{self.max_positions}: raise max_source_positions or max_target_positions"
+            )
+        positions = token_positions(tokens, self.padding_idx)
+        return positions if before == 0 else positions + before * (positions > 0)
+
+
+class SinusoidalPositions(_Positions):
+    r"""Fixed position vectors.
+
+    .. math::
+        PE_{pos, 2i} = \sin\left(pos / 10000^{2i/d}\right), \qquad PE_{pos, 2i+1} = \cos\left(pos / 10000^{2i/d}\right)
+
+    for position pos = 0, 1, ... of a sentence's tokens; zeros for padding.
+
+    Args:
+        embed_dim: d, even.
+        max_positions: The longest sentence.
+        padding_idx: The token that is padding.
+
+    Raises:
+        ValueError: ``embed_dim`` is odd.
+
+    References:
+        Vaswani et al. 2017, arXiv 1706.03762, section 3.5.
+    """
+
+    table: Tensor
+
+    def __init__(self, embed_dim: int, max_positions: int, padding_idx: int) -> None:
+        super().__init__(max_positions, padding_idx)
+        if embed_dim < 2 or embed_dim % 2:
+            raise ValueError(f"embed_dim is {embed_dim}; sine and cosine in turn need an even number")
+        rates = torch.exp(-math.log(10000.0) * torch.arange(0, embed_dim, 2, dtype=torch.float64) / embed_dim)
+        angles = torch.arange(max_positions, dtype=torch.float64).unsqueeze(1) * rates
+        vectors = torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1)
+        table = torch.cat((torch.zeros(1, embed_dim, dtype=torch.float64), vectors))
+        self.register_buffer("table", table.to(torch.get_default_dtype()), persistent=False)
+
+    def forward(self, tokens: Tensor, before: int = 0) -> Tensor:
+        """Position vectors.
+
+        Args:
+            tokens: int64 of shape (batch, positions).
+            before: How many tokens of each sentence came in earlier calls.
+
+        Returns:
+            Shape (batch, positions, embed_dim).
+
+        Raises:
+            ValueError: The sentences are too long.
+        """
+        return self.table[self.numbers(tokens, before)]
+
+
+class LearnedPositions(_Positions):
+    """Position vectors that are trained: one for each position of a sentence's tokens; zeros for padding.
+
+    Args:
+        embed_dim: Width of the vectors.
+        max_positions: The longest sentence.
+        padding_idx: The token that is padding.
+    """
+
+    def __init__(self, embed_dim: int, max_positions: int, padding_idx: int) -> None:
+        super().__init__(max_positions, padding_idx)
+        self.vectors = nn.Embedding(max_positions + 1, embed_dim, padding_idx=0)
+        nn.init.normal_(self.vectors.weight, std=embed_dim**-0.5)
+        with torch.no_grad():
+            self.vectors.weight[0].zero_()
+
+    def forward(self, tokens: Tensor, before: int = 0) -> Tensor:
+        """Position vectors; arguments, result and errors as for :class:`SinusoidalPositions`."""
+        return self.vectors(self.numbers(tokens, before))

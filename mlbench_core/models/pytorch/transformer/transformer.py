@@ -1,0 +1,213 @@
+"""The Transformer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mlbench_core.models.pytorch.transformer.config import TransformerConfig
+from mlbench_core.models.pytorch.transformer.modules.incremental import IncrementalState
+from mlbench_core.models.pytorch.transformer.modules.layers import DecoderLayer, EncoderLayer
+from mlbench_core.models.pytorch.transformer.modules.positions import LearnedPositions, SinusoidalPositions
+
+__all__ = ["TransformerDecoder", "TransformerEncoder", "TransformerModel", "Vocabulary"]
+
+
+class Vocabulary(Protocol):
+    """What the model needs to know of a vocabulary, such as that of WMT17."""
+
+    def pad(self) -> int:
+        """Number of the padding."""
+
+    def eos(self) -> int:
+        """Number of the end of a sentence."""
+
+    def __len__(self) -> int:
+        """Number of symbols."""
+
+
+class TransformerModel(nn.Module):
+    r"""Encoder and decoder of attention layers, for translation.
+
+    With V symbols, width d, feed-forward width f and N + N layers, all embeddings shared and sinusoidal positions, it
+    has :math:`V d + N (4 d^2 + 2 d f + f + 5 d) + N (8 d^2 + 2 d f + f + 7 d) + 4 d` parameters: no biases in
+    attention, as in the paper; layer norms before each block and once after the last one.
+
+    Args:
+        args: The dimensions: a :class:`~mlbench_core.models.pytorch.transformer.config.TransformerConfig`, or any
+            object with its fields as attributes.
+        src_dict: Vocabulary of the source.
+        trg_dict: Vocabulary of the target.
+
+    Raises:
+        ValueError: Embeddings are shared but the vocabularies differ.
+
+    References:
+        Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762.
+
+    Example:
+        >>> import torch
+        >>> from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
+        >>> words = Dictionary(symbols=["ein_", "Hund_"])
+        >>> model = TransformerModel(TransformerConfig.preset("small"), words, words)
+        >>> source = torch.tensor([[2, 3, 1], [0, 3, 1]])  # padded on the left
+        >>> model(source, torch.tensor([3, 2]), torch.tensor([[1, 2], [1, 3]])).shape
+        torch.Size([2, 2, 4])
+    """
+
+    def __init__(self, args: object, src_dict: Vocabulary, trg_dict: Vocabulary) -> None:
+        super().__init__()
+        self.config = config = TransformerConfig.from_args(args)
+        source_embedding = _embedding(src_dict, config.encoder_embed_dim)
+        if not config.share_all_embeddings:
+            target_embedding = _embedding(trg_dict, config.decoder_embed_dim)
+        elif src_dict is trg_dict or src_dict == trg_dict:
+            target_embedding = source_embedding
+        else:
+            raise ValueError(
+                f"share_all_embeddings needs one vocabulary; src_dict has {len(src_dict)} symbols and trg_dict "
+                f"{len(trg_dict)}, and they are not equal"
+            )
+        self.encoder = TransformerEncoder(config, source_embedding)
+        self.decoder = TransformerDecoder(config, target_embedding)
+
+    def forward(self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor) -> Tensor:
+        """Scores of the next token at each target position.
+
+        Args:
+            src_tokens: int64 of shape (batch, source), padded on either side.
+            src_lengths: Tokens of each source, int64 of shape (batch,). Not used: padding is seen from the tokens.
+            prev_output_tokens: The target shifted right by the end symbol, int64 of shape (batch, target).
+
+        Returns:
+            Scores before the softmax, shape (batch, target, target symbols).
+
+        Raises:
+            ValueError: Sentences are longer than the model has positions for.
+        """
+        encoder_out, padding_mask = self.encoder(src_tokens, src_lengths)
+        return self.decoder(prev_output_tokens, encoder_out, padding_mask)[0]
+
+    def max_decoder_positions(self) -> int:
+        """The longest target, in tokens."""
+        return self.config.max_target_positions
+
+
+class TransformerEncoder(nn.Module):
+    """Embeds a source and attends to it.
+
+    Args:
+        config: The dimensions.
+        embed_tokens: Embedding of the source's symbols.
+    """
+
+    def __init__(self, config: TransformerConfig, embed_tokens: nn.Embedding) -> None:
+        super().__init__()
+        width = config.encoder_embed_dim
+        positions = LearnedPositions if config.encoder_learned_pos else SinusoidalPositions
+        self.embed_tokens = embed_tokens
+        self.embed_positions = positions(width, config.max_source_positions, _padding_idx(embed_tokens))
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
+        self.layer_norm = nn.LayerNorm(width) if config.encoder_normalize_before else nn.Identity()
+
+    def forward(self, src_tokens: Tensor, src_lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Encode.
+
+        Args:
+            src_tokens: int64 of shape (batch, source).
+            src_lengths: Not used.
+
+        Returns:
+            Shape (source, batch, width), and where padding is, bool of shape (batch, source).
+        """
+        x = _embed(src_tokens, self.embed_tokens, self.embed_positions(src_tokens))
+        x = self.dropout(x).transpose(0, 1)
+        padding_mask = src_tokens.eq(_padding_idx(self.embed_tokens))
+        for layer in self.layers:
+            x = layer(x, padding_mask)
+        return self.layer_norm(x), padding_mask
+
+
+class TransformerDecoder(nn.Module):
+    """Attends to the target so far and to the source, and scores the next token.
+
+    Args:
+        config: The dimensions.
+        embed_tokens: Embedding of the target's symbols.
+    """
+
+    def __init__(self, config: TransformerConfig, embed_tokens: nn.Embedding) -> None:
+        super().__init__()
+        width = config.decoder_embed_dim
+        positions = LearnedPositions if config.decoder_learned_pos else SinusoidalPositions
+        self.left_pad = config.left_pad_target
+        self.embed_tokens = embed_tokens
+        self.embed_positions = positions(width, config.max_target_positions, _padding_idx(embed_tokens))
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
+        self.layer_norm = nn.LayerNorm(width) if config.decoder_normalize_before else nn.Identity()
+        self.output_projection = nn.Linear(width, embed_tokens.num_embeddings, bias=False)
+        if config.share_all_embeddings or config.share_decoder_input_output_embed:
+            self.output_projection.weight = embed_tokens.weight
+        else:
+            nn.init.normal_(self.output_projection.weight, std=width**-0.5)
+
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Tensor,
+        encoder_padding_mask: Tensor | None,
+        incremental_state: IncrementalState | None = None,
+        before: int = 0,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Score the next token at each position.
+
+        Args:
+            prev_output_tokens: int64 of shape (rows, target); with a state, the new positions only.
+            encoder_out: Shape (source, batch, width). With a state, ``rows`` may be a multiple of ``batch``.
+            encoder_padding_mask: bool of shape (batch, source).
+            incremental_state: The caches of a generation.
+            before: How many positions the caches hold.
+            need_weights: Whether to return the last layer's attention on the source.
+
+        Returns:
+            Scores before the softmax, shape (rows, target, symbols), and the attention, shape (rows, target, source),
+            or None.
+        """
+        padding_mask = None
+        if self.left_pad and incremental_state is None:  # a generation has no padding
+            padding_mask = prev_output_tokens.eq(_padding_idx(self.embed_tokens))
+        positions = self.embed_positions(prev_output_tokens, before)
+        x = self.dropout(_embed(prev_output_tokens, self.embed_tokens, positions)).transpose(0, 1)
+        weights = None
+        for number, layer in enumerate(self.layers, start=1):
+            is_last = number == len(self.layers)
+            x, weights = layer(
+                x, encoder_out, encoder_padding_mask, padding_mask, incremental_state, need_weights and is_last
+            )
+        return F.linear(self.layer_norm(x).transpose(0, 1), self.output_projection.weight), weights
+
+
+def _embedding(vocabulary: Vocabulary, width: int) -> nn.Embedding:
+    """Normal weights of variance 1/width, zeros for padding."""
+    embedding = nn.Embedding(len(vocabulary), width, padding_idx=vocabulary.pad())
+    nn.init.normal_(embedding.weight, std=width**-0.5)
+    nn.init.zeros_(embedding.weight[vocabulary.pad()])
+    return embedding
+
+
+def _padding_idx(embedding: nn.Embedding) -> int:
+    """The padding's number, which these embeddings always have."""
+    padding_idx: Any = embedding.padding_idx
+    return padding_idx
+
+
+def _embed(tokens: Tensor, embedding: nn.Embedding, positions: Tensor) -> Tensor:
+    """Embeddings times the root of the width, plus positions; shape (batch, positions, width)."""
+    x = math.sqrt(embedding.embedding_dim) * embedding(tokens)
+    return x + positions.to(x.dtype)
