@@ -25,6 +25,7 @@ from mlbench_core.utils.pytorch.environment import (
 )
 from mlbench_core.utils.pytorch.helpers import config_logging, config_path, config_pytorch
 from mlbench_core.utils.pytorch.interfaces import interface_variables
+from mlbench_core.utils.pytorch.lost_workers import introduce, naming_lost_workers
 from mlbench_core.utils.pytorch.topology import FCGraph
 
 __all__ = ["initialize_backends"]
@@ -83,7 +84,8 @@ def initialize_backends(
         MissingDependencyError: The backend is ``mpi``, torch has none built in, and mpi4py is not installed.
         ConfigurationError: The port is taken, ``use_cuda`` without a GPU, variables that contradict each other or MPI's
             world, or there is a process group already.
-        WorkerError: The others did not come within ``timeout_s``.
+        WorkerError: The others did not come within ``timeout_s``, or a collective operation in the block failed; the
+            message names the workers that are gone or silent.
         ValueError: ``rank`` lies outside ``hosts``, or another argument is wrong.
 
     Example:
@@ -113,9 +115,12 @@ def initialize_backends(
         if use_cuda or comm_backend == "nccl":
             FCGraph(place.rank, place.world_size, use_cuda=True).assigned_gpu_id()
         _join(comm_backend, environment, place, timeout_s)
+        introduce()
+        stack.enter_context(naming_lost_workers())
         world = config_pytorch(use_cuda, seed, cudnn_deterministic)
         config_path(ckpt_run_dir, delete_existing_ckpts)
-        distributed.barrier()  # the rendezvous may close once all have joined
+        with naming_lost_workers():  # from its end on the workers know each other
+            distributed.barrier()  # the rendezvous may close once all have joined
         _log.debug("joined over %s, started by %s: %s", comm_backend, environment.name, world[2])
         yield world
 
