@@ -126,15 +126,20 @@ class BlockBatchSampler(Sampler[list[int]]):
         return (rows.tolist() for rows in self.row_batches())
 
     def row_batches(self) -> Iterator[NDArray[np.int64]]:
-        """Begin a pass.
+        """Make a pass, which begins with its first batch: a ``DataLoader`` asks for passes that it never makes.
 
-        Returns:
-            The positions of each batch's rows, as arrays.
+        Yields:
+            The positions of each batch's rows.
         """
         if self._started:
             self.set_epoch(self._epoch + 1)
         self._started = True
-        return self._generate(self.rows(self._epoch), self._next_batch)
+        order, count = self.rows(self._epoch), len(self)
+        for number in range(self._next_batch, count):
+            self._next_batch = number + 1
+            is_rest = number == count - 1 and not self.drop_last
+            stop = None if is_rest else (number + 1) * self.batch_size
+            yield np.sort(order[number * self.batch_size : stop])
 
     def rows(self, epoch: int) -> NDArray[np.int64]:
         """This worker's rows in the order of an epoch, before they are sorted within batches.
@@ -155,15 +160,6 @@ class BlockBatchSampler(Sampler[list[int]]):
             for start in range(0, len(pieces), self.window_blocks)
         ]
         return np.concatenate(windows)
-
-    def _generate(self, order: NDArray[np.int64], first: int) -> Iterator[NDArray[np.int64]]:
-        """The batches of an epoch, from the first that is wanted."""
-        count = len(self)
-        for number in range(first, count):
-            self._next_batch = number + 1
-            stop = (number + 1) * self.batch_size
-            is_rest = number == count - 1 and not self.drop_last
-            yield np.sort(order[number * self.batch_size : None if is_rest else stop])
 
     def _part(self, epoch: int) -> NDArray[np.int64]:
         """The pieces of blocks that are this worker's: their first rows and their ends, shape (pieces, 2)."""

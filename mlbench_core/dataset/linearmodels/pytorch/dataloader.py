@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mlbench_core.dataset.util.pytorch.lmdb_store import LinearStore, find_stores
+from mlbench_core.dataset.util.pytorch.lmdb_store import LinearStore, find_stores, join_csr
 from mlbench_core.errors import DatasetError
 
 __all__ = ["DATA_TYPES", "LMDBDataset", "Rows", "collate_rows"]
@@ -243,10 +243,8 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def _sparse(self, rows: NDArray[np.int64]) -> Tensor:
         parts = [store.take_csr(local) for store, local, _ in self._runs(rows)]
-        lengths = np.concatenate([np.zeros(1, np.int64), *(np.diff(indptr) for indptr, _, _ in parts)])
-        columns = np.concatenate([np.empty(0, np.int64), *(columns for _, columns, _ in parts)])
-        values = np.concatenate([np.empty(0, self._labels.numpy().dtype), *(values for _, _, values in parts)])
-        return _sparse_csr(np.cumsum(lengths), columns, values, (len(rows), self.n_features))
+        indptr, columns, values = join_csr(parts, self._labels.numpy().dtype)
+        return _sparse_csr(indptr, columns, values, (len(rows), self.n_features))
 
 
 def _sparse_csr(
@@ -256,7 +254,7 @@ def _sparse_csr(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         return torch.sparse_csr_tensor(
-            torch.from_numpy(indptr), torch.from_numpy(columns), torch.from_numpy(values), shape
+            torch.from_numpy(indptr), torch.from_numpy(columns), torch.from_numpy(values), shape, check_invariants=False
         )
 
 

@@ -16,14 +16,35 @@ __all__ = ["ReadEnvironment", "open_for_reading"]
 class ReadEnvironment:
     """One LMDB environment opened for reading by this process; its last user's end closes it.
 
+    Args:
+        environment: The ``lmdb.Environment``.
+
     Attributes:
         pid: Process that opened it. A process made by ``fork`` inherits the object, but opens a file of its own.
-        environment: The ``lmdb.Environment``.
     """
 
     def __init__(self, environment: Any) -> None:
         self.pid = os.getpid()
-        self.environment = environment
+        self._environment = environment
+        self._transaction = environment.begin(buffers=True)
+        self._one_at_a_time = threading.Lock()  # a transaction must not be used by two threads at once
+
+    def get(self, key: bytes) -> memoryview | None:
+        """Look a value up.
+
+        Args:
+            key: Its key.
+
+        Returns:
+            A view of the file's pages, valid as long as this object lives; None where there is no such key.
+        """
+        with self._one_at_a_time:
+            return self._transaction.get(key)
+
+    def close(self) -> None:
+        """Close the file; every view of it becomes invalid."""
+        self._transaction.abort()
+        self._environment.close()
 
 
 # LMDB allows a file to be open once in a process, so its users share it. Keyed by device and inode.
@@ -57,7 +78,7 @@ def open_for_reading(path: Path) -> ReadEnvironment:
         if found is not None and found.pid == os.getpid():
             return found
         if found is not None:  # inherited through fork: give the copy up, the parent's stays as it is
-            found.environment.close()
+            found.close()
         try:
             environment = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False)
         except lmdb.Error as error:

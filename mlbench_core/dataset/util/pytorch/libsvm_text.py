@@ -98,9 +98,10 @@ def read_chunks(
     reader: Any = require("sklearn.datasets", "linear")
 
     def parse(text: bytes) -> tuple[Any, NDArray[np.float64]]:
-        features, labels = reader.load_svmlight_file(
-            io.BytesIO(text), n_features=n_features, dtype=dtype, zero_based=zero_based
-        )
+        with np.errstate(over="ignore"):  # a number beyond the dtype is found below
+            features, labels = reader.load_svmlight_file(
+                io.BytesIO(text), n_features=n_features, dtype=dtype, zero_based=zero_based
+            )
         if not (np.isfinite(features.data).all() and np.isfinite(labels).all()):
             raise ValueError(f"a number is not finite in {dtype}")
         return features, labels.astype(np.float64)

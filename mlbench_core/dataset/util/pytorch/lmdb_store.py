@@ -20,19 +20,21 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from mlbench_core.dataset.util.pytorch._dense_rows import DenseRows
 from mlbench_core.dataset.util.pytorch._lmdb_environment import ReadEnvironment, open_for_reading
 from mlbench_core.dataset.util.tools import exclusive_lock
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
-__all__ = ["FORMAT", "VERSION", "LinearStore", "StoreHeader", "StoreWriter", "find_stores"]
+__all__ = ["FORMAT", "VERSION", "LinearStore", "StoreHeader", "StoreWriter", "find_stores", "join_csr"]
 
 FORMAT, VERSION = "mlbench-linear", 1
 LAYOUTS, DTYPES = ("dense", "csr"), ("float32", "float64")
@@ -143,45 +145,44 @@ class LinearStore:
 
     def __init__(self, path: str | os.PathLike[str], *, cache: bool = False) -> None:
         self.path = Path(path)
+        self._cache = cache
         self._opened: ReadEnvironment | None = None
-        self._cached: dict[int, Any] | None = {} if cache else None
-        with self._reading() as transaction:
-            text = transaction.get(_HEADER)
-            if text is None:
-                raise _foreign(self.path)
-            self.header = StoreHeader.from_json(bytes(text), self.path)
-            labels = transaction.get(_LABELS)
-            if labels is None or len(labels) != self.header.n_rows * self.header.number.itemsize:
-                raise DatasetError(f"{self.path} is damaged: its labels are not complete; convert the data again")
-            self.labels: NDArray[Any] = np.frombuffer(labels, self.header.number).astype(self.header.dtype)
+        self._dense: DenseRows | None = None  # belongs to the opened file
+        self._copies: dict[int, bytes] = {}  # sparse blocks that were read, with `cache`
+        text = self._open().get(_HEADER)
+        if text is None:
+            raise _foreign(self.path)
+        self.header = StoreHeader.from_json(bytes(text), self.path)
+        labels = _get(self._open(), _LABELS, self.path)
+        if len(labels) != self.header.n_rows * self.header.number.itemsize:
+            raise DatasetError(f"{self.path} is damaged: its labels are not complete; convert the data again")
+        self.labels: NDArray[Any] = np.frombuffer(labels, self.header.number).astype(self.header.dtype)
 
     def __len__(self) -> int:
         return self.header.n_rows
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_cached": None if self._cached is None else {}}
+        return {**self.__dict__, "_opened": None, "_dense": None, "_copies": {}}
 
     def close(self) -> None:
         """Let go of the file; it is opened again when it is needed."""
-        self._opened = None
+        self._opened = self._dense = None
 
     def take(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
         """Copy rows into a dense matrix.
 
-        Rows of one block that follow each other are copied by one call, so sorted ones are the fastest.
+        Many rows at once are the fastest, and sorted ones are faster than others.
 
         Args:
             rows: Positions in the store, each from 0 to ``len(self) - 1``.
             out: Where to, of the store's dtype and shape (len(rows), n_features).
         """
-        with self._reading() as transaction:
-            for number, start, stop in self._runs(rows):
-                local = rows[start:stop] - number * self.header.rows_per_block
-                if self.header.layout == "dense":
-                    # Positions were checked: "clip" is the mode in which numpy writes into `out` without a buffer.
-                    np.take(self._dense(transaction, number), local, axis=0, out=out[start:stop], mode="clip")
-                else:
-                    _scatter(*_select(*self._sparse(transaction, number), local), out[start:stop])
+        if self.header.layout == "dense":
+            self._dense_rows().take(rows, torch.from_numpy(out))
+            return
+        indptr, columns, values = self.take_csr(rows)
+        out.fill(0)
+        out[np.repeat(np.arange(len(rows)), np.diff(indptr)), columns] = values
 
     def take_csr(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
         """Copy rows as compressed sparse rows.
@@ -192,23 +193,15 @@ class LinearStore:
         Returns:
             ``indptr`` (len(rows) + 1), the columns of the values, the values.
         """
+        if self.header.layout == "dense":
+            out = np.empty((len(rows), self.header.n_features), self.header.dtype)
+            self.take(rows, out)
+            return _compress(out)
         parts = []
-        with self._reading() as transaction:
-            for number, start, stop in self._runs(rows):
-                local = rows[start:stop] - number * self.header.rows_per_block
-                if self.header.layout == "dense":
-                    parts.append(_compress(self._dense(transaction, number)[local]))
-                else:
-                    parts.append(_select(*self._sparse(transaction, number), local))
-        lengths = np.concatenate([np.zeros(1, np.int64), *(np.diff(indptr) for indptr, _, _ in parts)])
-        columns = [columns for _, columns, _ in parts]
-        values = [values for _, _, values in parts]
-        empty = np.empty(0, self.header.dtype)
-        return (
-            np.cumsum(lengths),
-            np.concatenate([np.empty(0, np.int64), *columns]),
-            np.concatenate([empty, *values]).astype(self.header.dtype, copy=False),
-        )
+        for number, start, stop in self._runs(rows):
+            local = rows[start:stop] - number * self.header.rows_per_block
+            parts.append(_select(*self._sparse(number), local))
+        return join_csr(parts, np.dtype(self.header.dtype))
 
     def verify(self) -> None:
         """Read everything and compare the checksums.
@@ -217,59 +210,63 @@ class LinearStore:
             DatasetError: Something is damaged; the message says which block.
         """
         again = "convert the data again, or copy it again"
-        with self._reading() as transaction:
-            sums = np.frombuffer(transaction.get(_CHECKSUMS) or b"", _CHECKSUM)
-            if len(sums) != self.header.n_blocks:
-                raise DatasetError(f"{self.path} has {len(sums)} checksums for {self.header.n_blocks} blocks; {again}")
-            if zlib.crc32(transaction.get(_LABELS)) != self.header.labels_crc32:
-                raise DatasetError(f"the labels of {self.path} have another checksum than when written; {again}")
-            for number, expected in enumerate(sums.tolist()):
-                if zlib.crc32(self._block(transaction, number)) != expected:
-                    raise DatasetError(f"block {number} of {self.path} has another checksum than when written; {again}")
+        opened = self._open()
+        sums = np.frombuffer(_get(opened, _CHECKSUMS, self.path), _CHECKSUM)
+        if len(sums) != self.header.n_blocks:
+            raise DatasetError(f"{self.path} has {len(sums)} checksums for {self.header.n_blocks} blocks; {again}")
+        if zlib.crc32(_get(opened, _LABELS, self.path)) != self.header.labels_crc32:
+            raise DatasetError(f"the labels of {self.path} have another checksum than when written; {again}")
+        for number, expected in enumerate(sums.tolist()):
+            if zlib.crc32(_get(opened, _block_key(number), self.path)) != expected:
+                raise DatasetError(f"block {number} of {self.path} has another checksum than when written; {again}")
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[Any]:
-        """A transaction; what it gives are views of the file's pages, valid until it ends."""
+    def _open(self) -> ReadEnvironment:
+        """The file, opened by this process. What it gives are views of its pages, valid while it is open."""
         if self._opened is None or self._opened.pid != os.getpid():
-            self._opened = open_for_reading(self.path)
-        with self._opened.environment.begin(buffers=True) as transaction:
-            yield transaction
+            self._opened, self._dense = open_for_reading(self.path), None
+        return self._opened
+
+    def _dense_rows(self) -> DenseRows:
+        """The rows of a dense store, in the file as this process opened it."""
+        opened = self._open()
+        if self._dense is None:
+            header, path = self.header, self.path
+
+            def load(number: int) -> memoryview:  # refers to the file and not to self, or no end of self would close it
+                return _get(opened, _block_key(number), path)
+
+            self._dense = DenseRows(
+                load, header.n_rows, header.n_features, header.rows_per_block, header.dtype, self._cache
+            )
+        return self._dense
 
     def _runs(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         """Neighbouring rows of the same block: number of the block, start and stop in ``rows``."""
         blocks = rows // self.header.rows_per_block
         starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
-        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=False):  # no rows, no runs
             yield int(blocks[start]), start, stop
 
-    def _block(self, transaction: Any, number: int) -> Any:
-        """The bytes of a block."""
-        if self._cached is not None and number in self._cached:
-            return self._cached[number]
-        value = transaction.get(_block_key(number))
-        if value is None:
-            raise DatasetError(f"{self.path} is damaged: block {number} is missing; convert the data again")
-        if self._cached is not None:
-            value = self._cached[number] = bytes(value)
-        return value
-
-    def _block_rows(self, number: int) -> int:
-        """How many rows a block has."""
-        return min(self.header.rows_per_block, self.header.n_rows - number * self.header.rows_per_block)
-
-    def _dense(self, transaction: Any, number: int) -> NDArray[Any]:
-        """A dense block as a matrix."""
-        flat = np.frombuffer(self._block(transaction, number), self.header.number)
-        return flat.reshape(self._block_rows(number), self.header.n_features)
-
-    def _sparse(self, transaction: Any, number: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    def _sparse(self, number: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """A sparse block: indptr, columns, values."""
-        block = self._block(transaction, number)
-        rows = self._block_rows(number)
+        block: Any = self._copies.get(number)
+        if block is None:
+            block = _get(self._open(), _block_key(number), self.path)
+            if self._cache:
+                block = self._copies[number] = bytes(block)
+        rows = min(self.header.rows_per_block, self.header.n_rows - number * self.header.rows_per_block)
         indptr = np.frombuffer(block, _INDPTR, rows + 1)
         values = np.frombuffer(block, self.header.number, int(indptr[-1]), indptr.nbytes)
         columns = np.frombuffer(block, _COLUMN, int(indptr[-1]), indptr.nbytes + values.nbytes)
         return indptr, columns, values
+
+
+def _get(opened: ReadEnvironment, key: bytes, path: Path) -> memoryview:
+    """A value that must be there."""
+    value = opened.get(key)
+    if value is None:
+        raise DatasetError(f"{path} is damaged: it has no {key.decode()}; convert the data again, or copy it again")
+    return value
 
 
 def _block_key(number: int) -> bytes:
@@ -286,10 +283,22 @@ def _select(
     return chosen, columns[where].astype(np.int64), values[where]
 
 
-def _scatter(indptr: NDArray[np.int64], columns: NDArray[np.int64], values: NDArray[Any], out: NDArray[Any]) -> None:
-    """Write compressed sparse rows into a dense matrix."""
-    out.fill(0)
-    out[np.repeat(np.arange(len(out)), np.diff(indptr)), columns] = values
+def join_csr(
+    parts: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]], dtype: np.dtype
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
+    """Put compressed sparse rows one after the other.
+
+    Args:
+        parts: ``indptr``, columns and values of each part.
+        dtype: Dtype of the values.
+
+    Returns:
+        ``indptr``, columns and values of all.
+    """
+    lengths = [np.zeros(1, np.int64), *(np.diff(indptr) for indptr, _, _ in parts)]
+    columns = np.concatenate([np.empty(0, np.int64), *(columns for _, columns, _ in parts)])
+    values = np.concatenate([np.empty(0, dtype), *(values for _, _, values in parts)])
+    return np.cumsum(np.concatenate(lengths)), columns, values.astype(dtype, copy=False)
 
 
 def _compress(matrix: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
@@ -555,7 +564,8 @@ def _disk_errors(path: Path) -> Iterator[None]:
         raise
     except (lmdb.Error, OSError) as error:
         text = str(error)
-        if any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+        # LMDB reports a write that stopped half-way, as on a full disk, as an input/output error.
+        if any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)):
             raise DatasetError(
                 f"the disk is full: {path} could not be written; free some space and start again"
             ) from error

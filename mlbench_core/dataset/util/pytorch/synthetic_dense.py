@@ -138,8 +138,9 @@ def logistic_optimum(
 ) -> LogisticOptimum:
     r"""Minimise the loss of L2-regularised logistic regression to the precision of float64.
 
-    .. math:: f(w) = \frac{1}{n} \sum_i \bigl[ \log (1 + e^{z_i}) - y_i z_i \bigr] + \frac{\lambda}{2} \lVert w \rVert^2,
-        \quad z_i = w^\top (x_i, 1)
+    .. math::
+        f(w) = \frac{1}{n} \sum_i \bigl[ \log (1 + e^{z_i}) - y_i z_i \bigr]
+        + \frac{\lambda}{2} \lVert w \rVert^2, \quad z_i = w^\top (x_i, 1)
 
     which is :class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized` over all rows, the bias penalised
     too. Newton's method with steps by conjugate gradients, halved until the loss falls.

@@ -1,0 +1,98 @@
+"""Rows gathered out of many blocks by one call, whatever number of blocks they are in.
+
+A batch of shuffled rows comes out of tens of blocks, and a call for each of them costs more than the copying itself.
+But the blocks of a store lie in one mapping of its file, so all rows are found by their distance from its first number:
+the mapping is looked at as a matrix whose row i begins at the i-th number, rows overlapping, of which one
+``index_select`` takes the rows that are wanted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mlbench_core.errors import DatasetError
+
+__all__ = ["DenseRows"]
+
+
+class DenseRows:
+    """The rows of dense blocks.
+
+    Args:
+        load: Gives a block's bytes as a view of a mapping that holds all blocks and stays as long as this object.
+        n_rows: Number of rows.
+        n_features: Numbers of a row.
+        rows_per_block: Rows of each block but the last.
+        dtype: ``"float32"`` or ``"float64"``.
+        cache: Whether to copy each block to memory at its first use.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[int], memoryview],
+        n_rows: int,
+        n_features: int,
+        rows_per_block: int,
+        dtype: str,
+        cache: bool,
+    ) -> None:
+        self._load = load
+        self._n_rows, self._n_features, self._rows_per_block = n_rows, n_features, rows_per_block
+        self._dtype = np.dtype(dtype)
+        # Memory that is not written to is only reserved: the array grows to its size as blocks are read.
+        self._cached = np.empty((n_rows, n_features), dtype) if cache else None
+        self._firsts = np.zeros(-(-n_rows // rows_per_block), np.int64)  # address of each block in numbers; 0: unknown
+        self._low = self._high = 0  # the range of addresses that the matrix covers, in numbers
+        self._matrix = torch.empty(0)
+
+    def take(self, rows: NDArray[np.int64], out: Tensor) -> None:
+        """Copy rows.
+
+        Args:
+            rows: Their positions, each from 0 to n_rows - 1.
+            out: Where to, shape (len(rows), n_features).
+
+        Raises:
+            DatasetError: A block has the wrong length.
+        """
+        blocks = rows // self._rows_per_block
+        firsts = self._firsts[blocks]
+        if not firsts.all():
+            self._locate(np.unique(blocks[firsts == 0]))
+            firsts = self._firsts[blocks]
+        begins = firsts - self._low + (rows - blocks * self._rows_per_block) * self._n_features
+        torch.index_select(self._matrix, 0, torch.from_numpy(begins), out=out)
+
+    def _locate(self, blocks: NDArray[np.int64]) -> None:
+        """Find out where blocks lie, and widen the matrix to them."""
+        low, high = self._low or np.iinfo(np.int64).max, self._high
+        for number in blocks.tolist():
+            array = np.frombuffer(self._load(number), self._dtype)
+            start = number * self._rows_per_block
+            expected = min(self._rows_per_block, self._n_rows - start) * self._n_features
+            if array.size != expected:
+                raise DatasetError(f"block {number} has {array.size} numbers and should have {expected}: damaged data")
+            if self._cached is not None:
+                rows = self._cached[start : start + self._rows_per_block]
+                rows[:] = array.reshape(rows.shape)
+                array = rows.reshape(-1)
+            first = array.ctypes.data // self._dtype.itemsize
+            self._firsts[number] = first
+            low, high = min(low, first), max(high, first + array.size)
+        if (low, high) != (self._low, self._high):
+            self._low, self._high = low, high
+            self._matrix = _overlapping_rows(low, high, self._n_features, self._dtype)
+
+
+def _overlapping_rows(low: int, high: int, n_features: int, dtype: np.dtype) -> Tensor:
+    """The numbers from one address to another as a matrix whose row i begins at the i-th number."""
+    size_bytes = (high - low) * dtype.itemsize
+    memory = (ctypes.c_char * size_bytes).from_address(low * dtype.itemsize)
+    numbers = torch.from_numpy(np.frombuffer(memoryview(memory), dtype))
+    return numbers.as_strided((high - low - n_features + 1, n_features), (1, 1))
