@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import _sections
 from _variants import ALONE, DDP, PAIRS, VARIANTS, WORKLOADS
 
 from mlbench_core.errors import require
@@ -154,11 +154,4 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 def update_section(path: Path, results: Sequence[dict[str, Any]]) -> None:
     """Write the section of the results file, in place of the one there or at the end."""
-    section = "\n".join((HEADING, "", INTRODUCTION, "", "\n".join(table(result) for result in results)))
-    text = path.read_text()
-    pattern = re.compile(re.escape(HEADING) + r"\n.*?(?=^## |\Z)", re.DOTALL | re.MULTILINE)
-    if pattern.search(text):
-        text = pattern.sub(lambda _: section + "\n", text).rstrip() + "\n"
-    else:
-        text = f"{text.rstrip()}\n\n{section}"
-    path.write_text(text)
+    _sections.update_section(path, HEADING, "\n".join((INTRODUCTION, "", *map(table, results))))

@@ -19,7 +19,6 @@ import contextlib
 import datetime
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import _report
-import torch
+from _sections import RESULTS, machine
 from _variants import ALONE, DDP, PAIRS, VARIANTS, WORKLOADS
 from _worker import Plan
 
@@ -40,7 +39,6 @@ from mlbench_core.utils.emulated_network import EmulatedNetwork
 REFERENCES = [ALONE, DDP]
 COPIES = 6  # weights, gradients, momentum, buckets, an error memory, something in flight
 PATIENCE_S = 3600.0
-RESULTS = Path(__file__).with_name("RESULTS.md")
 
 
 def groups(names: Sequence[str], model: str, workers: int, memory_bytes: float) -> list[list[str]]:
@@ -137,13 +135,6 @@ def compare(model: str, workers: int, arguments: argparse.Namespace) -> dict[str
         "date": datetime.date.today().isoformat(),
         "rows": _report.rows(merged, steps),
     }
-
-
-def machine() -> str:
-    """This machine in words."""
-    return (
-        f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, torch {torch.__version__}"
-    )
 
 
 def parse(argv: Iterable[str] | None = None) -> argparse.Namespace:

@@ -34,10 +34,10 @@ def measured_everything(rank: int, world_size: int) -> dict[str, Any]:
 
 def agreed_counts(rank: int, world_size: int) -> dict[str, Any]:
     """Workers that see the clock differently agree on counts; barriers and operations are counted."""
-    calls = {"barrier": 0, "all_reduce": 0}
+    calls = {"barrier": 0, "all_reduce": 0, "_sequence": 0}
     with pytest.MonkeyPatch.context() as patch:
-        for name in calls:
-            patch.setattr(dist, name, counted(name, calls))
+        for module, name in ((dist, "barrier"), (dist, "all_reduce"), (collectives, "_sequence")):
+            patch.setattr(module, name, counted(module, name, calls))
         plain = measure("all_reduce", 10, repetitions=5, block_s=1e-3)
         calls_of_plain = dict(calls)
     with pytest.MonkeyPatch.context() as patch:
@@ -45,11 +45,19 @@ def agreed_counts(rank: int, world_size: int) -> dict[str, Any]:
         limited = measure("all_reduce", 10, repetitions=50, block_s=0.02, budget_s=0.4 * (1 + rank))
         least = measure("all_reduce", 10, repetitions=50, block_s=0.02, budget_s=0.0)
         one_way = measure("send_recv", 10, repetitions=3, block_s=0.02)
-    return {"plain": plain, "calls": calls_of_plain, "limited": limited, "least": least, "one_way": one_way}
+        fixed = measure("all_reduce", 10, repetitions=1, operations=7)
+    return {
+        "plain": plain,
+        "calls": calls_of_plain,
+        "limited": limited,
+        "least": least,
+        "one_way": one_way,
+        "fixed": fixed,
+    }
 
 
-def counted(name: str, calls: dict[str, int]) -> Any:
-    function = getattr(dist, name)
+def counted(module: Any, name: str, calls: dict[str, int]) -> Any:
+    function = getattr(module, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         calls[name] += 1
@@ -142,6 +150,7 @@ def test_workers_agree_on_counts_and_the_slowest_counts(results: list[dict[str, 
         assert counts["limited"].operations == 0.02 / slowest_s
         assert counts["limited"].repetitions == 0.4 / 0.02
         assert counts["least"].repetitions == collectives.MIN_REPETITIONS
+        assert counts["fixed"].operations == 7
         for seconds in counts["limited"].seconds:
             assert seconds == pytest.approx(slowest_s)
         assert counts["one_way"].statistics.p50_s == pytest.approx(slowest_s / 2)
@@ -154,6 +163,8 @@ def test_a_barrier_precedes_every_repetition_and_the_first_operations_do_not_cou
     for result in results:
         counts, calls = result["counts"]["plain"], result["counts"]["calls"]
         assert calls["barrier"] == 5 + 1  # and one before the pilot
+        # Values are made once to send and once to compare: making them before every barrier slowed operations by 20 %.
+        assert calls["_sequence"] == 1 + len(results)
         exchanges = 4  # the first time, the pilot's, and at the end the times and the wrong elements
         uncounted = calls["all_reduce"] - exchanges - 5 * counts.operations
         assert uncounted >= 1 + collectives.WARM_UP_RUNS[0]
@@ -183,6 +194,7 @@ def test_values_are_exact_in_every_type() -> None:
     [
         ({"collective": "gossip"}, "'gossip'; known are all_reduce"),
         ({"repetitions": 0}, "repetitions is 0"),
+        ({"operations": 0}, "operations is 0"),
         ({"block_s": 0.0}, r"block_s is 0\.0"),
     ],
 )

@@ -3,7 +3,8 @@
 :func:`measure` times one collective on one size and type. It follows what nccl-tests made customary:
 
 * the first operations, which set up connections and fill caches, do not count;
-* a barrier precedes every repetition;
+* a barrier precedes every repetition, and nothing that takes time precedes the barrier: after a pause an operation is
+  slower, as the threads that do it have gone to sleep;
 * between two readings of the clock there are as many operations as it takes for the clock not to matter; their number
   follows from the uncounted operations and is the same on all workers;
 * on GPUs the clock is a pair of CUDA events around these operations, with no synchronisation between them;
@@ -148,8 +149,12 @@ class AllReduce(Collective):
     name = "all_reduce"
     is_in_place = True
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._own = self._values(self.rank)  # made once, because a pause before an operation slows it down
+
     def fill(self) -> None:
-        _repeat(self._values(self.rank), self.buffer)
+        _repeat(self._own, self.buffer)
 
     def run(self) -> None:
         dist.all_reduce(self.buffer, group=self.group)
@@ -311,6 +316,7 @@ def measure(
     *,
     group: dist.ProcessGroup | None = None,
     repetitions: int = 100,
+    operations: int | None = None,
     block_s: float = 1e-3,
     budget_s: float | None = None,
 ) -> Measurement:
@@ -324,6 +330,8 @@ def measure(
         device: Where the tensors lie; on GPUs the time is the device's.
         group: The process group; None is the default one.
         repetitions: How many times to measure, at least 1.
+        operations: How many operations to do between two readings of the clock, for ``send_recv`` round trips; None
+            takes what ``block_s`` asks for.
         block_s: Seconds of operations between two readings of the clock, at least; single operations that take longer
             are timed one by one.
         budget_s: Seconds that the repetitions may take together. Fewer than ``repetitions`` are done where it would be
@@ -342,6 +350,8 @@ def measure(
     """
     if operator.index(repetitions) < 1:
         raise ValueError(f"repetitions is {repetitions}; it must be at least 1")
+    if operations is not None and operator.index(operations) < 1:
+        raise ValueError(f"operations is {operations}; it must be at least 1, or None to choose by time")
     if not block_s > 0:
         raise ValueError(f"block_s is {block_s}; it must be a positive number of seconds")
     operation = _make(collective, elements, dtype, device, group)
@@ -349,7 +359,7 @@ def measure(
         raise ConfigurationError("one worker alone has nobody to communicate with: start at least 2")
     first_s, wrong = _first_operation(operation)
     run_s, budget_s = _pilot(operation, first_s, math.inf if budget_s is None else budget_s)
-    runs = min(math.ceil(block_s / run_s), MAX_RUNS)
+    runs = operations or min(math.ceil(block_s / run_s), MAX_RUNS)
     affordable = repetitions if budget_s == math.inf else int(budget_s / (runs * run_s))
     count = min(repetitions, max(affordable, MIN_REPETITIONS))
     own_seconds = [_repetition(operation, runs) / (runs * operation.trips) for _ in range(count)]
@@ -526,6 +536,9 @@ def _sequence(rank: int, world_size: int) -> Tensor:
 
 def _repeat(sequence: Tensor, out: Tensor) -> None:
     """Fill a tensor with a sequence over and over."""
+    if len(out) <= len(sequence):
+        out.copy_(sequence[: len(out)])  # in one call: it is done before every repetition of a small size
+        return
     whole = len(out) // PERIOD * PERIOD
     out[:whole].view(-1, PERIOD).copy_(sequence.expand(whole // PERIOD, PERIOD))
     out[whole:].copy_(sequence[: len(out) - whole])
