@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,6 +32,15 @@ TINY = {
     "max_target_positions": 32,
 }
 DTYPES = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are no work to share, least of all where other processes take the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def words(number: int = 12) -> Dictionary:

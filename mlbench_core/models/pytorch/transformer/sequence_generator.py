@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from mlbench_core.models.pytorch.transformer.modules.incremental import IncrementalState
 from mlbench_core.models.pytorch.transformer.transformer import TransformerModel, Vocabulary
-from mlbench_core.utils.pytorch.inference.decoding import Hypotheses, LogitProposer, Sampling, SearchOptions, search
+from mlbench_core.utils.pytorch.inference.decoding import Hypotheses, SearchOptions, search
+from mlbench_core.utils.pytorch.inference.proposals import LogitProposer, Sampling
 from mlbench_core.utils.pytorch.inference.scores import LengthPenaltyScore
 
 __all__ = ["SequenceGenerator", "TransformerState"]
@@ -25,7 +26,7 @@ class WordVocabulary(Vocabulary, Protocol):
 
 
 class TransformerState:
-    """A Transformer in a generation: a :class:`~mlbench_core.utils.pytorch.inference.decoding.DecoderState`.
+    """A Transformer in a generation: a :class:`~mlbench_core.utils.pytorch.inference.proposals.DecoderState`.
 
     The source's keys and values are computed once and kept once for a sentence: the hypotheses of a sentence share
     them. Those of the generated tokens are kept for each row.

@@ -1,15 +1,14 @@
 """Generating sequences: one batched search for translation and language models, and the rules it ranks by."""
 
-from mlbench_core.utils.pytorch.inference.decoding import (
+from mlbench_core.utils.pytorch.inference.decoding import Hypotheses, SearchOptions, search
+from mlbench_core.utils.pytorch.inference.proposals import (
     Constraints,
     DecoderState,
-    Hypotheses,
     LogitProposer,
     Proposal,
     Proposer,
     Sampling,
-    SearchOptions,
-    search,
+    keep_forced,
 )
 from mlbench_core.utils.pytorch.inference.scores import GNMTScore, LengthPenaltyScore, Score
 
@@ -25,5 +24,6 @@ __all__ = [
     "Sampling",
     "Score",
     "SearchOptions",
+    "keep_forced",
     "search",
 ]

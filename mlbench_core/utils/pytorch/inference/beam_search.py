@@ -8,14 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mlbench_core.utils.pytorch.inference.decoding import (
-    Constraints,
-    Hypotheses,
-    Proposal,
-    SearchOptions,
-    keep_forced,
-    search,
-)
+from mlbench_core.utils.pytorch.inference.decoding import Hypotheses, SearchOptions, search
+from mlbench_core.utils.pytorch.inference.proposals import Constraints, Proposal, keep_forced
 from mlbench_core.utils.pytorch.inference.scores import GNMTScore, LengthPenaltyScore, Score
 
 __all__ = ["GeneratingModel", "SequenceGenerator", "reorder_context"]
@@ -137,7 +131,7 @@ class SequenceGenerator:
 
 
 class _GeneratingState:
-    """A model with ``generate`` as the search's :class:`~mlbench_core.utils.pytorch.inference.decoding.Proposer`."""
+    """A model with ``generate`` as the search's :class:`~mlbench_core.utils.pytorch.inference.proposals.Proposer`."""
 
     def __init__(self, model: GeneratingModel, context: Any) -> None:
         self.model = model

@@ -66,7 +66,13 @@ class Dictionary:
             ) from None
 
     def add_symbol(self, sym: str) -> int:
-        """Number of a symbol, which is added if it is new."""
+        """Number of a symbol, which is added if it is new.
+
+        Raises:
+            ValueError: The symbol has the end of a line in it, which a file of one symbol a line cannot hold.
+        """
+        if "\n" in sym:
+            raise ValueError(f"the symbol {sym!r} has the end of a line in it")
         number = self._numbers.setdefault(sym, len(self.symbols))
         if number == len(self.symbols):
             self.symbols.append(sym)

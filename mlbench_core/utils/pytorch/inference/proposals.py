@@ -1,0 +1,173 @@
+"""What a model offers to the search, and the choice of next tokens by their scores: the likeliest ones, or a draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["FREE", "Constraints", "DecoderState", "LogitProposer", "Proposal", "Proposer", "Sampling", "keep_forced"]
+
+FREE = -1
+"""In place of a forced token: the row is free."""
+
+_NEVER = float("-inf")
+
+
+class DecoderState(Protocol):
+    """What a model offers to the search: a step for all rows, and a state whose rows can be picked anew."""
+
+    def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Feed the newest token of each row.
+
+        Args:
+            tokens: int64 of shape (rows,).
+
+        Returns:
+            Scores of the next token before the softmax, shape (rows, vocabulary), and the attention on the source,
+            shape (rows, source), or None.
+        """
+
+    def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
+        """Let the state follow the search.
+
+        Args:
+            rows: int64 of shape (new rows,): the old row that each new row continues.
+            sentences: int64 of shape (new sentences,): the old sentences that are still in the batch; None if all
+                are. What the state keeps once for a sentence, and not for each row, need follow this only.
+        """
+
+
+class Constraints(NamedTuple):
+    """What the next tokens must and must not be."""
+
+    forbidden: tuple[int, ...]
+    """Tokens that no row may take."""
+    forced: Tensor | None
+    """int64 of shape (rows,): the token that a row has to take, -1 where it is free; None if all are free."""
+
+
+class Proposal(NamedTuple):
+    """Next tokens of each row."""
+
+    tokens: Tensor
+    """int64 of shape (rows, count)."""
+    log_probs: Tensor
+    """Their log-probabilities, float32 of shape (rows, count); -inf for what is no candidate."""
+    attention: Tensor | None
+    """Attention of this step on the source, shape (rows, source), where the model has one."""
+
+
+class Proposer(Protocol):
+    """What the search asks. :class:`LogitProposer` makes one of a :class:`DecoderState`."""
+
+    def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
+        """Feed the newest token of each row and propose next ones.
+
+        Args:
+            tokens: int64 of shape (rows,).
+            count: How many proposals a row needs; fewer if there are no more tokens.
+            constraints: A forced token is a row's only candidate.
+
+        Returns:
+            The proposals, in any order.
+        """
+
+    def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
+        """As :meth:`DecoderState.reorder`."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Draw the next token from the model's distribution instead of taking the likeliest ones.
+
+    Args:
+        topk: Draw from the ``topk`` likeliest tokens only; -1 for all.
+        temperature: Scores are divided by it before the softmax: below 1 sharpens, above 1 flattens.
+        generator: Where the random numbers come from, on the model's device; None for torch's global generator.
+
+    Raises:
+        ValueError: An argument is out of its bounds.
+    """
+
+    topk: int = -1
+    temperature: float = 1.0
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if self.topk != -1 and self.topk < 1:
+            raise ValueError(f"topk is {self.topk}; it must be at least 1, or -1 for all tokens")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be above 0")
+
+    def draw(self, logits: Tensor, forbidden: Sequence[int]) -> Tensor:
+        """One token for each row.
+
+        Args:
+            logits: Scores, float32 of shape (rows, vocabulary).
+            forbidden: Tokens that are never drawn.
+
+        Returns:
+            int64 of shape (rows, 1).
+        """
+        scores = logits / self.temperature
+        scores[:, list(forbidden)] = _NEVER
+        if self.topk == -1 or self.topk >= scores.shape[1]:
+            return torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator)
+        scores, tokens = scores.topk(self.topk, dim=-1)
+        return tokens.gather(1, torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator))
+
+
+@dataclass(frozen=True)
+class LogitProposer:
+    """Proposals of a model that gives a score to every token of its vocabulary.
+
+    Args:
+        state: The model's state.
+        sampling: How to draw; None proposes the likeliest tokens.
+    """
+
+    state: DecoderState
+    sampling: Sampling | None = None
+
+    def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
+        """As :meth:`Proposer.propose`. Log-probabilities are the model's own, whatever the temperature."""
+        logits, attention = self.state.step(tokens)
+        logits = logits.float()
+        if self.sampling is None:
+            count = min(count + len(constraints.forbidden), logits.shape[1])
+            scores, proposed = logits.topk(count, dim=-1)
+        else:
+            proposed = self.sampling.draw(logits, constraints.forbidden)
+            scores = logits.gather(1, proposed)
+        for token in constraints.forbidden:
+            scores = scores.masked_fill(proposed == token, _NEVER)
+        if constraints.forced is not None:
+            forced_scores = logits.gather(1, constraints.forced.clamp(min=0).unsqueeze(1)).squeeze(1)
+            proposed, scores = keep_forced(proposed, scores, constraints.forced, forced_scores)
+        return Proposal(proposed, scores - logits.logsumexp(dim=-1, keepdim=True), attention)
+
+    def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
+        """As :meth:`DecoderState.reorder`."""
+        self.state.reorder(rows, sentences)
+
+
+def keep_forced(tokens: Tensor, log_probs: Tensor, forced: Tensor, forced_log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Make the forced token the only candidate of its row; free rows stay as they are.
+
+    Args:
+        tokens: Proposals, int64 of shape (rows, count).
+        log_probs: Their log-probabilities, shape (rows, count).
+        forced: int64 of shape (rows,), -1 for a free row.
+        forced_log_probs: The forced tokens' log-probabilities, shape (rows,).
+
+    Returns:
+        The tokens and their log-probabilities.
+    """
+    is_forced = (forced != FREE).unsqueeze(1)
+    is_first = torch.arange(tokens.shape[1], device=tokens.device) == 0
+    only = torch.where(is_first, forced_log_probs.unsqueeze(1), _NEVER)
+    return torch.where(is_forced, forced.unsqueeze(1), tokens), torch.where(is_forced, only, log_probs)
