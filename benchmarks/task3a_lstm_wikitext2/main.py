@@ -1,0 +1,194 @@
+"""Task 3a: AWD-LSTM on WikiText-2, synchronous SGD, time to a validation perplexity of 70 (light goal: 90).
+
+One process per worker, 80 sequences a worker, a disjoint part of the text each; gradients are averaged over the k
+workers before every update, then clipped. The rate is 30 sqrt(k) after a linear warm-up of 3 k epochs, times the
+batch's length over 70. SGD becomes averaged SGD when validation has stood still for 5 epochs (Merity et al. 2017,
+arXiv 1708.02182). README.md beside this file has the whole description.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from mlbench_core.controlflow.pytorch import record_train_batch_stats, record_validation_stats, validation_round
+from mlbench_core.dataset.nlp.pytorch import Wikitext2Dataset
+from mlbench_core.evaluation.goals import task3_time_to_perplexity_goal
+from mlbench_core.evaluation.pytorch.criterion import ActivationRegularization
+from mlbench_core.evaluation.pytorch.metrics import Perplexity
+from mlbench_core.lr_scheduler.pytorch.lr import LRLinearWarmUp
+from mlbench_core.models.pytorch.language_models import CarriedState, LSTMLanguageModel, detached
+from mlbench_core.optim.pytorch import NTASGD, CustomCentralizedOptimizer, scaled_rate
+from mlbench_core.tasks import get_task
+from mlbench_core.utils import Tracker
+from mlbench_core.utils.pytorch import initialize_backends
+from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
+from mlbench_core.utils.pytorch.memory import keep_freed_memory
+from mlbench_core.utils.task_args import task_main
+
+logger = logging.getLogger("task3a")
+
+TASK = get_task("3a")
+BASE_LR = 30.0  # of one worker
+WEIGHT_DECAY = 1.2e-6
+GRAD_CLIP = 0.25
+WARMUP_EPOCHS = 3  # for each worker
+PATIENCE = 5  # validations without improvement until SGD averages
+VALIDATION_SEQUENCES = 10  # of all workers
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A size of the task: the model's arguments, and how the text is cut into batches."""
+
+    model: dict[str, Any]
+    sequences: int  # a worker
+    bptt: int
+    dataset: str | None = None  # whose goal it has; None is the task's own
+
+
+FULL = {"ninp": 400, "nhid": 1150, "nlayers": 3,
+        "dropout": 0.4, "dropouth": 0.2, "dropouti": 0.65, "dropoute": 0.1, "wdrop": 0.5}  # fmt: skip
+SMALL = {"ninp": 200, "nhid": 400, "nlayers": 2,
+         "dropout": 0.2, "dropouth": 0.1, "dropouti": 0.2, "dropoute": 0.0, "wdrop": 0.1}  # fmt: skip
+PRESETS = {"full": Preset(FULL, 80, 70), "small": Preset(SMALL, 20, 35, dataset="wikitext2-small")}
+
+
+def train_epoch(
+    text: Wikitext2Dataset, model: nn.Module, optimizer: Optimizer, tracker: Tracker, gpu: bool, bf16: bool
+) -> None:
+    """One pass over this worker's part of the text; back-propagation ends at each batch's start, the state goes on."""
+    regularization = ActivationRegularization(alpha=2.0, beta=1.0)
+    hidden = None
+    model.train()
+    tracker.train()
+    for i in range(text.num_batches()):
+        tracker.batch_start()
+        words, next_words = text.get_batch(i, cuda=gpu)
+        tracker.record_batch_load()
+        optimizer.zero_grad()
+        hidden = model.init_hidden(words.shape[1]) if hidden is None else detached(hidden)
+        tracker.record_batch_init()
+        with torch.autocast(words.device.type, torch.bfloat16, enabled=bf16):
+            scores, hidden, raw, dropped = model(words, hidden, return_h=True)
+        tracker.record_batch_fwd_pass()
+        loss = F.cross_entropy(scores.flatten(0, 1).float(), next_words.flatten())
+        penalty = regularization(dropped[-1].float(), raw[-1].float())
+        tracker.record_batch_comp_loss()
+        (loss + penalty).backward()
+        tracker.record_batch_backprop()
+        with scaled_rate(optimizer, len(words) / text.bptt):
+            optimizer.step(tracker=tracker)
+        tracker.batch_end(samples=words.numel())
+        record_train_batch_stats(i, loss.detach(), scores, None, tracker, text.num_batches())
+
+
+def train(
+    rank: int, world_size: int, run_id: str, data: str, ckpt_run_dir: str, gpu: bool, light: bool,
+    validation_only: bool, args: argparse.Namespace,
+) -> Tracker:  # fmt: skip
+    """Train until the goal is reached or the budget of epochs is spent."""
+    preset = PRESETS[args.preset]
+    sequences = args.batch_size or preset.sequences
+    text = Wikitext2Dataset(data, preset.bptt, train=True, seed=args.seed)
+    text.generate_batches(sequences * world_size, sequences, rank)
+    validation_text = Wikitext2Dataset(data, preset.bptt, valid=True)
+    validation_text.generate_batches(VALIDATION_SEQUENCES, rank=rank, world_size=world_size)
+
+    model = LSTMLanguageModel(len(text.dictionary), tie_weights=True, **preset.model)
+    model = model.cuda() if gpu else model
+    optimizer = CustomCentralizedOptimizer(
+        model,
+        world_size,
+        partial(SGD, lr=BASE_LR, weight_decay=WEIGHT_DECAY),
+        use_cuda=gpu,
+        grad_clip=GRAD_CLIP,
+        average_world=True,
+    )
+    scheduler = LRLinearWarmUp(
+        optimizer,
+        init_lr=BASE_LR,
+        scaled_lr=BASE_LR * math.sqrt(world_size),
+        warmup_duration=WARMUP_EPOCHS * world_size,  # it steps once an epoch
+    )
+    averaging = NTASGD(optimizer, patience=PATIENCE)
+    metrics = [Perplexity()]
+    goal = task3_time_to_perplexity_goal(TASK.goal_on(preset.dataset, light))
+    tracker = Tracker(metrics, run_id, rank, goal=goal, minimize=True)
+    checkpointer = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST)
+    if args.resume or validation_only:
+        checkpointer, model, optimizer, scheduler, tracker = Checkpointer.load(
+            ckpt_run_dir, rank, model, optimizer, scheduler, tracker=tracker, extra={"averaging": averaging}
+        )
+
+    def validate() -> bool:
+        """Perplexity of the whole validation text, of which each worker reads its streams."""
+        batches = (validation_text.get_batch(i) for i in range(validation_text.num_batches()))
+        with averaging.averaged_weights():
+            values, loss = validation_round(
+                ((words, next_words.flatten()) for words, next_words in batches),
+                CarriedState(model), nn.CrossEntropyLoss(), metrics, "fp32", tracker=tracker, use_cuda=gpu,
+            )  # fmt: skip
+        averaging.check(values[metrics[0]])
+        is_best = record_validation_stats(values, loss, tracker, rank)
+        logger.info("%s", tracker)
+        return is_best
+
+    with tracker:
+        if validation_only:
+            validate()
+            return tracker
+        if not args.resume:
+            tracker.start()
+        for epoch in range(tracker.current_epoch, args.epochs):
+            text.set_epoch(epoch)
+            text.generate_sequence_lengths(random=True)
+            train_epoch(text, model, optimizer, tracker, gpu, args.bf16)
+            is_best = validate()
+            scheduler.step()
+            tracker.epoch_end()
+            checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra={"averaging": averaging})
+            if tracker.goal_reached:
+                break
+        tracker.publish_summary(world_size)
+    return tracker
+
+
+def main(
+    run_id: str, dataset_dir: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str, hosts: str | None,
+    validation_only: bool, gpu: bool, light_target: bool, args: argparse.Namespace,
+) -> None:  # fmt: skip
+    """Run the task on this worker."""
+    keep_freed_memory()
+    with initialize_backends(
+        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=args.seed, ckpt_run_dir=ckpt_run_dir
+    ) as (rank, world_size, _):
+        data = args.data or dataset_dir
+        tracker = train(rank, world_size, run_id, data, ckpt_run_dir, gpu, light_target, validation_only, args)
+        if rank == 0 and not validation_only:
+            logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this task takes beyond the arguments that all tasks share."""
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="full", help="size of the model (default: full)")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="sequences a worker (full: 80; 20 is also in use)")
+    parser.add_argument("--data", metavar="FOLDER", help="folder that holds the text (default: below --root-dataset)")
+    parser.add_argument("--epochs", type=int, default=TASK.max_epochs, help="at most so many epochs")
+    parser.add_argument("--bf16", action="store_true", help="compute forward and backward passes in bfloat16")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run")
+    parser.add_argument("--checkpoint", action="store_true", help="write one after every epoch, not of the best")
+    parser.add_argument("--seed", type=int, default=42, help="of weights, dropout and lengths (default: 42)")
+
+
+if __name__ == "__main__":
+    task_main(main, uid="task3a", add_arguments=add_arguments)

@@ -1,0 +1,71 @@
+"""A language model that remembers where it was in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+
+__all__ = ["CarriedState", "detached"]
+
+
+class _LanguageModel(Protocol):
+    """What a recurrent language model can do."""
+
+    def __call__(self, input: Tensor, hidden: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list]: ...
+
+    def init_hidden(self, bsz: int) -> list[tuple[Tensor, Tensor]]: ...
+
+
+class CarriedState(nn.Module):
+    """Gives a recurrent language model, batch after batch, the state it ended the last batch with.
+
+    For whatever calls a model with nothing but the data, such as
+    :func:`~mlbench_core.controlflow.pytorch.controlflow.validation_round`. Make a new one for each pass over a text, so
+    that it starts from the state before the first word.
+
+    Args:
+        model: For example an :class:`~mlbench_core.models.pytorch.language_models.lstm.LSTMLanguageModel`.
+
+    Example:
+        >>> import torch
+        >>> from mlbench_core.models.pytorch.language_models import LSTMLanguageModel
+        >>> reader = CarriedState(LSTMLanguageModel(7, 3, 4, 1)).eval()
+        >>> words = torch.zeros(2, 1, dtype=torch.int64)
+        >>> first, second = reader(words), reader(words)
+        >>> first.shape, torch.equal(first, second)
+        (torch.Size([2, 7]), False)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.hidden: list[tuple[Tensor, Tensor]] | None = None
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Scores of the next word after each word.
+
+        Args:
+            words: Ids of shape (time, batch), the same batch each time.
+
+        Returns:
+            Scores in float32, of shape (time * batch, vocabulary), so that their number is that of the words.
+        """
+        model: _LanguageModel = self.model  # type: ignore[assignment]
+        hidden = model.init_hidden(words.shape[1]) if self.hidden is None else self.hidden
+        scores, hidden = model(words, hidden)
+        self.hidden = detached(hidden)
+        return scores.flatten(0, 1).float()
+
+
+def detached(hidden: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The same state, from which back-propagation goes no further.
+
+    Args:
+        hidden: Pairs (h, c), one for each layer.
+
+    Returns:
+        Pairs of the same values.
+    """
+    return [(h.detach(), c.detach()) for h, c in hidden]
