@@ -2,19 +2,20 @@
 
 One process per worker, 128 images a worker, a disjoint part of the training set each; gradients are averaged over the
 k workers before every update. Learning rate 0.02 k after a linear warm-up of log2(k) epochs (Goyal et al. 2017,
-arXiv 1706.02677), halved when the validation loss stands still. README.md beside this file has the whole description.
+arXiv 1706.02677), halved when the validation loss stands still. README.md has the whole description, variants.py what
+flags put in the place of the reference's parts.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import math
-from typing import Any
 
-import torch
-from torch import nn
+import variants
+from torch import channels_last, contiguous_format, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from mlbench_core.aggregation.pytorch.consensus import averaged_weights
 from mlbench_core.controlflow.pytorch import record_validation_stats, train_round, validation_round
 from mlbench_core.dataset.imagerecognition.pytorch import CIFAR10V1, MNIST, Digits, ImageBatches
 from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
@@ -27,6 +28,7 @@ from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
 from mlbench_core.utils.pytorch import initialize_backends
 from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
+from mlbench_core.utils.pytorch.memory import fits_on_gpu, keep_freed_memory
 from mlbench_core.utils.task_args import task_main
 
 logger = logging.getLogger("task1a")
@@ -34,38 +36,34 @@ logger = logging.getLogger("task1a")
 TASK = get_task("1a")
 BATCH_SIZE = 128  # images a worker
 BASE_LR = 0.02  # of one worker
-SEED = 42
 DATASETS = {"cifar10": CIFAR10V1, "digits": Digits, "mnist": MNIST}
 
 
 def load_data(
-    name: str, folder: str, rank: int, world_size: int, channels_last: bool, partial: bool
-) -> tuple[Any, Any]:
+    args: argparse.Namespace, folder: str, batch_size: int, rank: int, world_size: int, gpu: bool
+) -> tuple[ImageBatches, ImageBatches]:
     """This worker's batches of the training set (augmented, shuffled anew each epoch) and of the validation set."""
-    options: dict[str, Any] = {"download": True} if name != "digits" else {}
-    if partial:
-        options = {"partial": True}
-    train = DATASETS[name](folder, train=True, **options)
-    validation = DATASETS[name](folder, train=False, **options)
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    source = {"partial": True} if args.partial else {} if args.dataset == "digits" else {"download": True}
+    train, validation = (DATASETS[args.dataset](folder, train=is_train, **source) for is_train in (True, False))
+    if gpu and fits_on_gpu(train.size_bytes + validation.size_bytes):
+        train, validation = train.to("cuda"), validation.to("cuda")
+    memory_format = channels_last if args.channels_last else contiguous_format
     return (
         ImageBatches(
-            partition_dataset_by_rank(train, rank, world_size),
-            BATCH_SIZE,
-            augment=True,
+            train if args.deal_anew else partition_dataset_by_rank(train, rank, world_size),
+            batch_size,
+            augment=not args.no_augment,
             shuffle=True,
-            seed=SEED,
+            seed=args.seed,
             rank=rank,
             memory_format=memory_format,
+            world_size=world_size if args.deal_anew else 1,
         ),
         ImageBatches(
             partition_dataset_by_rank(validation, rank, world_size, shuffle=False),
-            BATCH_SIZE,
-            augment=False,
-            shuffle=False,
-            memory_format=memory_format,
+            batch_size, augment=False, shuffle=False, memory_format=memory_format,
         ),
-    )
+    )  # fmt: skip
 
 
 def train(
@@ -80,38 +78,45 @@ def train(
     args: argparse.Namespace,
 ) -> Tracker:
     """Train until the goal is reached or the budget of epochs is spent."""
-    batches, validation_batches = load_data(
-        args.dataset, args.data or dataset_dir, rank, world_size, args.channels_last, args.partial
-    )
-    model = get_resnet_model("resnet20", 1, "fp32", num_classes=10, use_cuda=gpu)
-    if args.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+    plan = variants.make_plan(args, world_size, BATCH_SIZE, BASE_LR)
+    folder = args.data or dataset_dir
+    batches, validation_batches = load_data(args, folder, plan.batch_size, rank, world_size, gpu)
+    model = get_resnet_model("resnet20", 1, args.precision, num_classes=10, use_cuda=gpu)
+    variants.prepare_model(model, args)
+    network, optimizer = variants.make_network(model, plan.lr, args)
+    if args.optimizer == "centralized_sgd" and args.precision == "fp32":
+        optimizer = CentralizedSGD(
+            world_size=world_size,
+            model=model,
+            lr=plan.lr,
+            momentum=0.9,
+            nesterov=True,
+            weight_decay=1e-4,
+            dampening=0,
+            by_layer=False,
+            use_cuda=gpu,
+            overlap=args.overlap,
+        )
+    elif optimizer is None:
+        optimizer = variants.make_optimizer(model, plan.lr, args, gpu)
+    if args.settings == "2018":
+        scheduler = variants.make_scheduler_of_2018(optimizer, plan, len(batches))
+    else:
+        scheduler = ReduceLROnPlateauWithWarmup(
+            optimizer,
+            warmup_init_lr=plan.lr,
+            scaled_lr=plan.scaled_lr,
+            warmup_epochs=plan.warmup_epochs,
+            batches_per_epoch=len(batches),
+            mode="min",
+            factor=0.5,
+            patience=1,  # torch acts on the first epoch beyond it: the second running without an improvement
+            threshold=0.01,
+            threshold_mode="abs",
+            min_lr=plan.lr,
+        )
     loss_function = nn.CrossEntropyLoss()
     metrics = [TopKAccuracy(topk=1)]
-    optimizer = CentralizedSGD(
-        world_size=world_size,
-        model=model,
-        lr=BASE_LR,
-        momentum=0.9,
-        nesterov=True,
-        weight_decay=1e-4,
-        dampening=0,
-        by_layer=False,
-        use_cuda=gpu,
-    )
-    scheduler = ReduceLROnPlateauWithWarmup(
-        optimizer,
-        warmup_init_lr=BASE_LR,
-        scaled_lr=BASE_LR * world_size,
-        warmup_epochs=math.log2(world_size),
-        batches_per_epoch=len(batches),
-        mode="min",
-        factor=0.5,
-        patience=1,  # torch acts on the first epoch beyond it: the second running without an improvement
-        threshold=0.01,
-        threshold_mode="abs",
-        min_lr=BASE_LR,
-    )
     goal = time_to_accuracy_goal(TASK.goal_on(args.dataset, light))
     tracker = Tracker(metrics, run_id, rank, goal=goal)
     checkpointer = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST)
@@ -121,11 +126,14 @@ def train(
         )
 
     def validate() -> bool:
-        values, loss = validation_round(
-            validation_batches, model, loss_function, metrics, "fp32", tracker=tracker, use_cuda=gpu
-        )
+        with averaged_weights(model):  # what workers do not share: BatchNorm's statistics; in some variants all
+            values, loss = validation_round(
+                validation_batches, variants.in_precision(model, args), loss_function, metrics, args.precision,
+                tracker=tracker, use_cuda=gpu,
+            )  # fmt: skip
         is_best = record_validation_stats(values, loss, tracker, rank)
-        scheduler.step(loss)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(loss)
         logger.info("%s", tracker)
         return is_best
 
@@ -138,7 +146,7 @@ def train(
         for epoch in range(tracker.current_epoch, args.epochs):
             batches.set_epoch(epoch)
             train_round(
-                batches, model, optimizer, loss_function, metrics, scheduler, "fp32",
+                batches, network, optimizer, loss_function, metrics, scheduler, args.precision,
                 schedule_per="batch", use_cuda=gpu, tracker=tracker,
             )  # fmt: skip
             is_best = validate()
@@ -164,8 +172,10 @@ def main(
     args: argparse.Namespace,
 ) -> None:
     """Run the task on this worker."""
+    variants.check(args)
+    keep_freed_memory()
     with initialize_backends(
-        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=SEED, ckpt_run_dir=ckpt_run_dir,
+        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=args.seed, ckpt_run_dir=ckpt_run_dir,
         timeout_s=args.timeout,
     ) as (rank, world_size, _):  # fmt: skip
         tracker = train(rank, world_size, run_id, dataset_dir, ckpt_run_dir, gpu, light_target, validation_only, args)
@@ -173,17 +183,15 @@ def main(
             logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, optimizer: str = "centralized_sgd") -> None:
     """What this task takes beyond the arguments that all tasks share."""
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="cifar10", help="data set (default: cifar10)")
     parser.add_argument("--data", metavar="FOLDER", help="folder that holds its files (default: below --root-dataset)")
+    parser.add_argument("--partial", action="store_true", help="take what files of the data set there are")
     parser.add_argument("--epochs", type=int, default=TASK.max_epochs, help="at most so many epochs")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run")
-    parser.add_argument(
-        "--checkpoint", action="store_true", help="write a checkpoint after every epoch, not of the best"
-    )
-    parser.add_argument("--channels-last", action="store_true", help="images and weights in channels-last order")
-    parser.add_argument("--partial", action="store_true", help="take what files of the data set there are")
+    parser.add_argument("--checkpoint", action="store_true", help="write one after every epoch, not of the best")
+    variants.add_arguments(parser, optimizer)
 
 
 if __name__ == "__main__":

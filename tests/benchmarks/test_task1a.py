@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 
+from mlbench_core.errors import ConfigurationError
 from mlbench_core.tasks import get_task
+from tests.benchmarks import task1a_workers
 from tests.helpers.processes import environment, free_port
+from tests.helpers.ranks import run_ranks
 
 SCRIPT = str(get_task("1a").script)
+DDP_SCRIPT = str(get_task("1a").script.with_name("ddp.py"))
+SHORT = ["--epochs", "1", "--no-augment"]
+ONE_CURVE = [*SHORT, "--deal-anew", "--sync-batch-norm"]
 
 
 def run_task(tmp_path: Path, *arguments: str, run_id: str = "1") -> subprocess.CompletedProcess[str]:
@@ -76,19 +87,23 @@ def assert_equal(a: object, b: object) -> None:
         assert a == b
 
 
-def test_two_workers_by_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [SCRIPT, DDP_SCRIPT])
+def test_two_workers_by_torchrun(tmp_path: Path, script: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         SCRIPT, "--run_id", "1", "--backend", "gloo", "--dataset", "digits", "--epochs", "1",
+         script, "--run_id", "1", "--backend", "gloo", "--dataset", "digits", "--epochs", "1", "--channels-last",
          "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
         capture_output=True, text=True, env=environment(), timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "ckpt").rglob("model_best.pth.tar"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
+        (["--dataset", "digits", "--optimizer", "adagrad"], 2, "power_sgd"),
+        (["--dataset", "digits", "--overlap", "--optimizer", "ddp"], 1, "--overlap"),
         (["--backend", "smoke-signals"], 2, "smoke-signals"),
         (["--hosts", "127.0.0.1,127.0.0.1", "--rank", "2"], 2, "2"),
         (["--dataset", "faces"], 2, "faces"),
@@ -103,3 +118,164 @@ def test_bad_input_is_one_clear_line(tmp_path: Path, arguments: list[str], statu
     assert done.returncode == status, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# ---- variants
+
+
+@pytest.fixture(scope="module")
+def main() -> Iterator[ModuleType]:
+    """The task's script as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        yield task1a_workers.load_script()
+        for name in ("main", "variants", "ddp"):
+            patch.delitem(sys.modules, name)
+
+
+def parse(main: ModuleType, *arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    main.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.fixture(scope="module")
+def results(main: ModuleType) -> list[dict[str, dict[str, Any]]]:
+    """Short runs of two workers, by worker and name."""
+    runs = {name: [*SHORT, "--batch-size", "32", "--optimizer", name] for name in main.variants.OPTIMIZERS}
+    runs |= {
+        "overlap": [*SHORT, "--batch-size", "32", "--overlap"],
+        "autocast": [*SHORT, "--batch-size", "32", "--autocast", "bf16", "--channels-last"],
+        "bf16": [*SHORT, "--batch-size", "32", "--precision", "bf16"],
+        "one curve": [*ONE_CURVE, "--batch-size", "32"],
+        "augmented": ["--epochs", "1", "--batch-size", "32"],
+        "augmented again": ["--epochs", "1", "--batch-size", "32"],
+    }
+    return run_ranks(2, task1a_workers.train_all, runs, timeout_s=300)
+
+
+def test_every_variant_learns(main: ModuleType, results: list[dict[str, dict[str, Any]]]) -> None:
+    accuracies = {name: result["accuracy"][-1] for name, result in results[0].items() if "augmented" not in name}
+    # after one epoch; guessing gives 10 %, and the reference has some 85 %
+    weak = {name for name, accuracy in accuracies.items() if accuracy < 30}
+    assert not weak, accuracies
+    assert set(main.variants.OPTIMIZERS) < set(accuracies)
+    for name in results[0]:  # what was validated is one model, so workers agree on its figures
+        assert results[0][name]["accuracy"] == results[1][name]["accuracy"]
+        assert results[0][name]["loss"] == results[1][name]["loss"]
+
+
+def test_the_same_seed_gives_the_same_curve_bit_for_bit(results: list[dict[str, dict[str, Any]]]) -> None:
+    for worker in results:
+        assert_equal(worker["augmented"], worker["augmented again"])
+        assert worker["augmented"]["train_loss"] != worker["centralized_sgd"]["train_loss"]
+
+
+def test_synchronous_variants_keep_workers_equal(results: list[dict[str, dict[str, Any]]]) -> None:
+    apart = set()
+    for name in results[0]:
+        models = [worker[name]["model"] for worker in results]
+        learnt = [key for key in models[0] if "running" not in key]
+        if not all(torch.equal(models[0][key], models[1][key]) for key in learnt):
+            apart.add(name)
+    assert apart <= {"decentralized_sgd", "choco_sgd", "local_sgd", "diloco"}
+    assert "choco_sgd" in apart
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("ddp", 0.02), ("overlap", 0.02), ("autocast", 0.2)])
+def test_other_ways_to_the_same_steps(results: list[dict[str, dict[str, Any]]], name: str, tolerance: float) -> None:
+    expected, found = results[0]["centralized_sgd"], results[0][name]
+    assert found["train_loss"][0] == pytest.approx(expected["train_loss"][0], rel=tolerance)
+    assert found["model"].keys() == expected["model"].keys()  # a checkpoint of one can be read by the other
+
+
+def test_bytes_of_the_variants(results: list[dict[str, dict[str, Any]]]) -> None:
+    size = {name: result["bytes"] for name, result in results[0].items()}
+    full = 4 * 272_474
+    assert full <= size["centralized_sgd"] < 1.001 * full
+    assert size["bf16"] == pytest.approx(full / 2, rel=0.01)
+    assert size["power_sgd"] < full / 18
+    assert size["sign_sgd"] < full / 31
+    assert size["sparsified_sgd"] < full / 45
+
+
+def test_one_worker_and_two_give_the_same_curve(main: ModuleType, results: list[dict[str, dict[str, Any]]]) -> None:
+    alone = task1a_workers.train(main, 0, 1, [*ONE_CURVE, "--batch-size", "64"])
+    together = [worker["one curve"] for worker in results]
+    mean = sum(worker["train_loss"][0] for worker in together) / 2
+    assert mean == pytest.approx(alone["train_loss"][0], rel=1e-4)
+    assert together[0]["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+    for name, expected in alone["model"].items():
+        torch.testing.assert_close(together[0]["model"][name], expected, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "workers", "plan"),
+    [
+        ([], 1, (128, 0.02, 0.02, 0)),
+        ([], 2, (128, 0.02, 0.04, 1)),
+        ([], 32, (128, 0.02, 0.64, 5)),
+        (["--batch-size", "256"], 1, (256, 0.02, 0.04, 1)),
+        (["--batch-size", "64"], 1, (64, 0.01, 0.01, 0)),
+        (["--settings", "2018"], 1, (32, 0.0125, 0.0125, 5)),
+        (["--settings", "2018"], 16, (32, 0.0125, 0.2, 5)),
+        (["--optimizer", "sign_sgd"], 4, (128, 1e-4, 1e-4, 0)),
+    ],
+)
+def test_plan(main: ModuleType, arguments: list[str], workers: int, plan: tuple[float, ...]) -> None:
+    found = main.variants.make_plan(parse(main, *arguments), workers, main.BATCH_SIZE, main.BASE_LR)
+    assert (found.batch_size, found.lr, found.scaled_lr, found.warmup_epochs) == pytest.approx(plan)
+
+
+def test_schedule_of_2018(main: ModuleType) -> None:
+    plan = main.variants.make_plan(parse(main, "--settings", "2018"), 4, main.BATCH_SIZE, main.BASE_LR)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=plan.lr)
+    schedule = main.variants.make_scheduler_of_2018(optimizer, plan, batches_per_epoch=10)
+    rates = [schedule.lr_at(10 * epoch) for epoch in (0, 5, 81, 82, 108, 109, 163)]
+    assert rates == pytest.approx([0.0125, 0.05, 0.05, 0.005, 0.005, 0.0005, 0.0005])
+    assert 0.0125 < schedule.lr_at(25) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--overlap", "--optimizer", "power_sgd"], ("--overlap", "power_sgd")),
+        (["--precision", "bf16", "--optimizer", "sign_sgd"], ("--precision bf16", "sign_sgd")),
+        (["--precision", "fp16", "--overlap"], ("--precision fp16", "--overlap")),
+        (["--precision", "bf16", "--autocast", "bf16"], ("--autocast", "--precision")),
+        (["--sync-batch-norm", "--compile"], ("--sync-batch-norm", "--compile")),
+        (["--partial", "--dataset", "mnist"], ("--partial", "mnist")),
+        (["--epochs", "0"], ("--epochs", "0")),
+        (["--batch-size", "0"], ("--batch-size", "0")),
+        (["--seed", "-1"], ("--seed", "-1")),
+    ],
+)
+def test_what_does_not_go_together_is_refused(main: ModuleType, arguments: list[str], named: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        main.variants.check(parse(main, *arguments))
+    assert all(word in str(refusal.value) for word in named)
+
+
+def test_reference_and_variants_are_accepted(main: ModuleType) -> None:
+    main.variants.check(parse(main))
+    for name in main.variants.OPTIMIZERS:
+        main.variants.check(parse(main, "--optimizer", name, "--channels-last", "--autocast", "bf16", "--compile"))
+
+
+@pytest.mark.parametrize("optimizer", ["centralized_sgd", "ddp"])
+def test_training_is_compiled_and_validation_is_not(
+    main: ModuleType, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    compiled: list[torch.nn.Module] = []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    monkeypatch.setattr(main.variants, "ddp_sgd", lambda network, lr: (network, "its optimizer"))
+    model = torch.nn.Linear(1, 1)
+    args = parse(main, "--compile", "--optimizer", optimizer)
+    _, made = main.variants.make_network(model, 0.1, args)
+    assert compiled == [model]
+    assert made == ("its optimizer" if optimizer == "ddp" else None)
+    assert main.variants.in_precision(model, args) is model  # the validation's
+
+
+def test_main_is_short() -> None:
+    assert len(Path(SCRIPT).read_text().splitlines()) <= 200

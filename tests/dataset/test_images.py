@@ -282,9 +282,60 @@ def test_batches_without_augmentation() -> None:
     assert len(ImageBatches(dataset, 4, drop_last=True)) == 1
 
 
+@pytest.mark.parametrize(("samples", "workers", "left_out"), [(16, 2, 0), (23, 2, 1), (22, 4, 2), (17, 4, 1)])
+def test_dealt_out_batches_are_those_of_one_worker(samples: int, workers: int, left_out: int) -> None:
+    dataset = tiny(samples)
+    alone = ImageBatches(dataset, 4 * workers, seed=6)
+    dealt = [ImageBatches(dataset, 4, seed=6, rank=rank, world_size=workers) for rank in range(workers)]
+    for _ in range(2):  # epochs
+        whole = [labels for _, labels in drain(alone)]
+        shares = [[labels for _, labels in drain(part)] for part in dealt]
+        for part, share in zip(dealt, shares, strict=True):
+            assert len(share) == len(part)
+        joint = [[label for labels in step for label in labels] for step in zip(*shares, strict=True)]
+        expected = [batch[: len(batch) // workers * workers] for batch in whole]
+        assert joint == [batch for batch in expected if batch]
+        seen = [label for step in joint for label in step]
+        assert len(set(seen)) == len(seen) == samples - left_out
+
+
+def test_dealt_out_batches_are_augmented_apart_and_resume() -> None:
+    dataset = tiny(16, Augmentation())
+    workers = [ImageBatches(dataset, 4, rank=rank, world_size=2) for rank in range(2)]
+    assert not torch.equal(next(iter(workers[0]))[0], next(iter(workers[1]))[0])
+    state = workers[1].state_dict()
+    resumed = ImageBatches(dataset, 4, rank=1, world_size=2)
+    resumed.load_state_dict(state)
+    again = ImageBatches(dataset, 4, rank=1, world_size=2)
+    assert same(drain(resumed), drain(again)[1:])
+    with pytest.raises(ValueError, match="taken with world_size 2, but here it is 1"):
+        ImageBatches(dataset, 4, rank=1).load_state_dict(state)
+    older = {name: value for name, value in ImageBatches(dataset, 4).state_dict().items() if name != "world_size"}
+    ImageBatches(dataset, 4).load_state_dict(older)
+
+
+def test_a_data_set_moves_to_a_device() -> None:
+    dataset = tiny(6)
+    assert dataset.size_bytes == dataset.images.numel() + 8 * 6
+    assert dataset.to("cpu") is dataset
+    moved = tiny(6).to("meta")
+    assert (moved.images.device.type, moved.targets.device.type) == ("meta", "meta")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_batches_are_made_on_the_gpu() -> None:
+    on_gpu = next(iter(ImageBatches(tiny(16, Augmentation()).to("cuda"), 8)))
+    on_cpu = next(iter(ImageBatches(tiny(16, Augmentation()), 8)))
+    assert on_gpu[0].is_cuda and on_gpu[1].is_cuda
+    torch.testing.assert_close(on_gpu[0].cpu(), on_cpu[0])
+    assert torch.equal(on_gpu[1].cpu(), on_cpu[1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        ({"rank": 2, "world_size": 2}, ValueError, "world_size is 2 for rank 2"),
+        ({"world_size": 0}, ValueError, "world_size is 0"),
         ({"batch_size": 0}, ValueError, "batch_size is 0"),
         ({"seed": -1}, ValueError, "seed is -1"),
         ({"augment": True}, ValueError, "has no augmentation"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from mlbench_core.aggregation.pytorch.aggregation import trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.utils.pytorch import distributed
 
-__all__ = ["average_weights", "consensus_distance"]
+__all__ = ["average_weights", "averaged_weights", "consensus_distance"]
 
 
 @torch.no_grad()
@@ -52,3 +53,35 @@ def average_weights(model: nn.Module) -> None:
         >>> average_weights(nn.Linear(2, 1))
     """
     AllReduceAggregation(None).agg_model()(model, AVG_WORLD)
+
+
+@contextmanager
+def averaged_weights(model: nn.Module) -> Iterator[nn.Module]:
+    """Lend every worker the average of all workers' weights and floating-point buffers, for a validation.
+
+    Afterwards, also after an exception, each worker has its own again, bit for bit: so training takes the course that
+    it would have taken without the validation. Every worker must enter. What workers have in common stays as it is but
+    for rounding; where gradients are averaged that are the weights, and not the running statistics of BatchNorm, which
+    each worker takes of its own batches.
+
+    Args:
+        model: The model.
+
+    Yields:
+        The model.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> with averaged_weights(model) as average:
+        ...     average is model
+        True
+    """
+    if distributed.world_size() == 1:
+        yield model
+        return
+    own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    try:
+        average_weights(model)
+        yield model
+    finally:
+        model.load_state_dict(own)

@@ -6,8 +6,11 @@ rank is 0 and whose collectives do nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 __all__ = [
     "backend",
@@ -17,6 +20,7 @@ __all__ = [
     "is_distributed",
     "rank",
     "smallest",
+    "sum_over_workers",
     "world_size",
 ]
 
@@ -146,3 +150,41 @@ def global_average(sum: float | torch.Tensor, count: float | torch.Tensor) -> to
         dist.all_reduce(totals)
     total_sum, total_count = totals[:-1].reshape(local_sum.shape), totals[-1]
     return torch.where(total_count == 0, torch.zeros_like(total_sum), total_sum / total_count)
+
+
+def sum_over_workers(tensor: Tensor) -> Tensor:
+    r"""Sum over all workers, through which gradients flow.
+
+    With :math:`y = \sum_j x_j` on every worker and the loss :math:`L = \sum_i L_i` of all of them together,
+
+    .. math:: \frac{\partial L}{\partial x_i} = \sum_j \frac{\partial L_j}{\partial y},
+
+    so the backward pass sums over the workers too. Every worker must call it, and run the backward pass.
+
+    Args:
+        tensor: This worker's summand, of the same shape and dtype on every worker.
+
+    Returns:
+        The sum, the same on every worker; ``tensor`` itself in a world of one.
+
+    Example:
+        >>> sum_over_workers(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
+    """
+    return tensor if world_size() == 1 else _SumOverWorkers.apply(tensor)
+
+
+class _SumOverWorkers(torch.autograd.Function):
+    """The function behind :func:`sum_over_workers`."""
+
+    @staticmethod
+    def forward(ctx: Any, summand: Tensor) -> Tensor:  # type: ignore[override]
+        total = summand.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total

@@ -29,6 +29,12 @@ class ImageBatches:
     Each pass is an epoch of its own: a second pass continues with the next epoch, unless :meth:`set_epoch` says
     another.
 
+    There are two ways to give each worker its own images. On a partition each keeps the same part for the whole run.
+    On the whole data set with ``world_size``, the images are dealt out anew in each epoch: k workers with batches of b
+    images follow one order, the same on all, and worker r takes the r-th b of every kb. Together they then see, step by
+    step, the batches that a single worker with batches of kb sees. Where kb does not divide the images, the workers
+    share the rest evenly, and at most k - 1 images are left out of that epoch.
+
     On a :class:`~mlbench_core.dataset.util.pytorch.Partition` the number of batches is that of the smallest part of the
     cut, so it is the same on every worker even where parts differ by one sample, and no collective waits for ever.
 
@@ -41,6 +47,8 @@ class ImageBatches:
         drop_last: Whether to leave out a last batch that is not full.
         memory_format: Memory format of the images; ``torch.channels_last`` is faster for convolutions.
         rank: Rank of the worker: workers with the same seed draw different augmentations.
+        world_size: Number of workers to deal the images out to, of which ``rank`` is one; 1 where the data set is this
+            worker's part already.
 
     Raises:
         TypeError: The data set is of another kind.
@@ -65,11 +73,15 @@ class ImageBatches:
         drop_last: bool = False,
         memory_format: torch.memory_format = torch.contiguous_format,
         rank: int = 0,
+        *,
+        world_size: int = 1,
     ) -> None:
         if operator.index(batch_size) < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
         if operator.index(seed) < 0 or operator.index(rank) < 0:
             raise ValueError(f"seed is {seed} and rank is {rank}; both must be at least 0")
+        if operator.index(world_size) < 1 or (world_size > 1 and rank >= world_size):
+            raise ValueError(f"world_size is {world_size} for rank {rank}; it must be 1, or larger than the rank")
         self.dataset = dataset
         self.images, self._positions = _flatten(dataset)
         if augment and self.images.augmentation is None:
@@ -81,13 +93,14 @@ class ImageBatches:
         self.drop_last = drop_last
         self.memory_format = memory_format
         self.rank = rank
+        self.world_size = world_size
         self._epoch = 0
         self._next_batch = 0  # of the pass under way: the first batch that was not handed out yet
         self._started = False  # whether a pass of this epoch has begun
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
-        smallest = min(getattr(self.dataset, "smallest_part", len(self.dataset)), len(self.dataset))
+        smallest = min(getattr(self.dataset, "smallest_part", len(self.dataset)), len(self.dataset)) // self.world_size
         return smallest // self.batch_size if self.drop_last else -(-smallest // self.batch_size)
 
     @property
@@ -124,8 +137,14 @@ class ImageBatches:
         order = self._order(epoch)
         for number in range(first, len(self)):
             self._next_batch = number + 1
-            chosen = order[number * self.batch_size : (number + 1) * self.batch_size]
-            yield self._batch(chosen, epoch, number)
+            yield self._batch(self._share(order, number), epoch, number)
+
+    def _share(self, order: Tensor, number: int) -> Tensor:
+        """What this worker gets of the batch that all workers see together."""
+        together = self.world_size * self.batch_size
+        batch = order[number * together : (number + 1) * together]
+        size = len(batch) // self.world_size
+        return batch[self.rank * size : (self.rank + 1) * size] if self.world_size > 1 else batch
 
     def _batch(self, chosen: Tensor, epoch: int, number: int) -> tuple[Tensor, Tensor]:
         """One batch; nothing but its arguments and the seed decides what is in it."""
@@ -138,11 +157,13 @@ class ImageBatches:
         """Positions in the images, in the order of an epoch."""
         if not self.shuffle:
             return self._positions
-        return self._positions[torch.randperm(len(self._positions), generator=self._generator(_ORDER, epoch))]
+        rank = self.rank if self.world_size == 1 else 0  # what is dealt out has one order for all
+        generator = self._generator(_ORDER, epoch, rank=rank)
+        return self._positions[torch.randperm(len(self._positions), generator=generator)]
 
-    def _generator(self, *purpose: int) -> torch.Generator:
+    def _generator(self, *purpose: int, rank: int | None = None) -> torch.Generator:
         """A generator of its own for each purpose; related seeds give unrelated streams."""
-        sequence = np.random.SeedSequence([self.seed, self.rank, *purpose])
+        sequence = np.random.SeedSequence([self.seed, self.rank if rank is None else rank, *purpose])
         return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
     def state_dict(self) -> dict[str, int]:
@@ -159,6 +180,7 @@ class ImageBatches:
             "rank": self.rank,
             "batch_size": self.batch_size,
             "samples": len(self.dataset),
+            "world_size": self.world_size,
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -168,11 +190,12 @@ class ImageBatches:
             state: What :meth:`state_dict` returned.
 
         Raises:
-            ValueError: It was taken with another seed, rank, batch size or number of samples, so the batches would not
-                be the ones that were left.
+            ValueError: It was taken with another seed, rank, batch size, number of samples or of workers, so the
+                batches would not be the ones that were left.
         """
         here = self.state_dict()
-        for name in ("seed", "rank", "batch_size", "samples"):
+        state = {"world_size": 1, **state}
+        for name in ("seed", "rank", "batch_size", "samples", "world_size"):
             if state[name] != here[name]:
                 raise ValueError(f"the state was taken with {name} {state[name]}, but here it is {here[name]}")
         self._epoch = state["epoch"]

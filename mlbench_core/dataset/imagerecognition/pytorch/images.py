@@ -122,10 +122,28 @@ class ImageDataset(Dataset):
         chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.images.device)
         return normalize(self.images[chosen], self.mean, self.std, memory_format), self.targets[chosen]
 
+    def to(self, device: torch.device | str) -> ImageDataset:
+        """Move images and labels to a device, where batches are then made: nothing is copied to it any more.
+
+        Args:
+            device: For example ``"cuda"``.
+
+        Returns:
+            The data set itself.
+        """
+        self.images = self.images.to(device)
+        self.targets = self.targets.to(device)
+        return self
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that images and labels take."""
+        return self.images.nbytes + self.targets.nbytes
+
     @property
     def data(self) -> np.ndarray:
-        """The images as torchvision keeps them: uint8 of shape (N, height, width, channels). A view."""
-        return self.images.permute(0, 2, 3, 1).numpy()
+        """The images as torchvision keeps them: uint8 of shape (N, height, width, channels). A view on the CPU."""
+        return self.images.cpu().permute(0, 2, 3, 1).numpy()
 
     @property
     def class_to_idx(self) -> dict[str, int]:

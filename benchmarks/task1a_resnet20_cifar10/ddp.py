@@ -1,0 +1,28 @@
+"""Task 1a through torch alone: DistributedDataParallel and torch.optim.SGD, for comparison with CentralizedSGD.
+
+Data, model, schedule, goal and measurements are those of main.py beside this file, and so is the command line;
+``main.py --optimizer ddp`` is the same run.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from mlbench_core.utils.task_args import task_main
+
+
+def ddp_sgd(model: nn.Module, lr: float) -> tuple[DistributedDataParallel, SGD]:
+    """The network whose backward pass averages gradients over the workers, and the optimizer of its weights."""
+    device = next(model.parameters()).device
+    parallel = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    return parallel, SGD(parallel.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=1e-4, dampening=0)
+
+
+if __name__ == "__main__":
+    import main
+
+    task_main(main.main, uid="task1a", add_arguments=partial(main.add_arguments, optimizer="ddp"))

@@ -1,0 +1,259 @@
+"""What task 1a can be run with beside its reference: other optimizers, precisions and ways to compute.
+
+main.py beside this file is the task; it asks here for whatever a flag changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from ddp import ddp_sgd
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.lr_scheduler.pytorch.lr import MultiStepLRLinearWarmUp
+from mlbench_core.models.pytorch.batch_norm import convert_batch_norm
+from mlbench_core.optim.pytorch import FP16Optimizer, get_optimizer
+from mlbench_core.utils.pytorch.distributed import world_size
+from mlbench_core.utils.pytorch.topology import ring
+
+logger = logging.getLogger("task1a")
+
+REFERENCE, DDP = "centralized_sgd", "ddp"
+SEED = 42
+NESTEROV: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An optimizer that takes the place of the reference's.
+
+    Args:
+        make: Called ``(model, lr)`` in the process group, makes it.
+        lr_factor: Its learning rates are the reference's times this.
+        scales: Whether the rate grows with the number of workers. Not where a step's length says nothing of the
+            gradient's: k workers make its direction better, and no longer step is due.
+    """
+
+    make: Callable[[nn.Module, float], Optimizer]
+    lr_factor: float = 1.0
+    scales: bool = True
+
+
+def named(name: str, **options: Any) -> Callable[[nn.Module, float], Optimizer]:
+    """Makes one of the library's optimizers that take a model."""
+    return lambda model, lr: get_optimizer(name, model=model, lr=lr, **options)
+
+
+def compressing(name: str, **options: Any) -> Callable[[nn.Module, float], Optimizer]:
+    """Makes one of those that take parameters."""
+    return lambda model, lr: get_optimizer(name, params=model.named_parameters(), lr=lr, **options)
+
+
+def on_ring(name: str, **options: Any) -> Callable[[nn.Module, float], Optimizer]:
+    """Makes one whose workers talk to their neighbours on a ring."""
+    return lambda model, lr: get_optimizer(name, model=model, lr=lr, topology=ring(world_size()), **options)
+
+
+VARIANTS = {
+    REFERENCE: Variant(named(REFERENCE, **NESTEROV)),
+    # Adam's usual rate is 0.001, a twentieth of the task's; the same inside DiLoCo. Kingma and Ba, arXiv:1412.6980;
+    # Douillard et al., arXiv:2311.08105.
+    "centralized_adam": Variant(named("centralized_adam", weight_decay=1e-4), lr_factor=0.05, scales=False),
+    # Rank 2 and a warm start reach SGD's accuracy on CIFAR-10. Vogels et al., arXiv:1905.13727, tables 1 and 3.
+    "power_sgd": Variant(named("power_sgd", rank=2, reuse_query=True, world_size=None, **NESTEROV)),
+    # Each weight moves by the rate itself, so that is 0.0001. Bernstein et al., arXiv:1802.04434.
+    "sign_sgd": Variant(compressing("sign_sgd", momentum=0.9, weight_decay=1e-4), lr_factor=0.005, scales=False),
+    # SGD's own rate, since the error feedback makes it SGD in the long run. Karimireddy et al., arXiv:1901.09847.
+    "ef_sign_sgd": Variant(compressing("ef_sign_sgd", momentum=0.9, weight_decay=1e-4)),
+    # The largest 1 % of each tensor. Stich, Cordonnier and Jaggi, arXiv:1809.07599.
+    "sparsified_sgd": Variant(compressing("sparsified_sgd", sparse_grad_size=0.01, momentum=0.9, weight_decay=1e-4)),
+    # 10 % of each tensor at random, the same coordinates on all workers.
+    "centralized_sparsified_sgd": Variant(
+        compressing(
+            "centralized_sparsified_sgd",
+            sparse_grad_size=0.1,
+            random_sparse=True,
+            world_size=None,
+            momentum=0.9,
+            weight_decay=1e-4,
+        )
+    ),
+    # Lian et al., arXiv:1705.09056.
+    "decentralized_sgd": Variant(on_ring("decentralized_sgd", **NESTEROV)),
+    # Koloskova, Stich and Jaggi, arXiv:1902.00340.
+    "choco_sgd": Variant(on_ring("choco_sgd", **NESTEROV)),
+    # Averages of the weights every 8 steps. Stich, arXiv:1805.09767.
+    "local_sgd": Variant(named("local_sgd", period=8, **NESTEROV)),
+    "diloco": Variant(named("diloco", period=20), lr_factor=0.05, scales=False),
+}
+OPTIMIZERS = (DDP, *VARIANTS)
+
+
+def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
+    """The flags of the variants."""
+    group = parser.add_argument_group("variants")
+    switch = partial(group.add_argument, action="store_true")
+    group.add_argument(
+        "--optimizer", "--variant", choices=OPTIMIZERS, default=optimizer, metavar="NAME",
+        help=f"{', '.join(OPTIMIZERS)} (default: {optimizer})",
+    )  # fmt: skip
+    switch("--overlap", help="average gradients during the backward pass")
+    group.add_argument("--settings", choices=("reference", "2018"), default="reference", help="batch size and schedule")
+    group.add_argument("--batch-size", type=int, metavar="N", help="images a worker; the rates grow with it")
+    group.add_argument("--seed", type=int, default=SEED, help=f"of weights, order and augmentation (default: {SEED})")
+    switch("--no-augment", help="train on the images as they are")
+    switch("--deal-anew", help="deal the training set out to the workers anew in each epoch")
+    switch("--sync-batch-norm", help="normalise over the batches of all workers together")
+    group.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp16"), default="fp32",
+        help="of the weights; halves have float32 master weights and batch norm (default: fp32)",
+    )  # fmt: skip
+    group.add_argument("--autocast", choices=("bf16",), help="compute in bfloat16 where torch.autocast does")
+    switch("--compile", help="train through torch.compile")
+    switch("--channels-last", help="images and weights in channels-last order")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what does not go together.
+
+    Raises:
+        ConfigurationError: The message names both flags.
+    """
+    halves, alone = args.precision != "fp32", args.optimizer == REFERENCE
+    optimizer, precision = f"--optimizer {args.optimizer}", f"--precision {args.precision}"
+    refusals = (
+        (args.overlap and not alone, f"--overlap is a way of centralized_sgd: it does not go with {optimizer}"),
+        (halves and not alone, f"{precision} takes the steps of centralized_sgd: it does not go with {optimizer}"),
+        (halves and args.overlap, f"{precision} sends all gradients at once: it does not go with --overlap"),
+        (halves and args.autocast, f"--autocast keeps weights in float32: it does not go with {precision}"),
+        (args.sync_batch_norm and args.compile, "--sync-batch-norm does not go with --compile: it sends messages"),
+        (args.partial and args.dataset != "cifar10", f"--partial does not go with --dataset {args.dataset}"),
+        (args.epochs < 1, f"--epochs is {args.epochs}; it must be at least 1"),
+        ((args.batch_size or 1) < 1, f"--batch-size is {args.batch_size}; it must be at least 1"),
+        (args.seed < 0, f"--seed is {args.seed}; it must be at least 0"),
+    )
+    for is_refused, message in refusals:
+        if is_refused:
+            raise ConfigurationError(message)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Batch size and rates of a run.
+
+    Args:
+        batch_size: Images a worker.
+        lr: Learning rate before the warm-up, and the lowest.
+        scaled_lr: Learning rate after it.
+        warmup_epochs: Its length.
+    """
+
+    batch_size: int
+    lr: float
+    scaled_lr: float
+    warmup_epochs: float
+
+
+def make_plan(args: argparse.Namespace, workers: int, batch_size: int, base_lr: float) -> Plan:
+    """Scale the task's rate with the number of images in a step, from that of one worker.
+
+    In the settings of 2018 a worker has 32 images, and the rate is 0.1/256 for each image of a step.
+
+    Args:
+        args: The command line.
+        workers: Number of workers.
+        batch_size: The task's images a worker.
+        base_lr: The task's rate of one worker with so many.
+    """
+    if args.settings == "2018":
+        batch_size, base_lr = 32, 0.1 / 256 * 32
+    variant = VARIANTS.get(args.optimizer, VARIANTS[REFERENCE])
+    size = batch_size if args.batch_size is None else args.batch_size
+    growth = workers * size / batch_size if variant.scales else 1.0
+    lr = base_lr * variant.lr_factor
+    warmup_epochs = 5 if args.settings == "2018" else math.log2(max(1, growth))
+    return Plan(size, lr * min(1, growth), lr * growth, warmup_epochs)
+
+
+def make_scheduler_of_2018(optimizer: Optimizer, plan: Plan, batches_per_epoch: int) -> MultiStepLRLinearWarmUp:
+    """The schedule of 2018: a linear warm-up, then a tenth of the rate from epoch 82 on, a hundredth from 109 on."""
+    return MultiStepLRLinearWarmUp(
+        optimizer,
+        gamma=0.1,
+        milestones=[82 * batches_per_epoch, 109 * batches_per_epoch],
+        scaled_lr=plan.scaled_lr,
+        warmup_init_lr=plan.lr,
+        warmup_duration=plan.warmup_epochs * batches_per_epoch,
+    )
+
+
+def prepare_model(model: nn.Module, args: argparse.Namespace) -> None:
+    """Give the network the layout, the batch norm and its precision that the flags ask for; in place."""
+    if args.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if args.sync_batch_norm:
+        convert_batch_norm(model)
+    if args.precision != "fp32":
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):  # it sums over a batch and averages small changes
+                module.float()
+    if args.precision == "fp16" and next(model.parameters()).device.type == "cpu":
+        logger.warning("float16 on a CPU is slow: convolutions have no fast kernel there")
+
+
+def make_optimizer(model: nn.Module, lr: float, args: argparse.Namespace, gpu: bool) -> Any:
+    """The optimizer of a variant; DDP's comes with its network, from :func:`make_network`."""
+    if args.precision == "fp32":
+        return VARIANTS[args.optimizer].make(model, lr)
+    optimizer = FP16Optimizer(model, None, use_cuda=gpu, average_world=True)
+    optimizer.set_optimizer(SGD([optimizer.fp32_params], lr=lr, **NESTEROV))
+    return optimizer
+
+
+class Float32Output(nn.Module):
+    """A network with outputs in float32, for the loss, whatever it computes in.
+
+    Args:
+        network: The network.
+        autocast: The dtype for ``torch.autocast``; None for none.
+    """
+
+    def __init__(self, network: nn.Module, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.network = network
+        self.autocast = autocast
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Class scores."""
+        if self.autocast is None:
+            return self.network(images).float()
+        with torch.autocast(images.device.type, dtype=self.autocast):
+            return self.network(images).float()
+
+
+def in_precision(network: nn.Module, args: argparse.Namespace) -> nn.Module:
+    """The network, computing in the precision that the flags ask for."""
+    if args.autocast is None and args.precision == "fp32":
+        return network
+    return Float32Output(network, torch.bfloat16 if args.autocast else None)
+
+
+def make_network(model: nn.Module, lr: float, args: argparse.Namespace) -> tuple[nn.Module, Optimizer | None]:
+    """What computes the forward pass in training, compiled or parallel as asked; and the optimizer, where it is DDP's.
+
+    The validation goes without either: what is compiled for training only would be compiled once more.
+    """
+    network: nn.Module = torch.compile(model) if args.compile else model  # type: ignore[assignment]
+    optimizer = None
+    if args.optimizer == DDP:
+        network, optimizer = ddp_sgd(network, lr)
+    return in_precision(network, args), optimizer

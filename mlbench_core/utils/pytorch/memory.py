@@ -1,0 +1,62 @@
+"""Memory of the host and of the device."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import torch
+
+__all__ = ["fits_on_gpu", "keep_freed_memory"]
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_SMALLEST_MAPPING_BYTES = (1 << 30, 32 << 20)  # the largest that a C library takes
+_NEVER = 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep the memory that CPU tensors free, instead of giving it back to the system each time.
+
+    By default the GNU C library maps every large tensor afresh and unmaps it when it is freed: a training step then
+    pays tens of thousands of page faults for memory that it had a step before. Computations and their results stay the
+    same. It is for programs whose steps are alike: the process's memory stays at its peak, and there is no way back.
+
+    Returns:
+        Whether the C library took it; False where it is another one than GNU's.
+
+    Example:
+        >>> keep_freed_memory() in (True, False)
+        True
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    is_mapping_off = any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in _SMALLEST_MAPPING_BYTES)
+    return is_mapping_off and mallopt(_M_TRIM_THRESHOLD, _NEVER) == 1
+
+
+def fits_on_gpu(size_bytes: int, share: float = 0.25) -> bool:
+    """Whether the current GPU has room for data beside what training needs.
+
+    Args:
+        size_bytes: Bytes of the data.
+        share: The part of the free memory that it may take.
+
+    Returns:
+        False without a GPU.
+
+    Raises:
+        ValueError: ``share`` is not from 0 to 1.
+
+    Example:
+        >>> fits_on_gpu(2**60)
+        False
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"share is {share}; it must be from 0 to 1")
+    if not torch.cuda.is_available():
+        return False
+    free, _ = torch.cuda.mem_get_info()
+    return size_bytes <= share * free
