@@ -230,4 +230,4 @@ def _mean_over_workers(parts: Iterable[Tensor]) -> Tensor:
         count += len(part)
     if total is None:
         raise ValueError("there is no batch to take mean and deviation of")
-    return distributed.global_average(total, count)
+    return distributed.global_average(total, count).to(total.device)

@@ -1,0 +1,119 @@
+"""Hold task 2a against the optimum that scikit-learn finds for the same objective.
+
+The objective is the mean binary cross-entropy of the training set + 2.5e-6 / 2 times the squared norm of all weights,
+the bias included. scikit-learn penalises no intercept and weighs the data instead of the penalty, so it gets a column
+of ones in place of the intercept, and C = 1 / (rows * 2.5e-6).
+
+    python benchmarks/task2a_logistic_epsilon/check_optimum.py --data FOLDER --workers 1 2 a9a agaricus australian
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mlbench_core.dataset.linearmodels.pytorch.preparation import prepare_stores
+from mlbench_core.dataset.linearmodels.pytorch.subset import train_and_validation
+from mlbench_core.errors import require
+
+MAIN = Path(__file__).with_name("main.py")
+L2 = 2.5e-6
+TOLERANCES = {"a9a": (2e-3, 0.3), "agaricus": (5e-3, 0.0), "australian": (5e-3, 1.0)}  # of loss and accuracies
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How good some weights are.
+
+    Attributes:
+        loss: The objective on the training set.
+        train_accuracy: Percentage of training rows that they classify right.
+        accuracy: Percentage of validation rows; of a run, after its best epoch, which is what the task's goal looks at.
+    """
+
+    loss: float
+    train_accuracy: float
+    accuracy: float
+
+    def is_close_to(self, optimum: Quality, name: str) -> bool:
+        """Whether loss and training accuracy are as near as they should be, and the validation's no further below."""
+        of_loss, of_accuracy = TOLERANCES.get(name, (np.inf, np.inf))
+        return (
+            self.loss - optimum.loss <= of_loss
+            and abs(self.train_accuracy - optimum.train_accuracy) <= of_accuracy
+            and self.accuracy >= optimum.accuracy - of_accuracy
+        )
+
+
+def find_optimum(name: str, folder: Path, standardized: bool = False) -> Quality:
+    """The optimum of a data set whose stores are in a folder, by Newton's method in float64."""
+    LogisticRegression = require("sklearn.linear_model", "linear").LogisticRegression
+    (x, y), (x_validation, y_validation) = (dense(part) for part in train_and_validation(name, folder, layout="dense"))
+    if standardized:
+        mean, deviation = x.mean(0), x.std(0)
+        scale = np.divide(1.0, deviation, out=np.zeros_like(deviation), where=deviation > 0)
+        x, x_validation = (x - mean) * scale, (x_validation - mean) * scale
+    x, x_validation = (np.hstack([part, np.ones((len(part), 1))]) for part in (x, x_validation))
+    solver = LogisticRegression(
+        C=1 / (len(y) * L2), fit_intercept=False, solver="newton-cholesky", tol=1e-10, max_iter=1_000
+    )
+    w = solver.fit(x, y).coef_[0]
+    loss = np.logaddexp(0, (1 - 2 * y) * (x @ w)).mean() + L2 / 2 * w @ w
+    right = ((x @ w >= 0) == (y > 0.5)), ((x_validation @ w >= 0) == (y_validation > 0.5))
+    return Quality(float(loss), *(100 * float(rows.mean()) for rows in right))
+
+
+def dense(rows: object) -> tuple[np.ndarray, np.ndarray]:
+    """All rows of a data set and their labels, in float64."""
+    x, y = rows.batch(np.arange(len(rows)))  # type: ignore[attr-defined, arg-type]
+    return x.double().numpy(), y.double().numpy()
+
+
+def reached(name: str, data: str, folder: str, workers: int, epochs: int) -> Quality:
+    """What the task's script ends with: loss of the whole training set, accuracy on the validation set."""
+    roots = [f"--root-{root}={folder}" for root in ("dataset", "checkpoint", "output")]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), str(MAIN),
+         "--backend", "gloo", "--dataset", name, "--data", data, "--epochs", str(epochs), "--past-goal", "--full-train",
+         *roots],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    last = [line for line in done.stderr.splitlines() if "rank 0: Epoch" in line][-1]
+    names = ("val_global_full_train_loss", "val_global_full_train_Prec@1", "best Prec@1")
+    return Quality(*(float(re.findall(rf"{name} ([\d.e-]+)", last)[0]) for name in names))
+
+
+def main() -> int:
+    """Print a table; the exit status is 1 where a run is further from the optimum than it may be."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("names", nargs="+", metavar="NAME", help="data sets")
+    parser.add_argument("--data", required=True, metavar="FOLDER", help="folder with their LIBSVM text")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of workers (default: 1 2)")
+    parser.add_argument("--epochs", type=int, default=40, help="epochs of each run (default: %(default)s)")
+    args = parser.parse_args()
+    failed = False
+    print(f"{'':24}{'loss':^20}{'training accuracy':^20}{'validation accuracy':^20}")
+    print(f"{'data':<14}{'workers':>8}  " + 3 * f"{'reached':>9}{'optimum':>9}  ")
+    for name in args.names:
+        with tempfile.TemporaryDirectory() as folder:
+            optimum = find_optimum(name, prepare_stores(name, folder, args.data), standardized=name == "australian")
+            for workers in args.workers:
+                run = reached(name, args.data, folder, workers, args.epochs)
+                failed |= not run.is_close_to(optimum, name)
+                pairs = zip(dataclasses.astuple(run), dataclasses.astuple(optimum), (5, 2, 2), strict=True)
+                columns = [f"{mine:>9.{digits}f}{best:>9.{digits}f}" for mine, best, digits in pairs]
+                verdict = "" if run.is_close_to(optimum, name) else "too far"
+                print(f"{name:<14}{workers:>8}", *columns, verdict, sep="  ", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,197 @@
+"""Task 2a: logistic regression on epsilon, synchronous SGD, time to 89 % validation accuracy (light goal: 80 %).
+
+One process per worker, 128 rows a worker, a disjoint part of the training set each; gradients are averaged over the k
+workers before every update. Binary cross-entropy with an L2 penalty of 2.5e-6 / 2; learning rate 4 k, halved when the
+validation loss stands still. README.md beside this file has the whole description.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from mlbench_core.controlflow.pytorch import record_validation_stats, train_round, validation_round
+from mlbench_core.dataset.linearmodels.pytorch import LinearBatches
+from mlbench_core.dataset.linearmodels.pytorch.preparation import prepare_stores
+from mlbench_core.dataset.linearmodels.pytorch.subset import train_and_validation
+from mlbench_core.evaluation.goals import time_to_accuracy_goal
+from mlbench_core.evaluation.pytorch.criterion import BCELossRegularized
+from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
+from mlbench_core.lr_scheduler.pytorch.lr import SQRTTimeDecayLR
+from mlbench_core.models.pytorch.linear_models import LogisticRegression, Standardization
+from mlbench_core.optim.pytorch.centralized import CentralizedSGD
+from mlbench_core.tasks import get_task
+from mlbench_core.utils import Tracker
+from mlbench_core.utils.pytorch import initialize_backends
+from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
+from mlbench_core.utils.task_args import task_main
+
+logger = logging.getLogger("mlbench.task2a")
+
+TASK = get_task("2a")
+L2 = 2.5e-6
+SEED = 42
+UNSCALED = ("australian",)  # their features have units of their own
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What differs between the task's settings: rows a worker, and the rate of k workers."""
+
+    batch_size: int
+    lr: float
+    decays_per_batch: bool
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler:
+        """The learning rate over time: lr / sqrt(t) at the t-th update, or halved on a plateau of two epochs."""
+        if self.decays_per_batch:
+            return SQRTTimeDecayLR(optimizer)
+        # torch acts on the first epoch beyond its patience: the second running without an improvement
+        return ReduceLROnPlateau(optimizer, mode="min", factor=0.5, patience=1)
+
+
+def settings(name: str, world_size: int) -> Settings:
+    """The settings of today or of 2018, for so many workers."""
+    if name == "2018":
+        alpha = {1: 200.0, 2: 400.0, 4: 600.0, 8: 700.0, 16: 800.0}
+        return Settings(100, alpha[max(k for k in alpha if k <= world_size)], decays_per_batch=True)
+    return Settings(128, 4.0 * world_size, decays_per_batch=False)
+
+
+def load_data(
+    args: argparse.Namespace, dataset_dir: str, batch_size: int, rank: int, world_size: int
+) -> tuple[LinearBatches, LinearBatches, LinearBatches]:
+    """This worker's batches: the training set shuffled anew each epoch, the validation set, the training set again."""
+    folder = prepare_stores(args.dataset, dataset_dir, args.data)
+    training, validation = train_and_validation(args.dataset, folder)
+    part = {"rank": rank, "world_size": world_size, "seed": SEED}
+    return (
+        LinearBatches(training, batch_size, shuffle=True, **part),
+        LinearBatches(validation, 8 * batch_size, shuffle=False, **part),
+        LinearBatches(training, 8 * batch_size, shuffle=False, **part),
+    )
+
+
+def train(
+    rank: int,
+    world_size: int,
+    run_id: str,
+    dataset_dir: str,
+    ckpt_run_dir: str,
+    gpu: bool,
+    light: bool,
+    validation_only: bool,
+    args: argparse.Namespace,
+) -> Tracker:
+    """Train until the goal is reached or the budget of epochs is spent."""
+    chosen = settings(args.settings, world_size)
+    batches, validation_batches, all_batches = load_data(args, dataset_dir, chosen.batch_size, rank, world_size)
+    # Logits instead of probabilities: a probability in float32 is 1 from a logit of 17 on, and learns nothing more.
+    model: nn.Module = LogisticRegression(batches.dataset.n_features, logits=True)
+    if args.standardize or args.dataset in UNSCALED:
+        model = nn.Sequential(Standardization.of(all_batches), model)
+    model = model.cuda() if gpu else model
+    loss_function = BCELossRegularized(l1=0, l2=L2, model=model, logits=True)
+    metrics = [TopKAccuracy(topk=1, threshold=0.0)]
+    optimizer = CentralizedSGD(
+        world_size=world_size,
+        model=model,
+        lr=chosen.lr,
+        momentum=0,
+        nesterov=False,
+        weight_decay=0,
+        dampening=0,
+        by_layer=False,
+        use_cuda=gpu,
+        overlap=args.overlap,
+    )
+    scheduler = chosen.schedule(optimizer)
+    goal = time_to_accuracy_goal(TASK.goal_on(args.dataset, light))
+    tracker = Tracker(metrics, run_id, rank, goal=goal)
+    checkpointer = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST)
+    if args.resume or validation_only:
+        checkpointer, model, optimizer, scheduler, tracker = Checkpointer.load(
+            ckpt_run_dir, rank, model, optimizer, scheduler, tracker=tracker
+        )
+
+    def evaluate(on: LinearBatches, told: Tracker | None) -> tuple[dict[TopKAccuracy, float], float]:
+        return validation_round(on, model, loss_function, metrics, "fp32", tracker=told, use_cuda=gpu)
+
+    def validate() -> bool:
+        values, loss = evaluate(validation_batches, tracker)
+        if args.full_train:
+            full_values, full_loss = evaluate(all_batches, None)
+            for name, value in {"loss": full_loss, **{m.name: v for m, v in full_values.items()}}.items():
+                tracker.record_stat(f"global_full_train_{name}", value, log_to_api=rank == 0)
+        if args.dataset == TASK.dataset and loss <= TASK.goal_loss and "val_time_to_loss_s" not in tracker.records:
+            tracker.record_stat("time_to_loss_s", tracker.get_total_train_time(), log_to_api=rank == 0)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(loss)
+        return record_validation_stats(values, loss, tracker, rank)
+
+    with tracker:
+        if validation_only:
+            validate()
+            return tracker
+        if not args.resume:
+            tracker.start()
+        for epoch in range(tracker.current_epoch, args.epochs):
+            batches.set_epoch(epoch)
+            train_round(
+                batches, model, optimizer, loss_function, metrics, scheduler, "fp32",
+                schedule_per="batch", use_cuda=gpu, tracker=tracker,
+            )  # fmt: skip
+            is_best = validate()
+            tracker.epoch_end()
+            checkpointer.save(tracker, model, optimizer, scheduler, is_best)
+            if tracker.goal_reached and not args.past_goal:
+                break
+        tracker.publish_summary(world_size)
+    return tracker
+
+
+def main(
+    run_id: str,
+    dataset_dir: str,
+    ckpt_run_dir: str,
+    output_dir: str,
+    rank: int,
+    backend: str,
+    hosts: str | None,
+    validation_only: bool,
+    gpu: bool,
+    light_target: bool,
+    args: argparse.Namespace,
+) -> None:
+    """Run the task on this worker."""
+    with initialize_backends(
+        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=SEED, ckpt_run_dir=ckpt_run_dir,
+        timeout_s=args.timeout,
+    ) as (rank, world_size, _):  # fmt: skip
+        tracker = train(rank, world_size, run_id, dataset_dir, ckpt_run_dir, gpu, light_target, validation_only, args)
+        if rank == 0 and not validation_only:
+            logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this task takes beyond the arguments that all tasks share."""
+    names = [TASK.dataset, *sorted(TASK.stand_ins)]
+    parser.add_argument("--dataset", choices=names, default=TASK.dataset, help="data set (default: %(default)s)")
+    parser.add_argument("--data", metavar="FOLDER", help="folder with its LIBSVM text (default: it is downloaded)")
+    parser.add_argument("--settings", choices=("reference", "2018"), default="reference", help="rows and rates")
+    parser.add_argument("--epochs", type=int, default=TASK.max_epochs, help="at most so many epochs")
+    parser.add_argument("--past-goal", action="store_true", help="use up the epochs, even when the goal is reached")
+    parser.add_argument("--full-train", action="store_true", help="also evaluate on the whole training set")
+    parser.add_argument("--standardize", action="store_true", help="features with mean 0 and deviation 1")
+    parser.add_argument("--overlap", action="store_true", help="average gradients during the backward pass")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run")
+    parser.add_argument("--checkpoint", action="store_true", help="write one after every epoch, not of the best")
+
+
+if __name__ == "__main__":
+    task_main(main, uid="task2a", add_arguments=add_arguments)

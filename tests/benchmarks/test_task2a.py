@@ -1,0 +1,247 @@
+"""Task 2a: its script reaches the optimum that scikit-learn finds, with one worker and with two, however started."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+
+from mlbench_core.dataset.linearmodels.pytorch import LinearBatches
+from mlbench_core.dataset.linearmodels.pytorch.preparation import prepare_stores
+from mlbench_core.dataset.linearmodels.pytorch.subset import train_and_validation
+from mlbench_core.models.pytorch.linear_models import LogisticRegression
+from mlbench_core.tasks import get_task
+from tests.helpers.data import test_data
+from tests.helpers.processes import environment, free_port
+from tests.helpers.ranks import run_ranks
+
+SCRIPT = get_task("2a").script
+L2 = 2.5e-6
+ACCURACY, LOSS = "val_global_Prec@1", "val_global_loss"
+TRAIN_ACCURACY, TRAIN_LOSS = "val_global_full_train_Prec@1", "val_global_full_train_loss"
+
+
+def load_script(name: str = "main") -> ModuleType:
+    specification = importlib.util.spec_from_file_location(f"task2a_{name}", SCRIPT.parent / f"{name}.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def options(main: ModuleType, *arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    main.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def train(rank: int, world_size: int, folder: str, arguments: tuple[str, ...]) -> dict[str, Any]:
+    """One worker's run of the script's training, as ``main`` starts it; what it ended with."""
+    main = load_script()
+    torch.manual_seed(main.SEED)
+    checkpoints = Path(folder) / f"checkpoints-{world_size}-{'-'.join(arguments).replace('/', '_')}"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    args = options(main, "--past-goal", "--full-train", *arguments)
+    tracker = main.train(rank, world_size, "1", folder, str(checkpoints), False, False, False, args)
+    if args.checkpoint:
+        model = torch.load(checkpoints / f"{tracker.current_epoch}_{rank}.pth.tar", weights_only=True)["model"]
+    return {
+        "weights": torch.cat([model["linear.weight"].flatten(), model["linear.bias"]]).numpy()
+        if args.checkpoint
+        else None,
+        "val_time_to_loss_s": tracker.records.get("val_time_to_loss_s"),
+        **{name: list(tracker.records[name].values()) for name in (ACCURACY, LOSS, TRAIN_ACCURACY, TRAIN_LOSS)},
+    }
+
+
+def train_several(rank: int, world_size: int, folder: str, runs: list[tuple[str, ...]]) -> list[dict[str, Any]]:
+    return [train(rank, world_size, folder, arguments) for arguments in runs]
+
+
+def write_text(path: Path, rows: int, n_features: int, seed: int) -> None:
+    """Separable rows of length 1 with a few values, as LIBSVM text with labels -1 and +1."""
+    from sklearn.datasets import dump_svmlight_file
+
+    generator = np.random.default_rng(seed)
+    features = np.zeros((rows, n_features), dtype=np.float32)
+    features[np.arange(rows)[:, None], generator.integers(1, n_features, (rows, 3))] = 0.5
+    labels = np.where(np.arange(rows) % 3 == 0, 1, -1)
+    features[:, 0] = 0.5 * labels
+    dump_svmlight_file(features, labels, str(path), zero_based=False)
+
+
+def joined_batches(folder: Path, epochs: int) -> np.ndarray:
+    """Weights after plain SGD of one worker on the joined batches of two, computed without the library's training."""
+    training, _ = train_and_validation("epsilon", folder)
+    parts = [LinearBatches(training, 128, seed=42, rank=rank, world_size=2) for rank in range(2)]
+    torch.manual_seed(42)
+    model = LogisticRegression(training.n_features)
+    for epoch in range(epochs):
+        for part in parts:
+            part.set_epoch(epoch)
+        for pair in zip(*parts, strict=True):
+            loss = L2 / 2 * sum(w.square().sum() for w in model.parameters())
+            for x, y in pair:
+                z = model.linear(x).squeeze(1)
+                loss = loss + torch.nn.functional.softplus((1 - 2 * y) * z).mean() / 2
+            for parameter, gradient in zip(
+                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+            ):
+                parameter.data -= 8.0 * gradient
+    return torch.cat([model.linear.weight.flatten(), model.linear.bias]).detach().numpy()
+
+
+def test_one_and_two_workers_reach_the_optimum_and_two_are_one_on_joined_batches(tmp_path: Path) -> None:
+    check_optimum = load_script("check_optimum")
+    data = str(test_data("libsvm"))
+    # Rows of length 1: with longer ones the first steps amplify rounding, and no two orders of a sum stay together.
+    write_text(tmp_path / "epsilon_normalized", 1_001, 2_000, seed=0)
+    write_text(tmp_path / "epsilon_normalized.t", 100, 2_000, seed=1)
+    joined = ("--dataset", "epsilon", "--data", str(tmp_path), "--epochs", "3", "--checkpoint")
+    runs = [
+        ("--dataset", "australian", "--data", data, "--epochs", "25"),
+        ("--dataset", "agaricus", "--data", data, "--epochs", "8"),
+        joined,
+        (*joined, "--overlap"),
+    ]
+    alone = train_several(0, 1, str(tmp_path), runs[:2])
+    workers = run_ranks(2, train_several, str(tmp_path), runs)
+
+    stores = prepare_stores("australian", tmp_path, data)
+    optimum = check_optimum.find_optimum("australian", stores, standardized=True)
+    for australian, agaricus, *_ in (alone, workers[0]):
+        assert australian[TRAIN_LOSS][-1] >= optimum.loss - 1e-6
+        run = check_optimum.Quality(
+            australian[TRAIN_LOSS][-1], australian[TRAIN_ACCURACY][-1], max(australian[ACCURACY])
+        )
+        assert run.is_close_to(optimum, "australian")
+        assert agaricus[ACCURACY][-1] == agaricus[TRAIN_ACCURACY][-1] == 100.0
+
+    for first, second in zip(*workers, strict=True):  # values are those of all workers, weights are shared
+        assert first[LOSS] == second[LOSS]
+        assert first[TRAIN_LOSS] == second[TRAIN_LOSS]
+        np.testing.assert_equal(first["weights"], second["weights"])
+    expected = joined_batches(prepare_stores("epsilon", tmp_path, tmp_path), epochs=3)
+    for run in workers[0][2:]:
+        np.testing.assert_allclose(run["weights"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_settings_of_2018() -> None:
+    main = load_script()
+    assert [main.settings("2018", k).lr for k in (1, 2, 3, 4, 8, 15, 16, 32)] == [
+        200,
+        400,
+        400,
+        600,
+        700,
+        700,
+        800,
+        800,
+    ]
+    chosen = main.settings("2018", 2)
+    assert chosen.batch_size == 100
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=chosen.lr)
+    schedule = chosen.schedule(optimizer)
+    seen = []
+    for _ in range(5):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert seen == pytest.approx([400 / np.sqrt(max(1, t)) for t in range(5)])
+    assert [(main.settings("reference", k).batch_size, main.settings("reference", k).lr) for k in (1, 16)] == [
+        (128, 4.0), (128, 64.0)
+    ]  # fmt: skip
+
+
+def test_the_rate_is_halved_after_two_epochs_without_improvement() -> None:
+    main = load_script()
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=4.0)
+    schedule = main.settings("reference", 1).schedule(optimizer)
+    rates = []
+    for loss in (0.5, 0.4, 0.4, 0.3, 0.31, 0.32, 0.33, 0.34):
+        schedule.step(loss)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [4, 4, 4, 4, 4, 2, 2, 1]
+
+
+def test_sparse_rows_and_the_loss_beside_the_goal(tmp_path: Path) -> None:
+    write_text(tmp_path / "rcv1_train.binary", 300, 1_000, seed=0)
+    write_text(tmp_path / "rcv1_test.binary", 60, 1_000, seed=1)
+    write_text(tmp_path / "epsilon_normalized", 300, 2_000, seed=0)
+    write_text(tmp_path / "epsilon_normalized.t", 60, 2_000, seed=1)
+    runs = [
+        ("--dataset", name, "--data", str(tmp_path), "--epochs", "8", "--checkpoint") for name in ("rcv1", "epsilon")
+    ]
+    rcv1, epsilon = train_several(0, 1, str(tmp_path), runs)
+    assert len(rcv1["weights"]) == 47_236 + 1
+    assert rcv1[ACCURACY][-1] == epsilon[ACCURACY][-1] == 100.0
+    # one row in three is positive, so nothing but learning gets there
+    assert epsilon[LOSS][-1] < 0.2828
+    assert epsilon["val_time_to_loss_s"] and not rcv1["val_time_to_loss_s"]
+
+
+def run_script(*arguments: str, launcher: tuple[str, ...] = (sys.executable,), port: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*launcher, str(SCRIPT), "--run_id", "1", "--backend", "gloo", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(MASTER_PORT=str(port)),
+    )  # fmt: skip
+
+
+def last_line(output: str) -> str:
+    """The result of the last epoch, without the times in it."""
+    lines = re.findall(r"rank 0: Epoch \d+ \|.*?val_global_Prec@1 [\d.]+", output)
+    assert lines, output
+    return str(lines[-1])
+
+
+def test_old_command_line_torchrun_and_mpirun_give_the_same_run(tmp_path: Path) -> None:
+    port = free_port()
+    common = (
+        "--light", "--dataset", "heart_scale", "--data", str(test_data("libsvm")), "--epochs", "3", "--past-goal",
+        *(f"--root-{name}={tmp_path / name}" for name in ("dataset", "checkpoint", "output")),
+    )  # fmt: skip
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}")
+    by_hosts = [
+        run_script("--hosts", "127.0.0.1,127.0.0.1", "--rank", str(rank), *common, port=port) for rank in range(2)
+    ]
+    by_rank = [process.communicate(timeout=120)[0] for process in by_hosts]
+    outputs = {"hosts": by_rank[0]}
+    assert [process.returncode for process in by_hosts] == [0, 0], by_rank
+    launchers = {"torchrun": torchrun}
+    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{environment().get('PATH', '')}")
+    if mpirun is not None:
+        options = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2")
+        launchers["mpirun"] = (mpirun, *options, sys.executable)
+    for name, launcher in launchers.items():
+        process = run_script(*common, launcher=launcher, port=free_port())
+        outputs[name] = process.communicate(timeout=120)[0]
+        assert process.returncode == 0, outputs[name]
+    assert len({last_line(output) for output in outputs.values()}) == 1, {k: last_line(v) for k, v in outputs.items()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--dataset", "omega"], 2, "omega"),
+        (["--dataset", "rcv1", "--data", "/nonexistent/folder"], 1, "looked for rcv1_train.binary"),
+    ],
+)
+def test_bad_input_is_one_clear_line(tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
+    roots = [f"--root-{name}={tmp_path / name}" for name in ("dataset", "checkpoint", "output")]
+    process = run_script(*arguments, *roots, port=free_port())
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == status, output
+    assert message in output
+    assert "Traceback" not in output
