@@ -19,6 +19,7 @@ from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.centralized import EFSignAggregation, PowerAggregation, SparsifiedAggregation
 from mlbench_core.optim.pytorch import (
+    AveragedSGD,
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
@@ -52,6 +53,9 @@ MEMBERS: dict[str, Make] = {
     "sgd on weights": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, agg_grad=False),
     "sgd overlapped": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, overlap=True),
     "sgd until the step": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, overlap="step"),
+    "averaged sgd": lambda model: GenericCentralizedOptimizer(
+        None, model, optimizer=AveragedSGD(model.parameters(), lr=0.05, momentum=0.9)
+    ),
     "adam": lambda model: CentralizedAdam(1, model, lr=0.05),
     "amsgrad": lambda model: CentralizedAdam(1, model, lr=0.05, amsgrad=True, weight_decay=0.01),
     "custom": lambda model: CustomCentralizedOptimizer(model, 1, adamw(model), average_world=True, grad_clip=0.7),

@@ -94,6 +94,18 @@ def test_a_closure_is_evaluated_once_and_frozen_parameters_stay_out() -> None:
     assert set(optimizer.state) == {model.weight}
 
 
+@pytest.mark.parametrize("plain_too", [False, True])
+def test_hooks_run_once(plain_too: bool) -> None:
+    model = make_model()
+    if plain_too:
+        SGD(model.parameters(), lr=0.1)
+    optimizer, calls = AveragedSGD(model.parameters(), lr=0.1), []
+    optimizer.register_step_pre_hook(lambda *others: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *others: calls.append("after"))
+    take_steps(model, optimizer, range(2))
+    assert calls == ["before", "after"] * 2
+
+
 def test_it_averages_when_the_best_is_as_old_as_the_patience() -> None:
     trigger = NTASGD(CentralizedSGD(model=make_model(), lr=1.0), patience=3)
     values = [9.0, 8.0, 8.0, 8.5, 7.9, math.nan, 8.0, 7.9, 7.0]

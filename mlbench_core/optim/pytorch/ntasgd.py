@@ -74,12 +74,18 @@ class AveragedSGD(SGD):
         for parameter in stepping:
             if "average" not in self.state[parameter]:
                 self.state[parameter].update(average=parameter.detach().clone(), averaged=1)
-        super().step()
+        _plain_step(self)
         for parameter in stepping:
             state = self.state[parameter]
             state["averaged"] += 1
             state["average"].lerp_(parameter, 1 / state["averaged"])
         return loss
+
+
+def _plain_step(optimizer: SGD) -> None:
+    """SGD's step without hooks, which torch adds to a class once it has an object: they would run twice."""
+    step: Any = SGD.step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 class NTASGD:
