@@ -25,7 +25,7 @@ from mlbench_core.utils.pytorch.environment import (
 )
 from mlbench_core.utils.pytorch.helpers import config_logging, config_path, config_pytorch
 from mlbench_core.utils.pytorch.interfaces import interface_variables
-from mlbench_core.utils.pytorch.lost_workers import introduce, naming_lost_workers
+from mlbench_core.utils.pytorch.lost_workers import forget, introduce, naming_lost_workers
 from mlbench_core.utils.pytorch.topology import FCGraph
 
 __all__ = ["initialize_backends"]
@@ -212,5 +212,6 @@ def _note_failure(kind: type[BaseException] | None, error: BaseException | None,
 
 
 def _leave() -> None:
+    forget()
     if dist.is_initialized():
         dist.destroy_process_group()

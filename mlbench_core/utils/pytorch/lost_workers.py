@@ -24,7 +24,7 @@ import torch.distributed as dist
 from mlbench_core.errors import WorkerError
 from mlbench_core.utils.pytorch import distributed
 
-__all__ = ["introduce", "naming_lost_workers"]
+__all__ = ["forget", "introduce", "naming_lost_workers"]
 
 SILENCE_S = 5.0
 """How long to wait for a sign of life of workers that cannot be seen to be gone."""
@@ -80,6 +80,11 @@ def introduce() -> None:
     card = _Card(socket.gethostname(), os.getpid(), started, _machine())
     with contextlib.suppress(RuntimeError, ValueError):
         _store().set(_key("card", distributed.rank()), json.dumps(asdict(card)))
+
+
+def forget() -> None:
+    """Let go of the process group before it is destroyed: its store keeps the rendezvous' port."""
+    _known.group, _known.cards = None, {}
 
 
 @contextlib.contextmanager
