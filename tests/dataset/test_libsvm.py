@@ -298,7 +298,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     flipped = tmp_path / "f_train.lmdb"
     flipped.write_bytes(content)
     LinearStore(path).verify()
-    with pytest.raises(DatasetError, match="block 1 of .* another checksum"):
+    with pytest.raises(DatasetError, match=r"block 1 of .* another checksum"):
         LinearStore(flipped).verify()
     assert run_command("f", "train", tmp_path, "--verify") == 1
     assert run_command("d", "train", tmp_path, "--verify") == 0

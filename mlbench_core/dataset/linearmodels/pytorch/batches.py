@@ -31,6 +31,9 @@ class BlockBatchSampler(Sampler[list[int]]):
        Batches are cut from the mixed rows; within a batch, where order means nothing to a sum of gradients, rows are
        sorted so that they are read in the order of the file.
 
+    Where there are fewer than ``min_pieces`` blocks, as in small files, steps 1 and 2 shuffle pieces of blocks instead,
+    so many that workers get parts that are alike even where the file is sorted.
+
     So a batch is drawn without replacement from the rows of W = ``window_blocks`` random blocks instead of from all
     rows. With :math:`S` the variance of a quantity over single rows and :math:`S_b` that of its block means, the mean
     of a batch of B rows is unbiased and has the variance :math:`S / B + S_b / W` at most; a plain shuffle has
@@ -57,6 +60,7 @@ class BlockBatchSampler(Sampler[list[int]]):
         window_blocks: Blocks whose rows are mixed, at least 1.
         repartition: Whether workers get other parts in each epoch; otherwise a worker keeps its part, and reads no
             other (on its disk, in its cache).
+        min_pieces: Pieces that are shuffled at least, as far as there are rows.
 
     Raises:
         ValueError: An argument is outside what is listed above, or there are fewer rows than workers.
@@ -74,6 +78,7 @@ class BlockBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
         window_blocks: int = 32,
         repartition: bool = False,
+        min_pieces: int = 1024,
     ) -> None:
         if operator.index(batch_size) < 1 or operator.index(window_blocks) < 1:
             raise ValueError(
@@ -88,7 +93,7 @@ class BlockBatchSampler(Sampler[list[int]]):
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
         self.rank, self.world_size = rank, world_size
         self.drop_last, self.window_blocks, self.repartition = drop_last, window_blocks, repartition
-        self._blocks = dataset.row_blocks
+        self._bounds, self._pieces_per_block = _cut_blocks(dataset.row_blocks, min_pieces)
         self._rows = len(dataset)
         self._epoch = 0
         self._next_batch = 0  # of the pass under way: the first batch that was not handed out yet
@@ -155,15 +160,15 @@ class BlockBatchSampler(Sampler[list[int]]):
             return _positions(pieces)
         generator = self._generator(_ORDER, self.rank, epoch)
         pieces = pieces[generator.permutation(len(pieces))]
+        window = self.window_blocks * self._pieces_per_block
         windows = [
-            generator.permutation(_positions(pieces[start : start + self.window_blocks]))
-            for start in range(0, len(pieces), self.window_blocks)
+            generator.permutation(_positions(pieces[start : start + window])) for start in range(0, len(pieces), window)
         ]
         return np.concatenate(windows)
 
     def _part(self, epoch: int) -> NDArray[np.int64]:
         """The pieces of blocks that are this worker's: their first rows and their ends, shape (pieces, 2)."""
-        pieces = np.stack([self._blocks[:-1], self._blocks[1:]], axis=1)
+        pieces = np.stack([self._bounds[:-1], self._bounds[1:]], axis=1)
         if self.shuffle:
             generator = self._generator(_CUT, epoch if self.repartition else 0)
             pieces = pieces[generator.permutation(len(pieces))]
@@ -217,11 +222,21 @@ class BlockBatchSampler(Sampler[list[int]]):
             "batch_size": self.batch_size,
             "window_blocks": self.window_blocks,
             "rows": self._rows,
-            "blocks": len(self._blocks) - 1,
+            "pieces": len(self._bounds) - 1,
             "shuffle": int(self.shuffle),
             "drop_last": int(self.drop_last),
             "repartition": int(self.repartition),
         }
+
+
+def _cut_blocks(bounds: NDArray[np.int64], min_pieces: int) -> tuple[NDArray[np.int64], int]:
+    """Cut blocks into pieces, so that there are enough of them: bounds of the pieces, and the pieces of a block."""
+    count = -(-min_pieces // (len(bounds) - 1))
+    if count <= 1:
+        return bounds, 1
+    parts = np.arange(count)
+    firsts = bounds[:-1, None] + np.diff(bounds)[:, None] * parts // count
+    return np.unique(np.append(firsts, bounds[-1])), count
 
 
 def _positions(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -247,6 +262,7 @@ class LinearBatches:
         drop_last: Whether to leave out a last batch that is not full.
         window_blocks: Blocks whose rows are mixed, at least 1.
         repartition: Whether workers get other parts in each epoch.
+        min_pieces: Pieces that are shuffled at least.
 
     Raises:
         ValueError: An argument is outside what is listed there.
@@ -275,6 +291,7 @@ class LinearBatches:
         drop_last: bool = False,
         window_blocks: int = 32,
         repartition: bool = False,
+        min_pieces: int = 1024,
     ) -> None:
         self.dataset = dataset
         self.sampler = BlockBatchSampler(
@@ -287,6 +304,7 @@ class LinearBatches:
             drop_last=drop_last,
             window_blocks=window_blocks,
             repartition=repartition,
+            min_pieces=min_pieces,
         )
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
 """Rows gathered out of many blocks by one call, whatever number of blocks they are in.
 
 A batch of shuffled rows comes out of tens of blocks, and a call for each of them costs more than the copying itself.
-But the blocks of a store lie in one mapping of its file, so all rows are found by their distance from its first number:
-the mapping is looked at as a matrix whose row i begins at the i-th number, rows overlapping, of which one
+But the blocks of a store lie in one mapping of its file, so all rows are found by their distance from its first byte:
+the mapping is looked at as a matrix of bytes whose row i begins at the i-th byte, rows overlapping, of which one
 ``index_select`` takes the rows that are wanted.
 """
 
@@ -47,8 +47,9 @@ class DenseRows:
         self._dtype = np.dtype(dtype)
         # Memory that is not written to is only reserved: the array grows to its size as blocks are read.
         self._cached = np.empty((n_rows, n_features), dtype) if cache else None
-        self._firsts = np.zeros(-(-n_rows // rows_per_block), np.int64)  # address of each block in numbers; 0: unknown
-        self._low = self._high = 0  # the range of addresses that the matrix covers, in numbers
+        self._row_bytes = n_features * self._dtype.itemsize
+        self._firsts = np.zeros(-(-n_rows // rows_per_block), np.int64)  # address of each block; 0: not known yet
+        self._low = self._high = 0  # the range of addresses that the matrix covers
         self._matrix = torch.empty(0)
 
     def take(self, rows: NDArray[np.int64], out: Tensor) -> None:
@@ -61,13 +62,15 @@ class DenseRows:
         Raises:
             DatasetError: A block has the wrong length.
         """
+        if not len(rows):
+            return
         blocks = rows // self._rows_per_block
         firsts = self._firsts[blocks]
         if not firsts.all():
             self._locate(np.unique(blocks[firsts == 0]))
             firsts = self._firsts[blocks]
-        begins = firsts - self._low + (rows - blocks * self._rows_per_block) * self._n_features
-        torch.index_select(self._matrix, 0, torch.from_numpy(begins), out=out)
+        begins = firsts - self._low + (rows - blocks * self._rows_per_block) * self._row_bytes
+        torch.index_select(self._matrix, 0, torch.from_numpy(begins), out=out.view(torch.uint8))
 
     def _locate(self, blocks: NDArray[np.int64]) -> None:
         """Find out where blocks lie, and widen the matrix to them."""
@@ -82,17 +85,15 @@ class DenseRows:
                 rows = self._cached[start : start + self._rows_per_block]
                 rows[:] = array.reshape(rows.shape)
                 array = rows.reshape(-1)
-            first = array.ctypes.data // self._dtype.itemsize
-            self._firsts[number] = first
-            low, high = min(low, first), max(high, first + array.size)
+            first = self._firsts[number] = array.ctypes.data
+            low, high = min(low, first), max(high, first + array.nbytes)
         if (low, high) != (self._low, self._high):
             self._low, self._high = low, high
-            self._matrix = _overlapping_rows(low, high, self._n_features, self._dtype)
+            self._matrix = _overlapping_rows(low, high, self._row_bytes)
 
 
-def _overlapping_rows(low: int, high: int, n_features: int, dtype: np.dtype) -> Tensor:
-    """The numbers from one address to another as a matrix whose row i begins at the i-th number."""
-    size_bytes = (high - low) * dtype.itemsize
-    memory = (ctypes.c_char * size_bytes).from_address(low * dtype.itemsize)
-    numbers = torch.from_numpy(np.frombuffer(memoryview(memory), dtype))
-    return numbers.as_strided((high - low - n_features + 1, n_features), (1, 1))
+def _overlapping_rows(low: int, high: int, row_bytes: int) -> Tensor:
+    """The bytes from one address to another as a matrix whose row i begins at the i-th byte."""
+    memory = (ctypes.c_char * (high - low)).from_address(low)
+    content = torch.from_numpy(np.frombuffer(memoryview(memory), np.uint8))
+    return content.as_strided((high - low - row_bytes + 1, row_bytes), (1, 1))
