@@ -128,7 +128,7 @@ class _Maker:
             return [] if ranks else [found.mpi.COMM_WORLD.Ibarrier()]
 
         name = f"making a process group, rank {found.rank} of {found.size}"
-        work = Work(found.lane, name, meet, make, [], cls.timeout_s, in_order=True)
+        work = Work(found.lane, cls, name, meet, make, [], cls.timeout_s, in_order=True)
         found.lane.submit(work, background=False)
         work.wait()
         fail_at_exit("")

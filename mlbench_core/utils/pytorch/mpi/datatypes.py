@@ -119,6 +119,8 @@ class Datatypes:
         combine = _HALF[name]
 
         def reduce(incoming: Any, inout: Any, _: Any) -> None:
+            if not len(inout):
+                return
             ours, theirs = torch.frombuffer(inout, dtype=dtype), torch.frombuffer(incoming, dtype=dtype)
             for mine, other in zip(ours.split(_BLOCK_ELEMENTS), theirs.split(_BLOCK_ELEMENTS), strict=True):
                 combine(mine, other, out=mine)

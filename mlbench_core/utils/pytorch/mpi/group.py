@@ -38,12 +38,32 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._world = world
         self._comm = comm
         self._transfers = Transfers(world, comm)
+        self._name = self._description = ""
         self._collected: list[Work] | None = None
+        world.lane.join()
         self._place = f"rank {comm.Get_rank()} of {comm.Get_size()}"
 
+    # torch asks in these spellings
+
     def getBackendName(self) -> str:
-        """The backend's name; torch asks for it in this spelling."""
+        """The backend's name."""
         return "mpi"
+
+    def setGroupName(self, name: str) -> None:
+        """Take the name that torch gives this group."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """The name that torch gave this group."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        """Take the group's description."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        """The group's description."""
+        return self._description
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set the time limit of the operations that follow."""
@@ -340,16 +360,18 @@ class MPIProcessGroup(dist.ProcessGroup):
             for work in works:
                 work.wait()
 
+        def post() -> list[_Done]:
+            return [_Done(work) for work in works]
+
         tensors = [tensor for work in works for tensor in work.result()]
-        joint = self._work("coalesced operations", lambda: works_as_requests(works), finish, tensors, None, False)
-        return self._submit(joint, True)
+        return self._submit(self._work("coalesced operations", post, finish, tensors, None, in_order=False), True)
 
     def shutdown(self) -> None:
         """Finish what is under way and free the communicator."""
         if self._comm is None:
             return
         lane = self._world.lane
-        lane.close(drain=not self._world.failed)
+        lane.leave(self, drain=not self._world.failed)
         if lane.broken is None and not self._world.failed:
             self._comm.Free()
         self._comm = None
@@ -377,7 +399,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     ) -> Work:
         own = timeout is not None and timeout.total_seconds() > 0
         seconds = timeout.total_seconds() if own and timeout is not None else self.timeout_s
-        return Work(self._world.lane, f"{name}, {self._place}", post, finish, result, seconds, in_order)
+        return Work(self._world.lane, self, f"{name}, {self._place}", post, finish, result, seconds, in_order)
 
     def _submit(self, work: Work, background: bool) -> Work:
         if self._comm is None:
@@ -435,11 +457,6 @@ class _Done:
 
     def Test(self) -> bool:
         return self._work.done
-
-
-def works_as_requests(works: Sequence[Work]) -> list[_Done]:
-    """Requests for a work that waits for other works."""
-    return [_Done(work) for work in works]
 
 
 def _only(items: Sequence[Any], name: str) -> Any:

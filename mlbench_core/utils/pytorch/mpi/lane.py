@@ -14,6 +14,7 @@ algorithms move the data, which are faster than its non-blocking ones.
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import queue
 import threading
@@ -37,6 +38,7 @@ class Work(dist.Work):
 
     Args:
         lane: Where it is done.
+        owner: The process group it belongs to.
         name: The operation and its place, for messages, as in ``"all_reduce, rank 0 of 2"``.
         post: Starts MPI's requests without blocking and returns them; they are waited for.
         finish: What follows when they have completed.
@@ -48,6 +50,7 @@ class Work(dist.Work):
     def __init__(
         self,
         lane: Lane,
+        owner: object,
         name: str,
         post: Callable[[], Sequence[Any]],
         finish: Callable[[], None] | None,
@@ -57,6 +60,7 @@ class Work(dist.Work):
     ) -> None:
         super().__init__()
         self.name = name
+        self.owner = owner
         self.in_order = in_order
         self.requests: Sequence[Any] = ()
         self.source = -1
@@ -191,7 +195,7 @@ class Lane:
 
     Example:
         >>> lane, done = Lane(), []
-        >>> work = Work(lane, "nothing", lambda: [], lambda: done.append(1), [], timeout_s=1.0, in_order=True)
+        >>> work = Work(lane, None, "nothing", lambda: [], lambda: done.append(1), [], timeout_s=1.0, in_order=True)
         >>> lane.submit(work, background=False)
         >>> work.wait(), done
         (True, [1])
@@ -202,10 +206,30 @@ class Lane:
         self._inbox: collections.deque[Work] = collections.deque()
         self._posted: list[Work] = []
         self._turn = threading.Lock()  # who holds it may call MPI
-        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._guard = threading.Lock()  # for what follows
         self._drivers = 0
+        self._groups = 0
+        self._thread: threading.Thread | None = None
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def join(self) -> None:
+        """One more process group uses the lane."""
+        with self._guard:
+            self._groups += 1
+
+    def leave(self, owner: object, drain: bool) -> None:
+        """A process group uses the lane no longer; with the last one the thread ends.
+
+        Args:
+            owner: The process group.
+            drain: Whether to finish its works before. Otherwise MPI cannot be used any more if there are any.
+        """
+        self._end_works([work for work in self._works() if work.owner is owner], drain)
+        with self._guard:
+            self._groups -= 1
+            last = self._groups <= 0
+        if last:
+            self.close(drain)
 
     def submit(self, work: Work, background: bool) -> None:
         """Put a work into the queue.
@@ -224,8 +248,7 @@ class Lane:
             return
         self.nudge()
         if not work.done:
-            self._ensure_thread()
-            self._wake.put(True)
+            self._wake_thread()
 
     def nudge(self) -> None:
         """Post what waits and see which messages have arrived, unless another thread is at it."""
@@ -247,7 +270,8 @@ class Lane:
             Whether it is done.
         """
         start = time.perf_counter()
-        self._drivers += 1
+        with self._guard:
+            self._drivers += 1
         try:
             while not work.done:
                 if self._turn.acquire(timeout=_LONG_PAUSE_S):
@@ -264,26 +288,30 @@ class Lane:
                 if waited > _SPIN_S:
                     time.sleep(_SHORT_PAUSE_S if waited < 1 else _LONG_PAUSE_S)
         finally:
-            self._drivers -= 1
+            with self._guard:
+                self._drivers -= 1
         return True
 
     def close(self, drain: bool) -> None:
-        """End the thread, which starts again with the next work.
+        """End all works and the thread, which starts again where it is needed."""
+        self._end_works(self._works(), drain)
+        with self._guard:
+            thread, self._thread = self._thread, None
+            wake = self._wake
+        if thread is not None:
+            wake.put(False)
+            if thread is not threading.current_thread():
+                thread.join(1.0 if self.broken else None)
 
-        Args:
-            drain: Whether to finish all works before. Otherwise MPI cannot be used any more if there are any.
-        """
-        left = [*self._posted, *self._inbox]
-        for work in left:
+    def _works(self) -> list[Work]:
+        return [*self._posted, *self._inbox]
+
+    def _end_works(self, works: Sequence[Work], drain: bool) -> None:
+        for work in works:
             if drain and self.broken is None:
                 self.drive(work, None)
             elif not work.done:
                 self.broken = self.broken or dist.DistBackendError(f"MPI: {work.name}: given up")
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._wake.put(False)
-            if thread is not threading.current_thread():
-                thread.join(1.0 if self.broken else None)
 
     def _progress(self, finish_collectives: bool) -> list[Work]:
         """Post new works and finish those that are due; returns those that ended. Needs the turn."""
@@ -309,15 +337,19 @@ class Lane:
                 blocked = True
         return ended
 
-    def _ensure_thread(self) -> None:
-        with self._starting:
+    def _wake_thread(self) -> None:
+        with self._guard:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="mpi-communication", daemon=True)
+                self._wake = queue.SimpleQueue()  # its own: a thread that is ending reads the old one
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._wake,), name="mpi-communication", daemon=True
+                )
                 self._thread.start()
+            self._wake.put(True)
 
-    def _run(self) -> None:
-        """What the communication thread does."""
-        go_on = self._wake.get()
+    def _run(self, wake: queue.SimpleQueue[bool]) -> None:
+        """What the communication thread does: wait for works, then do them unless somebody who waits does."""
+        go_on = wake.get()
         since = time.perf_counter()
         while go_on:
             if not self._drivers and self._turn.acquire(timeout=_LONG_PAUSE_S):
@@ -329,13 +361,11 @@ class Lane:
                 if finished:
                     since = time.perf_counter()
             if not self._posted and not self._inbox:
-                go_on = self._wake.get()
+                go_on = wake.get()
                 since = time.perf_counter()
             elif self._drivers or time.perf_counter() - since > _SPIN_S:
-                try:
-                    go_on = self._wake.get(timeout=_SHORT_PAUSE_S if not self._drivers else _LONG_PAUSE_S)
-                except queue.Empty:
-                    continue
+                with contextlib.suppress(queue.Empty):
+                    go_on = wake.get(timeout=_LONG_PAUSE_S if self._drivers else _SHORT_PAUSE_S)
 
 
 def _announce(works: Sequence[Work]) -> None:

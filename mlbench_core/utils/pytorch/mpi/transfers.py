@@ -75,7 +75,7 @@ class Transfers:
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction) -> None:
         """Reduce ``source``, a part for each worker; ``output`` is this worker's part of the result."""
         if source.numel() <= MAX_ELEMENTS:
-            inward = [address(self.mpi, source), source.numel(), reduction.datatype]
+            inward = [address(self.mpi, source), output.numel(), reduction.datatype]
             outward = [address(self.mpi, output), output.numel(), reduction.datatype]
             self.comm.Reduce_scatter_block(inward, outward, reduction.op)
             self._divide(output, reduction)
