@@ -26,6 +26,15 @@ def test_task_1a_is_as_specified() -> None:
     assert task.goal_on("digits", light=False) == 95.0
 
 
+def test_task_2a_is_as_specified() -> None:
+    task = get_task("2a")
+    assert (task.goal, task.light_goal, task.metric, task.max_epochs) == (89.0, 80.0, "Prec@1", 164)
+    assert (task.dataset, task.goal_loss) == ("epsilon", 0.2828)
+    assert set(task.stand_ins) == {
+        "a9a", "agaricus", "australian", "heart_scale", "rcv1", "webspam", "synthetic_dense"
+    }  # fmt: skip
+
+
 def test_task_0_measures_and_has_no_goal() -> None:
     task = get_task("task0")
     assert (task.folder, task.backends) == ("task0_allreduce", ("gloo", "nccl", "mpi"))
