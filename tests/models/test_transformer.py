@@ -352,6 +352,19 @@ def test_caches_follow_the_rows_and_hypotheses_share_the_source() -> None:
     assert {cache.keys.shape[0] for cache in state.values() if cache.is_static} == {2}
 
 
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+def test_several_new_positions_continue_a_cache(backend: str) -> None:
+    torch.manual_seed(0)
+    module, state = MultiheadAttention(8, 2, backend=backend).double(), {}
+    x = torch.randn(6, 3, 8, dtype=torch.float64)
+    expected, _ = module(x, x, x, mask_future_timesteps=True, need_weights=False)
+    parts = [
+        module(part, part, part, mask_future_timesteps=True, incremental_state=state, need_weights=False)[0]
+        for part in x.split([1, 3, 2])
+    ]
+    torch.testing.assert_close(torch.cat(parts), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_half_precision_is_finite_and_near(dtype: torch.dtype) -> None:
     model = tiny().float()

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer would import it inside a test, and it sets a variable
 from torch import Tensor
 
 from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
+from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
 from mlbench_core.models.pytorch.transformer import SequenceGenerator, TransformerConfig, TransformerModel
 
 SIZES = {"embed_dim": 16, "ffn_embed_dim": 24, "layers": 2, "attention_heads": 4}
@@ -136,6 +138,20 @@ def test_texts_references_prefixes_and_several_translations() -> None:
     assert texts[2] == "Ein_"  # the reference ends there
 
 
+def test_a_batch_without_target_and_a_model_that_diverged() -> None:
+    model = make_model()
+    batch = {"net_input": {"src_tokens": SOURCE, "src_lengths": LENGTHS}}
+    generator = SequenceGenerator(model, WORDS, WORDS, beam_size=2)
+    texts, references = generator.translate_batch(batch, maxlen_b=2)
+    assert len(texts) == 4
+    assert references == []
+    with pytest.raises(ValueError, match="prefix_size is 1, but the batch has no target"):
+        generator.translate_batch(batch, prefix_size=1)
+    with torch.no_grad():
+        model.decoder.output_projection.weight.fill_(float("nan"))
+    assert generator.translate_batch(batch, maxlen_b=2)[0] == [""] * 4
+
+
 def test_the_models_mode_is_put_back_and_dropout_can_stay() -> None:
     model = make_model(dropout=0.5).train()
     model.decoder.layers[0].eval()  # type: ignore[operator]
@@ -158,6 +174,28 @@ def test_sampling_repeats_from_its_generator() -> None:
 
     assert torch.equal(sample(1), sample(1))
     assert not torch.equal(sample(1)[:, :, :4], sample(2)[:, :, :4])
+
+
+def test_a_trained_model_translates() -> None:
+    """Digits into the same digits backwards, from random weights to text."""
+    digits = Dictionary(symbols=[f"{digit}_" for digit in range(6)])
+    torch.manual_seed(0)
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIZES.items()}
+    sides |= {f"{side}_embed_dim": 32 for side in ("encoder", "decoder")}
+    model = TransformerModel(TransformerConfig(**sides, dropout=0.0), digits, digits)
+    loss, optimizer = LabelSmoothing(digits.pad(), 0.1), torch.optim.Adam(model.parameters(), 5e-3)
+    end, generator = torch.ones(64, 1, dtype=torch.int64), torch.Generator().manual_seed(1)
+    for _ in range(120):
+        content = torch.randint(2, 8, (64, 4), generator=generator)
+        source, backwards = torch.cat((content, end), dim=1), content.flip(1)
+        output = model(source, None, torch.cat((end, backwards), dim=1))
+        optimizer.zero_grad()
+        loss(output, torch.cat((backwards, end), dim=1)).div(64 * 5).backward()
+        optimizer.step()
+    batch = {"net_input": {"src_tokens": source}, "target": torch.cat((backwards, end), dim=1)}
+    for options in ({"beam_size": 1}, {"beam_size": 4, "len_penalty": 0.6}):
+        texts, references = SequenceGenerator(model, digits, digits, **options).translate_batch(batch, remove_bpe="_")
+        assert sum(text == reference for text, reference in zip(texts, references, strict=True)) >= 60
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -235,6 +235,8 @@ def test_wrong_arguments_are_refused() -> None:
         run([0], torch.tensor([3, 4]))
     with pytest.raises(ValueError, match=r"start has shape \(1, 1\)"):
         search(LogitProposer(TableModel([0])), torch.tensor([[START]]), SearchOptions(EOS, PAD), 3)
+    with pytest.raises(ValueError, match=r"prefix has shape \(2, 1\); it must be \(1, length\)"):
+        run([0], 3, prefix=torch.tensor([[3], [3]]))
     with pytest.raises(ValueError, match="topk is 0"):
         Sampling(topk=0)
     with pytest.raises(ValueError, match="temperature is 0"):

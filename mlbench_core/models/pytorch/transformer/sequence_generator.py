@@ -139,7 +139,7 @@ class SequenceGenerator:
 
         Args:
             batch: What the data set's ``collater`` gives: ``batch["net_input"]`` with ``src_tokens`` and
-                ``src_lengths``, and ``batch["target"]``, int64 of shape (batch, target).
+                ``src_lengths``, and ``batch["target"]``, int64 of shape (batch, target), which may be missing.
             maxlen_a: A translation has at most ``maxlen_a * tokens of the source + maxlen_b`` tokens.
             maxlen_b: See ``maxlen_a``.
             prefix_size: A translation has to begin with so many tokens of the reference.
@@ -149,22 +149,25 @@ class SequenceGenerator:
 
         Returns:
             The translations, one text a sentence, or with ``nbest`` above 1 a list of texts a sentence, best first; and
-            the references, one text a sentence.
+            the references, one text a sentence (none without a target). Where the model gives no finite score, as
+            after a training that diverged, the text is empty.
 
         Raises:
-            ValueError: ``nbest`` is above the size of the beam.
+            ValueError: ``nbest`` is above the size of the beam, or there is no target for the prefix.
         """
         if not 1 <= nbest <= self.options.beam_size:
             raise ValueError(f"nbest is {nbest}; it must be from 1 to the size of the beam, {self.options.beam_size}")
-        source, target = batch["net_input"], batch["target"]
-        prefix = target[:, :prefix_size] if prefix_size > 0 else None
+        source, target = batch["net_input"], batch.get("target")
+        if prefix_size > 0 and target is None:
+            raise ValueError(f"prefix_size is {prefix_size}, but the batch has no target to take the prefix from")
+        prefix = target[:, :prefix_size] if target is not None and prefix_size > 0 else None
         found = self.generate(source["src_tokens"], source.get("src_lengths"), maxlen_a, maxlen_b, prefix)
         texts = [
             [self._text(torch.tensor(tokens, dtype=torch.int64), remove_bpe, ignore_case) for tokens in hypotheses]
             for hypotheses in found.to_lists(nbest)
         ]
-        references = [self._text(row, remove_bpe, ignore_case) for row in target.cpu()]
-        return [best[0] for best in texts] if nbest == 1 else texts, references
+        references = [] if target is None else [self._text(row, remove_bpe, ignore_case) for row in target.cpu()]
+        return [best[0] if best else "" for best in texts] if nbest == 1 else texts, references
 
     @torch.no_grad()
     def generate(

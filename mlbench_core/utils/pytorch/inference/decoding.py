@@ -153,8 +153,8 @@ def search(
     """Generate the best sequences, or draw some, for a batch of sentences.
 
     A hypothesis ends when the end symbol is among the ``beam_size`` best continuations of its sentence; at the last
-    step nothing but the end symbol is allowed. One value a step goes from the device to the host: how many sentences
-    are left.
+    step nothing but the end symbol is allowed. Two values a step go from the device to the host: whether a hypothesis
+    ended, and how many sentences are left.
 
     Args:
         proposer: The model, its state holding one row for each sentence; ``reorder`` asks for more.
@@ -186,6 +186,8 @@ def search(
         Graves 2012, Sequence Transduction with Recurrent Neural Networks, arXiv 1211.3711.
     """
     limits = _limits(max_len, start, options)
+    if prefix is not None and (prefix.dim() != 2 or len(prefix) != len(start)):
+        raise ValueError(f"prefix has shape {tuple(prefix.shape)}; it must be ({len(start)}, length)")
     shortest, longest = (int(value) for value in torch.aminmax(limits)) if len(limits) else (0, 0)
     finished = Hypotheses.none(len(start), options.beam_size, longest, options.pad, start.device)
     live = _begin(proposer, start, limits, longest, options)
@@ -270,7 +272,7 @@ def _finish(finished: Hypotheses, live: _Live, candidates: _Candidates, step: in
     if not ends.any():
         return
     coverage = None if live.coverage is None else _pick(live.coverage, parents)
-    length = torch.tensor(step + 1, device=log_probs.device)
+    length = torch.full((), step + 1, device=log_probs.device)
     scores = options.score(log_probs, length, coverage).masked_fill(~ends, _NEVER)
     sequences = _pick(live.tokens, parents)
     sequences[:, :, step] = tokens
@@ -295,7 +297,7 @@ def _open_sentences(finished: Hypotheses, live: _Live, step: int, options: Searc
     best_live = live.log_probs.amax(dim=1)
     done = finished.ended[live.sentences] >= options.beam_size
     if not options.stop_early:
-        soonest = torch.tensor(step + 2, device=best_live.device)
+        soonest = torch.full((), step + 2, device=best_live.device)
         reachable = torch.maximum(options.score(best_live, soonest), options.score(best_live, live.limits))
         done &= reachable <= finished.scores[live.sentences].amin(dim=1)
     return (best_live > _NEVER) & ~done

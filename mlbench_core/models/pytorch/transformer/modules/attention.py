@@ -69,7 +69,12 @@ def reference_attention(
 
 
 def fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool = False, dropout_p: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Attention by :func:`torch.nn.functional.scaled_dot_product_attention`.
 
@@ -77,13 +82,17 @@ def fused_attention(
         query: Shape (batch, heads, queries, features).
         key: Shape (batch, heads, keys, features).
         value: Shape (batch, heads, keys, features).
-        mask: What :func:`attention_mask` gives.
-        is_causal: Without a mask: whether a query sees no later key; there must be as many queries as keys.
+        key_padding_mask: bool of shape (batch, keys), True where the key is padding.
+        is_causal: Whether a query sees no key that comes after it. Without padding, and with as many queries as keys,
+            the kernel knows by itself what to leave out; otherwise it gets a mask.
         dropout_p: Probability that a weight becomes 0.
 
     Returns:
         The output, the shape of ``query``.
     """
-    if mask is None:
+    queries, keys = query.shape[2], key.shape[2]
+    if key_padding_mask is None and (not is_causal or queries == keys):
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=is_causal)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=~mask, dropout_p=dropout_p)
+    mask = attention_mask(queries, keys, key_padding_mask, is_causal, query.device)
+    seen = None if mask is None else ~mask
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout_p)

@@ -133,13 +133,15 @@ class MultiheadAttention(nn.Module):
         if width != self.embed_dim:
             raise ValueError(f"query has shape {tuple(query.shape)}; its last dimension must be {self.embed_dim}")
         q, k, v = self._project(query, key, value, incremental_state, static_kv)
-        mask = self._mask(q, k, rows, mask_future_timesteps, key_padding_mask)
+        is_causal = mask_future_timesteps and target > 1
+        self._check_masks(q, k, rows, is_causal, key_padding_mask)
         p = self.dropout if self.training else 0.0
         weights = None
         if need_weights or self.backend == "reference":
+            mask = attention_mask(q.shape[2], k.shape[2], key_padding_mask, is_causal, q.device)
             output, weights = reference_attention(q, k, v, mask, p)
         else:
-            output = fused_attention(q, k, v, mask, dropout_p=p, is_causal=mask_future_timesteps and target > 1)
+            output = fused_attention(q, k, v, key_padding_mask, is_causal, p)
         output = self.out_proj(self._merge_heads(output, target, rows))
         if weights is None or not need_weights:
             return output, None
@@ -197,12 +199,10 @@ class MultiheadAttention(nn.Module):
         x = x.unflatten(2, (-1, positions)).permute(3, 0, 2, 1, 4)
         return x.reshape(positions, rows, self.embed_dim)
 
-    def _mask(self, q: Tensor, k: Tensor, rows: int, is_causal: bool, key_padding_mask: Tensor | None) -> Tensor | None:
-        """The mask, or None where there is nothing to mask or causality is all there is and the kernel knows it."""
-        batch, _, queries, _ = q.shape
-        keys = k.shape[2]
+    def _check_masks(self, q: Tensor, k: Tensor, rows: int, is_causal: bool, key_padding_mask: Tensor | None) -> None:
+        """Refuse masks that do not fit queries and keys of shape (batch, heads, positions, features)."""
+        batch, keys = k.shape[0], k.shape[2]
         if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
             raise ValueError(f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; it must be {(batch, keys)}")
         if is_causal and rows != batch:
             raise ValueError(f"{rows} rows share {batch} keys; mask_future_timesteps needs keys for each row")
-        return attention_mask(queries, keys, key_padding_mask, is_causal and queries > 1, q.device)
