@@ -188,7 +188,7 @@ class LatencyFit:
         return self.alpha_s + size_bytes / self.beta_bytes_per_s
 
     def __str__(self) -> str:
-        return f"{self.alpha_s * 1e6:.3g} µs + n / ({self.beta_bytes_per_s / 1e9:.3g} GB/s)"
+        return f"{self.alpha_s * 1e6:.4g} µs + n / ({self.beta_bytes_per_s / 1e9:.3g} GB/s)"
 
 
 def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> LatencyFit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -217,6 +218,35 @@ def test_one_worker_alone() -> None:
             measure("all_reduce", 0)
     finally:
         dist.destroy_process_group()
+
+
+def test_on_a_gpu_only_the_ends_of_a_block_are_marked_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of calls, with events that note them; that a GPU does what they say takes a GPU."""
+    calls: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            calls.append("record")
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 30.0
+
+    class Operation:
+        device = torch.device("cpu")
+
+        def run(self) -> None:
+            calls.append("run")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    assert collectives._cuda_seconds(Operation(), 3) == pytest.approx(0.03)  # type: ignore[arg-type]
+    assert calls == ["record", "run", "run", "run", "record", "synchronize"]
 
 
 @pytest.mark.gpu
