@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
@@ -161,6 +162,24 @@ def test_attention_weights_are_dropped_out_in_training_only(softmax_type: str) -
         torch.testing.assert_close(weights[weights > 0], torch.tensor(1 / 64 / 0.75).expand(int((weights > 0).sum())))
     module.eval()
     torch.testing.assert_close(module(x, x, x)[0].squeeze(1), torch.full((64, 64), 1 / 64))
+
+
+def test_torchs_kernel_is_told_of_causality_and_gets_a_mask_only_for_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[bool, bool]] = []
+    kernel = F.scaled_dot_product_attention
+
+    def spy(*args: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, **others: float) -> Tensor:
+        calls.append((is_causal, attn_mask is not None))
+        return kernel(*args, attn_mask=attn_mask, is_causal=is_causal, **others)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    module, x = MultiheadAttention(8, 2), torch.randn(4, 2, 8)
+    padding = torch.zeros(2, 4, dtype=torch.bool)
+    module(x, x, x, mask_future_timesteps=True, need_weights=False)
+    module(x, x, x, need_weights=False)
+    module(x, x, x, mask_future_timesteps=True, key_padding_mask=padding, need_weights=False)
+    module(x, x, x, mask_future_timesteps=True)  # the weights are asked for: the plain path
+    assert calls == [(True, False), (False, False), (False, True)]
 
 
 def test_attention_refuses_wrong_arguments() -> None:

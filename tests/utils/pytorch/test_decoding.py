@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mlbench_core.models.pytorch.language_models.lstm import LSTMLanguageModel
 from mlbench_core.utils.pytorch.inference import (
     GNMTScore,
     Hypotheses,
@@ -245,6 +246,42 @@ def test_wrong_arguments_are_refused() -> None:
         GNMTScore(len_norm_const=-1)
     with pytest.raises(ValueError, match="cov_penalty_factor is -1"):
         GNMTScore(cov_penalty_factor=-1)
+
+
+class LanguageModelState:
+    """A recurrent language model in a generation."""
+
+    def __init__(self, model: LSTMLanguageModel, sentences: int) -> None:
+        self.model, self.hidden = model, model.init_hidden(sentences)
+
+    def step(self, tokens: Tensor) -> tuple[Tensor, None]:
+        scores, self.hidden = self.model(tokens.unsqueeze(0), self.hidden)
+        return scores[0], None
+
+    def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
+        self.hidden = [(h[:, rows], c[:, rows]) for h, c in self.hidden]
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(generator=torch.Generator().manual_seed(3))])
+def test_a_language_model_continues_prompts(sampling: Sampling | None) -> None:
+    torch.manual_seed(0)
+    model = LSTMLanguageModel(ntoken=9, ninp=6, nhid=7, nlayers=2).eval()
+    prompts = torch.tensor([[3, 4], [5, PAD]])
+    options = SearchOptions(
+        EOS, PAD, beam_size=4, min_len=5, score=LengthPenaltyScore(0.0), independent=sampling is not None
+    )
+    proposer = LogitProposer(LanguageModelState(model, 2), sampling)
+    found = search(proposer, torch.full((2,), START), options, max_len=8, prefix=prompts)
+    for i, hypotheses in enumerate(found.to_lists(4)):
+        assert len(hypotheses) == 4
+        for rank, tokens in enumerate(hypotheses):
+            assert tokens[: 2 - i] == prompts[i, : 2 - i].tolist()
+            assert 5 <= len(tokens) <= 8
+            fed = torch.tensor([START, *tokens[:-1]]).unsqueeze(1)
+            with torch.no_grad():
+                scores = model(fed, model.init_hidden(1))[0][:, 0].log_softmax(dim=-1)
+            log_prob = scores[torch.arange(len(tokens)), torch.tensor(tokens)].sum().item()
+            assert found.scores[i, rank].item() == pytest.approx(log_prob, abs=1e-4)
 
 
 class ModelOf30:
