@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mlbench_core.evaluation.pytorch.criterion import ActivationRegularization
 from mlbench_core.models.pytorch.language_models import LSTMLanguageModel
+from mlbench_core.models.pytorch.layers import dropout_layers
 from mlbench_core.models.pytorch.layers.dropout_layers import LockedDropout, WeightDrop, embedded_dropout
 
 NO_DROPOUT = {"dropout": 0.0, "dropouth": 0.0, "dropouti": 0.0, "dropoute": 0.0}
@@ -342,6 +343,41 @@ def test_learns_a_repeating_text_and_prints_nothing(capsys: pytest.CaptureFixtur
         losses.append(loss.item())
     assert losses[-1] < 0.5 < 1.5 < losses[0]
     assert capsys.readouterr() == ("", "")
+
+
+def test_weights_packed_for_cudnn_share_a_buffer_and_leave_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the one call that needs a GPU: it moves tensors into one buffer, as cuDNN's does."""
+    calls = []
+
+    def flatten(weights: list[Tensor], per_layer: int, *others: object) -> None:
+        calls.append((len(weights), per_layer, others))
+        buffer, start = torch.cat([weight.flatten() for weight in weights]), 0
+        for weight in weights:
+            shape = weight.shape
+            weight.set_(buffer[start : start + shape.numel()].view(shape))
+            start += shape.numel()
+
+    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", flatten)
+    monkeypatch.setattr("torch.backends.cudnn.rnn.get_cudnn_mode", {"LSTM": 2}.get)
+    monkeypatch.setattr(dropout_layers, "_runs_on_cudnn", lambda weights: True)
+    plain = WeightDrop(nn.LSTM(3, 4), ["weight_hh_l0"], dropout=0.5)
+    twin, x = copy.deepcopy(plain), torch.randn(5, 2, 3)
+    places = [p.data_ptr() for p in plain.parameters()]
+    torch.manual_seed(4)
+    output, _ = plain(x)
+    again, _ = plain(x)  # a second pass before the first one's gradients
+    (output.sum() + 2 * again.sum()).backward()
+    monkeypatch.setattr(dropout_layers, "_runs_on_cudnn", lambda weights: False)
+    torch.manual_seed(4)
+    expected, expected_again = twin(x)[0], twin(x)[0]
+    (expected.sum() + 2 * expected_again.sum()).backward()
+    assert torch.equal(output, expected)
+    assert torch.equal(again, expected_again)
+    for p, q in zip(plain.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+        assert torch.equal(p, q)
+    assert [p.data_ptr() for p in plain.parameters()] == places
+    assert calls == [(4, 4, (3, 2, 4, 0, 1, False, False))] * 2
 
 
 @needs_gpu

@@ -201,13 +201,21 @@ def _computing_with(module: nn.RNNBase, weights: Mapping[str, Tensor]) -> Iterat
 
 
 def _packed_for_cudnn(module: nn.RNNBase, weights: list[Any]) -> list[Any]:
-    """The weights as parts of one buffer, in cuDNN's order, on a GPU; elsewhere as they are."""
-    if not all(
-        isinstance(weight, Tensor) and weight.is_cuda and torch.backends.cudnn.is_acceptable(weight)
-        for weight in weights
-    ):
+    """The weights as parts of one buffer, in cuDNN's order, where it computes; elsewhere as they are."""
+    if not _runs_on_cudnn(weights):
         return weights
     return list(_PackForCudnn.apply(module, *weights))  # type: ignore[no-untyped-call]
+
+
+def _runs_on_cudnn(weights: Sequence[Any]) -> bool:
+    """Whether cuDNN takes these weights of a recurrent module."""
+    return all(
+        isinstance(weight, Tensor)
+        and weight.is_cuda
+        and weight.dtype == weights[0].dtype
+        and torch.backends.cudnn.is_acceptable(weight)
+        for weight in weights
+    )
 
 
 class _PackForCudnn(torch.autograd.Function):
@@ -218,7 +226,7 @@ class _PackForCudnn(torch.autograd.Function):
         import torch.backends.cudnn.rnn as cudnn_rnn
 
         # Other tensors on the same memory: flattening moves them into the buffer, and leaves the parameters.
-        parts = [weight.detach() for weight in weights]
+        parts = [weight.new_empty(0).set_(weight.detach()) for weight in weights]  # type: ignore[call-overload]
         per_layer = (4 if module.bias else 2) + (module.proj_size > 0)
         with torch.cuda.device_of(parts[0]):
             torch._cudnn_rnn_flatten_weight(
