@@ -9,11 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
 from mlbench_core.models.pytorch.transformer import TransformerConfig, TransformerModel
 from mlbench_core.models.pytorch.transformer.modules import (
+    DecoderLayer,
+    EncoderLayer,
     IncrementalState,
     LearnedPositions,
     MultiheadAttention,
@@ -222,6 +224,45 @@ def test_positions_continue_where_earlier_calls_ended(kind: type) -> None:
     positions = kind(6, 10, padding_idx=0)
     tokens = torch.tensor([[3, 4, 5, 6]])
     torch.testing.assert_close(positions(tokens)[:, 2:], positions(tokens[:, 2:], before=2))
+
+
+def copy_attention(own: MultiheadAttention, torchs: nn.MultiheadAttention) -> None:
+    torchs.in_proj_weight.copy_(own.in_proj_weight)
+    torchs.out_proj.weight.copy_(own.out_proj.weight)
+    for bias in (torchs.in_proj_bias, torchs.out_proj.bias):
+        bias.zero_()
+
+
+@pytest.mark.parametrize("normalize_before", [True, False])
+def test_layers_are_torchs_layers(normalize_before: bool) -> None:
+    torch.manual_seed(5)
+    orders = {f"{side}_normalize_before": normalize_before for side in ("encoder", "decoder")}
+    config = TransformerConfig(**TINY, **orders)
+    sizes = {"dropout": 0.0, "norm_first": normalize_before, "dtype": torch.float64}
+    encoder, decoder = EncoderLayer(config).double().eval(), DecoderLayer(config).double().eval()
+    torch_encoder = nn.TransformerEncoderLayer(16, 4, 24, **sizes)
+    torch_decoder = nn.TransformerDecoderLayer(16, 4, 24, **sizes)
+    with torch.no_grad():
+        for norm in (module for layer in (encoder, decoder) for module in layer.modules()):
+            if isinstance(norm, nn.LayerNorm):
+                norm.weight.uniform_(0.5, 1.5)
+                norm.bias.uniform_(-0.5, 0.5)
+        for own, other in ((encoder, torch_encoder), (decoder, torch_decoder)):
+            copy_attention(own.self_attn, other.self_attn)
+            other.linear1.load_state_dict(own.feed_forward.fc1.state_dict())
+            other.linear2.load_state_dict(own.feed_forward.fc2.state_dict())
+            other.norm1.load_state_dict(own.self_attn_residual.layer_norm.state_dict())
+        copy_attention(decoder.encoder_attn, torch_decoder.multihead_attn)
+        torch_encoder.norm2.load_state_dict(encoder.feed_forward_residual.layer_norm.state_dict())
+        torch_decoder.norm2.load_state_dict(decoder.encoder_attn_residual.layer_norm.state_dict())
+        torch_decoder.norm3.load_state_dict(decoder.feed_forward_residual.layer_norm.state_dict())
+    source = torch.randn(5, 3, 16, dtype=torch.float64)
+    target = torch.randn(4, 3, 16, dtype=torch.float64)
+    padding = torch.tensor([[False] * 5, [True, True, False, False, False], [False] * 4 + [True]])
+    torch.testing.assert_close(encoder(source, padding), torch_encoder(source, src_key_padding_mask=padding))
+    causal = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    expected = torch_decoder(target, source, tgt_mask=causal, memory_key_padding_mask=padding)
+    torch.testing.assert_close(decoder(target, source, padding)[0], expected)
 
 
 def expected_parameters(vocabulary: int, d: int, f: int, layers: int) -> int:
