@@ -230,17 +230,22 @@ class MPIWorldEnvironment(ClusterEnvironment):
     The workers tell each other their hosts, so ``MASTER_ADDR`` need not be set. Asking starts MPI.
 
     Args:
-        expected: What was given by hand (``--hosts``) or by torchrun, if anything was; MPI must agree.
+        expected: What was given by hand (``--hosts`` and ``--rank``) or by torchrun, if anything was; MPI must agree.
+        hosts: The hosts that were given by hand, if any: as many as MPI has workers.
         environment: As in :class:`ClusterEnvironment`.
     """
 
     name = "MPI"
 
     def __init__(
-        self, expected: ClusterEnvironment | None = None, environment: Mapping[str, str] | None = None
+        self,
+        expected: ClusterEnvironment | None = None,
+        hosts: str | Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(environment)
         self.expected = expected
+        self.hosts = hosts
 
     def is_active(self) -> bool:
         return self._has("OMPI_COMM_WORLD_SIZE") or self._has("PMI_SIZE") or self._has("PMIX_RANK")
@@ -250,6 +255,8 @@ class MPIWorldEnvironment(ClusterEnvironment):
 
         world = mpi.world()
         mpi.check_variables(world, self.environment)
+        if self.hosts:
+            mpi.check_launch(world, -1, len(HostsEnvironment(self.hosts, 0).hosts), HostsEnvironment.name)
         if self.expected is not None:
             given = self.expected.place()
             mpi.check_launch(world, given.rank, given.world_size, self.expected.name)

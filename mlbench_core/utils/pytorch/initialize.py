@@ -104,7 +104,7 @@ def initialize_backends(
     environment = detect_environment(hosts, rank)
     if comm_backend == "mpi" and mpi.register(timeout_s):
         given = isinstance(environment, (HostsEnvironment, SlurmEnvironment, TorchrunEnvironment))
-        environment = MPIWorldEnvironment(environment if given else None)
+        environment = MPIWorldEnvironment(environment if given else None, hosts)
     place = environment.place()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_variables({**place.variables(), **interface_variables(place.master_address)}))

@@ -514,6 +514,7 @@ def in_and_out_of_worlds(folder: Path) -> None:
 
     count = len(hosts.split(","))
     refused(ConfigurationError, f"says {count + 1} workers, but MPI's world has {count}", enter(hosts + ",a", mine))
+    refused(ConfigurationError, f"says {count + 1} workers", enter(hosts + ",a", -1))
     refused(ConfigurationError, f"but for MPI it is worker {mine}", enter(hosts, (mine + 1) % count))
     with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="7", MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="x"):
         refused(ConfigurationError, "mpirun -n 7", enter(hosts, mine))

@@ -472,3 +472,5 @@ def _spread(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for part, values in zip(parts, whole.split(parts[0].numel()), strict=True):
             part.copy_(values.view(part.shape))
+    if parts[0].is_cuda:
+        torch.cuda.current_stream(parts[0].device).synchronize()

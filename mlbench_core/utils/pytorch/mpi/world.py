@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,9 @@ from mlbench_core.utils.pytorch.mpi.lane import Lane
 __all__ = ["World", "check_launch", "check_variables", "fail_at_exit", "why_not", "world"]
 
 _log = logging.getLogger(__name__)
+
+_GRACE_S = 2.0
+"""How long a worker that failed waits for the others to fail too before it ends them."""
 
 _LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun", "PMI_SIZE": "MPICH's mpirun"}
 
@@ -115,16 +119,18 @@ def check_launch(found: World, rank: int, size: int, source: str) -> None:
     """
     if found.size != size:
         alone = f"this process was not started by an mpirun of the MPI that mpi4py uses ({_library(found)})"
-        raise ConfigurationError(
+        found.failed = (
             f"{source} says {size} workers, but MPI's world has {found.size}: "
             + (alone if found.size == 1 else "the two must agree")
             + f". Start the workers with MPI, as in: mpirun -n {size} {_command()}"
         )
+        raise ConfigurationError(found.failed)
     if rank not in (-1, found.rank):
-        raise ConfigurationError(
+        found.failed = (
             f"{source} says that this is worker {rank}, but for MPI it is worker {found.rank} of {found.size}: leave "
             f"the rank out, mpirun gives it"
         )
+        raise ConfigurationError(found.failed)
 
 
 def check_variables(found: World, environment: Mapping[str, str]) -> None:
@@ -153,15 +159,27 @@ def _end(found: World, pid: int) -> None:
     """At the end of the process: where something went wrong, end the others too; otherwise MPI ends in peace."""
     if os.getpid() != pid or found.mpi.Is_finalized():
         return  # a forked child, which has no part in MPI
-    reason = found.failed or (str(found.lane.broken) if found.lane.broken else "")
-    uncaught = getattr(sys, "last_value", None)
-    if not reason and uncaught is not None:
-        reason = f"{type(uncaught).__name__}: {uncaught}"
-    if not reason:
-        found.lane.close(drain=True)
-    elif found.size > 1:
+    reason = found.failed
+    if isinstance(uncaught := getattr(sys, "last_value", None), BaseException):
+        reason = reason or f"{type(uncaught).__name__}: {uncaught}"
+    found.lane.close(drain=not reason)
+    if found.lane.broken is None and (not reason or _all_end(found)):
+        return
+    if found.size > 1:
+        reason = reason or str(found.lane.broken)
         _log.critical("worker %d of %d failed and ends the others: %s", found.rank, found.size, reason)
         found.mpi.COMM_WORLD.Abort(1)
+
+
+def _all_end(found: World) -> bool:
+    """Whether all workers are about to end for a reason of this kind, so that none waits for the others."""
+    request = found.mpi.COMM_WORLD.Ibarrier()
+    deadline = time.perf_counter() + _GRACE_S
+    while not request.Test():
+        if time.perf_counter() > deadline:
+            return False
+        time.sleep(1e-3)
+    return True
 
 
 def _library(found: World) -> str:
