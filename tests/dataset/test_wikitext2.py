@@ -9,6 +9,7 @@ import logging
 import zipfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from mlbench_core.dataset.nlp.pytorch import Wikitext2Dataset, corpus, wikitext2_dataset
 from mlbench_core.dataset.nlp.pytorch.wikitext2_dataset import WIKITEXT2_TOKENS, WIKITEXT2_WORDS, Dictionary
-from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError
+from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError, MissingDependencyError
 from tests.helpers.data import test_data
 
 TEXT = {"train": "a b c\n\n a  d \n", "valid": "d a\n", "test": "b b e"}
@@ -238,7 +239,44 @@ def test_download_comes_from_a_living_address_and_is_checked(tmp_path: Path, mon
     assert len(Wikitext2Dataset(tmp_path / "second", 2, valid=True).tokens) == 3
 
 
-def test_what_goes_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_mirror_has_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With stand-ins for the network and for pyarrow: its table has one row for each line, empty ones too."""
+    asked = []
+
+    def fail(*args: object) -> None:
+        raise DownloadError("could not download")
+
+    def fake_download(url: str, dest: Path) -> Path:
+        asked.append(url)
+        return dest
+
+    def fake_table(path: Path, columns: list[str]) -> dict[str, SimpleNamespace]:
+        part = path.stem.replace("validation", "valid")
+        return {"text": SimpleNamespace(to_pylist=lambda: TEXT[part].splitlines(keepends=True))}
+
+    monkeypatch.setattr(wikitext2_dataset.tools, "maybe_download_and_extract_zip", fail)
+    monkeypatch.setattr(wikitext2_dataset.tools, "progress_download", fake_download)
+    monkeypatch.setattr(wikitext2_dataset, "require", lambda *names: SimpleNamespace(read_table=fake_table))
+    monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_TOKENS", {"train": 8, "valid": 3, "test": 4})
+    monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_WORDS", 6)
+    assert Wikitext2Dataset(tmp_path, 2, train=True).tokens.tolist() == [0, 1, 2, 3, 3, 0, 4, 3]
+    assert [url.rsplit("/", 1)[1].split("-")[0] for url in asked] == ["train", "validation", "test"]
+    assert asked[0].startswith("https://huggingface.co/datasets/Salesforce/wikitext/")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"wiki.{part}.tokens" for part in sorted(TEXT)]
+    assert "trying the Hugging Face hub" in caplog.text
+
+    def missing(*names: str) -> None:
+        raise MissingDependencyError("pip install 'mlbench-core[text]'")
+
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(wikitext2_dataset, "require", missing)
+    with pytest.raises(DownloadError, match=r"could not download; another mirror .* pip install"):
+        Wikitext2Dataset(tmp_path / "other", 2, train=True)
+
+
+def test_what_goes_wrong(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "texts")
     with pytest.raises(ValueError, match="no part asked for"):
         Wikitext2Dataset(folder, 2)
@@ -274,10 +312,3 @@ def test_what_goes_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (folder / "train.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(DatasetError, match="is no UTF-8"):
         Wikitext2Dataset(folder, 2, train=True)
-
-    def fail(*args: object) -> None:
-        raise DownloadError("could not download")
-
-    monkeypatch.setattr(wikitext2_dataset.tools, "maybe_download_and_extract_zip", fail)
-    with pytest.raises(DownloadError):
-        Wikitext2Dataset(tmp_path / "empty", 2, train=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from mlbench_core.dataset.nlp.pytorch.corpus import Corpus, Dictionary, Ids, load_corpus
 from mlbench_core.dataset.util import tools
-from mlbench_core.errors import DatasetError, DatasetNotFoundError
+from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError, MissingDependencyError, require
 from mlbench_core.utils.paths import user_folder
 
 __all__ = ["Dictionary", "Wikitext2Dataset"]
@@ -20,6 +22,9 @@ __all__ = ["Dictionary", "Wikitext2Dataset"]
 _log = logging.getLogger(__name__)
 
 WIKITEXT2_URL = "https://wikitext.smerity.com/wikitext-2-v1.zip"
+WIKITEXT2_HUB_URL = (
+    "https://huggingface.co/datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1/{name}-00000-of-00001.parquet"
+)
 WIKITEXT2_TOKENS = {"train": 2_088_628, "valid": 217_646, "test": 245_569}
 WIKITEXT2_WORDS = 33_278
 _FOLDERS = ("", "wikitext-2")  # the second is what the archive unpacks to
@@ -281,17 +286,40 @@ def _find_texts(folder: Path) -> dict[str, Path]:
 
 
 def _download(folder: Path, cache_dir: Path) -> Corpus:
-    """Get the original archive and check that it holds what was published.
+    """Get the text from the first mirror that has it, and check that it is what was published.
 
-    No checksum of the archive is published, so what is checked are the numbers of tokens and words.
+    No checksums that hold for all mirrors are published, so what is checked are the numbers of tokens and words.
     """
     archive = WIKITEXT2_URL.rsplit("/", 1)[1]
-    tools.maybe_download_and_extract_zip(folder, archive, WIKITEXT2_URL)
+    try:
+        tools.maybe_download_and_extract_zip(folder, archive, WIKITEXT2_URL)
+    except DownloadError as error:
+        _log.warning("%s; trying the Hugging Face hub", error)
+        _download_from_hub(folder, error)
     corpus = load_corpus(_find_texts(folder), cache_dir)
     tokens = {part: len(ids) for part, ids in corpus.parts.items()}
     if tokens != WIKITEXT2_TOKENS or len(corpus.dictionary) != WIKITEXT2_WORDS:
         raise DatasetError(
-            f"{folder / archive} is not WikiText-2: it has {tokens} tokens and {len(corpus.dictionary)} words instead "
-            f"of {WIKITEXT2_TOKENS} and {WIKITEXT2_WORDS}; delete the folder's files and get it from elsewhere"
+            f"what was downloaded into {folder} is not WikiText-2: it has {tokens} tokens and {len(corpus.dictionary)} "
+            f"words instead of {WIKITEXT2_TOKENS} and {WIKITEXT2_WORDS}; delete the folder and get it from elsewhere"
         )
     return corpus
+
+
+def _download_from_hub(folder: Path, reason: DownloadError) -> None:
+    """Get the text as the Hugging Face hub has it, a table with one line in each row, and write it as text."""
+    try:
+        parquet: Any = require("pyarrow.parquet", "text")
+    except MissingDependencyError as error:
+        raise DownloadError(
+            f"{reason}; another mirror has the text in a format that is not readable: {error}"
+        ) from error
+    with tempfile.TemporaryDirectory(prefix=".wikitext-2-", dir=folder) as name:
+        new = Path(name)
+        for part, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
+            table = tools.progress_download(WIKITEXT2_HUB_URL.format(name=name), new / f"{name}.parquet")
+            rows = parquet.read_table(table, columns=["text"])["text"].to_pylist()
+            lines = (row.removesuffix("\n") + "\n" for row in rows)
+            (new / f"wiki.{part}.tokens").write_text("".join(lines), encoding="utf-8")
+        for part in WIKITEXT2_TOKENS:
+            os.replace(new / f"wiki.{part}.tokens", folder / f"wiki.{part}.tokens")
