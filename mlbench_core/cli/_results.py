@@ -285,5 +285,5 @@ def print_results(results: Sequence[RunResult]) -> None:
         )
         for result in results
     ]
-    header = ("RUN", "WORKERS", "REACHED", "SECONDS", "COMPUTE", "COMMUNICATION", "METRICS", "DATA", "IMAGES/S")
+    header = ("RUN", "WORKERS", "REACHED", "SECONDS", "COMPUTE", "COMMUNICATION", "METRICS", "DATA", "SAMPLES/S")
     print_table(header, rows, right=(1, 3, 4, 5, 6, 7, 8))

@@ -130,7 +130,7 @@ def test_wait_shows_progress_table_results_and_chart(fake: FakeMaster, call: Cal
     assert len(progress) == len(set(progress)), "a line is written only when something changes"
     table = [line.split() for line in result.stdout.splitlines()]
     assert table[0][:6] == ["RUN", "WORKERS", "REACHED", "SECONDS", "COMPUTE", "COMMUNICATION"]
-    assert table[0][6:] == ["METRICS", "DATA", "IMAGES/S"]
+    assert table[0][6:] == ["METRICS", "DATA", "SAMPLES/S"]
     assert table[1] == ["demo-1", "1", "yes", "81.5", "80.0", "0.0", "0.5", "1.0", "400"]
     assert table[2] == ["demo-2", "2", "yes", "45.5", "40.0", "4.0", "0.5", "1.0", "800"]
     saved = json.loads((tmp_path / "out" / "demo-2.json").read_text())

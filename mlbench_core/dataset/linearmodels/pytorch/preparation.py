@@ -11,6 +11,7 @@ from mlbench_core.dataset.linearmodels.pytorch.dataloader import find_stores
 from mlbench_core.dataset.util import tools
 from mlbench_core.dataset.util.pytorch.libsvm import SYNTHETIC, convert, download
 from mlbench_core.dataset.util.pytorch.libsvm_names import KNOWN
+from mlbench_core.dataset.util.pytorch.synthetic_dense import DEFAULT_ROWS, write_synthetic_dense
 from mlbench_core.errors import DatasetNotFoundError
 
 __all__ = ["find_text", "prepare_stores"]
@@ -122,10 +123,8 @@ def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
         return
     dest = folder / f"{name}_{part}.lmdb"
     if text_folder is None and name == SYNTHETIC:
-        from mlbench_core.dataset.util.pytorch.synthetic_dense import write_synthetic_dense
-
         logger.info("making %s", dest)
-        write_synthetic_dense(dest, data_type=part)
+        write_synthetic_dense(dest, n_rows=DEFAULT_ROWS[part], data_type=part)
         return
     text = download(name, part, folder) if text_folder is None else find_text(text_folder, name, part)
     if there and min(store.stat().st_mtime_ns for store in there) >= text.stat().st_mtime_ns:
