@@ -76,9 +76,9 @@ class BlockBatchSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
-        window_blocks: int = 32,
+        window_blocks: int = 16,
         repartition: bool = False,
-        min_pieces: int = 1024,
+        min_pieces: int = 512,
     ) -> None:
         if operator.index(batch_size) < 1 or operator.index(window_blocks) < 1:
             raise ValueError(
@@ -289,9 +289,9 @@ class LinearBatches:
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
-        window_blocks: int = 32,
+        window_blocks: int = 16,
         repartition: bool = False,
-        min_pieces: int = 1024,
+        min_pieces: int = 512,
     ) -> None:
         self.dataset = dataset
         self.sampler = BlockBatchSampler(
@@ -312,7 +312,7 @@ class LinearBatches:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return map(self.dataset.batch, self.sampler.row_batches())
+        return map(self.dataset.fetch, self.sampler.row_batches())
 
     @property
     def batch_size(self) -> int:

@@ -201,11 +201,21 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         Raises:
             IndexError: There is no such row.
         """
-        wanted = self._positions(rows)
-        labels = self._labels[torch.from_numpy(wanted)]
+        return self.fetch(self._positions(rows))
+
+    def fetch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """As :meth:`batch`, without a look at the positions, for loaders that make them.
+
+        Args:
+            positions: Rows, each from 0 to ``len(self) - 1``. What happens with others is not defined.
+
+        Returns:
+            Features and labels.
+        """
+        labels = self._labels.index_select(0, torch.from_numpy(positions))
         if self.target_transform is not None:
             labels = torch.stack([torch.as_tensor(self.target_transform(label)) for label in labels])
-        return (self._dense(wanted) if self.layout == "dense" else self._sparse(wanted)), labels
+        return (self._dense(positions) if self.layout == "dense" else self._sparse(positions)), labels
 
     def close(self) -> None:
         """Let go of the files; they are opened again when they are needed."""
@@ -236,9 +246,8 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def _dense(self, rows: NDArray[np.int64]) -> Tensor:
         features = torch.empty(len(rows), self.n_features, dtype=self.dtype)
-        array = features.numpy()
         for store, local, where in self._runs(rows):
-            store.take(local, array[where])
+            store.take(local, features[where])
         return features
 
     def _sparse(self, rows: NDArray[np.int64]) -> Tensor:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from mlbench_core.dataset.util.pytorch._dense_rows import DenseRows
 from mlbench_core.dataset.util.pytorch._lmdb_environment import ReadEnvironment, open_for_reading
@@ -168,7 +169,7 @@ class LinearStore:
         """Let go of the file; it is opened again when it is needed."""
         self._opened = self._dense = None
 
-    def take(self, rows: NDArray[np.int64], out: NDArray[Any]) -> None:
+    def take(self, rows: NDArray[np.int64], out: Tensor) -> None:
         """Copy rows into a dense matrix.
 
         Many rows at once are the fastest, and sorted ones are faster than others.
@@ -178,11 +179,12 @@ class LinearStore:
             out: Where to, of the store's dtype and shape (len(rows), n_features).
         """
         if self.header.layout == "dense":
-            self._dense_rows().take(rows, torch.from_numpy(out))
+            self._dense_rows().take(rows, out)
             return
         indptr, columns, values = self.take_csr(rows)
-        out.fill(0)
-        out[np.repeat(np.arange(len(rows)), np.diff(indptr)), columns] = values
+        array = out.numpy()
+        array.fill(0)
+        array[np.repeat(np.arange(len(rows)), np.diff(indptr)), columns] = values
 
     def take_csr(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
         """Copy rows as compressed sparse rows.
@@ -194,9 +196,9 @@ class LinearStore:
             ``indptr`` (len(rows) + 1), the columns of the values, the values.
         """
         if self.header.layout == "dense":
-            out = np.empty((len(rows), self.header.n_features), self.header.dtype)
+            out = torch.from_numpy(np.empty((len(rows), self.header.n_features), self.header.dtype))
             self.take(rows, out)
-            return _compress(out)
+            return _compress(out.numpy())
         parts = []
         for number, start, stop in self._runs(rows):
             local = rows[start:stop] - number * self.header.rows_per_block
