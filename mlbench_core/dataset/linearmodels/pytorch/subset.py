@@ -73,6 +73,17 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
         """
         return self.dataset.batch(self.rows[np.asarray(rows, dtype=np.int64)])
 
+    def fetch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """As :meth:`batch`, for loaders that make the positions; see :meth:`LMDBDataset.fetch`.
+
+        Args:
+            positions: Rows of this subset, each from 0 to ``len(self) - 1``.
+
+        Returns:
+            Features and labels.
+        """
+        return self.dataset.fetch(self.rows[positions])
+
 
 def train_and_validation(
     name: str, root: str | os.PathLike[str], *, layout: str | None = None
