@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -16,6 +17,7 @@ __all__ = ["BlockBatchSampler", "LinearBatches"]
 
 # What a stream of random numbers is for; part of its seed, so that no two purposes share one.
 _CUT, _ORDER = 0, 1
+_LARGE_BYTES = 32_000_000  # below 32 MiB, the largest block that glibc learns from
 
 
 class BlockBatchSampler(Sampler[list[int]]):
@@ -245,6 +247,16 @@ def _positions(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.repeat(pieces[:, 1] - np.cumsum(lengths), lengths) + np.arange(lengths.sum())
 
 
+def _let_malloc_keep_batches() -> None:
+    """Free a large block that was never touched.
+
+    glibc gives freed memory back to the system beyond twice the largest mapped block that it ever saw freed. A batch of
+    a megabyte would go back each time, and each time its pages would have to be made anew, which costs as much as
+    filling them. After this the memory of one batch serves the next.
+    """
+    torch.empty(_LARGE_BYTES, dtype=torch.uint8)
+
+
 class LinearBatches:
     """Iterate over whole batches of rows; it stands where a ``DataLoader`` would.
 
@@ -306,6 +318,7 @@ class LinearBatches:
             repartition=repartition,
             min_pieces=min_pieces,
         )
+        _let_malloc_keep_batches()
 
     def __len__(self) -> int:
         """Number of batches of an epoch, the same on every worker."""

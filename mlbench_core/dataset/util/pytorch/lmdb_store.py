@@ -359,7 +359,7 @@ class StoreWriter:
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> with StoreWriter(folder / "tiny.lmdb", n_features=2) as writer:
         ...     writer.append(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([-1.0, 1.0]))
-        ...     writer.finish(label_map={"-1": 0, "1": 1})
+        ...     _ = writer.finish(label_map={"-1": 0, "1": 1})
         >>> store = LinearStore(folder / "tiny.lmdb")
         >>> store.labels.tolist()
         [0.0, 1.0]

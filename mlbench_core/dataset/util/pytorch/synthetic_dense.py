@@ -161,7 +161,7 @@ def logistic_optimum(
     Example:
         >>> x = np.array([[1.0], [-1.0]])
         >>> found = logistic_optimum(x, np.array([1.0, 0.0]), l2=1.0)
-        >>> round(found.weights[0], 6)  # w = sigma(-w)
+        >>> round(float(found.weights[0]), 6)  # w = sigma(-w)
         0.401058
     """
     if not l2 > 0:
