@@ -138,7 +138,10 @@ def check(args: argparse.Namespace) -> None:
         (args.sync_batch_norm and args.compile, "--sync-batch-norm does not go with --compile: it sends messages"),
         (args.partial and args.dataset != "cifar10", f"--partial does not go with --dataset {args.dataset}"),
         (args.epochs < 1, f"--epochs is {args.epochs}; it must be at least 1"),
-        ((args.batch_size or 1) < 1, f"--batch-size is {args.batch_size}; it must be at least 1"),
+        (
+            args.batch_size is not None and args.batch_size < 1,
+            f"--batch-size is {args.batch_size}; it must be at least 1",
+        ),
         (args.seed < 0, f"--seed is {args.seed}; it must be at least 0"),
     )
     for is_refused, message in refusals:
