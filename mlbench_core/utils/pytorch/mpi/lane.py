@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
+import os
 import queue
 import threading
 import time
@@ -287,6 +288,8 @@ class Lane:
                     return False
                 if waited > _SPIN_S:
                     time.sleep(_SHORT_PAUSE_S if waited < 1 else _LONG_PAUSE_S)
+                else:
+                    os.sched_yield()  # maybe to the worker that this one waits for
         finally:
             with self._guard:
                 self._drivers -= 1
