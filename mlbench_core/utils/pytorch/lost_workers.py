@@ -122,7 +122,8 @@ def _who_is_lost() -> str:
     try:
         store = _store()
     except RuntimeError:
-        return "communication failed"
+        two = distributed.world_size() == 2
+        return f"communication with worker {1 - distributed.rank()} failed" if two else "communication failed"
     silent = set(range(distributed.world_size())) - {distributed.rank()}
     deadline = time.monotonic() + SILENCE_S
     while True:
@@ -163,7 +164,7 @@ def _store() -> Any:
         RuntimeError: It has none.
     """
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-    if store is None:
+    if store is None or type(store) is dist.Store:  # an abstract one stands in where the backend is mpi
         raise RuntimeError("the process group has no store")
     return store
 
