@@ -308,9 +308,6 @@ NOT_YET = {
     "mlbench_core.dataset.nlp.pytorch.wmt16_dataset",
     "mlbench_core.dataset.nlp.pytorch.wmt17.batching",
     "mlbench_core.dataset.nlp.pytorch.wmt17_dataset",
-    "mlbench_core.models.pytorch.gnmt",
-    "mlbench_core.models.pytorch.gnmt.models",
-    "mlbench_core.models.pytorch.gnmt.translator",
 }
 
 # Defaults that are different on purpose, because the old ones were defects or no plain values.

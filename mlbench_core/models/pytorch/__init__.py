@@ -2,4 +2,6 @@
 
 from mlbench_core._lazy import lazy_subpackages
 
-__getattr__ = lazy_subpackages(__name__, "language_models", "layers", "linear_models", "resnet", "transformer", "vgg")
+__getattr__ = lazy_subpackages(
+    __name__, "gnmt", "language_models", "layers", "linear_models", "resnet", "transformer", "vgg"
+)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mlbench_core.models.pytorch.transformer.modules.incremental import IncrementalState
 from mlbench_core.models.pytorch.transformer.transformer import TransformerModel, Vocabulary
 from mlbench_core.utils.pytorch.inference.decoding import Hypotheses, SearchOptions, search
 from mlbench_core.utils.pytorch.inference.proposals import LogitProposer, Sampling
 from mlbench_core.utils.pytorch.inference.scores import LengthPenaltyScore
+from mlbench_core.utils.pytorch.modes import evaluation_mode
 
 __all__ = ["SequenceGenerator", "TransformerState"]
 
@@ -194,23 +194,10 @@ class SequenceGenerator:
         most = (maxlen_a * lengths.to(src_tokens.device).double() + maxlen_b).long()
         most = most.clamp(min=self.minlen, max=self.maxlen)
         start = src_tokens.new_full((len(src_tokens),), self.options.eos)
-        with _evaluation_mode(self.model, not self.retain_dropout):
+        with evaluation_mode(self.model, not self.retain_dropout):
             state = TransformerState(self.model, src_tokens, src_lengths)
             return search(LogitProposer(state, self.sampling), start, self.options, most + 1, prefix)
 
     def _text(self, tokens: Tensor, remove_bpe: str | None, ignore_case: bool) -> str:
         text = self.trg_dict.string(tokens, remove_bpe)
         return text.lower() if ignore_case else text
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Switch dropout off, where wanted, and put every module back into its mode afterwards."""
-    training = [module for module in model.modules() if module.training] if wanted else []
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

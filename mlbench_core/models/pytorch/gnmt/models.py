@@ -1,0 +1,252 @@
+"""GNMT, Google's recurrent translation model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mlbench_core.models.pytorch.gnmt.modules import Decoder, EncodedSource, Encoder, Hidden
+
+__all__ = ["GNMT", "DecoderContext"]
+
+_PAD = 0
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "big": {"hidden_size": 1024, "num_layers": 4, "dropout": 0.2},
+    "small": {"hidden_size": 256, "num_layers": 2, "dropout": 0.3},
+}
+
+
+@dataclass(frozen=True)
+class DecoderContext:
+    """Where a generation is: what :meth:`GNMT.generate` takes and gives."""
+
+    source: EncodedSource
+    """The source sentences."""
+    hidden: Hidden | None = None
+    """The decoder's state; its rows are those of the first sentence, those of the second, and so on, as many of each.
+    None before the first word."""
+
+    def reorder(self, rows: Tensor, sentences: Tensor | None = None) -> DecoderContext:
+        """Follow a search.
+
+        Args:
+            rows: int64 of shape (new rows,): the old row that each new row continues.
+            sentences: int64 of shape (new sentences,): the old sentences that are still there; None if all are.
+        """
+        source = self.source if sentences is None else self.source.pick(sentences)
+        if self.hidden is None:
+            return DecoderContext(source)
+        return DecoderContext(source, tuple((h.index_select(1, rows), c.index_select(1, rows)) for h, c in self.hidden))
+
+    def by_row(self, rows: Tensor) -> DecoderContext:
+        """Any choice of rows, each with a source of its own.
+
+        Args:
+            rows: int64 of shape (new rows,): the old row that each new row continues.
+        """
+        sentences = len(self.source.memory)
+        width = 1 if self.hidden is None else self.hidden[0][0].shape[1] // sentences
+        return self.reorder(rows, rows.div(width, rounding_mode="floor"))
+
+
+class GNMT(nn.Module):
+    r"""Translates with LSTM layers and attention.
+
+    An encoder of one bidirectional and ``num_layers - 1`` unidirectional LSTM layers, a decoder of ``num_layers``, with
+    residual connections from the third layer on in both. Normalised Bahdanau attention takes the decoder's first
+    layer's output, and all layers above read what it found (the formulas are at
+    :class:`~mlbench_core.models.pytorch.gnmt.modules.Decoder`). The classifier's weights are its own.
+
+    All weights start uniform in (-0.1, 0.1), also those of the LSTM layers. With V symbols, width H and L layers there
+    are
+
+    .. math::
+        \underbrace{V H}_\text{embedding}
+        + \underbrace{16 H^2 + 16 H}_\text{bidirectional}
+        + \underbrace{12 H^2 + 8 H}_\text{reads two directions}
+        + \underbrace{(L - 2) (8 H^2 + 8 H)}_\text{encoder's others}
+        + \underbrace{8 H^2 + 8 H + (L - 1)(12 H^2 + 8 H)}_\text{decoder}
+        + \underbrace{2 H^2 + 2 H + 1}_\text{attention}
+        + \underbrace{V H + V}_\text{classifier}
+
+    parameters, for L = 4 that is :math:`90 H^2 + 74 H + 1 + (2 H + 1) V`; one embedding more if none is shared.
+
+    Symbol 0 is padding: its embedding is and stays 0. Inputs are time-first, padded at the end.
+
+    Args:
+        vocab_size: V, symbols of source and target together.
+        hidden_size: H, width of embeddings and of all layers.
+        num_layers: L, layers of the encoder and of the decoder, at least 2.
+        dropout: Probability that a feature of a layer's input is dropped.
+        share_embedding: Whether source and target have one embedding.
+        fusion: Whether attention's scores come from the operator that needs little memory; otherwise from the plain
+            formula. The numbers are the same.
+
+    Raises:
+        ValueError: An argument is out of its bounds.
+
+    References:
+        Wu et al. 2016, Google's Neural Machine Translation System, arXiv 1609.08144.
+
+    Example:
+        >>> model = GNMT(vocab_size=11, hidden_size=4, num_layers=2)
+        >>> source = torch.tensor([[2, 2], [5, 7], [9, 3], [3, 0]])  # two sentences, of 4 and 3 words
+        >>> model(source, torch.tensor([4, 3]), torch.tensor([[2, 2], [8, 6]])).shape
+        torch.Size([2, 2, 11])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int = 1024,
+        num_layers: int = 4,
+        dropout: float = 0.2,
+        share_embedding: bool = True,
+        fusion: bool = True,
+    ) -> None:
+        super().__init__()
+        for name, size, least in (
+            ("vocab_size", vocab_size, 1),
+            ("hidden_size", hidden_size, 1),
+            ("num_layers", num_layers, 2),
+        ):
+            if size < least:
+                raise ValueError(f"{name} is {size}; it must be at least {least}")
+        self.vocab_size = vocab_size
+        source_embedding = _embedding(vocab_size, hidden_size)
+        target_embedding = source_embedding if share_embedding else _embedding(vocab_size, hidden_size)
+        self.encoder = Encoder(source_embedding, num_layers, dropout)
+        self.decoder = Decoder(target_embedding, num_layers, dropout, fusion)
+
+    @classmethod
+    def preset(cls, name: str, vocab_size: int, **changes: Any) -> GNMT:
+        """A model by name.
+
+        Args:
+            name: ``"big"`` is the one of task 4a; ``"small"`` (2 layers, 256 wide) is for small data sets such as
+                Multi30k on a CPU.
+            vocab_size: Symbols of source and target together.
+            changes: Arguments of the class that are different.
+
+        Raises:
+            ValueError: The name is unknown.
+
+        Example:
+            >>> GNMT.preset("small", 11, hidden_size=8).vocab_size
+            11
+        """
+        if name not in _PRESETS:
+            raise ValueError(f"preset is {name!r}; known: {', '.join(_PRESETS)}")
+        return cls(vocab_size, **{**_PRESETS[name], **changes})
+
+    def forward(self, input_encoder: Tensor, input_enc_len: Tensor, input_decoder: Tensor) -> Tensor:
+        """Scores of the next word at each target position.
+
+        Args:
+            input_encoder: Source sentences, int64 of shape (source, batch), padded at the end, in any order.
+            input_enc_len: Words of each source, integers of shape (batch,). What is beyond does not matter. Best on
+                the CPU, where they are needed: from a GPU they have to be fetched.
+            input_decoder: Target sentences without their last symbol, int64 of shape (target, batch).
+
+        Returns:
+            Scores before the softmax, shape (target, batch, ``vocab_size``).
+
+        Raises:
+            ValueError: Shapes do not fit.
+        """
+        if input_decoder.dim() != 2 or input_decoder.shape[1:] != input_encoder.shape[1:]:
+            raise ValueError(
+                f"input_decoder has shape {tuple(input_decoder.shape)} and input_encoder {tuple(input_encoder.shape)}; "
+                "they must be (target, batch) and (source, batch)"
+            )
+        context = self.context(self.encode(input_encoder, input_enc_len), input_enc_len)
+        scores, _, _ = self.decoder(input_decoder, context.source)
+        return scores
+
+    def encode(self, inputs: Tensor, lengths: Tensor) -> Tensor:
+        """Read source sentences.
+
+        Args:
+            inputs: int64 of shape (source, batch).
+            lengths: Words of each, integers of shape (batch,).
+
+        Returns:
+            The encoder's outputs, shape (source, batch, ``hidden_size``).
+
+        Raises:
+            ValueError: Shapes do not fit.
+        """
+        if inputs.dim() != 2 or lengths.shape != inputs.shape[1:]:
+            raise ValueError(
+                f"source and lengths have the shapes {tuple(inputs.shape)} and {tuple(lengths.shape)}; they must be "
+                "(source, batch) and (batch,)"
+            )
+        memory: Tensor = self.encoder(inputs, lengths)
+        return memory
+
+    def context(self, memory: Tensor, lengths: Tensor) -> DecoderContext:
+        """Where a generation begins.
+
+        Args:
+            memory: What :meth:`encode` gave.
+            lengths: Words of each source, integers of shape (batch,).
+        """
+        return DecoderContext(self.decoder.attention.encoded(memory.transpose(0, 1).contiguous(), lengths))
+
+    def step(self, tokens: Tensor, context: DecoderContext) -> tuple[Tensor, Tensor, DecoderContext]:
+        """Feed one word more.
+
+        Args:
+            tokens: Newest word of each row, int64 of shape (rows,).
+            context: From the last step, or the first one.
+
+        Returns:
+            Scores before the softmax, shape (rows, vocabulary), attention on the source, float32 of shape
+            (rows, source), and the new context.
+        """
+        scores, weights, hidden = self.decoder(tokens.unsqueeze(0), context.source, context.hidden)
+        return scores[0], weights[0], DecoderContext(context.source, hidden)
+
+    def generate(
+        self, inputs: Tensor, context: DecoderContext | Sequence[Any], beam_size: int
+    ) -> tuple[Tensor, Tensor, Tensor, DecoderContext]:
+        """One step of a generation, for
+        :class:`~mlbench_core.utils.pytorch.inference.beam_search.SequenceGenerator`.
+
+        Args:
+            inputs: Newest word of each row, int64 of shape (1, rows).
+            context: From the last step; first what :meth:`context` gives, or a list of what :meth:`encode` gives, the
+                lengths, and None.
+            beam_size: How many words to propose for each row; fewer if the vocabulary has no more.
+
+        Returns:
+            The likeliest next words and their log-probabilities, shape (1, rows, ``beam_size``), attention on the
+            source, shape (1, rows, source), and the new context.
+        """
+        scores, weights, context = self.step(inputs.reshape(-1), self._as_context(context))
+        log_probs, words = scores.float().log_softmax(dim=-1).topk(min(beam_size, self.vocab_size), dim=-1)
+        return words.unsqueeze(0), log_probs.unsqueeze(0), weights.unsqueeze(0), context
+
+    def reorder_context(self, context: DecoderContext | Sequence[Any], rows: Tensor) -> DecoderContext:
+        """The context whose row r is the old row ``rows[r]``; rows is int64 of shape (new rows,)."""
+        return self._as_context(context).by_row(rows)
+
+    def _as_context(self, context: DecoderContext | Sequence[Any]) -> DecoderContext:
+        if isinstance(context, DecoderContext):
+            return context
+        memory, lengths, hidden = context
+        return DecoderContext(self.context(memory, lengths).source, hidden)
+
+
+def _embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
+    """Uniform weights, zeros for padding."""
+    embedding = nn.Embedding(vocab_size, hidden_size, padding_idx=_PAD)
+    with torch.no_grad():
+        embedding.weight.uniform_(-0.1, 0.1)
+        embedding.weight[_PAD] = 0.0
+    return embedding

@@ -1,0 +1,251 @@
+"""GNMT's parts: attention, encoder and decoder. Everything is time-first, as LSTMs like it, but for the attention."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from mlbench_core.ops.pytorch.attention_score import attention_score, attention_score_reference, masked_softmax
+
+__all__ = ["Decoder", "EncodedSource", "Encoder", "Hidden", "NormalizedBahdanauAttention", "init_uniform"]
+
+Hidden: TypeAlias = "tuple[tuple[Tensor, Tensor], ...]"
+"""State (h, c) of each decoder layer, each tensor of shape (1, rows, hidden_size)."""
+
+_FIRST_RESIDUAL = 2
+"""Layers from the third on add their input to their output."""
+
+
+@dataclass(frozen=True)
+class EncodedSource:
+    """What the decoder sees of the source sentences, computed once for all steps."""
+
+    memory: Tensor
+    """The encoder's outputs, shape (sentences, source, hidden_size)."""
+    keys: Tensor
+    """What attention compares queries with, shape (sentences, source, hidden_size)."""
+    padding: Tensor
+    """bool of shape (sentences, source), True at padding."""
+
+    def pick(self, sentences: Tensor) -> EncodedSource:
+        """The sentences at these places, int64 of shape (new sentences,)."""
+        return EncodedSource(*(part.index_select(0, sentences) for part in (self.memory, self.keys, self.padding)))
+
+
+class NormalizedBahdanauAttention(nn.Module):
+    r"""Additive attention with a normalised score vector.
+
+    For a query :math:`y` and the encoder's output :math:`m_s` at source position s:
+
+    .. math::
+        e_s = \sum_h \hat v_h \tanh\big((W_q y)_h + (W_k m_s)_h + b_h\big), \qquad \hat v = g \frac{v}{|v|},
+        \qquad a = \mathrm{softmax}(e), \qquad c = \sum_s a_s m_s
+
+    The softmax runs over the words of the source only and in float32. Weights start uniform in (-0.1, 0.1),
+    :math:`g = \sqrt{1/H}` and :math:`b = 0`.
+
+    Args:
+        hidden_size: H, width of queries, of the encoder's outputs and inside.
+        fusion: Whether the scores come from
+            :func:`~mlbench_core.ops.pytorch.attention_score.attention_score`, which needs little memory, or from the
+            plain formula beside it. The numbers are the same.
+
+    References:
+        Bahdanau, Cho and Bengio 2014, arXiv 1409.0473, appendix A.1.2.
+
+        Salimans and Kingma 2016, Weight Normalization, arXiv 1602.07868, equation 2.
+
+    Example:
+        >>> attention = NormalizedBahdanauAttention(4)
+        >>> source = attention.encoded(torch.randn(2, 5, 4), torch.tensor([5, 3]))
+        >>> context, weights = attention(torch.randn(2, 1, 4), source)
+        >>> context.shape, weights[1, 0, 3:].tolist()
+        (torch.Size([2, 1, 4]), [0.0, 0.0])
+    """
+
+    def __init__(self, hidden_size: int, fusion: bool = True) -> None:
+        super().__init__()
+        self.fusion = fusion
+        self.query_projection = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.key_projection = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.v = nn.Parameter(torch.empty(hidden_size))
+        self.g = nn.Parameter(torch.empty(1))
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+        init_uniform(self)
+        nn.init.constant_(self.g, hidden_size**-0.5)
+        nn.init.zeros_(self.bias)
+
+    def encoded(self, memory: Tensor, lengths: Tensor) -> EncodedSource:
+        """Compute what is the same for all queries.
+
+        Args:
+            memory: The encoder's outputs, shape (sentences, source, hidden_size).
+            lengths: Words of each source, integers of shape (sentences,).
+        """
+        positions = torch.arange(memory.shape[1], device=memory.device)
+        padding = positions >= lengths.to(memory.device).unsqueeze(1)
+        return EncodedSource(memory, self.key_projection(memory), padding)
+
+    def forward(self, queries: Tensor, source: EncodedSource) -> tuple[Tensor, Tensor]:
+        """Look at the source.
+
+        Args:
+            queries: Shape (sentences, queries, hidden_size).
+            source: What :meth:`encoded` gave.
+
+        Returns:
+            The attended outputs :math:`c`, the shape of the queries, and the weights :math:`a`, float32 of shape
+            (sentences, queries, source), exactly 0 at padding.
+        """
+        score = attention_score if self.fusion else attention_score_reference
+        scores = score(self.query_projection(queries), source.keys, self.bias, self.g * self.v / self.v.norm())
+        weights = masked_softmax(scores, source.padding.unsqueeze(1))
+        return torch.bmm(weights.to(source.memory.dtype), source.memory), weights
+
+
+class Encoder(nn.Module):
+    """One bidirectional LSTM layer and unidirectional ones above it, with residual connections from the third.
+
+    Args:
+        embedding: Of the source's symbols; its width is that of all layers.
+        num_layers: Number of layers, the bidirectional one included.
+        dropout: Of each layer's input.
+    """
+
+    def __init__(self, embedding: nn.Embedding, num_layers: int, dropout: float) -> None:
+        super().__init__()
+        width = embedding.embedding_dim
+        self.embedding = embedding
+        self.dropout = nn.Dropout(dropout)
+        self.bidirectional = _lstm(width, width, bidirectional=True)
+        self.layers = nn.ModuleList(_lstm(2 * width if i == 0 else width, width) for i in range(num_layers - 1))
+
+    def forward(self, inputs: Tensor, lengths: Tensor) -> Tensor:
+        """Encode.
+
+        Only the bidirectional layer has to know where sentences end: its backward direction starts there. The others
+        read forward, so that padding comes after all words, and attention leaves it out.
+
+        Args:
+            inputs: int64 of shape (source, batch), padded at the end, in any order of lengths.
+            lengths: Words of each source, integers of shape (batch,), best on the CPU, where they are needed.
+
+        Returns:
+            Shape (source, batch, hidden_size); meaningless at padding.
+
+        Raises:
+            ValueError: A length is above the source's.
+        """
+        lengths = lengths.cpu()
+        if len(lengths) and int(lengths.max()) > len(inputs):
+            raise ValueError(f"a source has {int(lengths.max())} words, but there are only {len(inputs)} positions")
+        x = self.dropout(self.embedding(inputs))
+        packed = pack_padded_sequence(x, lengths.clamp(min=1), enforce_sorted=False)
+        x, _ = pad_packed_sequence(self.bidirectional(packed)[0], total_length=len(inputs))
+        for number, layer in enumerate(self.layers, start=1):
+            output, _ = layer(self.dropout(x))
+            x = x + output if number >= _FIRST_RESIDUAL else output
+        return x
+
+
+class Decoder(nn.Module):
+    r"""LSTM layers, all but the first of which also read the attention's result; then a linear classifier.
+
+    With :math:`x^0_t` the embedding of target word t, :math:`m` the encoder's outputs, and dropout D:
+
+    .. math::
+        y^1_t &= \mathrm{LSTM}^1(D(x^0_t)) \\
+        c_t &= \mathrm{attention}(y^1_t, m) \\
+        y^2_t &= \mathrm{LSTM}^2(D([y^1_t; c_t])) \\
+        y^l_t &= \mathrm{LSTM}^l(D([y^{l-1}_t; c_t])) + y^{l-1}_t \qquad (l \ge 3) \\
+        z_t &= W y^L_t + b
+
+    In Wu et al. the first layer too reads a :math:`c`, that of step t - 1 (figure 1): each step must then wait for the
+    attention of the one before. Here, as in GNMT version 2, :math:`c_t` comes from the first layer's output at the same
+    step and goes to all layers above. So nothing but the LSTMs themselves is recurrent: in training each layer runs
+    over the whole target in one call, and attention is computed for all steps at once.
+
+    Args:
+        embedding: Of the target's symbols; its width is that of all layers.
+        num_layers: Number of LSTM layers.
+        dropout: Of each layer's input.
+        fusion: As for :class:`NormalizedBahdanauAttention`.
+
+    References:
+        Wu et al. 2016, Google's Neural Machine Translation System, arXiv 1609.08144, section 3.
+    """
+
+    def __init__(self, embedding: nn.Embedding, num_layers: int, dropout: float, fusion: bool = True) -> None:
+        super().__init__()
+        width = embedding.embedding_dim
+        self.embedding = embedding
+        self.dropout = nn.Dropout(dropout)
+        self.first = _lstm(width, width)
+        self.attention = NormalizedBahdanauAttention(width, fusion)
+        self.layers = nn.ModuleList(_lstm(2 * width, width) for _ in range(num_layers - 1))
+        self.classifier = nn.Linear(width, embedding.num_embeddings)
+        init_uniform(self.classifier)
+
+    def forward(
+        self, inputs: Tensor, source: EncodedSource, hidden: Hidden | None = None
+    ) -> tuple[Tensor, Tensor, Hidden]:
+        """Score the word after each word.
+
+        Args:
+            inputs: int64 of shape (target, rows). There may be several rows for each source sentence, the same number
+                of each: those of the first sentence, those of the second, and so on.
+            source: What to look at.
+            hidden: The state before the first word; None for zeros.
+
+        Returns:
+            Scores before the softmax, shape (target, rows, vocabulary); attention on the source, float32 of shape
+            (target, rows, source); and the state after the last word.
+        """
+        states = iter(hidden or itertools.repeat(None))
+        x, state = self.first(self.dropout(self.embedding(inputs)), next(states))
+        new_hidden = [state]
+        context, weights = self._attend(x, source)
+        for number, (layer, old_state) in enumerate(zip(self.layers, states, strict=False), start=1):
+            output, state = layer(self.dropout(torch.cat((x, context), dim=2)), old_state)
+            x = x + output if number >= _FIRST_RESIDUAL else output
+            new_hidden.append(state)
+        return self.classifier(x), weights, tuple(new_hidden)
+
+    def _attend(self, y: Tensor, source: EncodedSource) -> tuple[Tensor, Tensor]:
+        """Attention of all steps: steps and rows of one sentence are all queries of it.
+
+        Args:
+            y: Shape (target, rows, hidden_size).
+            source: Of ``sentences`` sentences; ``rows`` is a multiple of that number.
+
+        Returns:
+            Shapes (target, rows, hidden_size) and (target, rows, source).
+        """
+        steps, rows, _ = y.shape
+        sentences = len(source.memory)
+        width = rows // sentences
+        queries = y.unflatten(1, (sentences, width)).movedim(0, 1).flatten(1, 2)
+        found = self.attention(queries, source)
+        context, weights = (part.unflatten(1, (steps, width)).movedim(1, 0).flatten(1, 2) for part in found)
+        return context, weights
+
+
+def init_uniform(module: nn.Module, bound: float = 0.1) -> None:
+    """Draw all parameters from the uniform distribution between ``-bound`` and ``bound``, as GNMT's are."""
+    for parameter in module.parameters():
+        nn.init.uniform_(parameter, -bound, bound)
+
+
+def _lstm(input_size: int, hidden_size: int, bidirectional: bool = False) -> nn.LSTM:
+    """One LSTM layer. Of its two biases, which are only ever added, one is 0, so that the sum starts uniform."""
+    lstm = nn.LSTM(input_size, hidden_size, bidirectional=bidirectional)
+    init_uniform(lstm)
+    for name, parameter in lstm.named_parameters():
+        if name.startswith("bias_hh"):
+            nn.init.zeros_(parameter)
+    return lstm

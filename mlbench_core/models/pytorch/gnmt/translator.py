@@ -1,0 +1,182 @@
+"""Translating with GNMT, from numbers to text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mlbench_core.models.pytorch.gnmt.models import GNMT
+from mlbench_core.utils.pytorch.inference.decoding import Hypotheses, SearchOptions, search
+from mlbench_core.utils.pytorch.inference.proposals import LogitProposer
+from mlbench_core.utils.pytorch.inference.scores import GNMTScore
+from mlbench_core.utils.pytorch.modes import evaluation_mode
+
+__all__ = ["GNMTState", "Translator"]
+
+
+class Detokenizer(Protocol):
+    """What writes symbols as text, such as the WMT16 tokenizer."""
+
+    def detokenize(self, inputs: Sequence[int]) -> str:
+        """The text of a sentence."""
+
+
+class GNMTState:
+    """GNMT in a generation: a :class:`~mlbench_core.utils.pytorch.inference.proposals.DecoderState`.
+
+    The source is encoded once and kept once for a sentence: the hypotheses of a sentence share it.
+
+    Args:
+        model: The model.
+        inputs: Source sentences, int64 of shape (source, batch).
+        lengths: Words of each, integers of shape (batch,).
+    """
+
+    def __init__(self, model: GNMT, inputs: Tensor, lengths: Tensor) -> None:
+        self.model = model
+        self.context = model.context(model.encode(inputs, lengths), lengths)
+
+    def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scores of the next word of each row, shape (rows, vocabulary), and attention, shape (rows, source)."""
+        scores, weights, self.context = self.model.step(tokens, self.context)
+        return scores, weights
+
+    def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
+        """Let the decoder's state follow the search."""
+        self.context = self.context.reorder(rows, sentences)
+
+
+class Translator:
+    r"""Translates batches of sentences by beam search and writes them as text.
+
+    A translation starts after the start symbol and ends with the end symbol. Finished ones are ranked by
+    :class:`~mlbench_core.utils.pytorch.inference.scores.GNMTScore`.
+
+    Args:
+        model: The model. It is in evaluation mode while it translates and put back afterwards.
+        trg_tokenizer: Its ``detokenize`` writes a list of symbols, without those of start, end and padding, as text.
+            What it writes is returned as it is, to be compared with plain text.
+        trg_lang: Language of the target. Nothing here depends on it: where spaces go is the tokenizer's work.
+        beam_size: Hypotheses kept for each sentence; 1 is greedy search.
+        len_norm_factor: :math:`\alpha` of the length normalisation.
+        len_norm_const: :math:`c` of the length normalisation.
+        cov_penalty_factor: :math:`\beta` of the coverage penalty.
+        max_seq_len: The longest translation, with start and end symbol, at least 2. A translation that reaches it ends
+            there, with the probability that the model gives to the end.
+        bos: Start symbol, as in the WMT16 vocabulary; so are the others.
+        eos: End symbol.
+        pad: Padding.
+
+    Raises:
+        ValueError: An argument is out of its bounds.
+
+    Example:
+        >>> class Numbers:
+        ...     def detokenize(self, inputs):
+        ...         return " ".join(str(number) for number in inputs)
+        >>> model = GNMT(vocab_size=11, hidden_size=4, num_layers=2)
+        >>> source = (torch.tensor([[2, 2], [5, 3], [3, 0]]), torch.tensor([3, 2]))  # the second has no words
+        >>> target = (torch.tensor([[2, 2], [8, 3], [7, 0], [3, 0]]), torch.tensor([4, 2]))
+        >>> translations, references = Translator(model, Numbers()).translate(source, target)
+        >>> len(translations), translations[1], references
+        (2, '', ['8 7', ''])
+
+    References:
+        Wu et al. 2016, Google's Neural Machine Translation System, arXiv 1609.08144, section 7.
+    """
+
+    def __init__(
+        self,
+        model: GNMT,
+        trg_tokenizer: Detokenizer,
+        trg_lang: str = "de",
+        beam_size: int = 5,
+        len_norm_factor: float = 0.6,
+        len_norm_const: float = 5.0,
+        cov_penalty_factor: float = 0.1,
+        max_seq_len: int = 150,
+        *,
+        bos: int = 2,
+        eos: int = 3,
+        pad: int = 0,
+    ) -> None:
+        if max_seq_len < 2:
+            raise ValueError(f"max_seq_len is {max_seq_len}; the start and the end symbol need at least 2")
+        self.model = model
+        self.trg_tokenizer = trg_tokenizer
+        self.trg_lang = trg_lang
+        self.max_seq_len = max_seq_len
+        self.bos = bos
+        self.options = SearchOptions(
+            eos=eos,
+            pad=pad,
+            beam_size=beam_size,
+            score=GNMTScore(len_norm_factor, len_norm_const, cov_penalty_factor),
+        )
+
+    def translate(
+        self, src: tuple[Tensor, Tensor], trg: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[list[str], list[str]]:
+        """Translate a batch of the data set and write both translations and references as text.
+
+        Args:
+            src: Source sentences, int64 of shape (source, batch), padded at the end, and the symbols of each, integers
+                of shape (batch,). A sentence without words (nothing, or start and end symbol only) becomes an empty
+                text.
+            trg: References in the same form, or None.
+
+        Returns:
+            The translations and the references, one text a sentence, in the order of the batch; no references without
+            ``trg``. Where the model gives no finite score, as after a training that diverged, the text is empty.
+
+        Raises:
+            ValueError: Shapes do not fit, or there is not one reference for each sentence.
+        """
+        sources = self._words_of_each(*src)
+        references = [] if trg is None else self._words_of_each(*trg)
+        if trg is not None and len(references) != len(sources):
+            raise ValueError(f"{len(sources)} sentences but {len(references)} references; every sentence needs one")
+        translations: list[list[int]] = [[] for _ in sources]
+        with_words = [place for place, words in enumerate(sources) if words]
+        if with_words:
+            places = torch.tensor(with_words)
+            found = self.generate(*(part.index_select(-1, places.to(part.device)) for part in src))
+            for place, hypotheses in zip(with_words, found.to_lists(), strict=True):
+                translations[place] = self._words(hypotheses[0]) if hypotheses else []
+        return [self._text(words) for words in translations], [self._text(words) for words in references]
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor, lengths: Tensor) -> Hypotheses:
+        """Translate a batch into numbers.
+
+        Args:
+            inputs: Source sentences with at least one symbol each, int64 of shape (source, batch), on any device.
+            lengths: Symbols of each, integers of shape (batch,).
+
+        Returns:
+            The hypotheses of each sentence, best first, without the start and with the end symbol.
+        """
+        inputs = inputs.to(self.model.decoder.classifier.weight.device)
+        start = inputs.new_full((inputs.shape[1],), self.bos)
+        with evaluation_mode(self.model):
+            state = GNMTState(self.model, inputs, lengths)
+            return search(LogitProposer(state), start, self.options, self.max_seq_len - 1)
+
+    def _words_of_each(self, ids: Tensor, lengths: Tensor) -> list[list[int]]:
+        """The words of each sentence of a batch."""
+        if ids.dim() != 2 or lengths.shape != ids.shape[1:]:
+            raise ValueError(
+                f"sentences and lengths have the shapes {tuple(ids.shape)} and {tuple(lengths.shape)}; they must be "
+                "(words, batch) and (batch,): time first"
+            )
+        return [self._words(row[:end]) for row, end in zip(ids.t().tolist(), lengths.tolist(), strict=True)]
+
+    def _words(self, ids: list[int]) -> list[int]:
+        """Without the symbols of start, end and padding."""
+        return [number for number in ids if number not in (self.bos, self.options.eos, self.options.pad)]
+
+    def _text(self, ids: list[int]) -> str:
+        return self.trg_tokenizer.detokenize(ids) if ids else ""

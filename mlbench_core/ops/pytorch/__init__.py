@@ -1,0 +1,5 @@
+"""Operations of attention."""
+
+from mlbench_core.ops.pytorch.attention_score import attention_score, attention_score_reference, masked_softmax
+
+__all__ = ["attention_score", "attention_score_reference", "masked_softmax"]

@@ -1,0 +1,36 @@
+"""Training and evaluation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+__all__ = ["evaluation_mode"]
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module, wanted: bool = True) -> Iterator[None]:
+    """Switch dropout off, and put every module back into its own mode afterwards, also after an exception.
+
+    Args:
+        model: The model.
+        wanted: Whether to do anything at all.
+
+    Example:
+        >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+        >>> with evaluation_mode(model):
+        ...     [module.training for module in model]
+        [False, False]
+        >>> [module.training for module in model]
+        [True, False]
+    """
+    training = [module for module in model.modules() if module.training] if wanted else []
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
