@@ -300,14 +300,6 @@ mlbench_core.utils.tracker
 
 # Modules and names of the list that are not built yet. A name here that does exist fails the test, so the list shrinks.
 NOT_YET = {
-    "mlbench_core.dataset.nlp.pytorch.WMT16Dataset",
-    "mlbench_core.dataset.nlp.pytorch.WMT17Dataset",
-    "mlbench_core.dataset.nlp.pytorch.build_collate_fn",
-    "mlbench_core.dataset.nlp.pytorch.get_batches",
-    "mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer",
-    "mlbench_core.dataset.nlp.pytorch.wmt16_dataset",
-    "mlbench_core.dataset.nlp.pytorch.wmt17.batching",
-    "mlbench_core.dataset.nlp.pytorch.wmt17_dataset",
 }
 
 # Defaults that are different on purpose, because the old ones were defects or no plain values.

@@ -1,0 +1,144 @@
+"""Multi30k, English-German: captions of photos, small enough to train both translation models on two cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mlbench_core.dataset.nlp.pytorch.pair_datasets import RecurrentPairs, TransformerPairs
+from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part, find_files, load_part
+from mlbench_core.dataset.nlp.pytorch.pair_text import Cleaning, PairFiles, Recipe
+from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
+from mlbench_core.errors import DatasetNotFoundError
+
+__all__ = ["Multi30k"]
+
+_NAMES = {
+    "train": ("train",),
+    "validation": ("val", "validation"),
+    "test": ("test_2016_flickr", "test"),
+}
+_TOKENIZERS = {"subwords": "moses", "spacy": "spacy"}
+
+
+class Multi30k(RecurrentPairs):
+    """One part of Multi30k: 29,000 pairs to train, 1,014 to validate, 1,000 to test.
+
+    The raw text (``train.en``, ``val.en``, ``test_2016_flickr.en``, and the same with ``.de``, plain or ``.gz``) has to
+    be in ``root``. Vocabulary and store are made as those of WMT16 are, and kept in a folder of the user's.
+
+    Items and methods are those of :class:`~mlbench_core.dataset.nlp.pytorch.wmt16_dataset.WMT16Dataset`;
+    :meth:`for_transformer` has them as those of :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset`.
+
+    Args:
+        root: Folder of the text.
+        lang: Languages of source and target.
+        train: The training part.
+        validation: The validation part.
+        test: The test part of 2016.
+        math_precision: ``"fp16"`` or ``"bf16"`` fill the vocabulary up to a multiple of 8.
+        tokens: ``"subwords"`` divides Moses' words; ``"spacy"`` takes whole words by spaCy's rules.
+        vocab_size: How many sub-words there are.
+        min_count: A word that is rarer is unknown, with ``"spacy"``.
+        sort: Whether the longest source comes first.
+        min_len: Pairs with a shorter side are left out.
+        max_len: Pairs with a longer side are left out; None for none.
+        max_size: Only the so many first pairs; None for all.
+        cache_dir: Folder for vocabulary and store; by default below the user's MLBench folder.
+
+    Raises:
+        ValueError: Not exactly one part is asked for, or an argument is outside what is listed above.
+        DatasetNotFoundError: The text of the part, or the training text, is not there.
+        DatasetError: It is damaged, or its languages have different numbers of lines.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "train.en").write_text("A dog runs.\\nIt sleeps.\\n", encoding="utf-8")
+        ...     _ = Path(folder, "train.de").write_text("Ein Hund rennt.\\nEr schläft.\\n", encoding="utf-8")
+        ...     pairs = Multi30k(folder, train=True, vocab_size=60, cache_dir=Path(folder, "cache"))
+        ...     source, target = pairs[1]
+        ...     len(pairs), pairs.tokenizer.detokenize(target), pairs.for_transformer()[0]["source"][-1].item()
+        (2, 'Er schläft.', 1)
+
+    References:
+        Elliott, Frank, Sima'an and Specia 2016, Multi30K: Multilingual English-German Image Descriptions,
+        arXiv 1605.00459.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        lang: tuple[str, str] = ("en", "de"),
+        train: bool = False,
+        validation: bool = False,
+        test: bool = False,
+        *,
+        math_precision: str | None = None,
+        tokens: str = "subwords",
+        vocab_size: int = 8_000,
+        min_count: int = 2,
+        sort: bool = False,
+        min_len: int = 0,
+        max_len: int | None = None,
+        max_size: int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if tokens not in _TOKENIZERS:
+            raise ValueError(f"tokens is {tokens!r}; it must be one of {', '.join(map(repr, _TOKENIZERS))}")
+        folder = Path(root)
+        languages = (lang[0], lang[1])
+        name = choose_part(train=train, validation=validation, test=test)
+        part = load_part(
+            _files(folder, name, languages),
+            lambda: _files(folder, "train", languages),
+            Recipe(languages, tokenizer=_TOKENIZERS[tokens], size=vocab_size, min_count=min_count),
+            root=folder,
+            cache_dir=cache_dir,
+            cleaning=Cleaning() if train else None,
+            in_memory=True,
+        )
+        tokenizer = WMT16Tokenizer(
+            part.vocabulary_folder, math_precision, lang=languages[0], tokenizer=part.recipe.tokenizer
+        )
+        super().__init__(part, tokenizer, sort=sort, min_len=min_len, max_len=max_len, max_size=max_size)
+
+    def for_transformer(
+        self,
+        *,
+        left_pad: tuple[bool, bool] = (True, False),
+        max_positions: tuple[int, int] = (256, 256),
+        seq_len_multiple: int = 1,
+        shuffle: bool = True,
+    ) -> TransformerPairs:
+        """The same part for the Transformer: its dictionary, samples, and ``collater``.
+
+        Limits of length and size of this data set have no effect on it.
+
+        Args:
+            left_pad: Whether source and target are padded on the left.
+            max_positions: The most tokens of source and target, with the end.
+            seq_len_multiple: Lengths of batches are multiples of it.
+            shuffle: Whether ``get_batches`` shuffles pairs of one length.
+
+        Returns:
+            The data set; its symbols have other numbers than this one's ids.
+        """
+        return TransformerPairs(
+            self.part,
+            left_pad=left_pad,
+            max_positions=max_positions,
+            seq_len_multiple=seq_len_multiple,
+            shuffle=shuffle,
+        )
+
+
+def _files(folder: Path, name: str, languages: tuple[str, str]) -> PairFiles:
+    found = find_files(folder, _NAMES[name], languages)
+    if found is None:
+        names = " and ".join(f"{_NAMES[name][0]}.{lang}" for lang in languages)
+        raise DatasetNotFoundError(
+            f"{folder} has no {names} (or the same with .gz); they are in data/task1/raw of "
+            f"https://github.com/multi30k/dataset"
+        )
+    return found

@@ -1,0 +1,245 @@
+"""Translation data sets in the shapes that the two families of models take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mlbench_core.dataset.nlp.pytorch.pair_part import Part
+from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
+from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
+from mlbench_core.dataset.nlp.pytorch.words import join_words
+
+__all__ = ["RecurrentPairs", "TransformerPairs"]
+
+_log = logging.getLogger(__name__)
+
+_UNKNOWN_SYMBOL = "<UNK>_"
+_FIRST_SYMBOL = 3  # of the Transformer's dictionary: after padding, end and unknown
+
+Lengths = npt.NDArray[np.int64]
+
+
+class RecurrentPairs(Dataset[tuple[Tensor, Tensor]]):
+    """Pairs for GNMT: each side begins with its beginning's id and ends with its end's.
+
+    Attributes:
+        tokenizer: What made the ids.
+        indices: Numbers of the pairs in the store, in this data set's order.
+        lengths: Ids of each pair's source and target, without beginning and end; int64 of shape (pairs, 2).
+
+    Args:
+        part: The text.
+        tokenizer: Its tokenizer, of the same vocabulary.
+        sort: Whether the longest source comes first.
+        min_len: Pairs with a shorter side are left out.
+        max_len: Pairs with a longer side are left out; None for none.
+        max_size: Only the so many first pairs of what is left; None for all.
+
+    Raises:
+        ValueError: A limit is negative, or the longest is less than the shortest.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        tokenizer: WMT16Tokenizer,
+        *,
+        sort: bool = False,
+        min_len: int = 0,
+        max_len: int | None = None,
+        max_size: int | None = None,
+    ) -> None:
+        if min_len < 0 or (max_len is not None and max_len < min_len):
+            raise ValueError(f"min_len is {min_len} and max_len {max_len}; 0 <= min_len <= max_len is needed")
+        if max_size is not None and max_size < 1:
+            raise ValueError(f"max_size is {max_size}; it must be at least 1, or None for all pairs")
+        self.part = part
+        self.tokenizer = tokenizer
+        self.lang = part.recipe.languages
+        lengths = _lengths(part)
+        kept = lengths.min(axis=1) >= min_len
+        if max_len is not None:
+            kept &= lengths.max(axis=1) <= max_len
+        self.indices: Lengths = np.flatnonzero(kept)[:max_size]
+        if sort:
+            self.indices = self.indices[np.argsort(-lengths[self.indices, 0], kind="stable")]
+        self.lengths: Lengths = lengths[self.indices]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def sizes(self) -> Lengths:
+        """Ids of each pair's longer side with beginning and end, int64 of shape (pairs,): for batches by length."""
+        return self.lengths.max(axis=1, initial=0) + 2
+
+    def references(self) -> list[str]:
+        """The targets as the text has them, in this data set's order; not for training parts.
+
+        Raises:
+            ValueError: It is a training part, from which pairs were left out.
+        """
+        return self.part.read_targets(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Source and target, int64 of shape (tokens + 2,)."""
+        source, target = _pair(self.part, self.indices, index)
+        return torch.from_numpy(self.tokenizer.to_ids(source)), torch.from_numpy(self.tokenizer.to_ids(target))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'-'.join(self.lang)}: {len(self)} pairs, {self.vocab_size} ids)"
+
+
+class TransformerPairs(Dataset[dict[str, Any]]):
+    """Pairs for the Transformer: each side ends with the end symbol, and both share one dictionary.
+
+    Attributes:
+        dictionary: Padding is 0, the end 1, what is in no symbol 2.
+        src_dict: The same.
+        trg_dict: The same.
+        indices: Numbers of the pairs in the store, in this data set's order.
+        shuffle: As given.
+
+    Args:
+        part: The text.
+        left_pad: Whether source and target are padded on the left.
+        max_positions: The most tokens of source and target, with the end. Longer pairs of a training part are left out;
+            of other parts, which have to stay whole, sentences are cut.
+        seq_len_multiple: Lengths of batches are multiples of it.
+        shuffle: Whether :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.get_batches` shuffles pairs of one
+            length.
+
+    Raises:
+        ValueError: A limit is not positive.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        *,
+        left_pad: tuple[bool, bool] = (True, False),
+        max_positions: tuple[int, int] = (256, 256),
+        seq_len_multiple: int = 1,
+        shuffle: bool = True,
+    ) -> None:
+        if min(max_positions) < 2:
+            raise ValueError(f"max_positions is {tuple(max_positions)}; each side needs at least 2, one for the end")
+        if seq_len_multiple < 1:
+            raise ValueError(f"seq_len_multiple is {seq_len_multiple}; it must be at least 1")
+        self.part = part
+        self.lang = part.recipe.languages
+        self.left_pad, self.max_positions = left_pad, max_positions
+        self.seq_len_multiple, self.shuffle = seq_len_multiple, shuffle
+        self.dictionary = Dictionary(symbols=[_UNKNOWN_SYMBOL, *part.subwords.symbols])
+        self.src_dict = self.trg_dict = self.dictionary
+        lengths = _lengths(part) + 1
+        too_long = (lengths > np.asarray(max_positions)).any(axis=1)
+        if too_long.any():
+            what = "are left out" if part.is_cleaned else "are cut"
+            _log.warning("%d of %d pairs %s: they have more than %s tokens", too_long.sum(), len(lengths), what,
+                         " and ".join(map(str, max_positions)))  # fmt: skip
+        self.indices: Lengths = np.flatnonzero(~too_long) if part.is_cleaned else np.arange(len(lengths))
+        self.lengths: Lengths = np.minimum(lengths, np.asarray(max_positions))[self.indices]
+
+    @property
+    def sizes(self) -> Lengths:
+        """Tokens that a pair takes in a batch: its longer side, rounded up; int64 of shape (pairs,)."""
+        longest = self.lengths.max(axis=1, initial=0)
+        return -(-longest // self.seq_len_multiple) * self.seq_len_multiple
+
+    def references(self) -> list[str]:
+        """The targets as the text has them, in this data set's order; not for training parts.
+
+        Raises:
+            ValueError: It is a training part, from which pairs were left out.
+        """
+        return self.part.read_targets(self.indices)
+
+    def detokenize(self, text: str) -> str:
+        """The text of words, as a generator with ``remove_bpe="@@ "`` gives them.
+
+        Args:
+            text: Words with spaces between them.
+
+        Returns:
+            Text with punctuation where it belongs.
+        """
+        return join_words(text.split())
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``id``, the index, ``source`` and ``target``, int64 of shape (tokens,)."""
+        sides = zip(_pair(self.part, self.indices, index), self.max_positions, strict=True)
+        source, target = (self._symbols(numbers[: limit - 1]) for numbers, limit in sides)
+        return {"id": index, "source": source, "target": target}
+
+    def _symbols(self, numbers: npt.NDArray[Any]) -> Tensor:
+        """Symbols of a sentence: the store's numbers have unknown at 0 and symbols from 1."""
+        symbols = np.full(len(numbers) + 1, self.dictionary.eos(), dtype=np.int64)
+        symbols[:-1] = numbers
+        symbols[:-1] += _FIRST_SYMBOL - 1
+        return torch.from_numpy(symbols)
+
+    def collater(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Make a batch of samples: the ``collate_fn`` of a ``DataLoader``.
+
+        Args:
+            samples: What the data set's items are.
+
+        Returns:
+            ``id``: int64 of shape (batch,); ``ntokens``: number of target tokens without padding; ``target``: int64 of
+            shape (batch, tokens); ``net_input``: what the model takes: ``src_tokens``, int64 of shape (batch, tokens),
+            ``src_lengths`` of shape (batch,), and ``prev_output_tokens``, the targets with the end symbol moved from
+            the end to the beginning. An empty dictionary for no samples.
+        """
+        if not samples:
+            return {}
+        sources = [sample["source"] for sample in samples]
+        targets = [sample["target"] for sample in samples]
+        return {
+            "id": torch.tensor([sample["id"] for sample in samples], dtype=torch.int64),
+            "ntokens": sum(len(target) for target in targets),
+            "net_input": {
+                "src_tokens": self._pad(sources, self.left_pad[0]),
+                "src_lengths": torch.tensor([len(source) for source in sources], dtype=torch.int64),
+                "prev_output_tokens": self._pad([target.roll(1) for target in targets], self.left_pad[1]),
+            },
+            "target": self._pad(targets, self.left_pad[1]),
+        }
+
+    def _pad(self, sentences: Sequence[Tensor], left: bool) -> Tensor:
+        width = -(-max(map(len, sentences)) // self.seq_len_multiple) * self.seq_len_multiple
+        batch = torch.full((len(sentences), width), self.dictionary.pad(), dtype=torch.int64)
+        for row, sentence in zip(batch, sentences, strict=True):
+            (row[width - len(sentence) :] if left else row[: len(sentence)]).copy_(sentence)
+        return batch
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'-'.join(self.lang)}: {len(self)} pairs, {len(self.dictionary)} symbols)"
+
+
+def _lengths(part: Part) -> Lengths:
+    """Numbers of source and target of each pair, of shape (pairs, 2)."""
+    return np.stack((part.store.source.lengths, part.store.target.lengths), axis=1)
+
+
+def _pair(part: Part, indices: Lengths, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    if not 0 <= index < len(indices):
+        raise IndexError(f"pair {index} is not there: there are {len(indices)}, counted from 0")
+    number = int(indices[index])
+    return part.store.source[number], part.store.target[number]

@@ -1,0 +1,231 @@
+"""One part of a translation data set: found or downloaded, cut into sub-words, stored."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlbench_core.dataset.nlp.pytorch.pair_store import PairStore
+from mlbench_core.dataset.nlp.pytorch.pair_text import (
+    Cleaning,
+    PairFiles,
+    Recipe,
+    count_lines,
+    prepare_store,
+    prepare_subwords,
+    read_lines,
+)
+from mlbench_core.dataset.nlp.pytorch.subwords import Subwords
+from mlbench_core.dataset.util import tools
+from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError
+from mlbench_core.utils.paths import user_folder
+
+__all__ = ["SPECIAL_SYMBOLS", "Archive", "Part", "choose_part", "download_files", "find_files", "load_part"]
+
+_log = logging.getLogger(__name__)
+
+SPECIAL_SYMBOLS = ("<pad>", "<unk>", "<s>", "</s>")
+"""Symbols that other programs list in their vocabulary files; here they have fixed numbers and are not listed."""
+
+_NEWSTEST2014_LINES = 3_003
+_NEWSTEST2014_FILTERED_LINES = 2_737
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Text in an archive on a server.
+
+    Attributes:
+        url: Where it is; a tar archive.
+        member: Path in it of the text, with ``{lang}`` for ``en`` or ``de`` and ``{side}`` for ``src`` or ``ref``.
+        lines: Number of lines in each language. No checksums of these archives are published, so this is what is
+            checked.
+    """
+
+    url: str
+    member: str
+    lines: int
+
+    def paths(self, folder: Path, languages: Sequence[str]) -> list[Path]:
+        """Where the text of each language lies once it is unpacked; English is the source of the original."""
+        sides = {"en": "src", "de": "ref"}
+        return [folder / self.member.format(lang=lang, side=sides.get(lang, "")) for lang in languages]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part, ready to be read.
+
+    Attributes:
+        files: Its text.
+        store: Its pairs as numbers of symbols.
+        subwords: The vocabulary.
+        vocabulary_folder: Where the files of the vocabulary are.
+        recipe: How words and symbols are made.
+        is_cleaned: Whether pairs of the text are missing in the store.
+    """
+
+    files: PairFiles
+    store: PairStore
+    subwords: Subwords
+    vocabulary_folder: Path
+    recipe: Recipe
+    is_cleaned: bool
+
+    def read_targets(self, indices: Iterable[int]) -> list[str]:
+        """The translations as the text has them: the references for BLEU.
+
+        Args:
+            indices: Which pairs of the store.
+
+        Returns:
+            Lines of text.
+
+        Raises:
+            ValueError: Pairs were left out, so that lines and pairs do not correspond, as in training parts.
+        """
+        if self.is_cleaned:
+            raise ValueError("a training part was cleaned, its pairs are not the lines of its text; take another part")
+        lines = [line for path in self.files.targets for line in read_lines(path)]
+        return [lines[index] for index in indices]
+
+
+def choose_part(**parts: bool) -> str:
+    """The one part that is asked for.
+
+    Raises:
+        ValueError: None is, or several are.
+
+    Example:
+        >>> choose_part(train=False, validation=True)
+        'validation'
+    """
+    chosen = [part for part, wanted in parts.items() if wanted]
+    if len(chosen) != 1:
+        raise ValueError(f"{' and '.join(chosen) or 'no part'} asked for; set one of {', '.join(parts)} to True")
+    return chosen[0]
+
+
+def find_files(folder: Path, names: Iterable[str], languages: Sequence[str]) -> PairFiles | None:
+    """The text of a part, ``NAME.LANG`` or ``NAME.LANG.gz``, under the first of its names that both languages have."""
+    for name in names:
+        found = [
+            next((path for path in (folder / f"{name}.{lang}", folder / f"{name}.{lang}.gz") if path.is_file()), None)
+            for lang in languages
+        ]
+        if found[0] and found[1]:
+            if name.startswith("newstest2014"):
+                _check_newstest2014(found[0])
+            return PairFiles((found[0],), (found[1],))
+    return None
+
+
+def download_files(folder: Path, archives: Sequence[Archive], languages: Sequence[str], download: bool) -> PairFiles:
+    """The text of a part from its archives, which are downloaded and unpacked where they are not.
+
+    Args:
+        folder: Where to.
+        archives: Whose text, one after another, is the part.
+        languages: Of source and target, ``en`` and ``de`` in any order.
+        download: Whether to download what is missing.
+
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: The archives do not have these languages.
+        DatasetNotFoundError: Something is missing and ``download`` is False.
+        DownloadError: A download failed, or its text has another number of lines.
+    """
+    if sorted(languages) != ["de", "en"]:
+        raise ValueError(f"lang is {tuple(languages)}; this data set has en and de")
+    pairs = []
+    for archive in archives:
+        paths = archive.paths(folder, languages)
+        missing = next((path for path in paths if not path.is_file()), None)
+        if missing is not None and not download:
+            raise DatasetNotFoundError(f"{missing} is not there; download=True gets it from {archive.url}")
+        if missing is not None:
+            with tools.exclusive_lock(folder / ".download.lock"):
+                _download(folder, archive, languages)
+        pairs.append(paths)
+    sources, targets = zip(*pairs, strict=True)
+    return PairFiles(sources, targets)
+
+
+def load_part(
+    files: PairFiles,
+    training_files: Callable[[], PairFiles],
+    recipe: Recipe,
+    *,
+    root: Path,
+    cache_dir: str | os.PathLike[str] | None,
+    cleaning: Cleaning | None,
+    in_memory: bool,
+) -> Part:
+    """Vocabulary and store of a part; both are made where they are not there yet.
+
+    Args:
+        files: The text of the part.
+        training_files: Finds the text that a vocabulary is learned from; called only where one is needed.
+        recipe: How.
+        root: Folder of the data; a vocabulary ``vocab.bpe.NAME`` in it is used instead of a learned one.
+        cache_dir: Where vocabulary and stores are kept; None for a folder of the user's.
+        cleaning: Which pairs of the part to leave out.
+        in_memory: Whether to read the store into memory.
+
+    Returns:
+        The part.
+
+    Raises:
+        DatasetNotFoundError: The text is divided already, and there is no vocabulary.
+    """
+    cache = Path(cache_dir) if cache_dir else user_folder("cache", "text")
+    if any(root.glob("vocab.bpe.*")):
+        subwords, folder = Subwords.load(root, recipe.separator, skip=SPECIAL_SYMBOLS), root
+    elif recipe.tokenizer is None:
+        raise DatasetNotFoundError(f"{root} has no vocabulary vocab.bpe.NAME, which text that is divided already needs")
+    else:
+        subwords, folder = prepare_subwords(training_files(), recipe, cache)
+    store = prepare_store(files, recipe, subwords, cache, cleaning=cleaning, in_memory=in_memory)
+    return Part(files, store, subwords, folder, recipe, cleaning is not None)
+
+
+def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
+    """Download and unpack an archive below ``downloads``; its text gets its place when it is found complete."""
+    file_name = archive.url.rsplit("/", 1)[1]
+    unpacked = folder / "downloads" / file_name.partition(".")[0]
+    paths = archive.paths(folder, languages)
+    if all(path.is_file() for path in paths):  # another process was faster
+        return
+    tools.maybe_download_and_extract_tar_gz(unpacked, file_name, archive.url)
+    found = archive.paths(unpacked, languages)
+    for path in found:
+        _check_lines(path, archive)
+    for path, place in zip(found, paths, strict=True):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
+
+
+def _check_lines(path: Path, archive: Archive) -> None:
+    lines = count_lines(path) if path.is_file() else 0
+    if lines != archive.lines:
+        raise DownloadError(
+            f"{path} from {archive.url} has {lines} lines and should have {archive.lines}; delete {path.parent} and get "
+            f"the archive from elsewhere"
+        )
+
+
+def _check_newstest2014(path: Path) -> None:
+    """Refuse the copy from which sentences were taken out, whose BLEU cannot be compared."""
+    lines = count_lines(path)
+    if lines == _NEWSTEST2014_FILTERED_LINES:
+        raise DatasetError(
+            f"{path} has {lines} lines: it is the filtered copy of newstest2014, the whole one has "
+            f"{_NEWSTEST2014_LINES}, as in https://www.statmt.org/wmt14/test-full.tgz"
+        )
+    if lines != _NEWSTEST2014_LINES:
+        _log.warning("%s has %d lines; newstest2014 has %d", path, lines, _NEWSTEST2014_LINES)

@@ -1,0 +1,261 @@
+"""Pairs of sentences as numbers, in files that are mapped into memory.
+
+A store is a folder:
+
+* ``header.json``: version of the format, number of pairs, both languages, type and number of the numbers, checksum and
+  size of the vocabulary, and what else its maker wants to keep;
+* ``source.npy`` and ``target.npy``: the numbers of all sentences one after another;
+* ``source.offsets.npy`` and ``target.offsets.npy``: int64, where each sentence begins, and where the last one ends.
+
+Numbers are uint16 where the vocabulary has at most 65,536, else int32. A store is made under another name and renamed
+when it is complete; nothing in it is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from mlbench_core.errors import DatasetError, DatasetNotFoundError
+
+__all__ = ["FORMAT_VERSION", "PairHeader", "PairStore", "Sentences", "write_pairs"]
+
+FORMAT_VERSION = 1
+
+Numbers = npt.NDArray[np.integer[Any]]
+
+_SIDES = ("source", "target")
+
+
+@dataclass(frozen=True)
+class PairHeader:
+    """What a store says of itself.
+
+    Attributes:
+        languages: Of source and target.
+        vocabulary_size: How many different numbers there may be.
+        vocabulary_checksum: SHA-256 of the vocabulary, in hexadecimal digits.
+        pairs: Number of pairs.
+        tokens: Number of numbers of source and target.
+        extra: What else the maker keeps; JSON.
+        version: Version of the format.
+    """
+
+    languages: tuple[str, str]
+    vocabulary_size: int
+    vocabulary_checksum: str
+    pairs: int = 0
+    tokens: tuple[int, int] = (0, 0)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    version: int = FORMAT_VERSION
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the numbers in the files, little-endian on every machine."""
+        return np.dtype("<u2" if self.vocabulary_size <= 1 << 16 else "<i4")
+
+
+class Sentences:
+    """One side of a store: sentences as numbers.
+
+    Args:
+        numbers: Numbers of all sentences, of shape (tokens,).
+        offsets: Where each sentence begins and the last one ends, int64 of shape (sentences + 1,).
+
+    Example:
+        >>> sentences = Sentences(np.array([7, 8, 9]), np.array([0, 2, 2, 3]))
+        >>> len(sentences), sentences[0].tolist(), sentences.lengths.tolist()
+        (3, [7, 8], [2, 0, 1])
+    """
+
+    def __init__(self, numbers: Numbers, offsets: npt.NDArray[np.int64]) -> None:
+        self.numbers = numbers
+        self.offsets = offsets
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> Numbers:
+        """The numbers of a sentence, of shape (tokens,); a view that is not to be written to."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sentence {index} is not there: there are {len(self)}, counted from 0")
+        return self.numbers[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Numbers of each sentence, int64 of shape (sentences,)."""
+        return np.diff(self.offsets)
+
+
+class PairStore:
+    """A store that is mapped into memory.
+
+    Attributes:
+        header: What the store says of itself.
+        source: Sentences in the first language.
+        target: Their translations.
+
+    Args:
+        folder: The store.
+        in_memory: Whether to read all of it instead of mapping the files.
+        vocabulary_checksum: Checksum that the vocabulary must have; None for any.
+
+    Raises:
+        DatasetNotFoundError: There is no store.
+        DatasetError: It is damaged, of another version, or of another vocabulary.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     header = PairHeader(("en", "de"), vocabulary_size=10, vocabulary_checksum="")
+        ...     pair = (np.array([1, 2, 3]), np.array([4, 5]))
+        ...     store = write_pairs(Path(folder, "store"), header, [([pair[0]], [pair[1]])])
+        ...     len(store), store.source[0].tolist(), store.target.lengths.tolist(), store.source.numbers.dtype
+        (1, [1, 2, 3], [2], dtype('uint16'))
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], in_memory: bool = False, vocabulary_checksum: str | None = None
+    ) -> None:
+        self.folder = Path(folder)
+        self.header = _read_header(self.folder)
+        if vocabulary_checksum is not None and vocabulary_checksum != self.header.vocabulary_checksum:
+            raise DatasetError(
+                f"{self.folder} was made with the vocabulary {self.header.vocabulary_checksum}, but here it is "
+                f"{vocabulary_checksum}; delete the folder, and it is made anew"
+            )
+        self.source, self.target = (self._map(side, in_memory) for side in _SIDES)
+
+    def _map(self, side: str, in_memory: bool) -> Sentences:
+        mode: Literal["r"] | None = None if in_memory else "r"
+        try:
+            numbers = np.load(self.folder / f"{side}.npy", mmap_mode=mode, allow_pickle=False)
+            offsets = np.load(self.folder / f"{side}.offsets.npy", mmap_mode=mode, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise DatasetError(f"{self.folder} is damaged: {error}; delete the folder, and it is made anew") from error
+        tokens = self.header.tokens[_SIDES.index(side)]
+        if (
+            numbers.shape != (tokens,)
+            or numbers.dtype != self.header.dtype
+            or offsets.shape != (self.header.pairs + 1,)
+            or offsets[-1] != tokens
+        ):
+            raise DatasetError(
+                f"{self.folder} is damaged: the {side} has {numbers.dtype} of shape {numbers.shape} and "
+                f"{len(offsets) - 1} sentences, its header says {self.header.dtype}, {tokens} and {self.header.pairs}; "
+                f"delete the folder, and it is made anew"
+            )
+        return Sentences(numbers, offsets)
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        return self.header.pairs
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({'-'.join(self.header.languages)}: {len(self)} pairs, {self.header.tokens} tokens)"
+        )
+
+
+def write_pairs(
+    folder: Path, header: PairHeader, blocks: Iterable[tuple[Sequence[Numbers], Sequence[Numbers]]]
+) -> PairStore:
+    """Write a store, whole or not at all; one that is there already is replaced.
+
+    Args:
+        folder: The store to make.
+        header: What to say of it; the counts are filled in.
+        blocks: Blocks of sources and their targets, each a list of whole numbers of shape (tokens,). One block at a
+            time is in memory.
+
+    Returns:
+        The store, mapped.
+
+    Raises:
+        ValueError: A block has more of one side than of the other, or a number is not in the vocabulary.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        with _NumberFile(new / "source.npy", header) as source, _NumberFile(new / "target.npy", header) as target:
+            for sources, targets in blocks:
+                if len(sources) != len(targets):
+                    raise ValueError(f"a block has {len(sources)} sources and {len(targets)} targets; each needs one")
+                source.append(sources)
+                target.append(targets)
+        counts = {"pairs": len(source.offsets) - 1, "tokens": (source.offsets[-1], target.offsets[-1])}
+        content = {**asdict(header), **counts}
+        (new / "header.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        new.chmod(0o755)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(new, folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return PairStore(folder)
+
+
+class _NumberFile:
+    """A one-dimensional .npy file that grows, and the offsets of the sentences in it, written at the end."""
+
+    def __init__(self, path: Path, header: PairHeader) -> None:
+        self.path = path
+        self.header = header
+        self.offsets = [0]
+        self.file: IO[bytes] = path.open("wb")
+        self._write_header()
+
+    def append(self, sentences: Sequence[Numbers]) -> None:
+        """Add sentences."""
+        if not sentences:
+            return
+        numbers = np.concatenate(sentences)
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.header.vocabulary_size:
+            raise ValueError(
+                f"there are numbers from {numbers.min()} to {numbers.max()}; the vocabulary has 0 to "
+                f"{self.header.vocabulary_size - 1}"
+            )
+        self.file.write(numbers.astype(self.header.dtype).tobytes())
+        ends = self.offsets[-1] + np.cumsum([len(sentence) for sentence in sentences])
+        self.offsets += ends.tolist()
+
+    def _write_header(self) -> None:
+        """Numpy leaves room in the header for the length to grow."""
+        content = {"descr": self.header.dtype.str, "fortran_order": False, "shape": (self.offsets[-1],)}
+        self.file.seek(0)
+        np.lib.format.write_array_header_1_0(self.file, content)
+
+    def __enter__(self) -> _NumberFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._write_header()
+        self.file.close()
+        offsets = np.array(self.offsets, dtype="<i8")
+        np.save(self.path.with_suffix(".offsets.npy"), offsets, allow_pickle=False)
+
+
+def _read_header(folder: Path) -> PairHeader:
+    """The header of a store."""
+    try:
+        content = json.loads((folder / "header.json").read_text(encoding="utf-8"))
+        if content["version"] != FORMAT_VERSION:
+            raise DatasetError(
+                f"{folder} has version {content['version']} of the format, this program reads {FORMAT_VERSION}; delete "
+                f"the folder, and it is made anew"
+            )
+        content["languages"], content["tokens"] = tuple(content["languages"]), tuple(content["tokens"])
+        return PairHeader(**content)
+    except FileNotFoundError:
+        raise DatasetNotFoundError(f"there is no store at {folder}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DatasetError(
+            f"{folder}/header.json is damaged: {error}; delete the folder, and it is made anew"
+        ) from error

@@ -1,0 +1,269 @@
+"""Sentence pairs: from files of text to a vocabulary and a store."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import html
+import itertools
+import json
+import logging
+import re
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from mlbench_core.dataset.nlp.pytorch.pair_store import PairHeader, PairStore, write_pairs
+from mlbench_core.dataset.nlp.pytorch.subwords import Subwords, learn_subwords, learn_words
+from mlbench_core.dataset.nlp.pytorch.words import split_words
+from mlbench_core.dataset.util import tools
+from mlbench_core.errors import DatasetError
+
+__all__ = ["Cleaning", "PairFiles", "Recipe", "count_lines", "prepare_store", "prepare_subwords", "read_lines"]
+
+_log = logging.getLogger(__name__)
+
+_BLOCK = 4096
+_VERSION = 1  # of what is made of a text: a change of words or cleaning counts it up
+_SEGMENT = re.compile(r"<seg\b[^>]*>(.*)</seg>")
+
+
+@dataclass(frozen=True)
+class PairFiles:
+    """The text of one part of a data set: line i of the sources is translated by line i of the targets.
+
+    Attributes:
+        sources: Files in the first language, read one after another: plain, ``.gz``, or ``.sgm`` as in the archives of
+            the translation conferences.
+        targets: Files in the second language.
+    """
+
+    sources: tuple[Path, ...]
+    targets: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """Which pairs of a training text to leave out.
+
+    Attributes:
+        min_words: Both sides need so many words.
+        max_words: Neither may have more.
+        max_ratio: Neither may have more than so many times the words of the other.
+    """
+
+    min_words: int = 1
+    max_words: int = 80
+    max_ratio: float = 9.0
+
+    def keeps(self, source: Sequence[str], target: Sequence[str]) -> bool:
+        """Whether a pair stays."""
+        few, many = sorted((len(source), len(target)))
+        return self.min_words <= few and many <= self.max_words and many <= self.max_ratio * few
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a vocabulary is learned and words are made.
+
+    Attributes:
+        languages: Of source and target.
+        tokenizer: ``"moses"`` for words that are divided into parts, ``"spacy"`` for whole words, None for text that is
+            in words and divided already.
+        merges: Number of merges, or
+        size: of symbols.
+        min_count: Of whole words.
+        min_character_count: A rarer character gets no symbol.
+        separator: What follows a part that does not end its word.
+    """
+
+    languages: tuple[str, str]
+    tokenizer: str | None = "moses"
+    merges: int | None = None
+    size: int | None = None
+    min_count: int = 2
+    min_character_count: int = 1
+    separator: str = "@@"
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """The lines of a text, without their ends; of an ``.sgm`` file, its segments.
+
+    Only a line feed ends a line: other characters that might, which are there in texts from the web, would shift all
+    that follows against the other language.
+
+    Raises:
+        DatasetError: The file cannot be decompressed or is no UTF-8.
+    """
+    opened: Callable[[Path, str], Any] = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rb") as file:
+            lines = (line.decode("utf-8").removesuffix("\n") for line in file)
+            yield from _segments(lines) if path.name.removesuffix(".gz").endswith(".sgm") else lines
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DatasetError(f"{path} cannot be decompressed: {error}; delete it and get it again") from error
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path} is no UTF-8 text: {error}") from error
+
+
+def _segments(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        if match := _SEGMENT.search(line):
+            yield html.unescape(match[1]).strip()
+
+
+def count_lines(path: Path) -> int:
+    """Number of lines, or of segments, of a text."""
+    return sum(1 for _ in read_lines(path))
+
+
+def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple[Subwords, Path]:
+    """Learn a vocabulary from both languages of a training text, or load what was learned before.
+
+    Args:
+        files: The text.
+        recipe: How.
+        cache_dir: Where the vocabulary and the text in words are kept. Of several processes one makes them, the others
+            wait.
+
+    Returns:
+        The vocabulary, and its folder.
+
+    Raises:
+        DatasetError: The text is damaged, or its languages have different numbers of lines.
+    """
+    folder = cache_dir / f"vocabulary-{_digest(files, asdict(recipe))}"
+    with tools.exclusive_lock(cache_dir / f".{folder.name}.lock"):
+        if not folder.is_dir():
+            words = _prepare_words(files, recipe, Cleaning(), cache_dir)
+            lines = itertools.chain(read_lines(words / "source.txt"), read_lines(words / "target.txt"))
+            with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=cache_dir) as name:
+                new = Path(name) / "vocabulary"
+                _learn(lines, recipe).save(new, str(recipe.merges or recipe.size or "words"))
+                new.rename(folder)
+    return Subwords.load(folder, recipe.separator), folder
+
+
+def _learn(lines: Iterable[str], recipe: Recipe) -> Subwords:
+    if recipe.tokenizer == "spacy":
+        return learn_words(lines, min_count=recipe.min_count, separator=recipe.separator)
+    return learn_subwords(
+        lines,
+        merges=recipe.merges,
+        size=recipe.size,
+        separator=recipe.separator,
+        min_character_count=recipe.min_character_count,
+    )
+
+
+def prepare_store(
+    files: PairFiles,
+    recipe: Recipe,
+    subwords: Subwords,
+    cache_dir: Path,
+    *,
+    cleaning: Cleaning | None = None,
+    in_memory: bool = False,
+) -> PairStore:
+    """Make the store of a text, or open the one that was made before.
+
+    Args:
+        files: The text.
+        recipe: How words are made.
+        subwords: The vocabulary.
+        cache_dir: Where the store is kept. Of several processes one makes it, the others wait.
+        cleaning: Which pairs to leave out; None for none.
+        in_memory: Whether to read the store instead of mapping it.
+
+    Returns:
+        The store. Its numbers are those of :meth:`Subwords.encode`.
+
+    Raises:
+        DatasetError: The text is damaged, or its languages have different numbers of lines.
+    """
+    how = {**asdict(recipe), "cleaning": asdict(cleaning) if cleaning else None, "vocabulary": subwords.checksum}
+    folder = cache_dir / f"pairs-{_digest(files, how)}"
+    with tools.exclusive_lock(cache_dir / f".{folder.name}.lock"):
+        try:
+            return PairStore(folder, in_memory, subwords.checksum)
+        except DatasetError as error:
+            if folder.exists():
+                _log.warning("%s", error)
+        blocks = _blocks(files, recipe, cleaning, cache_dir)
+        numbers = ((subwords.encode(sources), subwords.encode(targets)) for sources, targets in blocks)
+        header = PairHeader(recipe.languages, len(subwords) + 1, subwords.checksum, extra={"recipe": how})
+        store = write_pairs(folder, header, numbers)
+    return PairStore(folder, in_memory) if in_memory else store
+
+
+def _blocks(
+    files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path
+) -> Iterator[tuple[list[str], list[str]]]:
+    """Blocks of pairs, each side's words with spaces between them."""
+    if recipe.tokenizer is None:
+        pairs = _read_pairs(files)
+        if cleaning:
+            pairs = (pair for pair in pairs if cleaning.keeps(pair[0].split(), pair[1].split()))
+    else:
+        words = _prepare_words(files, recipe, cleaning, cache_dir)
+        pairs = _read_pairs(PairFiles((words / "source.txt",), (words / "target.txt",)))
+    while block := list(itertools.islice(pairs, _BLOCK)):
+        yield [source for source, _ in block], [target for _, target in block]
+
+
+def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path) -> Path:
+    """The folder of a text in words, which both the vocabulary and the store are made of."""
+    how = [recipe.languages, recipe.tokenizer, asdict(cleaning) if cleaning else None]
+    folder = cache_dir / f"words-{_digest(files, how)}"
+    with tools.exclusive_lock(cache_dir / f".{folder.name}.lock"):
+        if folder.is_dir():
+            return folder
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=cache_dir) as name:
+            new = Path(name) / "words"
+            new.mkdir()
+            _write_words(files, recipe, cleaning, new)
+            new.rename(folder)
+    return folder
+
+
+def _write_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, folder: Path) -> None:
+    tokenizer = recipe.tokenizer or "moses"
+    read = kept = 0
+    with ExitStack() as stack:
+        sides: list[IO[str]] = [
+            stack.enter_context((folder / f"{side}.txt").open("w", encoding="utf-8", newline="\n"))
+            for side in ("source", "target")
+        ]
+        for pair in _read_pairs(files):
+            words = [split_words(line, lang, tokenizer) for line, lang in zip(pair, recipe.languages, strict=True)]
+            read += 1
+            if cleaning is None or cleaning.keeps(*words):
+                kept += 1
+                for file, side in zip(sides, words, strict=True):
+                    file.write(" ".join(side) + "\n")
+    _log.info("%s: kept %d of %d pairs", ", ".join(map(str, files.sources)), kept, read)
+
+
+def _read_pairs(files: PairFiles) -> Iterator[tuple[str, str]]:
+    """Pairs of lines; both languages must have as many."""
+    for source, target in zip(files.sources, files.targets, strict=True):
+        for lines in itertools.zip_longest(read_lines(source), read_lines(target)):
+            if lines[0] is None or lines[1] is None:
+                raise DatasetError(
+                    f"{source} has {count_lines(source)} lines and {target} {count_lines(target)}; they must have as "
+                    f"many, each the translation of the other"
+                )
+            yield lines
+
+
+def _digest(files: PairFiles, how: Any) -> str:
+    """What names something that is made of files: how, and path, size and time of change of each."""
+    content: list[Any] = [_VERSION, how]
+    for path in (*files.sources, *files.targets):
+        status = path.stat()
+        content.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,0 +1,334 @@
+"""Sub-words: byte pair encoding of words, learned from a text or read from files in the format of subword-nmt.
+
+Words are divided into parts; each part but the last ends with a separator, ``@@``. A model is two files:
+``bpe.NAME`` has the merges, one pair of parts a line, after a line ``#version: 0.2``; ``</w>`` ends a part that ends
+its word. ``vocab.bpe.NAME`` has the symbols, one a line. The numbers of symbols are the lines' numbers and nothing
+else, so they are the same in every process and on every platform.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlbench_core.dataset.nlp.pytorch.words import SPACING_MARK
+from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
+
+__all__ = ["UNKNOWN", "Subwords", "join_parts", "learn_subwords", "learn_words"]
+
+UNKNOWN = 0
+"""The number of what is in no symbol; symbol i of the vocabulary has number i + 1."""
+
+_END = "</w>"
+_VERSION = "#version: 0.2"
+_REPEATS = 1 << 16
+
+Pair = tuple[str, str]
+
+
+class Subwords:
+    """A vocabulary of symbols, and how words are divided into them.
+
+    Attributes:
+        symbols: The symbols. Parts that do not end a word end with the separator.
+        merges: Pairs of parts in the order in which they are merged; None where words are not divided, because each
+            symbol is a whole word or the text is divided already.
+        separator: As given.
+
+    Args:
+        symbols: The symbols, none twice.
+        merges: The merges; parts at the end of a word end with ``</w>``.
+        separator: What follows a part that does not end its word.
+
+    Raises:
+        ValueError: A symbol is there twice, or the separator is empty or has white space in it.
+
+    Example:
+        >>> subwords = Subwords(["l@@", "o@@", "w", "lo@@", "low"], [("l", "o"), ("lo", "w</w>")])
+        >>> [numbers.tolist() for numbers in subwords.encode(["low lo?", "ll"])]
+        [[5, 4, 0], [1, 0]]
+    """
+
+    def __init__(self, symbols: Sequence[str], merges: Sequence[Pair] | None = None, separator: str = "@@") -> None:
+        if not separator or any(c.isspace() for c in separator):
+            raise ValueError(f"separator is {separator!r}; it must be a text without white space")
+        self.symbols = list(symbols)
+        self.merges = None if merges is None else list(merges)
+        self.separator = separator
+        self._numbers = {symbol: number for number, symbol in enumerate(self.symbols, 1)}
+        if len(self._numbers) != len(self.symbols):
+            twice = next(symbol for symbol, count in Counter(self.symbols).items() if count > 1)
+            raise ValueError(f"the symbol {twice!r} is there twice")
+        self._divider: Any = None
+        self._table: npt.NDArray[np.int32] | None = None
+
+    def encode(self, lines: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """The symbols of lines of text.
+
+        Args:
+            lines: Words with white space between them.
+
+        Returns:
+            For each line the numbers of its symbols, int32; :data:`UNKNOWN` for what is in none.
+
+        Raises:
+            MissingDependencyError: tokenizers is not installed, and there are merges.
+        """
+        if self.merges is None:
+            get = self._numbers.get
+            return [np.array([get(word, UNKNOWN) for word in line.split()], dtype=np.int32) for line in lines]
+        if self._divider is None:
+            self._divider, self._table = self._build_divider(self.merges)
+        assert self._table is not None
+        return [self._table[encoding.ids] for encoding in self._divider.encode_batch_fast(lines)]
+
+    def _build_divider(self, merges: list[Pair]) -> tuple[Any, npt.NDArray[np.int32]]:
+        """The fast encoder, which has numbers of its own for parts, and the numbers of ours for those."""
+        tokenizers: Any = require("tokenizers", "text")
+        parts = dict.fromkeys(_part(symbol, self.separator) for symbol in self.symbols)
+        for left, right in merges:
+            parts |= dict.fromkeys((left, right, left + right))
+        unknown = " "  # no part has white space
+        ids = {unknown: 0} | {part: number for number, part in enumerate(parts, 1)}
+        model = tokenizers.models.BPE(vocab=ids, merges=merges, unk_token=unknown, end_of_word_suffix=_END)
+        divider = tokenizers.Tokenizer(model)
+        divider.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        table = np.zeros(len(ids), dtype=np.int32)
+        for part, number in ids.items():
+            table[number] = self._numbers.get(_symbol(part, self.separator), UNKNOWN)
+        return divider, table
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of symbols, merges and separator, in hexadecimal digits: what a store is made with and read with."""
+        content = json.dumps([self.separator, self.symbols, self.merges], ensure_ascii=True)
+        return hashlib.sha256(content.encode("ascii")).hexdigest()
+
+    def save(self, folder: Path, name: str) -> None:
+        """Write ``bpe.NAME`` and ``vocab.bpe.NAME``, each whole or not at all, the vocabulary last.
+
+        Args:
+            folder: Where to; it is made where it is not there.
+            name: For example ``"32000"``.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.merges is not None:
+            lines = [_VERSION, *(f"{left} {right}" for left, right in self.merges)]
+            _write_atomically(folder / f"bpe.{name}", lines)
+        _write_atomically(folder / f"vocab.bpe.{name}", self.symbols)
+
+    @classmethod
+    def load(cls, folder: Path, separator: str = "@@", skip: Iterable[str] = ()) -> Subwords:
+        """Read the model of a folder; without a file of merges words are not divided.
+
+        Args:
+            folder: Folder with one ``vocab.bpe.NAME``.
+            separator: What follows a part that does not end its word.
+            skip: Symbols to leave out, such as special ones that other programs list.
+
+        Raises:
+            DatasetNotFoundError: There is no vocabulary.
+            DatasetError: There are several, or a file is damaged.
+        """
+        found = sorted(path for path in folder.glob("vocab.bpe.*") if path.is_file())
+        if not found:
+            raise DatasetNotFoundError(f"{folder} has no vocabulary vocab.bpe.NAME, for example vocab.bpe.32000")
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found)
+            raise DatasetError(f"{folder} has several vocabularies, {names}; leave one there")
+        left_out = set(skip)
+        symbols = [symbol for symbol in _read_lines(found[0]) if symbol and symbol not in left_out]
+        merges = folder / found[0].name.removeprefix("vocab.")
+        try:
+            return cls(symbols, _read_merges(merges) if merges.is_file() else None, separator)
+        except ValueError as error:
+            raise DatasetError(f"{found[0]} is no vocabulary: {error}") from error
+
+    def __len__(self) -> int:
+        """Number of symbols."""
+        return len(self.symbols)
+
+    def __repr__(self) -> str:
+        merges = "whole words" if self.merges is None else f"{len(self.merges)} merges"
+        return f"{type(self).__name__}({len(self)} symbols, {merges})"
+
+
+def join_parts(symbols: Iterable[str], separator: str = "@@") -> list[str]:
+    """The words whose parts are given.
+
+    Args:
+        symbols: Parts; those that do not end their word end with the separator.
+        separator: The separator.
+
+    Returns:
+        The words.
+
+    Example:
+        >>> join_parts(["lo@@", "w", "@", "s@@"])
+        ['low', '@', 's']
+    """
+    words, open_word = [], ""
+    for symbol in symbols:
+        if symbol.endswith(separator) and symbol != separator:
+            open_word += symbol.removesuffix(separator)
+        else:
+            words.append(open_word + symbol)
+            open_word = ""
+    return [*words, open_word] if open_word else words
+
+
+def learn_subwords(
+    lines: Iterable[str],
+    *,
+    merges: int | None = None,
+    size: int | None = None,
+    separator: str = "@@",
+    min_count: int = 2,
+    min_character_count: int = 1,
+) -> Subwords:
+    """Learn which parts to divide words into: the most frequent pair becomes one part, again and again.
+
+    The symbols are the characters, inside and at the end of words, by code point, and then what each merge makes, in
+    the order of the merges.
+
+    Args:
+        lines: Words with white space between them.
+        merges: How many merges there are, or
+        size: how many symbols; one of the two is given.
+        separator: What follows a part that does not end its word.
+        min_count: A pair must be there so often to be merged.
+        min_character_count: A character that is rarer gets no symbol.
+
+    Returns:
+        The model. It follows from the text alone; the order of lines plays no part.
+
+    Raises:
+        ValueError: Both or none of ``merges`` and ``size`` are given, or ``size`` is smaller than the alphabet.
+        MissingDependencyError: tokenizers is not installed.
+
+    References:
+        Sennrich, Haddow and Birch 2016, Neural Machine Translation of Rare Words with Subword Units, arXiv 1508.07909.
+
+    Example:
+        >>> learn_subwords(["low low lower"], merges=2).merges
+        [('l', 'o'), ('lo', 'w</w>')]
+    """
+    if (merges is None) == (size is None):
+        raise ValueError(f"merges is {merges} and size is {size}; give one of the two")
+    words = _count_words(lines, separator, min_character_count)
+    inner = sorted({c for word in words for c in word[:-1]})
+    final = sorted({word[-1] for word in words} | {SPACING_MARK})
+    base = [c + separator for c in inner] + final
+    if size is not None and size < len(base):
+        raise ValueError(f"size is {size}; the characters of the text alone need {len(base)} symbols")
+    count = merges if merges is not None else (size or 0) - len(base)
+    learned = _learn_merges(words, final, count, min_count)
+    symbols = dict.fromkeys([*base, *(_symbol(left + right, separator) for left, right in learned)])
+    return Subwords(list(symbols), learned, separator)
+
+
+def learn_words(lines: Iterable[str], *, min_count: int = 2, separator: str = "@@") -> Subwords:
+    """A vocabulary of whole words, the most frequent first, among equals by code point.
+
+    Args:
+        lines: Words with white space between them.
+        min_count: A word that is rarer gets no symbol.
+        separator: Of no effect, but words that end with it are left out.
+
+    Returns:
+        The vocabulary.
+
+    Example:
+        >>> learn_words(["a b b", "c c b"]).symbols[:2]
+        ['b', 'c']
+    """
+    counts = Counter(word for line in lines for word in line.split())
+    frequent = [word for word, n in counts.items() if n >= min_count and not word.endswith(separator)]
+    frequent.sort(key=lambda word: (-counts[word], word))
+    return Subwords(list(dict.fromkeys([*frequent, SPACING_MARK])), None, separator)
+
+
+def _count_words(lines: Iterable[str], separator: str, min_character_count: int) -> dict[str, int]:
+    """Words and their counts, by code point, without those that have a rare character or the separator."""
+    counts: Counter[str] = Counter()
+    for line in lines:
+        counts.update(line.split())
+    characters: Counter[str] = Counter()
+    for word, count in counts.items():
+        for c in word:
+            characters[c] += count
+    rare = {c for c, count in characters.items() if count < min_character_count}
+    return {word: counts[word] for word in sorted(counts) if rare.isdisjoint(word) and separator not in word}
+
+
+def _learn_merges(words: dict[str, int], final: list[str], merges: int, min_count: int) -> list[Pair]:
+    """The merges, the same in every process.
+
+    The trainer settles ties between equally frequent pairs by the numbers of their parts. It numbers characters by
+    code point, but those at ends of words as it meets them in a hash table, unless they are announced as special.
+    """
+    tokenizers: Any = require("tokenizers", "text")
+    finals = [c + _END for c in final]
+    alphabet = {c for word in words for c in word}
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=len(finals) + len(alphabet) + merges,
+        min_frequency=min_count,
+        special_tokens=finals,
+        end_of_word_suffix=_END,
+        show_progress=False,
+    )
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(end_of_word_suffix=_END))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.train_from_iterator(_repeated(words), trainer)
+    return [(left, right) for left, right in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+
+def _repeated(words: dict[str, int]) -> Iterator[str]:
+    """Each word as often as it was counted."""
+    for word, count in words.items():
+        for start in range(0, count, _REPEATS):
+            yield " ".join([word] * min(_REPEATS, count - start))
+
+
+def _symbol(part: str, separator: str) -> str:
+    """How a part is written in the vocabulary."""
+    return part.removesuffix(_END) if part.endswith(_END) else part + separator
+
+
+def _part(symbol: str, separator: str) -> str:
+    """The part that a symbol stands for."""
+    return symbol.removesuffix(separator) if symbol.endswith(separator) and symbol != separator else symbol + _END
+
+
+def _read_merges(path: Path) -> list[Pair]:
+    lines = _read_lines(path)
+    if not lines or lines[0].strip() != _VERSION:
+        raise DatasetError(f"{path} does not begin with {_VERSION!r}; other versions of the format are not read")
+    pairs = [tuple(line.split(" ")) for line in lines[1:] if line]
+    for number, pair in enumerate(pairs, 2):
+        if len(pair) != 2 or not all(pair):
+            raise DatasetError(f"{path}, line {number}: {' '.join(pair)!r} is not a pair of parts")
+    return [(pair[0], pair[1]) for pair in pairs]
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path} is no UTF-8 text: {error}") from error
+
+
+def _write_atomically(path: Path, lines: Iterable[str]) -> None:
+    with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        file.write("".join(f"{line}\n" for line in lines).encode("utf-8"))
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)

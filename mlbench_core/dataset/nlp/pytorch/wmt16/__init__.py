@@ -1,0 +1,1 @@
+"""WMT16: the tokenizer and the batches of task 4a."""

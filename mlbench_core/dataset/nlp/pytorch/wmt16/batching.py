@@ -1,0 +1,225 @@
+"""Batches of pairs of similar length, dealt out to workers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+__all__ = ["BucketBatchSampler", "PaddedBatch", "build_collate_fn"]
+
+PaddedBatch = tuple[Tensor, Tensor]
+"""Ids of sentences, padded at the end, and the sentences' lengths."""
+
+_Order = npt.NDArray[np.int64]
+
+
+def build_collate_fn(
+    batch_first: bool = False, sort: bool = False, *, pad: int = 0, multiple: int = 1
+) -> Callable[[Sequence[tuple[Tensor, Tensor]]], tuple[PaddedBatch, PaddedBatch]]:
+    """A ``collate_fn`` for a ``DataLoader`` that pads the sentences of a batch to one length.
+
+    Args:
+        batch_first: Whether the first dimension is the sentence instead of the time.
+        sort: Whether the longest source comes first.
+        pad: Id of padding.
+        multiple: Lengths of batches are multiples of it.
+
+    Returns:
+        A function of a list of pairs (source, target), each int64 of shape (tokens,). It returns
+        ``((source, source_lengths), (target, target_lengths))``: ids of shape (time, batch), padded at the end, or
+        (batch, time) with ``batch_first``; lengths without padding, of shape (batch,). All are int64.
+
+    Raises:
+        ValueError: ``multiple`` is not positive.
+
+    Example:
+        >>> pairs = [(torch.tensor([2, 7, 3]), torch.tensor([2, 3])), (torch.tensor([2, 3]), torch.tensor([2, 5, 3]))]
+        >>> (source, lengths), _ = build_collate_fn()(pairs)
+        >>> source.tolist(), lengths.tolist()
+        ([[2, 2], [7, 3], [3, 0]], [3, 2])
+    """
+    if multiple < 1:
+        raise ValueError(f"multiple is {multiple}; it must be at least 1")
+    return _Collate(batch_first, sort, pad, multiple)
+
+
+class _Collate:
+    """What :func:`build_collate_fn` returns; a class, so that it can be sent to processes."""
+
+    def __init__(self, batch_first: bool, sort: bool, pad: int, multiple: int) -> None:
+        self.batch_first, self.sort, self.pad, self.multiple = batch_first, sort, pad, multiple
+
+    def __call__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[PaddedBatch, PaddedBatch]:
+        if self.sort:
+            pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
+        return self._pad([source for source, _ in pairs]), self._pad([target for _, target in pairs])
+
+    def _pad(self, sentences: Sequence[Tensor]) -> PaddedBatch:
+        lengths = torch.tensor([len(sentence) for sentence in sentences], dtype=torch.int64)
+        width = -(-max(lengths.tolist(), default=0) // self.multiple) * self.multiple
+        batch = torch.full((len(sentences), width), self.pad, dtype=torch.int64)
+        for row, sentence in zip(batch, sentences, strict=True):
+            row[: len(sentence)] = sentence
+        return (batch if self.batch_first else batch.T.contiguous()), lengths
+
+
+class BucketBatchSampler(Sampler[list[int]]):
+    """Batches of pairs of similar length, the same number on every worker.
+
+    Training (``shuffle``): pairs are sorted into buckets by length, shuffled within each, and cut into batches of all
+    workers together; what is left in the buckets, in order of its length, makes further batches, and fewer than a batch
+    are left out of that epoch. The batches' order is shuffled. So k workers with batches of b see, step by step, what
+    one worker with batches of kb sees. All follows from (seed, epoch) alone, and workers need not speak.
+
+    Validation (``shuffle=False``): every pair comes once, in order of its length; the workers' shares of a batch
+    differ by at most one pair. With fewer pairs than workers some get an empty batch.
+
+    For ``DataLoader(dataset, batch_sampler=..., collate_fn=build_collate_fn())``. Each pass is an epoch of its own
+    unless :meth:`set_epoch` says another.
+
+    Args:
+        lengths: Length of each pair, shape (pairs,): what the cost of a batch depends on.
+        batch_size: Pairs in a worker's batch.
+        shuffle: Training or validation.
+        seed: Of the order, at least 0.
+        rank: This worker.
+        world_size: Number of workers.
+        buckets: How many ranges of length there are, each with as many pairs.
+
+    Raises:
+        ValueError: An argument is outside what is listed above, or there are too few pairs for a batch to train on.
+
+    Example:
+        >>> samplers = [BucketBatchSampler([3, 9, 4, 8], 1, rank=rank, world_size=2, buckets=2) for rank in (0, 1)]
+        >>> sorted(sorted(one + other) for one, other in zip(*samplers))
+        [[0, 2], [1, 3]]
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        buckets: int = 5,
+    ) -> None:
+        for name, value, least in (("batch_size", batch_size, 1), ("buckets", buckets, 1), ("seed", seed, 0)):
+            if operator.index(value) < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}; it must be from 0 to {world_size - 1}, as world_size is {world_size}")
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
+        self.rank, self.world_size, self.buckets = rank, world_size, buckets
+        if shuffle and len(self.lengths) < batch_size * world_size:
+            raise ValueError(
+                f"there are {len(self.lengths)} pairs; {world_size} workers with batches of {batch_size} need "
+                f"{batch_size * world_size} for one step: take smaller batches"
+            )
+        self._epoch = 0
+        self._next_batch = 0
+        self._started = False
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch, on every worker."""
+        together = self.batch_size * self.world_size
+        return len(self.lengths) // together if self.shuffle else -(-len(self.lengths) // together)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next pass is.
+
+        Right after :meth:`load_state_dict`, naming the epoch that was loaded keeps the position in it.
+
+        Args:
+            epoch: From 0.
+
+        Raises:
+            ValueError: It is negative.
+        """
+        if operator.index(epoch) < 0:
+            raise ValueError(f"epoch is {epoch}; epochs count from 0")
+        if self._started or epoch != self._epoch:
+            self._next_batch = 0
+        self._epoch, self._started = epoch, False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._started:
+            self.set_epoch(self._epoch + 1)
+        self._started = True
+        return self._generate(self._next_batch)
+
+    def _generate(self, first: int) -> Iterator[list[int]]:
+        batches = self._training_batches() if self.shuffle else self._validation_batches()
+        for number in range(first, len(batches)):
+            self._next_batch = number + 1
+            yield batches[number].tolist()
+
+    def _validation_batches(self) -> list[_Order]:
+        order = np.argsort(self.lengths, kind="stable")
+        return np.array_split(order, len(self) * self.world_size)[self.rank :: self.world_size] if len(order) else []
+
+    def _training_batches(self) -> list[_Order]:
+        """This worker's share of the batches of all workers."""
+        generator = np.random.default_rng((self.seed, self._epoch))
+        together = self.batch_size * self.world_size
+        full, rest = [], []
+        for bucket in np.array_split(np.argsort(self.lengths, kind="stable"), self.buckets):
+            order = generator.permutation(bucket)
+            whole = len(order) // together * together
+            full += np.split(order[:whole], whole // together) if whole else []
+            rest.append(order[whole:])
+        left = np.concatenate(rest)
+        drop = generator.permutation(len(left))[: len(left) % together]
+        left = np.delete(left, drop)
+        full += np.split(left, len(left) // together) if len(left) else []
+        mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+        return [full[number][mine] for number in generator.permutation(len(full))]
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the iteration stands, for a checkpoint.
+
+        A ``DataLoader`` with worker processes asks for batches ahead of time; without any, the next batch is the one
+        after the last that was handed out.
+
+        Returns:
+            Whole numbers: ``epoch`` and ``batch`` of the next batch, and what they rest on.
+        """
+        finished = self._started and self._next_batch >= len(self)
+        return {
+            "epoch": self._epoch + 1 if finished else self._epoch,
+            "batch": 0 if finished else self._next_batch,
+            **self._settings(),
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where :meth:`state_dict` was taken.
+
+        Args:
+            state: What it returned.
+
+        Raises:
+            ValueError: It was taken with other settings, so the batches would not be the ones that were left.
+        """
+        for name, here in self._settings().items():
+            if state[name] != here:
+                raise ValueError(f"the state was taken with {name} {state[name]}, but here it is {here}")
+        self._epoch, self._next_batch, self._started = state["epoch"], state["batch"], False
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "world_size": self.world_size,
+            "buckets": self.buckets,
+            "pairs": len(self.lengths),
+        }

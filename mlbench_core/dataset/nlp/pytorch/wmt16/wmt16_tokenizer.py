@@ -1,0 +1,155 @@
+"""From lines of text to ids and back, for task 4a."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from mlbench_core.dataset.nlp.pytorch.pair_part import SPECIAL_SYMBOLS
+from mlbench_core.dataset.nlp.pytorch.subwords import UNKNOWN, Subwords, join_parts
+from mlbench_core.dataset.nlp.pytorch.words import join_words, split_words
+
+__all__ = ["BOS", "EOS", "PAD", "UNK", "WMT16Tokenizer"]
+
+PAD, UNK, BOS, EOS = range(4)
+"""Ids of padding, unknown symbols, and beginning and end of a sentence."""
+
+_MULTIPLES = {None: 1, "fp32": 1, "fp16": 8, "bf16": 8}
+
+
+class WMT16Tokenizer:
+    """Cuts lines of text into sub-words with ids, and writes ids as text.
+
+    Ids 0 to 3 are padding, unknown, beginning and end of a sentence; the symbols of the vocabulary follow in its order.
+    With half precision made-up symbols fill the vocabulary up to a multiple of 8, which tensor cores want.
+
+    Attributes:
+        vocab_size: Number of ids.
+        pad: Id of padding, 0.
+        unk: Id of what is in no symbol, 1.
+        bos: Id of the beginning of a sentence, 2.
+        eos: Id of its end, 3.
+        symbols: The symbol of each id.
+
+    Args:
+        base_dir: Folder with the vocabulary ``vocab.bpe.NAME`` and the merges ``bpe.NAME``, for example
+            ``vocab.bpe.32000``, in the format of subword-nmt. Without merges, lines have to be in words that are
+            divided already.
+        math_precision: ``"fp16"`` or ``"bf16"`` fill the vocabulary up; ``"fp32"`` and None do not.
+        separator: What follows a part that does not end its word.
+        lang: Language of lines whose language is not said.
+        tokenizer: What makes words of a line: ``"moses"`` or ``"spacy"``; None splits at white space.
+
+    Raises:
+        ValueError: The precision is unknown.
+        DatasetNotFoundError: There is no vocabulary.
+        DatasetError: The files are damaged.
+
+    Example:
+        >>> import tempfile
+        >>> from mlbench_core.dataset.nlp.pytorch.subwords import learn_subwords
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     learn_subwords(["low lower slow !"], merges=2).save(Path(folder), "2")
+        ...     tokenizer = WMT16Tokenizer(folder)
+        >>> ids = tokenizer.segment("slow, lower!")
+        >>> [tokenizer.symbols[i] for i in ids]
+        ['<s>', 's@@', 'low', '<unk>', 'lo@@', 'w@@', 'e@@', 'r', '!', '</s>']
+        >>> tokenizer.detokenize(ids)
+        'slow <unk> lower!'
+
+    References:
+        Wu et al. 2016, Google's Neural Machine Translation System, arXiv 1609.08144.
+    """
+
+    def __init__(
+        self,
+        base_dir: str | os.PathLike[str],
+        math_precision: str | None = None,
+        separator: str = "@@",
+        *,
+        lang: str = "en",
+        tokenizer: str | None = "moses",
+    ) -> None:
+        if math_precision not in _MULTIPLES:
+            allowed = ", ".join(map(repr, _MULTIPLES))
+            raise ValueError(f"math_precision is {math_precision!r}; it must be one of {allowed}")
+        self.separator = separator
+        self.lang = lang
+        self.subwords = Subwords.load(Path(base_dir), separator, skip=SPECIAL_SYMBOLS)
+        self.tokenizer = tokenizer if self.subwords.merges is not None or tokenizer == "spacy" else None
+        self.symbols = [*SPECIAL_SYMBOLS, *self.subwords.symbols]
+        missing = -len(self.symbols) % _MULTIPLES[math_precision]
+        self.symbols += [f"<made-up-{number}>" for number in range(missing)]
+        self.pad, self.unk, self.bos, self.eos = PAD, UNK, BOS, EOS
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, made-up ones included."""
+        return len(self.symbols)
+
+    def segment(self, line: str, *, lang: str | None = None) -> list[int]:
+        """The ids of a line of text.
+
+        Args:
+            line: Text.
+            lang: Its language; None for the tokenizer's.
+
+        Returns:
+            Ids, with beginning and end of the sentence.
+        """
+        if self.tokenizer is not None:
+            line = " ".join(split_words(line, lang or self.lang, self.tokenizer))
+        return [int(i) for i in self.to_ids(self.subwords.encode([line])[0])]
+
+    def to_ids(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Ids of a sentence of which a store has the numbers.
+
+        Args:
+            numbers: Numbers as of :meth:`~mlbench_core.dataset.nlp.pytorch.subwords.Subwords.encode`, shape (tokens,).
+
+        Returns:
+            int64 of shape (tokens + 2,): beginning and end of the sentence are added.
+        """
+        ids = np.empty(len(numbers) + 2, dtype=np.int64)
+        ids[0], ids[-1] = BOS, EOS
+        ids[1:-1] = numbers
+        ids[1:-1] += len(SPECIAL_SYMBOLS) - 1
+        ids[1:-1][numbers == UNKNOWN] = UNK
+        return ids
+
+    def detokenize(self, inputs: Iterable[int] | Tensor, delim: str = " ") -> str:
+        """The text of ids, with punctuation where it belongs; it needs no further detokenizer.
+
+        Args:
+            inputs: Ids of one sentence, for example a tensor of shape (tokens,). What follows the end of the sentence
+                is ignored, and so are padding and beginning.
+            delim: What stands where the text has a space.
+
+        Returns:
+            The text.
+
+        Raises:
+            IndexError: An id is not in the vocabulary.
+        """
+        ids = inputs.tolist() if isinstance(inputs, Tensor) else [int(i) for i in inputs]
+        if EOS in ids:
+            ids = ids[: ids.index(EOS)]
+        words = join_parts((self._symbol(i) for i in ids if i not in (PAD, BOS)), self.separator)
+        return join_words(words, delim)
+
+    def _symbol(self, i: int) -> str:
+        if not 0 <= i < len(self.symbols):
+            raise IndexError(f"{i} is no id of the vocabulary: 0 to {len(self.symbols) - 1}")
+        return self.symbols[i]
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.vocab_size} ids, {self.subwords})"

@@ -1,0 +1,130 @@
+"""WMT16, English-German: the data of task 4a."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mlbench_core.dataset.nlp.pytorch.pair_datasets import RecurrentPairs
+from mlbench_core.dataset.nlp.pytorch.pair_part import Archive, choose_part, download_files, find_files, load_part
+from mlbench_core.dataset.nlp.pytorch.pair_text import Cleaning, PairFiles, Recipe
+from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
+from mlbench_core.errors import DatasetError
+
+__all__ = ["COMMON_CRAWL", "EUROPARL", "NEWSTEST2014", "WMT16Dataset"]
+
+EUROPARL = Archive("https://www.statmt.org/europarl/v7/de-en.tgz", "europarl-v7.de-en.{lang}", 1_920_209)
+COMMON_CRAWL = Archive(
+    "https://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz", "commoncrawl.de-en.{lang}", 2_399_123
+)
+NEWSTEST2014 = Archive(
+    "https://www.statmt.org/wmt14/test-full.tgz", "test-full/newstest2014-deen-{side}.{lang}.sgm", 3_003
+)
+_NEWS = Archive(
+    "https://data.statmt.org/wmt16/translation-task/training-parallel-nc-v11.tgz",
+    "training-parallel-nc-v11/news-commentary-v11.de-en.{lang}",
+    242_770,
+)
+_ARCHIVES = {"train": (EUROPARL, COMMON_CRAWL, _NEWS), "validation": (NEWSTEST2014,)}
+_NAMES = {"train": ("train",), "validation": ("newstest2014", "validation", "val")}
+_DIVIDED_NAMES = {
+    "train": ("train.tok.clean.bpe.32000",),
+    "validation": ("newstest2014.tok.bpe.32000", "newstest2014.tok.clean.bpe.32000"),
+}
+_MERGES = 32_000
+
+
+class WMT16Dataset(RecurrentPairs):
+    """One part of WMT16 English-German: Europarl 7, Common Crawl and News Commentary 11; newstest2014 for validation.
+
+    The text is cleaned, cut into words, and these into sub-words with a vocabulary of both languages: that in ``root``
+    (``vocab.bpe.32000`` and ``bpe.32000``) where there is one, else one of 32,000 merges is learned from the training
+    text. The result is stored and mapped into memory at later starts. Training pairs whose sides have not between 1 and
+    80 words, or 9 times as many as the other, are left out.
+
+    Text of your own, ``train.en`` and ``train.de``, ``newstest2014.en`` and so on (or ``validation.en``), plain or
+    ``.gz``, may lie in ``root`` instead; the archives' text is used as it is unpacked.
+
+    An item is a pair of tensors, (source, target), int64 of shape (tokens + 2,), each from the beginning's id 2 to the
+    end's id 3. :func:`~mlbench_core.dataset.nlp.pytorch.wmt16.batching.build_collate_fn` makes batches of them,
+    :class:`~mlbench_core.dataset.nlp.pytorch.wmt16.batching.BucketBatchSampler` deals them out to workers.
+
+    Attributes:
+        tokenizer: The tokenizer, a
+            :class:`~mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer.WMT16Tokenizer`.
+        vocab_size: Number of ids.
+        lengths: Ids of each pair's source and target, without beginning and end; int64 of shape (pairs, 2).
+
+    Args:
+        root: Folder of the data.
+        lang: Languages of source and target.
+        math_precision: ``"fp16"`` or ``"bf16"`` fill the vocabulary up to a multiple of 8.
+        download: Whether to download what is not there: 1.6 GB for training, which take hours to prepare.
+        train: The training part, 4.6 million pairs.
+        validation: The validation part, 3,003 pairs.
+        lazy: Leave the numbers on the disk and read them when they are asked for, instead of all at the beginning.
+        preprocessed: The text is in words that are divided already, as in ``train.tok.clean.bpe.32000.en``, and its
+            vocabulary is in ``root``.
+        sort: Whether the longest source comes first.
+        min_len: Pairs with a side of fewer sub-words are left out.
+        max_len: Pairs with a side of more are left out.
+        max_size: Only the so many first pairs.
+        merges: How many merges a learned vocabulary has.
+        cache_dir: Folder for vocabulary and store; by default below the user's MLBench folder.
+
+    Raises:
+        ValueError: Not exactly one part is asked for, or an argument is outside what is listed above.
+        DatasetNotFoundError: The text, or the one to learn a vocabulary from, is not there.
+        DatasetError: It is damaged, or its languages have different numbers of lines.
+        DownloadError: The download failed.
+
+    References:
+        Bojar et al. 2016, Findings of the 2016 Conference on Machine Translation.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        lang: tuple[str, str] = ("en", "de"),
+        math_precision: str | None = None,
+        download: bool = True,
+        train: bool = False,
+        validation: bool = False,
+        lazy: bool = False,
+        preprocessed: bool = False,
+        sort: bool = False,
+        min_len: int = 0,
+        max_len: int | None = None,
+        max_size: int | None = None,
+        *,
+        merges: int = _MERGES,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        folder = Path(root)
+        name = choose_part(train=train, validation=validation)
+        recipe = Recipe((lang[0], lang[1]), tokenizer=None if preprocessed else "moses", merges=merges)
+        part = load_part(
+            _files(folder, name, recipe.languages, download, preprocessed),
+            lambda: _files(folder, "train", recipe.languages, download, preprocessed),
+            recipe,
+            root=folder,
+            cache_dir=cache_dir,
+            cleaning=Cleaning() if train and not preprocessed else None,
+            in_memory=not lazy,
+        )
+        tokenizer = WMT16Tokenizer(
+            part.vocabulary_folder, math_precision, lang=recipe.languages[0], tokenizer=recipe.tokenizer
+        )
+        super().__init__(part, tokenizer, sort=sort, min_len=min_len, max_len=max_len, max_size=max_size)
+
+
+def _files(folder: Path, name: str, languages: tuple[str, str], download: bool, preprocessed: bool) -> PairFiles:
+    """The text of a part, which is downloaded where it is not there."""
+    names = (_DIVIDED_NAMES if preprocessed else _NAMES)[name]
+    if preprocessed:
+        names += _NAMES[name]
+    if found := find_files(folder, names, languages):
+        return found
+    if preprocessed:
+        raise DatasetError(f"{folder} has no {names[0]}.{languages[0]}; preprocessed=False makes it from raw text")
+    return download_files(folder, _ARCHIVES[name], languages, download)

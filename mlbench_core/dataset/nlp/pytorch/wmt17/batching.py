@@ -1,0 +1,142 @@
+"""Batches with about the same number of tokens, dealt out to workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["SizedPairs", "get_batches", "shard_batches"]
+
+
+class SizedPairs(Protocol):
+    """A data set that batches can be made of."""
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Tokens that a pair takes in a batch, its longer side, of shape (pairs,)."""
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether pairs of the same size go into batches in random order."""
+
+
+def get_batches(
+    dataset: SizedPairs,
+    max_tokens: int | None = None,
+    max_sentences: int | None = None,
+    bsz_mult: int = 8,
+    shuffle: bool = True,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Cut a data set into batches of pairs of similar length.
+
+    A batch of n pairs whose longest side has l tokens takes n x l tokens, padding included. Pairs in order of their
+    size are put into a batch as long as that is at most ``max_tokens``, and n at most ``max_sentences``; then n is
+    rounded down to a multiple of ``bsz_mult``, if it is not smaller than that. The result follows from the arguments
+    alone, so it is the same on every worker: :func:`shard_batches` gives each its share.
+
+    Args:
+        dataset: A :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset`, or what has its ``sizes`` and
+            ``shuffle``.
+        max_tokens: The most tokens in a batch; None for no limit.
+        max_sentences: The most pairs in a batch; None for no limit.
+        bsz_mult: The number of pairs is a multiple of it where it can be.
+        shuffle: Whether to shuffle the order of batches, and, if the data set says so, of pairs of one size.
+        seed: Of the orders; one for each epoch, for example ``seed + epoch``.
+
+    Returns:
+        The batches: lists of indices; each pair is in one of them.
+
+    Raises:
+        ValueError: A limit is not positive, or a pair is longer than ``max_tokens``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> dataset = SimpleNamespace(sizes=np.array([4, 2, 3, 2, 4]), shuffle=False)
+        >>> get_batches(dataset, max_tokens=8, bsz_mult=2, shuffle=False)
+        [[1, 3], [2, 0], [4]]
+    """
+    for name, limit in (("max_tokens", max_tokens), ("max_sentences", max_sentences), ("bsz_mult", bsz_mult)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} is {limit}; it must be at least 1")
+    sizes = dataset.sizes
+    if max_tokens is not None and len(sizes) and sizes.max() > max_tokens:
+        longest = int(sizes.argmax())
+        raise ValueError(
+            f"pair {longest} takes {sizes[longest]} tokens and max_tokens is {max_tokens}; give a larger one, or the "
+            f"data set smaller max_positions"
+        )
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(sizes)) if shuffle and dataset.shuffle else np.arange(len(sizes))
+    order = order[np.argsort(sizes[order], kind="stable")]
+    batches = _cut(order, sizes[order], max_tokens, max_sentences, bsz_mult)
+    return [batches[i] for i in generator.permutation(len(batches))] if shuffle else batches
+
+
+def _cut(
+    order: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    max_tokens: int | None,
+    max_sentences: int | None,
+    bsz_mult: int,
+) -> list[list[int]]:
+    """Cut pairs, the shortest first, into batches.
+
+    Args:
+        order: Indices of pairs.
+        sizes: Their sizes, which do not fall.
+        max_tokens: The most tokens in a batch.
+        max_sentences: The most pairs.
+        bsz_mult: What the number of pairs is a multiple of.
+    """
+    most = len(order) if max_sentences is None else max_sentences
+    batches, start = [], 0
+    while start < len(order):
+        stop = start
+        while stop < min(len(order), start + most) and (
+            max_tokens is None or (stop + 1 - start) * sizes[stop] <= max_tokens
+        ):
+            stop += 1
+        if stop < len(order) and stop - start > bsz_mult:
+            stop -= (stop - start) % bsz_mult
+        batches.append(order[start:stop].tolist())
+        start = stop
+    return batches
+
+
+def shard_batches(
+    batches: Sequence[list[int]], rank: int, world_size: int, *, drop_last: bool = True
+) -> list[list[int]]:
+    """This worker's share of batches that are the same on every worker: every k-th.
+
+    Every worker gets as many, so that none waits for ever in a collective.
+
+    Args:
+        batches: Batches of all workers.
+        rank: This worker.
+        world_size: Number k of workers.
+        drop_last: For training: where k does not divide the number of batches, the last ones, fewer than k, are left
+            out. As batches are shuffled, these are others in each epoch. False, for validation: workers without a last
+            batch get an empty one, of which ``collater`` makes an empty dictionary: nothing to do.
+
+    Returns:
+        The batches of the worker.
+
+    Raises:
+        ValueError: The rank is not below ``world_size``.
+
+    Example:
+        >>> batches = [[0], [1], [2]]
+        >>> [shard_batches(batches, rank, 2) for rank in range(2)]
+        [[[0]], [[1]]]
+        >>> [shard_batches(batches, rank, 2, drop_last=False) for rank in range(2)]
+        [[[0], [2]], [[1], []]]
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank}; it must be from 0 to {world_size - 1}, as world_size is {world_size}")
+    rounds = len(batches) // world_size if drop_last else -(-len(batches) // world_size)
+    mine = list(batches[rank : rounds * world_size : world_size])
+    return mine + [[] for _ in range(rounds - len(mine))]

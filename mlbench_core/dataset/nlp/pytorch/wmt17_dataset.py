@@ -1,0 +1,124 @@
+"""WMT17, English-German: the data of task 4b."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mlbench_core.dataset.nlp.pytorch.pair_datasets import TransformerPairs
+from mlbench_core.dataset.nlp.pytorch.pair_part import Archive, choose_part, download_files, find_files, load_part
+from mlbench_core.dataset.nlp.pytorch.pair_text import Cleaning, PairFiles, Recipe
+from mlbench_core.dataset.nlp.pytorch.wmt16_dataset import COMMON_CRAWL, EUROPARL, NEWSTEST2014
+
+__all__ = ["WMT17Dataset"]
+
+_NEWS = Archive(
+    "https://data.statmt.org/wmt17/translation-task/training-parallel-nc-v12.tgz",
+    "training/news-commentary-v12.de-en.{lang}",
+    270_769,
+)
+_NEWSTEST2013 = Archive("https://data.statmt.org/wmt17/translation-task/dev.tgz", "dev/newstest2013.{lang}", 3_000)
+_ARCHIVES = {
+    "train": (EUROPARL, COMMON_CRAWL, _NEWS),
+    "validation": (_NEWSTEST2013,),
+    "test": (NEWSTEST2014,),
+}
+_NAMES = {
+    "train": ("train",),
+    "validation": ("newstest2013", "validation", "val"),
+    "test": ("newstest2014", "test"),
+}
+_VOCABULARY = 32_768
+_SPECIAL = 3
+_RARE = 50  # characters of other scripts, which the text from the web is full of, would fill the vocabulary
+
+
+class WMT17Dataset(TransformerPairs):
+    """One part of WMT17 English-German: Europarl 7, Common Crawl and News Commentary 12; newstest2013 and 2014.
+
+    The text is cleaned, cut into words, and these into sub-words with a vocabulary of both languages: that in ``root``
+    (``vocab.bpe.NAME`` and ``bpe.NAME``) where there is one, else one of 32,768 symbols is learned from the training
+    text, in which characters that are there fewer than 50 times have no symbol. The result is stored and mapped into
+    memory at later starts. Training pairs whose sides have not between 1 and 80 words, or 9 times as many as the other,
+    are left out.
+
+    Text of your own, ``train.en``, ``validation.en``, ``test.en`` and so on, plain or ``.gz``, may lie in ``root``
+    instead; the archives' text is used as it is unpacked.
+
+    :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.get_batches` cuts the data set into batches,
+    :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.shard_batches` deals them out to workers, and
+    ``DataLoader(dataset, batch_sampler=batches, collate_fn=dataset.collater)`` makes them.
+
+    Attributes:
+        dictionary: The vocabulary of both languages, a
+            :class:`~mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary.Dictionary`; also ``src_dict`` and
+            ``trg_dict``.
+        sizes: Tokens that a pair takes in a batch, int64 of shape (pairs,).
+
+    Args:
+        root: Folder of the data.
+        lang: Languages of source and target.
+        download: Whether to download what is not there: 1.6 GB for training, which take hours to prepare.
+        train: The training part, 4.6 million pairs.
+        validation: newstest2013, 3,000 pairs.
+        test: newstest2014, 3,003 pairs.
+        left_pad: Whether source and target are padded on the left.
+        max_positions: The most tokens of source and target, with the end. Longer pairs of the training part are left
+            out; sentences of other parts, which have to stay whole, are cut.
+        seq_len_multiple: Lengths of batches are multiples of it.
+        shuffle: Whether ``get_batches`` shuffles pairs of one length.
+        vocab_size: How many symbols a learned vocabulary has, padding, end and unknown included.
+        min_character_count: A rarer character gets no symbol in a learned vocabulary.
+        cache_dir: Folder for vocabulary and store; by default below the user's MLBench folder.
+
+    Raises:
+        ValueError: Not exactly one part is asked for, or an argument is outside what is listed above.
+        DatasetNotFoundError: The text, or the one to learn a vocabulary from, is not there.
+        DatasetError: It is damaged, or its languages have different numbers of lines.
+        DownloadError: The download failed.
+
+    References:
+        Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        lang: tuple[str, str] = ("en", "de"),
+        download: bool = False,
+        train: bool = False,
+        validation: bool = False,
+        test: bool = False,
+        left_pad: tuple[bool, bool] = (True, False),
+        max_positions: tuple[int, int] = (256, 256),
+        seq_len_multiple: int = 1,
+        shuffle: bool = True,
+        *,
+        vocab_size: int = _VOCABULARY,
+        min_character_count: int = _RARE,
+        cache_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        folder = Path(root)
+        languages = (lang[0], lang[1])
+        name = choose_part(train=train, validation=validation, test=test)
+        part = load_part(
+            _files(folder, name, languages, download),
+            lambda: _files(folder, "train", languages, download),
+            Recipe(languages, size=vocab_size - _SPECIAL, min_character_count=min_character_count),
+            root=folder,
+            cache_dir=cache_dir,
+            cleaning=Cleaning() if train else None,
+            in_memory=False,
+        )
+        super().__init__(
+            part,
+            left_pad=left_pad,
+            max_positions=max_positions,
+            seq_len_multiple=seq_len_multiple,
+            shuffle=shuffle,
+        )
+
+
+def _files(folder: Path, name: str, languages: tuple[str, str], download: bool) -> PairFiles:
+    """The text of a part, which is downloaded where it is not there."""
+    return find_files(folder, _NAMES[name], languages) or download_files(folder, _ARCHIVES[name], languages, download)
