@@ -100,6 +100,18 @@ def test_scores_are_those_of_the_formulas(num_layers: int, share_embedding: bool
     assert scores.std() > 0.05
 
 
+def test_training_runs_each_part_once_over_the_whole_target() -> None:
+    model = tiny()
+    steps: list[int] = []
+    decoder = model.decoder
+    for layer in (decoder.first, *decoder.layers):
+        layer.register_forward_hook(lambda module, inputs, output: steps.append(len(inputs[0])))
+    decoder.attention.register_forward_hook(lambda module, inputs, output: steps.append(inputs[0].shape[1]))
+    source, target = batch()
+    model(source, LENGTHS, target)
+    assert steps == [5] * 5
+
+
 def test_fused_scores_have_the_gradients_of_the_plain_ones() -> None:
     gradients = []
     for fusion in (True, False):
@@ -252,6 +264,20 @@ def test_bfloat16_is_close_to_float32() -> None:
     assert (scores.float() - expected).abs().max() < 0.05 * expected.abs().max()
     scores.float().logsumexp(dim=-1).sum().backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in narrow.parameters())
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+def test_autocast_trains(fusion: bool) -> None:
+    source, target = batch()
+    model = tiny(fusion=fusion).float()
+    expected = model(source, LENGTHS, target)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = model(source, LENGTHS, target)
+        loss = scores.float().logsumexp(dim=-1).sum()
+    loss.backward()
+    assert (scores.float() - expected).abs().max() < 0.05 * expected.abs().max()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 
 def test_a_source_without_words_is_no_nan() -> None:

@@ -137,10 +137,12 @@ def test_wide_beam_ranks_all_translations_as_enumeration_does() -> None:
 def test_texts_have_no_special_symbols_and_keep_the_order() -> None:
     search = translator(make_model())
     source = torch.tensor([[BOS, BOS, BOS, 5], [5, EOS, 6, PAD], [EOS, PAD, EOS, PAD]])
-    target = torch.tensor([[BOS, BOS, 6, BOS], [8, EOS, 4, EOS], [EOS, PAD, 7, 5]])
-    reference = (target, torch.tensor([3, 2, 3, 2]))
+    target = torch.tensor(
+        [[BOS, BOS, 6, BOS], [8, EOS, 4, EOS], [EOS, PAD, PAD, 5]]
+    )  # the last one: 5 is after its end
+    reference = (target, torch.tensor([3, 2, 2, 3]))
     translations, references = search.translate((source, torch.tensor([3, 2, 3, 0])), reference)
-    assert references == ["8", "", "6 4 7", ""]
+    assert references == ["8", "", "6 4", ""]
     assert translations[1] == translations[3] == ""
     alone, _ = search.translate((source[:, [0, 2]], torch.tensor([3, 3])))
     assert alone == [translations[0], translations[2]]

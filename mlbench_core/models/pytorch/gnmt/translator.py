@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -175,8 +176,9 @@ class Translator:
         return [self._words(row[:end]) for row, end in zip(ids.t().tolist(), lengths.tolist(), strict=True)]
 
     def _words(self, ids: list[int]) -> list[int]:
-        """Without the symbols of start, end and padding."""
-        return [number for number in ids if number not in (self.bos, self.options.eos, self.options.pad)]
+        """What comes before the end symbol, without start symbols and padding."""
+        before = itertools.takewhile(lambda number: number != self.options.eos, ids)
+        return [number for number in before if number not in (self.bos, self.options.pad)]
 
     def _text(self, ids: list[int]) -> str:
         return self.trg_tokenizer.detokenize(ids) if ids else ""
