@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 import torch.nn.functional as F
 from torch import Tensor
 
+from mlbench_core.dataset.nlp.pytorch import Multi30k, build_collate_fn
 from mlbench_core.evaluation.pytorch.metrics import BLEUScore
 from mlbench_core.models.pytorch.gnmt import GNMT, Translator
 from mlbench_core.utils.pytorch.inference import GNMTScore
@@ -137,9 +139,8 @@ def test_wide_beam_ranks_all_translations_as_enumeration_does() -> None:
 def test_texts_have_no_special_symbols_and_keep_the_order() -> None:
     search = translator(make_model())
     source = torch.tensor([[BOS, BOS, BOS, 5], [5, EOS, 6, PAD], [EOS, PAD, EOS, PAD]])
-    target = torch.tensor(
-        [[BOS, BOS, 6, BOS], [8, EOS, 4, EOS], [EOS, PAD, PAD, 5]]
-    )  # the last one: 5 is after its end
+    after_the_end = 5
+    target = torch.tensor([[BOS, BOS, 6, BOS], [8, EOS, 4, EOS], [EOS, PAD, PAD, after_the_end]])
     reference = (target, torch.tensor([3, 2, 2, 3]))
     translations, references = search.translate((source, torch.tensor([3, 2, 3, 0])), reference)
     assert references == ["8", "", "6 4", ""]
@@ -236,3 +237,19 @@ def test_learns_to_write_digits_backwards() -> None:
     translations, references = translator(model).translate(*reversed_digits(generator, 100))
     right = sum(one == other for one, other in zip(translations, references, strict=True))
     assert right >= 95, f"{right} of 100 are right, the loss is {loss.item():.3f}"
+
+
+def test_translates_batches_of_the_data_set(tmp_path: Path) -> None:
+    texts = {
+        "en": ["A dog runs.", "It sleeps / eats.", "He said: 'yes!'"],
+        "de": ["Ein Hund rennt.", "Er schläft / frisst.", "Er sagte: 'Na, so was!'"],
+    }
+    for lang, lines in texts.items():
+        (tmp_path / f"train.{lang}").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    pairs = Multi30k(tmp_path, train=True, vocab_size=80, cache_dir=tmp_path / "cache")
+    src, trg = build_collate_fn()([pairs[i] for i in range(3)])
+    model = make_model(vocab_size=pairs.vocab_size)
+    translations, references = Translator(model, pairs.tokenizer, max_seq_len=9).translate(src, trg)
+    assert references == texts["de"]
+    assert all(isinstance(text, str) for text in translations)
+    assert len(translations) == 3
