@@ -214,8 +214,8 @@ def _check_lines(path: Path, archive: Archive) -> None:
     lines = count_lines(path) if path.is_file() else 0
     if lines != archive.lines:
         raise DownloadError(
-            f"{path} from {archive.url} has {lines} lines and should have {archive.lines}; delete {path.parent} and get "
-            f"the archive from elsewhere"
+            f"{path} from {archive.url} has {lines} lines and should have {archive.lines}; delete {path.parent} and "
+            f"get the archive from elsewhere"
         )
 
 
