@@ -37,8 +37,16 @@ def test_pairs_come_back(tmp_path: Path, size: int, dtype: str) -> None:
             np.testing.assert_array_equal(store.target[i], targets[i])
         assert store.source.lengths.tolist() == [len(s) for s in sources]
         assert store.source.numbers.dtype == dtype
-    assert isinstance(PairStore(tmp_path / "store").source.numbers, np.memmap)
-    assert not isinstance(PairStore(tmp_path / "store", in_memory=True).source.numbers, np.memmap)
+    assert isinstance(PairStore(tmp_path / "store").source.numbers.base, np.memmap)
+    assert not isinstance(PairStore(tmp_path / "store", in_memory=True).source.numbers.base, np.memmap)
+    chosen = [5, 56, 0, 5]
+    batch, lengths = written.target.padded(chosen, pad=7)
+    assert lengths.tolist() == [len(targets[i]) for i in chosen] and batch.shape == (4, max(lengths))
+    for row, i in zip(batch, chosen, strict=True):
+        assert row.tolist() == targets[i].tolist() + [7] * (batch.shape[1] - len(targets[i]))
+    assert written.source.padded([])[0].shape == (0, 0)
+    with pytest.raises(IndexError):
+        written.source.padded([57])
 
 
 def test_store_is_plain_files_without_pickles(tmp_path: Path) -> None:

@@ -380,7 +380,7 @@ def test_divided_text_is_read_with_its_vocabulary(tmp_path: Path) -> None:
     for lazy in (False, True):
         dataset = WMT16Dataset(tmp_path, train=True, preprocessed=True, lazy=lazy)
         assert [side.tolist() for side in dataset[0]] == [[2, 4, 5, 6, 1, 1, 1, 3], [2, 7, 8, 9, 3]]
-        assert isinstance(dataset.part.store.source.numbers, np.memmap) is lazy
+        assert isinstance(dataset.part.store.source.numbers.base, np.memmap) is lazy
         assert dataset.tokenizer.detokenize(dataset[0][1]) == "der Hund"
     with pytest.raises(DatasetError, match=r"has no newstest2014\.tok\.bpe\.32000\.en"):
         WMT16Dataset(tmp_path, validation=True, preprocessed=True)
