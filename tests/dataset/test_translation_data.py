@@ -374,6 +374,7 @@ def test_long_sentences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
 def test_divided_text_is_read_with_its_vocabulary(tmp_path: Path) -> None:
     text = {"en": ["the do@@ g &amp; c@@ at"], "de": ["der H@@ und"]}
     write_text(tmp_path, "train.tok.clean.bpe.32000", text)
+    write_text(tmp_path, "validation", text)
     with pytest.raises(DatasetNotFoundError, match=r"has no vocabulary vocab\.bpe\.NAME"):
         WMT16Dataset(tmp_path, train=True, preprocessed=True)
     (tmp_path / "vocab.bpe.32000").write_text("<unk>\n<s>\n</s>\nthe\ndo@@\ng\nder\nH@@\nund\n")
@@ -382,6 +383,14 @@ def test_divided_text_is_read_with_its_vocabulary(tmp_path: Path) -> None:
         assert [side.tolist() for side in dataset[0]] == [[2, 4, 5, 6, 1, 1, 1, 3], [2, 7, 8, 9, 3]]
         assert isinstance(dataset.part.store.source.numbers.base, np.memmap) is lazy
         assert dataset.tokenizer.detokenize(dataset[0][1]) == "der Hund"
+    (tmp_path / "bpe.32000").write_text("#version: 0.2\nd o\n")  # which must not be applied a second time
+    again = WMT16Dataset(tmp_path, train=True, preprocessed=True)
+    assert torch.equal(again[0][0], dataset[0][0])
+    assert again.tokenizer.segment("dog") == [2, 5, 6, 3]  # raw text is divided
+    validation = WMT16Dataset(tmp_path, validation=True, preprocessed=True)
+    with pytest.raises(ValueError, match="it is no reference; take raw text"):
+        validation.references()
+    (tmp_path / "validation.en").unlink()
     with pytest.raises(DatasetError, match=r"has no newstest2014\.tok\.bpe\.32000\.en"):
         WMT16Dataset(tmp_path, validation=True, preprocessed=True)
 

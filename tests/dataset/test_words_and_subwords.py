@@ -14,7 +14,7 @@ import torch
 
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords, join_parts, learn_subwords, learn_words
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
-from mlbench_core.dataset.nlp.pytorch.words import SPACING_MARK, clean_line, join_words, split_words
+from mlbench_core.dataset.nlp.pytorch.words import SPACING_MARK, clean_line, escape_words, join_words, split_words
 from mlbench_core.errors import DatasetError, DatasetNotFoundError
 from tests.helpers.data import test_data
 from tests.helpers.processes import ROOT, environment
@@ -211,6 +211,17 @@ def test_tokenizer_reads_a_published_vocabulary_and_fills_it_up(tmp_path: Path) 
         WMT16Tokenizer(tmp_path, math_precision="half")
     with pytest.raises(IndexError, match="9 is no id of the vocabulary: 0 to 8"):
         tokenizer.detokenize([9])
+
+
+def test_tokenizer_reads_and_writes_escapes_of_other_programs(tmp_path: Path) -> None:
+    (tmp_path / "vocab.bpe.3").write_text("it\n&apos;s\nwell\n@-@\nknown\n&amp;\n")
+    divided = WMT16Tokenizer(tmp_path, escaped=True)
+    assert divided.detokenize(divided.segment("it &apos;s well @-@ known &amp;")) == "it's well-known &"
+    line = HARD_LINES[2]
+    learn_subwords([" ".join(escape_words(split_words(line)))], merges=90).save(tmp_path / "own", "90")
+    tokenizer = WMT16Tokenizer(tmp_path / "own", escaped=True)
+    assert tokenizer.detokenize(tokenizer.segment(line)) == line
+    assert "&amp;" in tokenizer.symbols and "&" not in tokenizer.symbols
 
 
 def test_tokenizer_brings_raw_lines_back(tmp_path: Path) -> None:

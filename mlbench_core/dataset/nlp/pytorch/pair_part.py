@@ -85,8 +85,11 @@ class Part:
             Lines of text.
 
         Raises:
-            ValueError: Pairs were left out, so that lines and pairs do not correspond, as in training parts.
+            ValueError: Pairs were left out, so that lines and pairs do not correspond, as in training parts; or the
+                text is not raw.
         """
+        if self.recipe.tokenizer is None:
+            raise ValueError("the text is divided into sub-words already, it is no reference; take raw text")
         if self.is_cleaned:
             raise ValueError("a training part was cleaned, its pairs are not the lines of its text; take another part")
         lines = [line for path in self.files.targets for line in read_lines(path)]
@@ -190,6 +193,8 @@ def load_part(
         raise DatasetNotFoundError(f"{root} has no vocabulary vocab.bpe.NAME, which text that is divided already needs")
     else:
         subwords, folder = prepare_subwords(training_files(), recipe, cache)
+    if recipe.tokenizer is None:  # words are divided already
+        subwords = Subwords(subwords.symbols, None, recipe.separator)
     store = prepare_store(files, recipe, subwords, cache, cleaning=cleaning, in_memory=in_memory)
     return Part(files, store, subwords, folder, recipe, cleaning is not None)
 

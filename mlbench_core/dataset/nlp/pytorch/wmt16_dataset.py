@@ -59,12 +59,12 @@ class WMT16Dataset(RecurrentPairs):
         root: Folder of the data.
         lang: Languages of source and target.
         math_precision: ``"fp16"`` or ``"bf16"`` fill the vocabulary up to a multiple of 8.
-        download: Whether to download what is not there: 1.6 GB for training, which take hours to prepare.
+        download: Whether to download what is not there: 1.6 GB for training, which take a while to prepare.
         train: The training part, 4.6 million pairs.
         validation: The validation part, 3,003 pairs.
         lazy: Leave the numbers on the disk and read them when they are asked for, instead of all at the beginning.
-        preprocessed: The text is in words that are divided already, as in ``train.tok.clean.bpe.32000.en``, and its
-            vocabulary is in ``root``.
+        preprocessed: The text is in words that are escaped and divided already, as other programs leave it in
+            ``train.tok.clean.bpe.32000.en``, and its vocabulary is in ``root``.
         sort: Whether the longest source comes first.
         min_len: Pairs with a side of fewer sub-words are left out.
         max_len: Pairs with a side of more are left out.
@@ -113,7 +113,7 @@ class WMT16Dataset(RecurrentPairs):
             in_memory=not lazy,
         )
         tokenizer = WMT16Tokenizer(
-            part.vocabulary_folder, math_precision, lang=recipe.languages[0], tokenizer=recipe.tokenizer
+            part.vocabulary_folder, math_precision, lang=recipe.languages[0], escaped=preprocessed
         )
         super().__init__(part, tokenizer, sort=sort, min_len=min_len, max_len=max_len, max_size=max_size)
 

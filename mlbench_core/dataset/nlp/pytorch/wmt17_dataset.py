@@ -58,7 +58,7 @@ class WMT17Dataset(TransformerPairs):
     Args:
         root: Folder of the data.
         lang: Languages of source and target.
-        download: Whether to download what is not there: 1.6 GB for training, which take hours to prepare.
+        download: Whether to download what is not there: 1.6 GB for training, which take a while to prepare.
         train: The training part, 4.6 million pairs.
         validation: newstest2013, 3,000 pairs.
         test: newstest2014, 3,003 pairs.

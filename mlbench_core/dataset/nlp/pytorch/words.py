@@ -15,13 +15,15 @@ from typing import Any
 
 from mlbench_core.errors import require
 
-__all__ = ["SPACING_MARK", "clean_line", "join_words", "split_words"]
+__all__ = ["SPACING_MARK", "clean_line", "escape_words", "join_words", "split_words", "unescape_words"]
 
 SPACING_MARK = "\uffed"
 """The word before which spaces are not what Moses' rules say: ``U+FFED``, a small black square."""
 
 _REPLACEMENT = "\u25a0"
 _TOKENIZERS = ("moses", "spacy")
+_ESCAPES = {"|": "&#124;", "<": "&lt;", ">": "&gt;", "'": "&apos;", '"': "&quot;", "[": "&#91;", "]": "&#93;"}
+_HYPHEN = "@-@"  # a hyphen that Moses, asked to, split a word at
 
 
 def clean_line(line: str) -> str:
@@ -99,6 +101,30 @@ def join_words(words: Iterable[str], delim: str = " ") -> str:
         pieces += [delim, word] if position and position in spaces else [word]
         position += len(word)
     return "".join(pieces)
+
+
+def escape_words(words: Iterable[str]) -> list[str]:
+    """Words as Moses escapes them, for vocabularies of other programs.
+
+    Example:
+        >>> escape_words(["It", "'s", "&"])
+        ['It', '&apos;s', '&amp;']
+    """
+    table = str.maketrans({"&": "&amp;", **_ESCAPES})
+    return [word.translate(table) for word in words]
+
+
+def unescape_words(words: Iterable[str]) -> list[str]:
+    """Words without Moses' escapes, and with the hyphens back in that ``@-@`` stands for.
+
+    Example:
+        >>> unescape_words(["It", "&apos;s", "well", "@-@", "known"])
+        ['It', "'s", 'well-known']
+    """
+    joined = " ".join(words).replace(f" {_HYPHEN} ", "-")
+    for character, escape in (*_ESCAPES.items(), ("&", "&amp;")):
+        joined = joined.replace(escape, character)
+    return joined.split()
 
 
 def _mark_spacing(words: list[str], spaces: set[int]) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mlbench_core.dataset.nlp.pytorch.pair_part import SPECIAL_SYMBOLS
 from mlbench_core.dataset.nlp.pytorch.subwords import UNKNOWN, Subwords, join_parts
-from mlbench_core.dataset.nlp.pytorch.words import join_words, split_words
+from mlbench_core.dataset.nlp.pytorch.words import escape_words, join_words, split_words, unescape_words
 
 __all__ = ["BOS", "EOS", "PAD", "UNK", "WMT16Tokenizer"]
 
@@ -45,6 +45,8 @@ class WMT16Tokenizer:
         separator: What follows a part that does not end its word.
         lang: Language of lines whose language is not said.
         tokenizer: What makes words of a line: ``"moses"`` or ``"spacy"``; None splits at white space.
+        escaped: Whether the vocabulary is of words with Moses' escapes, ``&apos;`` for an apostrophe and so on, as
+            other programs make it.
 
     Raises:
         ValueError: The precision is unknown.
@@ -75,12 +77,14 @@ class WMT16Tokenizer:
         *,
         lang: str = "en",
         tokenizer: str | None = "moses",
+        escaped: bool = False,
     ) -> None:
         if math_precision not in _MULTIPLES:
             allowed = ", ".join(map(repr, _MULTIPLES))
             raise ValueError(f"math_precision is {math_precision!r}; it must be one of {allowed}")
         self.separator = separator
         self.lang = lang
+        self.escaped = escaped
         self.subwords = Subwords.load(Path(base_dir), separator, skip=SPECIAL_SYMBOLS)
         self.tokenizer = tokenizer if self.subwords.merges is not None or tokenizer == "spacy" else None
         self.symbols = [*SPECIAL_SYMBOLS, *self.subwords.symbols]
@@ -104,7 +108,8 @@ class WMT16Tokenizer:
             Ids, with beginning and end of the sentence.
         """
         if self.tokenizer is not None:
-            line = " ".join(split_words(line, lang or self.lang, self.tokenizer))
+            words = split_words(line, lang or self.lang, self.tokenizer)
+            line = " ".join(escape_words(words) if self.escaped else words)
         return [int(i) for i in self.to_ids(self.subwords.encode([line])[0])]
 
     def to_ids(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -141,7 +146,7 @@ class WMT16Tokenizer:
         if EOS in ids:
             ids = ids[: ids.index(EOS)]
         words = join_parts((self._symbol(i) for i in ids if i not in (PAD, BOS)), self.separator)
-        return join_words(words, delim)
+        return join_words(unescape_words(words) if self.escaped else words, delim)
 
     def _symbol(self, i: int) -> str:
         if not 0 <= i < len(self.symbols):
