@@ -502,3 +502,28 @@ def test_original_archives_add_up_to_the_published_number_of_pairs() -> None:
 @pytest.fixture(autouse=True)
 def log_information(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
+
+
+# --- with the models ---
+
+
+def test_batches_go_through_both_models_to_text(real: tuple[Path, Path]) -> None:
+    """Untrained models say nonsense, but references are the text, so that BLEU compares what it should."""
+    from mlbench_core.models.pytorch.gnmt import GNMT, Translator
+    from mlbench_core.models.pytorch.transformer import SequenceGenerator, TransformerModel
+    from mlbench_core.models.pytorch.transformer.config import TransformerConfig
+
+    pairs = Multi30k(real[0], train=True, vocab_size=1200, max_size=6, cache_dir=real[1])
+    text = list(read_lines(real[0] / "train.de.gz"))[:6]
+    source, target = build_collate_fn()([pairs[i] for i in range(6)])
+    translator = Translator(GNMT(pairs.vocab_size, 8, 2), pairs.tokenizer, beam_size=2, max_seq_len=5)
+    translations, references = translator.translate(source, target)
+    assert references == text and len(translations) == 6
+
+    other = pairs.for_transformer()
+    model = TransformerModel(TransformerConfig.preset("small"), other.src_dict, other.trg_dict)
+    batch = other.collater([other[i] for i in range(6)])
+    assert model(**batch["net_input"]).shape == (*batch["target"].shape, len(other.dictionary))
+    generator = SequenceGenerator(model, other.src_dict, other.trg_dict, maxlen=3)
+    translations, references = generator.translate_batch(batch, remove_bpe="@@ ", ignore_case=False)
+    assert [other.detokenize(line) for line in references] == text and len(translations) == 6
