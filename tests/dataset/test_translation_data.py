@@ -108,6 +108,7 @@ def test_limits_and_order(real: tuple[Path, Path]) -> None:
     assert (np.diff(limited.lengths[:, 0]) <= 0).all()
     assert sorted(limited.indices) == np.flatnonzero(kept).tolist()
     assert load(max_size=7).indices.tolist() == list(range(7))
+    assert np.array_equal(limited.for_transformer().indices, limited.indices)
     assert load(math_precision="fp16").vocab_size == 1208
     assert np.array_equal(everything.sizes, everything.lengths.max(axis=1) + 2)
     with pytest.raises(ValueError, match="min_len is 9 and max_len 8"):
@@ -522,7 +523,7 @@ def test_batches_go_through_both_models_to_text(real: tuple[Path, Path]) -> None
 
     other = pairs.for_transformer()
     model = TransformerModel(TransformerConfig.preset("small"), other.src_dict, other.trg_dict)
-    batch = other.collater([other[i] for i in range(6)])
+    batch = other.collater([other[i] for i in range(len(other))])
     assert model(**batch["net_input"]).shape == (*batch["target"].shape, len(other.dictionary))
     generator = SequenceGenerator(model, other.src_dict, other.trg_dict, maxlen=3)
     translations, references = generator.translate_batch(batch, remove_bpe="@@ ", ignore_case=False)

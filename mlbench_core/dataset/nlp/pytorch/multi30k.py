@@ -111,9 +111,7 @@ class Multi30k(RecurrentPairs):
         seq_len_multiple: int = 1,
         shuffle: bool = True,
     ) -> TransformerPairs:
-        """The same part for the Transformer: its dictionary, samples, and ``collater``.
-
-        Limits of length and size of this data set have no effect on it.
+        """The same pairs for the Transformer: its dictionary, samples, and ``collater``.
 
         Args:
             left_pad: Whether source and target are padded on the left.
@@ -130,6 +128,7 @@ class Multi30k(RecurrentPairs):
             max_positions=max_positions,
             seq_len_multiple=seq_len_multiple,
             shuffle=shuffle,
+            indices=self.indices,
         )
 
 

@@ -121,6 +121,7 @@ class TransformerPairs(Dataset[dict[str, Any]]):
         seq_len_multiple: Lengths of batches are multiples of it.
         shuffle: Whether :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.get_batches` shuffles pairs of one
             length.
+        indices: Numbers of the pairs in the store to take; None for all.
 
     Raises:
         ValueError: A limit is not positive.
@@ -134,6 +135,7 @@ class TransformerPairs(Dataset[dict[str, Any]]):
         max_positions: tuple[int, int] = (256, 256),
         seq_len_multiple: int = 1,
         shuffle: bool = True,
+        indices: npt.ArrayLike | None = None,
     ) -> None:
         if min(max_positions) < 2:
             raise ValueError(f"max_positions is {tuple(max_positions)}; each side needs at least 2, one for the end")
@@ -146,12 +148,13 @@ class TransformerPairs(Dataset[dict[str, Any]]):
         self.dictionary = Dictionary(symbols=[_UNKNOWN_SYMBOL, *part.subwords.symbols])
         self.src_dict = self.trg_dict = self.dictionary
         lengths = _lengths(part) + 1
-        too_long = (lengths > np.asarray(max_positions)).any(axis=1)
+        wanted = np.arange(len(lengths)) if indices is None else np.asarray(indices, dtype=np.int64)
+        too_long = (lengths[wanted] > np.asarray(max_positions)).any(axis=1)
         if too_long.any():
             what = "are left out" if part.is_cleaned else "are cut"
-            _log.warning("%d of %d pairs %s: they have more than %s tokens", too_long.sum(), len(lengths), what,
+            _log.warning("%d of %d pairs %s: they have more than %s tokens", too_long.sum(), len(wanted), what,
                          " and ".join(map(str, max_positions)))  # fmt: skip
-        self.indices: Lengths = np.flatnonzero(~too_long) if part.is_cleaned else np.arange(len(lengths))
+        self.indices: Lengths = wanted[~too_long] if part.is_cleaned else wanted
         self.lengths: Lengths = np.minimum(lengths, np.asarray(max_positions))[self.indices]
 
     @property
