@@ -13,7 +13,13 @@ from torch import Tensor
 
 from mlbench_core.dataset.nlp.pytorch.pair_part import SPECIAL_SYMBOLS
 from mlbench_core.dataset.nlp.pytorch.subwords import UNKNOWN, Subwords, join_parts
-from mlbench_core.dataset.nlp.pytorch.words import escape_words, join_words, split_words, unescape_words
+from mlbench_core.dataset.nlp.pytorch.words import (
+    clean_line,
+    escape_words,
+    join_words,
+    split_words,
+    unescape_words,
+)
 
 __all__ = ["BOS", "EOS", "PAD", "UNK", "WMT16Tokenizer"]
 
@@ -147,6 +153,23 @@ class WMT16Tokenizer:
             ids = ids[: ids.index(EOS)]
         words = join_parts((self._symbol(i) for i in ids if i not in (PAD, BOS)), self.separator)
         return join_words(unescape_words(words) if self.escaped else words, delim)
+
+    def differing_lines(self, lines: Iterable[str], *, lang: str | None = None) -> list[tuple[int, str, str]]:
+        """Which lines of a text do not come back from their ids, up to what cleaning changes.
+
+        Args:
+            lines: Lines of text.
+            lang: Their language; None for the tokenizer's.
+
+        Returns:
+            For each such line its number from 1, the cleaned line, and what came back.
+        """
+        differing = []
+        for number, line in enumerate(lines, 1):
+            found = self.detokenize(self.segment(line, lang=lang))
+            if found != clean_line(line):
+                differing.append((number, clean_line(line), found))
+        return differing
 
     def _symbol(self, i: int) -> str:
         if not 0 <= i < len(self.symbols):
