@@ -432,6 +432,17 @@ class BLEUScore(_StatisticsMetric):
         """``BLEU-Score``."""
         return "BLEU-Score"
 
+    @property
+    def signature(self) -> str:
+        """How the score is computed, in sacrebleu's own notation; scores of other signatures cannot be compared.
+
+        Example:
+            >>> BLEUScore().signature.split("|version")[0]
+            'nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp'
+        """
+        self._bleu.num_refs = 1  # which sacrebleu itself knows only after a score
+        return str(self._bleu.get_signature())
+
     def _no_statistics(self) -> Tensor:
         return torch.zeros(2 + 2 * self._MAX_ORDER, dtype=torch.float64)
 
