@@ -24,7 +24,7 @@ from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
 from mlbench_core.evaluation.goals import time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.lr_scheduler.pytorch.lr import ReduceLROnPlateauWithWarmup
-from mlbench_core.optim.pytorch.centralized import CentralizedSGD
+from mlbench_core.optim.pytorch.centralized import CentralizedSGD, CustomCentralizedOptimizer
 from mlbench_core.utils import Tracker
 from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from tests.helpers.ranks import run_ranks
@@ -166,6 +166,68 @@ def test_loss_scaling_optimizers_do_their_own_backward_pass() -> None:
     optimizer.step = lambda: None
     train_round(batches_of(3), model, optimizer, F.cross_entropy, [], None, "fp32")
     assert optimizer.backward_loss.call_count == 3
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_accumulated_batches_are_one_big_batch_and_the_rest_is_the_last_update(weighted: bool) -> None:
+    batches = batches_of(5)
+    model = model_of()
+    big = copy.deepcopy(model)
+    joined = [tuple(torch.cat(part) for part in zip(*batches[i : i + 2], strict=True)) for i in (0, 2, 4)]
+    train_round(joined, big, SGD(big.parameters(), 0.1), F.cross_entropy, [], None, "fp32")
+    seen: list[int] = []
+
+    def divisor(parts: Any) -> dict[str, int]:
+        seen.append(len(parts))
+        return {"denom": sum(len(target) for _, target in parts)}
+
+    def summed(output: Any, target: Any) -> torch.Tensor:
+        return F.cross_entropy(output, target, reduction="sum")
+
+    optimizer: Any = SGD(model.parameters(), 0.1)
+    if weighted:
+        optimizer = CustomCentralizedOptimizer(model, None, optimizer, average_custom=True)
+    schedule = StepLR(optimizer, 1, gamma=1.0)
+    tracker = Tracker([], "run", 0)
+    train_round(
+        batches, model, optimizer, summed if weighted else F.cross_entropy, [], schedule, "fp32", "batch",
+        tracker=tracker, update_freq=2, step_arguments=divisor if weighted else None,
+    )  # fmt: skip
+    assert torch.allclose(model.weight, big.weight, atol=1e-7)
+    assert schedule.last_epoch == 3
+    assert tracker.summary().batches == 5
+    assert seen == ([2, 2, 1] if weighted else [])
+
+
+def test_accumulation_needs_a_length_and_a_count() -> None:
+    model = model_of()
+    optimizer = SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match="update_freq is 2, but list_iterator has no length"):
+        train_round(iter(batches_of(2)), model, optimizer, F.cross_entropy, [], None, "fp32", update_freq=2)
+    with pytest.raises(ValueError, match="update_freq is 0"):
+        train_round(batches_of(2), model, optimizer, F.cross_entropy, [], None, "fp32", update_freq=0)
+
+
+def accumulate(rank: int, world_size: int, batches: Any, overlap: bool) -> tuple[torch.Tensor, float]:
+    model = model_of()
+    optimizer = CentralizedSGD(world_size, model, 0.1, overlap=overlap, bucket_size_bytes=0)
+    train_round(batches[rank::world_size], model, optimizer, F.cross_entropy, [], None, "fp32", update_freq=3)
+    return model.weight.detach(), optimizer.aggregation.bytes_sent
+
+
+def accumulate_both_ways(rank: int, world_size: int, batches: Any) -> Any:
+    return [accumulate(rank, world_size, batches, overlap) for overlap in (False, True)]
+
+
+def test_workers_send_accumulated_gradients_once() -> None:
+    batches = batches_of(8)
+    model = model_of()
+    train_round(batches[:6], model, SGD(model.parameters(), 0.1), F.cross_entropy, [], None, "fp32", update_freq=6)
+    train_round(batches[6:], model, SGD(model.parameters(), 0.1), F.cross_entropy, [], None, "fp32", update_freq=2)
+    for ways in run_ranks(2, accumulate_both_ways, batches):
+        for weight, _ in ways:
+            assert torch.allclose(weight, model.weight, atol=1e-6)
+        assert ways[0][1] == ways[1][1] > 0  # overlapped: no message for the batches in between
 
 
 def training(model: nn.Module, epochs: int, folder: Path | None = None, **kwargs: Any) -> TrainValidation:

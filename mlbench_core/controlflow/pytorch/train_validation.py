@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from mlbench_core.utils.tracker import Tracker
 __all__ = ["TrainValidation", "train_round"]
 
 SchedulePer = Literal["epoch", "batch"]
+StepArguments: TypeAlias = Callable[[Sequence[tuple[Any, Any]]], Mapping[str, Any]]
 
 
 def train_round(
@@ -41,8 +43,11 @@ def train_round(
     use_cuda: bool = False,
     max_batch_per_epoch: int | None = None,
     tracker: Tracker | None = None,
+    *,
+    update_freq: int = 1,
+    step_arguments: StepArguments | None = None,
 ) -> float:
-    """Train for one epoch.
+    r"""Train for one epoch.
 
     Each batch goes through these steps, each of which the tracker is told: load (drawing it from the loader included),
     init (gradients to zero), forward pass, loss, backward pass, aggregation and update (both told by the optimizer
@@ -51,6 +56,15 @@ def train_round(
     All workers train on as many batches as the one with the fewest: parts of a data set that differ by one sample can
     differ by one batch, and the worker with one more would wait for the others' gradients for ever. They agree in one
     small message before the first batch, so every worker's loader must know its length, or none.
+
+    With ``update_freq`` :math:`u > 1` the gradients of u batches are accumulated before an update, and nothing is sent
+    in between (the optimizer's ``no_sync`` is used where it has one). With the batches' losses
+    :math:`L_1, \dots, L_n` the gradient is
+
+    .. math:: g = \nabla \frac{1}{n} \sum_{j=1}^{n} L_j,
+
+    where n is u, or what is left for the last update of the epoch. With ``step_arguments`` it is that of the sum, and
+    what the function returns tells the optimizer what to divide by.
 
     A scheduler that waits for a plateau needs a validation result, so stepping it once an epoch is the caller's part;
     with ``schedule_per="batch"`` its ``batch_step()`` is called, where it has one, for the warm-up.
@@ -64,26 +78,38 @@ def train_round(
         metrics: Metrics to compute on each batch; may be empty.
         scheduler: Learning rate schedule, or None.
         dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; type of floating-point data. None leaves it.
-        schedule_per: Whether the scheduler steps after each ``"batch"`` or at the end of the ``"epoch"``.
+        schedule_per: Whether the scheduler steps after each ``"batch"`` (with ``update_freq``, each update) or at the
+            end of the ``"epoch"``.
         transform_target_type: Whether targets are converted to ``dtype`` too.
         use_cuda: Whether batches go to the current GPU.
         max_batch_per_epoch: Largest number of batches; None for all.
         tracker: Gets times, loss and metrics.
+        update_freq: u, batches before an update; more than one needs a loader that knows its length.
+        step_arguments: Called before each update with its batches, pairs (data, target); gives keyword arguments of the
+            optimizer's ``step``, such as ``denom``.
 
     Returns:
         This worker's mean loss over the epoch, each batch weighted by its size; 0 without a batch.
 
     Raises:
-        ValueError: ``schedule_per`` is neither.
+        ValueError: ``schedule_per`` is neither, or ``update_freq`` is below 1 or does not go with the loader.
     """
     if schedule_per not in ("epoch", "batch"):
         raise ValueError(f"schedule_per is {schedule_per!r}; it must be 'epoch' or 'batch'")
+    if update_freq < 1:
+        raise ValueError(f"update_freq is {update_freq}; it must be at least 1 batch")
     model.train()
     if tracker is not None:
         tracker.train()
     total = number_of_batches(dataloader, max_batch_per_epoch)
     if total is not None:
         total = distributed.smallest(total)
+    elif update_freq > 1:
+        raise ValueError(
+            f"update_freq is {update_freq}, but {type(dataloader).__name__} has no length, so the last update of the "
+            "epoch cannot be known in time; give a loader with __len__"
+        )
+    updates = _Updates(model, optimizer, loss_function, tracker, update_freq, total, step_arguments)
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     samples = 0
@@ -96,8 +122,8 @@ def train_round(
         data, target = batch
         data, target = prepare_batch(data, target, dtype, transform_target_type, use_cuda)
         _mark(tracker, "batch_load")
-        loss, output = _train_batch(data, target, model, optimizer, loss_function, tracker)
-        if scheduler is not None and schedule_per == "batch":
+        loss, output, updated = updates.train_batch(batch_idx, data, target)
+        if updated and scheduler is not None and schedule_per == "batch":
             _step_after_batch(scheduler)
         results = compute_train_batch_metrics(output, target, metrics)
         _mark(tracker, "comp_metrics")
@@ -112,32 +138,74 @@ def train_round(
     return float(loss_sum) / max(1, samples)
 
 
-def _train_batch(
-    data: Any,
-    target: Any,
-    model: nn.Module,
-    optimizer: Any,
-    loss_function: Callable[[Any, Any], Tensor],
-    tracker: Tracker | None,
-) -> tuple[Tensor, Any]:
-    """One update; gives the loss, without its graph, and the output."""
-    optimizer.zero_grad()
-    _mark(tracker, "init")
-    output = model(data)
-    _mark(tracker, "fwd_pass")
-    loss = loss_function(output, target)
-    _mark(tracker, "comp_loss")
-    if hasattr(optimizer, "backward_loss"):
-        optimizer.backward_loss(loss)
-    else:
-        loss.backward()
-    _mark(tracker, "backprop")
-    if tracker is not None and _takes_tracker(optimizer):
-        optimizer.step(tracker=tracker)
-    else:
-        optimizer.step()
-        _mark(tracker, "opt_step")
-    return loss.detach(), output
+class _Updates:
+    """Trains on one batch after the other, and updates the weights after every few.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer.
+        loss_function: Called ``(output, target)``.
+        tracker: Is told of every step; or None.
+        frequency: Batches before an update.
+        total: Batches of the epoch; None if it is not known, which takes a ``frequency`` of 1.
+        step_arguments: As :func:`train_round` has it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        loss_function: Callable[[Any, Any], Tensor],
+        tracker: Tracker | None,
+        frequency: int,
+        total: int | None,
+        step_arguments: StepArguments | None,
+    ) -> None:
+        self.model, self.optimizer, self.loss_function, self.tracker = model, optimizer, loss_function, tracker
+        self.frequency, self.total, self.step_arguments = frequency, total, step_arguments
+        self.batches: list[tuple[Any, Any]] = []
+
+    def train_batch(self, batch_idx: int, data: Any, target: Any) -> tuple[Tensor, Any, bool]:
+        """Add a batch's gradients; gives the loss, without its graph, the output, and whether there was an update."""
+        if not self.batches:
+            self.optimizer.zero_grad()
+        _mark(self.tracker, "init")
+        output = self.model(data)
+        _mark(self.tracker, "fwd_pass")
+        loss = self.loss_function(output, target)
+        _mark(self.tracker, "comp_loss")
+        count = self._batches_of_update(batch_idx)
+        self.batches.append((data, target))
+        ends = len(self.batches) == count
+        with contextlib.nullcontext() if ends else self._without_communication():
+            self._backward(loss if self.step_arguments is not None or count == 1 else loss / count)
+        _mark(self.tracker, "backprop")
+        if ends:
+            self._step()
+            self.batches = []
+        return loss.detach(), output, ends
+
+    def _batches_of_update(self, batch_idx: int) -> int:
+        """How many batches go into the update that this batch belongs to: the epoch's last one may have fewer."""
+        first = batch_idx - len(self.batches)
+        return self.frequency if self.total is None else min(self.frequency, self.total - first)
+
+    def _without_communication(self) -> contextlib.AbstractContextManager[Any]:
+        return self.optimizer.no_sync() if hasattr(self.optimizer, "no_sync") else contextlib.nullcontext()
+
+    def _backward(self, loss: Tensor) -> None:
+        if hasattr(self.optimizer, "backward_loss"):
+            self.optimizer.backward_loss(loss)
+        else:
+            loss.backward()
+
+    def _step(self) -> None:
+        arguments = self.step_arguments(self.batches) if self.step_arguments is not None else {}
+        if self.tracker is not None and _takes_tracker(self.optimizer):
+            self.optimizer.step(tracker=self.tracker, **arguments)
+        else:
+            self.optimizer.step(**arguments)
+            _mark(self.tracker, "opt_step")
 
 
 def _mark(tracker: Tracker | None, step: str) -> None:
