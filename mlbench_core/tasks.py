@@ -185,6 +185,30 @@ TASKS: dict[str, Task] = {
             max_epochs=750,
             stand_ins={"wikitext2-small": (300.0, 400.0)},
         ),
+        Task(
+            key="4a",
+            folder="task4a_gnmt_wmt16",
+            title="Translation, recurrent",
+            model="GNMT",
+            data="WMT16",
+            metric="BLEU-Score",
+            goal=24.0,
+            light_goal=20.0,
+            max_epochs=8,
+            stand_ins={"multi30k": (15.0, 10.0)},
+        ),
+        Task(
+            key="4b",
+            folder="task4b_transformer_wmt17",
+            title="Translation, attention",
+            model="Transformer (big)",
+            data="WMT17",
+            metric="BLEU-Score",
+            goal=25.0,
+            light_goal=20.0,
+            max_epochs=10,
+            stand_ins={"multi30k": (20.0, 15.0)},
+        ),
     )
 }
 

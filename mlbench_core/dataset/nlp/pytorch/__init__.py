@@ -2,7 +2,11 @@
 
 from mlbench_core.dataset.nlp.pytorch.multi30k import Multi30k
 from mlbench_core.dataset.nlp.pytorch.wikitext2_dataset import Wikitext2Dataset
-from mlbench_core.dataset.nlp.pytorch.wmt16.batching import BucketBatchSampler, build_collate_fn
+from mlbench_core.dataset.nlp.pytorch.wmt16.batching import (
+    BucketBatchSampler,
+    TeacherForcedBatches,
+    build_collate_fn,
+)
 from mlbench_core.dataset.nlp.pytorch.wmt16_dataset import WMT16Dataset
 from mlbench_core.dataset.nlp.pytorch.wmt17.batching import get_batches, shard_batches
 from mlbench_core.dataset.nlp.pytorch.wmt17_dataset import WMT17Dataset
@@ -10,6 +14,7 @@ from mlbench_core.dataset.nlp.pytorch.wmt17_dataset import WMT17Dataset
 __all__ = [
     "BucketBatchSampler",
     "Multi30k",
+    "TeacherForcedBatches",
     "WMT16Dataset",
     "WMT17Dataset",
     "Wikitext2Dataset",

@@ -1,6 +1,7 @@
-"""GNMT for translation, and its decoding."""
+"""GNMT for translation, its training, and its decoding."""
 
 from mlbench_core.models.pytorch.gnmt.models import GNMT
+from mlbench_core.models.pytorch.gnmt.teacher import TeacherForcedGNMT
 from mlbench_core.models.pytorch.gnmt.translator import Translator
 
-__all__ = ["GNMT", "Translator"]
+__all__ = ["GNMT", "TeacherForcedGNMT", "Translator"]

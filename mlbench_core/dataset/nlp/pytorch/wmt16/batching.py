@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ["BucketBatchSampler", "PaddedBatch", "build_collate_fn"]
+__all__ = ["BucketBatchSampler", "PaddedBatch", "TeacherForcedBatches", "build_collate_fn"]
 
 PaddedBatch = tuple[Tensor, Tensor]
 """Ids of sentences, padded at the end, and the sentences' lengths."""
@@ -223,3 +223,43 @@ class BucketBatchSampler(Sampler[list[int]]):
             "buckets": self.buckets,
             "pairs": len(self.lengths),
         }
+
+
+class TeacherForcedBatches:
+    """Batches as a training round takes them: what the model sees, and the words that it should say next.
+
+    Args:
+        pairs: Pairs (source, target), each int64 of shape (tokens,), from the beginning's id to the end's.
+        order: Indices of each batch: a sampler such as :class:`BucketBatchSampler`, or a list of lists.
+        device: Where ids go.
+
+    Example:
+        >>> pairs = [([2, 7, 3], [2, 8, 9, 3]), ([2, 3], [2, 3])]
+        >>> pairs = [(torch.tensor(source), torch.tensor(target)) for source, target in pairs]
+        >>> [((source, lengths, said), next_words)] = TeacherForcedBatches(pairs, [[0, 1]])
+        >>> lengths.tolist(), said.T.tolist(), next_words.T.tolist()
+        ([3, 2], [[2, 8, 9], [2, 3, 0]], [[8, 9, 3], [3, 0, 0]])
+    """
+
+    def __init__(
+        self,
+        pairs: Dataset[tuple[Tensor, Tensor]] | Sequence[tuple[Tensor, Tensor]],
+        order: Iterable[list[int]],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.loader = DataLoader(pairs, batch_sampler=order, collate_fn=build_collate_fn())  # type: ignore[arg-type]
+        self.device = torch.device(device)
+
+    def __len__(self) -> int:
+        """Number of batches of an epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], Tensor]]:
+        """Give ``((source, lengths, target without its last row), target without its first row)``, time first.
+
+        Ids have the shapes (source, batch), (target - 1, batch) and (target - 1, batch); the sources' lengths, of shape
+        (batch,), stay on the CPU, where packing sentences needs them.
+        """
+        for (source, lengths), (target, _) in self.loader:
+            target = target.to(self.device, non_blocking=True)
+            yield (source.to(self.device, non_blocking=True), lengths, target[:-1]), target[1:]

@@ -1,0 +1,200 @@
+"""Task 4a: GNMT on WMT16 English-German, synchronous Adam, time to a BLEU of 24 (light goal: 20).
+
+One process per worker, at most 128 sentences a worker at a time; gradients are accumulated until 2,048 sentences of
+all k workers are together, averaged, and clipped before the update (Wu et al. 2016, arXiv 1609.08144). After every
+epoch the workers translate the validation text by beam search, each its share. README.md has the whole description.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from mlbench_core.controlflow.pytorch import record_validation_stats, train_round, validation_round
+from mlbench_core.dataset.nlp.pytorch import BucketBatchSampler, Multi30k, TeacherForcedBatches, WMT16Dataset
+from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
+from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
+from mlbench_core.evaluation.pytorch.metrics import BLEUScore
+from mlbench_core.lr_scheduler.pytorch.lr import ExponentialWarmupMultiStepLR
+from mlbench_core.models.pytorch.gnmt import GNMT, TeacherForcedGNMT, Translator
+from mlbench_core.optim.pytorch import CustomCentralizedOptimizer, FP16Optimizer
+from mlbench_core.tasks import get_task
+from mlbench_core.utils import Tracker
+from mlbench_core.utils.pytorch import initialize_backends
+from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
+from mlbench_core.utils.pytorch.memory import keep_freed_memory
+from mlbench_core.utils.task_args import task_main
+
+logger = logging.getLogger("mlbench.task4a")
+
+TASK = get_task("4a")
+GRAD_CLIP, SMOOTHING = 5.0, 0.1
+LOSS_SCALE = {"init_scale": 2.0**10, "scale_factor": 2.0, "max_scale": 2.0**13, "scale_window": 128}
+MAX_LEN_TRAIN, MAX_LEN_VALIDATION = 75, 150  # sub-words of a sentence
+BEAM = {"beam_size": 5, "len_norm_factor": 0.6, "len_norm_const": 5.0, "cov_penalty_factor": 0.1, "max_seq_len": 150}
+DATASETS = {"wmt16": (WMT16Dataset, {"lazy": True}, {"validation": True}), "multi30k": (Multi30k, {}, {"test": True})}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A size of the task; the model's own sizes are those of the GNMT preset of the same name."""
+
+    global_batch: int  # sentences of all workers in an update
+    batch_size: int  # at most so many sentences of a worker at a time
+    epochs: int
+    lr: float = 2.0e-3
+    warmup_steps: int = 200
+    remain_steps: float = 0.4  # share of all steps after which the rate is halved
+    decay_interval: float = 0.05  # and then at most 3 times more, after this share each
+
+
+PRESETS = {
+    "big": Preset(global_batch=2048, batch_size=128, epochs=TASK.max_epochs),
+    "small": Preset(global_batch=128, batch_size=64, epochs=12, remain_steps=0.5, decay_interval=0.1),
+}
+
+
+def divide_batch(global_batch: int, at_most: int, world_size: int) -> tuple[int, int]:
+    """Sentences of a worker at a time, and how many such batches it accumulates before an update."""
+    batch_size = min(at_most, max(1, global_batch // world_size))
+    return batch_size, max(1, global_batch // (batch_size * world_size))
+
+
+def load_data(args: argparse.Namespace, folder: str) -> tuple[WMT16Dataset | Multi30k, WMT16Dataset | Multi30k]:
+    """Training and validation pairs; both data sets are validated on their test text, as published scores are."""
+    kind, for_training, validation_part = DATASETS[args.dataset]
+    make = partial(kind, folder, math_precision=args.precision)
+    return make(train=True, max_len=MAX_LEN_TRAIN, **for_training), make(max_len=MAX_LEN_VALIDATION, **validation_part)
+
+
+def sentence_loss(scores: Tensor, target: Tensor) -> Tensor:
+    """Label smoothing's loss, summed over the words of a sentence, as a mean over the sentences of a batch."""
+    return LabelSmoothing(0, SMOOTHING, fast_xentropy=True)(scores.transpose(0, 1), target) / target.shape[1]
+
+
+def make_optimizer(model: nn.Module, lr: float, world_size: int, gpu: bool, args: argparse.Namespace) -> Any:
+    """Adam on averages of all workers' gradients; in half precision with float32 weights and a loss scale."""
+    adam = partial(Adam, lr=lr, betas=(0.9, 0.999), eps=1e-8)
+    common = {"use_cuda": gpu, "grad_clip": GRAD_CLIP, "average_custom": True}
+    if args.precision == "fp32":
+        return CustomCentralizedOptimizer(model, world_size, adam, **common, overlap=args.overlap)
+    optimizer = FP16Optimizer(model, world_size, **common, **LOSS_SCALE)
+    optimizer.set_optimizer(adam([optimizer.fp32_params]))
+    return optimizer
+
+
+def train(
+    rank: int, world_size: int, run_id: str, data: str, ckpt_run_dir: str, gpu: bool, light: bool,
+    validation_only: bool, args: argparse.Namespace,
+) -> Tracker:  # fmt: skip
+    """Train until the goal is reached or the budget of epochs is spent."""
+    preset = PRESETS[args.preset]
+    epochs = args.epochs or preset.epochs
+    sizes = args.global_batch or preset.global_batch, args.batch_size or preset.batch_size
+    batch_size, update_freq = divide_batch(*sizes, world_size)
+    train_pairs, validation_pairs = load_data(args, data)
+    worker: dict[str, int] = {"rank": rank, "world_size": world_size}
+    order = BucketBatchSampler(train_pairs.sizes, batch_size, seed=args.seed, **worker)
+    share = [*filter(None, BucketBatchSampler(validation_pairs.sizes, batch_size, False, **worker))]
+    device = "cuda" if gpu else "cpu"
+    batches = TeacherForcedBatches(train_pairs, order, device)
+    validation_batches = TeacherForcedBatches(validation_pairs, share, device)
+    references = validation_pairs.references()
+
+    model = GNMT.preset(args.preset, train_pairs.vocab_size).to(device, DTYPES[args.precision])
+    torch.manual_seed(args.seed + 1 + rank)  # the weights are the same on all workers, dropout is each worker's own
+    teacher, bleu = TeacherForcedGNMT(model), BLEUScore()
+    translator = Translator(model, train_pairs.tokenizer, **BEAM)
+    optimizer = make_optimizer(model, args.lr or preset.lr, world_size, gpu, args)
+    updates = math.ceil(min(len(batches), args.max_batches or len(batches)) / update_freq)
+    scheduler = ExponentialWarmupMultiStepLR(
+        optimizer, epochs * updates, preset.warmup_steps, preset.remain_steps, preset.decay_interval, decay_steps=4
+    )
+    tracker = Tracker([bleu], run_id, rank, goal=task4_time_to_bleu_goal(TASK.goal_on(args.dataset, light)))
+    checkpointer = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST)
+    if args.resume or validation_only:
+        checkpointer, model, optimizer, scheduler, tracker = Checkpointer.load(
+            ckpt_run_dir, rank, model, optimizer, scheduler, tracker=tracker
+        )
+
+    def validate() -> bool:
+        """Loss and BLEU of the whole validation text; each worker translates its share of it."""
+        _, loss = validation_round(validation_batches, teacher, sentence_loss, [], None, tracker)
+        tracker.validation_start()
+        bleu.reset()
+        for indices, ((source, lengths, _), _) in zip(share, validation_batches, strict=True):
+            translations, _ = translator.translate((source, lengths))
+            bleu.update(bleu(translations, [references[i] for i in indices]), len(indices))
+        score = bleu.average().item()
+        tracker.validation_end()
+        logger.info("%s: BLEU %.2f (%s)", tracker, score, bleu.signature)
+        return record_validation_stats({bleu: score}, loss, tracker, rank)
+
+    with tracker:
+        if validation_only:
+            validate()
+            return tracker
+        if not args.resume:
+            tracker.start()
+        for epoch in range(tracker.current_epoch, epochs):
+            order.set_epoch(epoch)
+            train_round(
+                batches, teacher, optimizer, sentence_loss, [], scheduler, None, "batch",
+                max_batch_per_epoch=args.max_batches, tracker=tracker, update_freq=update_freq,
+                step_arguments=lambda accumulated: {"denom": world_size * len(accumulated)},  # batches of all workers
+            )  # fmt: skip
+            is_best = validate()
+            tracker.epoch_end()
+            checkpointer.save(tracker, model, optimizer, scheduler, is_best)
+            if tracker.goal_reached and not args.past_goal:
+                break
+        tracker.publish_summary(world_size)
+    return tracker
+
+
+def main(
+    run_id: str, dataset_dir: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str, hosts: str | None,
+    validation_only: bool, gpu: bool, light_target: bool, args: argparse.Namespace,
+) -> None:  # fmt: skip
+    """Run the task on this worker."""
+    keep_freed_memory()
+    with initialize_backends(
+        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=args.seed, ckpt_run_dir=ckpt_run_dir,
+        timeout_s=args.timeout,
+    ) as (rank, world_size, _):  # fmt: skip
+        data = args.data or dataset_dir
+        tracker = train(rank, world_size, run_id, data, ckpt_run_dir, gpu, light_target, validation_only, args)
+        if rank == 0 and not validation_only:
+            logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this task takes beyond the arguments that all tasks share."""
+    add = parser.add_argument
+    add("--dataset", choices=sorted(DATASETS), default="wmt16", help="data set (default: wmt16)")
+    add("--data", metavar="FOLDER", help="folder that holds the text (default: below --root-dataset)")
+    add("--preset", choices=sorted(PRESETS), default="big", help="size of model and batches (default: big)")
+    add("--batch-size", type=int, metavar="N", help="at most so many sentences a worker at a time (big: 128)")
+    add("--global-batch", type=int, metavar="N", help="sentences of all workers in an update (big: 2048)")
+    add("--lr", type=float, metavar="RATE", help="learning rate after the warm-up (default: 0.002)")
+    add("--epochs", type=int, metavar="N", help="at most so many epochs (big: 8)")
+    add("--max-batches", type=int, metavar="N", help="batches of a worker in an epoch, to try something out")
+    add("--precision", choices=sorted(DTYPES), default="fp32", help="of the model (default: fp32)")
+    add("--overlap", action="store_true", help="send gradients during the backward pass (fp32)")
+    add("--past-goal", action="store_true", help="go on until the last epoch")
+    add("--resume", action="store_true", help="go on from the last checkpoint of this run")
+    add("--checkpoint", action="store_true", help="write one after every epoch, not of the best")
+    add("--seed", type=int, default=42, help="of weights, dropout and the order of sentences (default: 42)")
+
+
+if __name__ == "__main__":
+    task_main(main, uid="task4a", add_arguments=add_arguments)

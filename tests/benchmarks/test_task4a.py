@@ -1,0 +1,223 @@
+"""Task 4a's script on a few sentences: accumulated, resumed, on two workers, and from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import random
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import sacrebleu
+import torch
+import torch._dynamo  # the first optimizer would import it inside a test, and it sets a variable
+
+from mlbench_core.controlflow.pytorch import train_round
+from mlbench_core.dataset.nlp.pytorch import Multi30k, TeacherForcedBatches, build_collate_fn
+from mlbench_core.models.pytorch.gnmt import GNMT, TeacherForcedGNMT, Translator
+from mlbench_core.tasks import get_task
+from mlbench_core.utils import Tracker
+from mlbench_core.utils.task_args import _make_parser
+from tests.benchmarks.test_task1a import assert_equal
+from tests.helpers.processes import environment, free_port
+
+SAME = "ein kleiner hund rennt schnell nach hause ."
+OTHER = "ein kleiner hund rennt schnell durch den garten ."
+WORDS = [
+    "dog",
+    "cat",
+    "man",
+    "woman",
+    "runs",
+    "sleeps",
+    "eats",
+    "sees",
+    "red",
+    "blue",
+    "small",
+    "old",
+    "house",
+    "garden",
+    "street",
+    "tree",
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are no work to share, least of all where other processes take the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A text whose translations are all the same; the test part has others too, so that BLEU is between 0 and 100."""
+    monkeypatch.setenv("MLBENCH_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "text"
+    folder.mkdir()
+    draw = random.Random(1)
+    for part, pairs in (("train", 300), ("test_2016_flickr", 13)):
+        sources = [" ".join(draw.choices(WORDS, k=draw.randint(2, 6))) for _ in range(pairs)]
+        targets = [OTHER if part != "train" and i % 3 == 0 else SAME for i in range(pairs)]
+        (folder / f"{part}.en").write_text("\n".join(sources) + "\n", encoding="utf-8")
+        (folder / f"{part}.de").write_text("\n".join(targets) + "\n", encoding="utf-8")
+    return folder
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("task4a_main", get_task("4a").script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["task4a_main"] = module  # where its dataclass looks for its annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+def arguments(script: ModuleType, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    script.add_arguments(parser)
+    return parser.parse_args(["--dataset", "multi30k", "--preset", "small", *words])
+
+
+def train(script: ModuleType, folder: Path, text: Path, *words: str, validation_only: bool = False) -> Tracker:
+    """What the script does on one worker once the backend is there."""
+    args = arguments(script, *words)
+    torch.manual_seed(args.seed)
+    tracker: Tracker = script.train(0, 1, "1", str(text), str(folder), False, True, validation_only, args)
+    return tracker
+
+
+def tiny(script: ModuleType) -> None:
+    """Make its models so small that an epoch takes no time."""
+    script.GNMT = argparse.Namespace(preset=functools.partial(GNMT.preset, hidden_size=16))
+    script.BEAM = script.BEAM | {"beam_size": 2, "max_seq_len": 15}
+
+
+def test_resumed_run_is_bit_identical(tmp_path: Path, text: Path) -> None:
+    words = ("--checkpoint", "--epochs", "2", "--batch-size", "10", "--global-batch", "30", "--max-batches", "7")
+    script = load_script()
+    tiny(script)
+    train(script, tmp_path / "whole", text, *words)
+    rounds: list[int] = []
+
+    def killed_in_the_second_epoch(*args: Any, **kwargs: Any) -> float:
+        rounds.append(1)
+        if len(rounds) == 2:
+            raise KeyboardInterrupt
+        return train_round(*args, **kwargs)
+
+    script.train_round = killed_in_the_second_epoch
+    with pytest.raises(KeyboardInterrupt):
+        train(script, tmp_path / "parted", text, *words)
+    script.train_round = train_round
+    train(script, tmp_path / "parted", text, *words, "--resume")
+    whole, parted = (torch.load(tmp_path / run / "2_0.pth.tar", weights_only=True) for run in ("whole", "parted"))
+    for part in ("model", "optimizer", "scheduler"):
+        assert_equal(whole[part], parted[part])
+    assert whole["scheduler"]["last_epoch"] == 2 * 3  # updates of 10 sentences times 3, and one that is left
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_accumulated_batches_are_one_big_batch(text: Path, precision: str) -> None:
+    script = load_script()
+    pairs = Multi30k(text, train=True)
+    models = []
+    for order in ([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3, 4, 5, 6, 7]]):
+        torch.manual_seed(0)
+        model = GNMT(pairs.vocab_size, hidden_size=16, num_layers=2, dropout=0.0).to(script.DTYPES[precision])
+        optimizer = script.make_optimizer(model, 0.01, 1, False, arguments(script, "--precision", precision))
+        train_round(
+            TeacherForcedBatches(pairs, order), TeacherForcedGNMT(model), optimizer, script.sentence_loss, [], None,
+            None, update_freq=len(order), step_arguments=lambda batches: {"denom": len(batches)},
+        )  # fmt: skip
+        assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+        models.append((model, optimizer))
+    gradients = [
+        model.decoder.classifier.bias.grad if precision == "fp32" else optimizer.fp32_params.grad
+        for model, optimizer in models
+    ]
+    tolerance = {"fp32": 1e-6, "bf16": 2e-2}[precision]
+    assert gradients[0].norm() > 0
+    assert torch.allclose(gradients[0], gradients[1], rtol=tolerance, atol=tolerance * gradients[1].abs().max().item())
+
+
+def test_two_workers_score_the_whole_text(tmp_path: Path, text: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+         str(get_task("4a").script), "--run_id", "1", "--backend", "gloo", "--dataset", "multi30k", "--preset", "small",
+         "--data", str(text), "--epochs", "1", "--global-batch", "16", "--lr", "0.02", "--checkpoint", "--overlap",
+         "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
+        capture_output=True, text=True, env=environment(), timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    files = sorted((tmp_path / "ckpt").rglob("1_*.pth.tar"))
+    of_workers = [torch.load(path, weights_only=True) for path in files]
+    assert len(of_workers) == 2
+    assert_equal(of_workers[0]["model"], of_workers[1]["model"])
+    assert "tok:13a" in done.stderr
+
+    pairs = Multi30k(text, test=True)
+    model = GNMT.preset("small", pairs.vocab_size)
+    model.load_state_dict(of_workers[0]["model"])
+    source, _ = build_collate_fn()([pairs[i] for i in range(len(pairs))])
+    translations, _ = Translator(model, pairs.tokenizer).translate(source)
+    expected = sacrebleu.corpus_bleu(translations, [pairs.references()]).score
+    for state in of_workers:
+        assert state["tracker"]["state"]["best_metric_value"] == pytest.approx(expected, abs=1e-3)
+    assert 20 < expected < 100, translations
+
+    again = train(load_script(), files[0].parent, text, validation_only=True)
+    assert again.best_metric_value == pytest.approx(expected, abs=1e-3)
+
+
+def test_readme_commands_are_understood() -> None:
+    script = load_script()
+    parser = _make_parser()
+    script.add_arguments(parser)
+    readme = get_task("4a").script.with_name("README.md").read_text(encoding="utf-8")
+    commands = [shlex.split(line) for line in readme.splitlines() if "task4a_gnmt_wmt16/main.py " in line]
+    through_master = [
+        shlex.split(line) for line in readme.splitlines() if line.startswith("mlbench run") and " -- " in line
+    ]
+    tails = [words[words.index("benchmarks/task4a_gnmt_wmt16/main.py") + 1 :] for words in commands]
+    tails += [words[words.index("--") + 1 :] for words in through_master]
+    assert len(tails) == 5
+    parsed = [parser.parse_args(tail) for tail in tails]
+    assert {args.preset for args in parsed} == {"big", "small"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "expected"), [(1, (128, 16)), (2, (128, 8)), (4, (128, 4)), (16, (128, 1)), (32, (64, 1))]
+)
+def test_workers_share_an_update(world_size: int, expected: tuple[int, int]) -> None:
+    script = load_script()
+    big = script.PRESETS["big"]
+    assert script.divide_batch(big.global_batch, big.batch_size, world_size) == expected
+
+
+def test_task_4a_is_as_specified() -> None:
+    task, script = get_task("task4a"), load_script()
+    assert (task.goal, task.light_goal, task.metric, task.minimize) == (24, 20, "BLEU-Score", False)
+    assert (task.max_epochs, task.goal_on("wmt16"), task.goal_on("multi30k")) == (8, 24, 15)
+    big = script.PRESETS["big"]
+    assert (big.global_batch, big.batch_size, big.epochs, big.lr) == (2048, 128, 8, 2e-3)
+    assert (big.warmup_steps, big.remain_steps, big.decay_interval) == (200, 0.4, 0.05)
+    assert (script.GRAD_CLIP, script.SMOOTHING, script.MAX_LEN_TRAIN, script.MAX_LEN_VALIDATION) == (5.0, 0.1, 75, 150)
+    assert list(script.LOSS_SCALE.values()) == [2**10, 2, 2**13, 128]
+    assert list(script.BEAM.values()) == [5, 0.6, 5.0, 0.1, 150]
+    model = torch.nn.Linear(2, 2).half()
+    optimizer = script.make_optimizer(model, 2e-3, 1, False, arguments(script, "--precision", "fp16"))
+    assert (optimizer.loss_scaler.loss_scale, optimizer.grad_clip) == (1024, 5.0)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"]) == (2e-3, (0.9, 0.999), 1e-8)
