@@ -40,6 +40,7 @@ PACKAGES = (
 _ASK_TORCH = """
 import json, torch
 import torch.distributed as dist
+from mlbench_core.utils.pytorch import mpi
 cuda = torch.cuda.is_available()
 on = dist.is_available()
 print(json.dumps({
@@ -53,7 +54,7 @@ print(json.dumps({
     "backends": [name for name, there in (
         ("gloo", on and dist.is_gloo_available()),
         ("nccl", on and dist.is_nccl_available() and cuda),
-        ("mpi", on and dist.is_mpi_available()),
+        ("mpi", mpi.is_available()),
     ) if there],
 }))
 """

@@ -56,7 +56,7 @@ def test_custom_image(fake: FakeMaster, call: Call) -> None:
         (["demo", "1"], "the task is missing: give --task or --image and --command"),
         (["demo", "0", "--task", "1a"], "0 is not in the range"),
         (["demo", "two", "--task", "1a"], "'two' is not a valid integer"),
-        (["demo", "1", "--task", "9z"], "unknown task '9z'; known: 1a"),
+        (["demo", "1", "--task", "9z"], "unknown task '9z'; known: 0, 1a"),
         (["demo", "1", "--task", "1a", "--image", "x"], "--task excludes --image"),
         (["demo", "1", "--image", "x"], "the command of image x is missing: give --command"),
         (["demo", "1", "--task", "1a", "--backend", "pigeon"], "'pigeon' is not one of 'gloo', 'nccl', 'mpi'"),

@@ -1,4 +1,8 @@
-"""Run a function in k spawned Gloo processes and bring back what each returned."""
+"""Run a function in k Gloo processes and bring back what each returned.
+
+The processes are forked from a server that has imported torch and done nothing else: importing it anew in each of them
+would take most of the time of most tests.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 
+IMPORTED_BEFORE = ["torch", "torch._dynamo", "torch.distributed", "mlbench_core.optim.pytorch"]
+
+
 class RankFailure(AssertionError):
     """At least one worker failed; the message has each failing rank's traceback."""
 
@@ -25,12 +32,15 @@ def _worker(
     folder: str,
     timeout_s: float,
     args: tuple[Any, ...],
+    environment: dict[str, str],
     channel: multiprocessing.connection.Connection,
 ) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ.clear()  # it is the one in which the server was started
+    os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         dist.init_process_group(
@@ -51,7 +61,7 @@ def _worker(
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Call ``function(rank, world_size, *args)`` in ``world_size`` spawned Gloo processes.
+    """Call ``function(rank, world_size, *args)`` in ``world_size`` Gloo processes.
 
     ``function`` must be importable (defined at module level), its arguments and result picklable. The processes meet
     through a file, so no port is used; each computes with one thread.
@@ -68,14 +78,14 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     Raises:
         RankFailure: A worker raised, died or the limit passed. The message names the rank and has its traceback.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_BEFORE)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         channels, processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_worker, args=(function, rank, world_size, folder, timeout_s, args, theirs), daemon=True
-            )
+            given = (function, rank, world_size, folder, timeout_s, args, dict(os.environ), theirs)
+            process = context.Process(target=_worker, args=given, daemon=True)
             process.start()
             theirs.close()
             channels.append(ours)
