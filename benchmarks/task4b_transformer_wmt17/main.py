@@ -1,0 +1,198 @@
+"""Task 4b: Transformer on WMT17 English-German, synchronous Adam, time to BLEU 25 (light goal: 20).
+
+One process per worker; an update takes 2^17 tokens of all k workers, each of which reads at most 8,192 at a time and
+accumulates gradients of update_freq = max(1, 2^17 / (8192 k)) batches. They are summed over the workers and divided
+by the tokens of all of them. The rate rises for 1,000 updates to 1.976e-3 and then falls with the root of the updates
+(Vaswani et al. 2017, arXiv 1706.03762). README.md beside this file has the whole description.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Adam
+from torch.utils.data import DataLoader
+
+from mlbench_core.controlflow.pytorch import record_validation_stats
+from mlbench_core.controlflow.pytorch.translation import train_round_by_tokens, translation_round
+from mlbench_core.dataset.nlp.pytorch import Multi30k, WMT17Dataset, get_batches, shard_batches
+from mlbench_core.dataset.nlp.pytorch.pair_datasets import TransformerPairs
+from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
+from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
+from mlbench_core.evaluation.pytorch.metrics import BLEUScore
+from mlbench_core.lr_scheduler.pytorch.lr import SQRTTimeDecayLRWithWarmup
+from mlbench_core.models.pytorch.transformer import SequenceGenerator, TransformerConfig, TransformerModel
+from mlbench_core.optim.pytorch import CustomCentralizedOptimizer, FP16Optimizer
+from mlbench_core.tasks import get_task
+from mlbench_core.utils import Tracker
+from mlbench_core.utils.pytorch import initialize_backends
+from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
+from mlbench_core.utils.pytorch.memory import keep_freed_memory
+from mlbench_core.utils.task_args import task_main
+
+logger = logging.getLogger("mlbench.task4b")
+
+TASK = get_task("4b")
+BETAS, EPS = (0.9, 0.98), 1e-9
+LABEL_SMOOTHING = 0.1
+LOSS_SCALING = {"init_scale": 2**7, "scale_factor": 2, "scale_window": 2_000}
+BEAM_SIZE, LENGTH_PENALTY = 4, 0.6
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What belongs to a size of the model; each is the default of an argument."""
+
+    max_tokens: int  # of one worker at a time
+    global_tokens: int  # of all workers in an update
+    lr: float
+    warmup_steps: int
+
+
+FULL = Preset(max_tokens=8_192, global_tokens=2**17, lr=1.976e-3, warmup_steps=1_000)
+SMALL = Preset(max_tokens=2_048, global_tokens=4_096, lr=2e-3, warmup_steps=300)
+PRESETS = {"big": FULL, "base": FULL, "small": SMALL}
+
+
+def take_defaults(args: argparse.Namespace) -> None:
+    """Fill in what the preset says and the command line does not."""
+    for name, default in vars(PRESETS[args.preset]).items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+
+
+def update_freq(args: argparse.Namespace, world_size: int) -> int:
+    """Batches of each of k workers before an update: max(1, global tokens / (tokens at a time x k))."""
+    return max(1, args.global_tokens // (args.max_tokens * world_size))
+
+
+def load_data(args: argparse.Namespace, folder: str) -> tuple[TransformerPairs, TransformerPairs]:
+    """The pairs to train on and those to be translated; lengths fit tensor cores in half precision."""
+    multiple = {"seq_len_multiple": 1 if args.precision == "fp32" else 8}
+    if args.dataset == "wmt17":
+        train = WMT17Dataset(folder, download=True, train=True, **multiple)
+        return train, WMT17Dataset(folder, download=True, **{args.evaluate_on: True}, **multiple)
+    parts = (Multi30k(folder, train=True), Multi30k(folder, **{args.evaluate_on: True}))
+    return parts[0].for_transformer(**multiple), parts[1].for_transformer(**multiple)
+
+
+def make_optimizer(
+    model: TransformerModel, world_size: int, args: argparse.Namespace, gpu: bool
+) -> CustomCentralizedOptimizer | FP16Optimizer:
+    """Adam on gradients that are summed over the workers and divided by what each step is told."""
+    adam = partial(Adam, lr=args.lr, betas=BETAS, eps=EPS, fused=True)
+    if args.precision != "fp16":
+        return CustomCentralizedOptimizer(model, world_size, adam, use_cuda=gpu, average_custom=True)
+    optimizer = FP16Optimizer(model.half(), world_size, use_cuda=gpu, average_custom=True, **LOSS_SCALING)
+    optimizer.set_optimizer(adam([optimizer.fp32_params]))
+    return optimizer
+
+
+def train(
+    rank: int, world_size: int, run_id: str, data: str, ckpt_run_dir: str, gpu: bool, light: bool,
+    validation_only: bool, args: argparse.Namespace,
+) -> Tracker:  # fmt: skip
+    """Train until the goal is reached or the budget of epochs is spent."""
+    pairs, evaluated = load_data(args, data)
+    references = evaluated.references()
+    batches_to_translate = shard_batches(
+        get_batches(evaluated, args.max_tokens, shuffle=False), rank, world_size, drop_last=False
+    )
+    model = TransformerModel(TransformerConfig.preset(args.preset), pairs.dictionary, pairs.dictionary)
+    torch.manual_seed(args.seed + 1 + rank)  # weights are the same on all workers, dropout is each worker's own
+    model = model.cuda() if gpu else model
+    optimizer = make_optimizer(model, world_size, args, gpu)
+    scheduler = SQRTTimeDecayLRWithWarmup(
+        optimizer, base_lr=args.lr, warmup_init_lr=0.0, warmup_steps=args.warmup_steps
+    )
+    loss_function = LabelSmoothing(pairs.dictionary.pad(), LABEL_SMOOTHING, fast_xentropy=True)
+    generator = SequenceGenerator(
+        model, pairs.dictionary, pairs.dictionary, beam_size=BEAM_SIZE, len_penalty=LENGTH_PENALTY
+    )
+    bleu = BLEUScore()
+    goal = task4_time_to_bleu_goal(TASK.goal_on(args.dataset, light))
+    tracker = Tracker([bleu], run_id, rank, goal=goal)
+    checkpointer = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST)
+    if args.resume or validation_only:
+        checkpointer, model, optimizer, scheduler, tracker = Checkpointer.load(
+            ckpt_run_dir, rank, model, optimizer, scheduler, tracker=tracker
+        )
+
+    def translate(batch: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Translations and references as text, upper case and lower, with punctuation where it belongs."""
+        texts, _ = generator.translate_batch(batch, remove_bpe="@@ ", ignore_case=False)
+        return [evaluated.detokenize(text) for text in texts], [references[i] for i in batch["id"].tolist()]
+
+    def validate() -> bool:
+        """Loss and BLEU of the whole part, of which each worker translates its share."""
+        loader = DataLoader(evaluated, batch_sampler=batches_to_translate, collate_fn=evaluated.collater)
+        values, loss = translation_round(loader, model, loss_function, translate, [bleu], use_cuda=gpu, tracker=tracker)
+        is_best = record_validation_stats(values, loss, tracker, rank)
+        logger.info("%s, BLEU is %s", tracker, bleu.signature)
+        return is_best
+
+    with tracker:
+        if validation_only:
+            validate()
+            return tracker
+        if not args.resume:
+            tracker.start()
+        for epoch in range(tracker.current_epoch, args.epochs):
+            batches = shard_batches(get_batches(pairs, args.max_tokens, seed=args.seed + epoch), rank, world_size)
+            train_round_by_tokens(
+                DataLoader(pairs, batch_sampler=batches, collate_fn=pairs.collater),
+                model, optimizer, loss_function, scheduler, update_freq=update_freq(args, world_size),
+                autocast=torch.bfloat16 if args.precision == "bf16" else None, use_cuda=gpu, tracker=tracker,
+            )  # fmt: skip
+            is_best = validate()
+            tracker.epoch_end()
+            checkpointer.save(tracker, model, optimizer, scheduler, is_best)
+            if tracker.goal_reached:
+                break
+        tracker.publish_summary(world_size)
+    return tracker
+
+
+def main(
+    run_id: str, dataset_dir: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str, hosts: str | None,
+    validation_only: bool, gpu: bool, light_target: bool, args: argparse.Namespace,
+) -> None:  # fmt: skip
+    """Run the task on this worker."""
+    keep_freed_memory()
+    take_defaults(args)
+    with initialize_backends(
+        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=args.seed, ckpt_run_dir=ckpt_run_dir,
+        timeout_s=args.timeout,
+    ) as (rank, world_size, _):  # fmt: skip
+        data = args.data or dataset_dir
+        tracker = train(rank, world_size, run_id, data, ckpt_run_dir, gpu, light_target, validation_only, args)
+        if rank == 0 and not validation_only:
+            logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this task takes beyond the arguments that all tasks share."""
+    add = parser.add_argument
+    add("--dataset", choices=("wmt17", "multi30k"), default="wmt17", help="data set (default: wmt17)")
+    add("--data", metavar="FOLDER", help="folder that holds its text (default: below --root-dataset)")
+    add("--evaluate-on", choices=("test", "validation"), default="test", help="part to translate (default: test)")
+    add("--preset", choices=sorted(PRESETS), default="big", help="size of the model (default: big)")
+    add("--max-tokens", type=int, metavar="N", help="most tokens of a worker at a time (big: 8192)")
+    add("--global-tokens", type=int, metavar="N", help="tokens of all workers in an update (big: 131072)")
+    add("--lr", type=float, help="rate at the end of the warm-up (big: 1.976e-3)")
+    add("--warmup-steps", type=int, metavar="N", help="updates of the warm-up (big: 1000)")
+    add("--epochs", type=int, default=TASK.max_epochs, help="at most so many epochs")
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="bf16: autocast; fp16: with a loss scale")
+    add("--resume", action="store_true", help="go on from the last checkpoint of this run")
+    add("--checkpoint", action="store_true", help="write one after every epoch, not of the best")
+    add("--seed", type=int, default=42, help="of weights, dropout and the order of pairs (default: 42)")
+
+
+if __name__ == "__main__":
+    task_main(main, uid="task4b", add_arguments=add_arguments)
