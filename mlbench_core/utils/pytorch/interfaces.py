@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-__all__ = ["interface_towards", "interface_variables"]
+__all__ = ["interface_towards", "interface_variables", "own_addresses"]
 
 _VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # NCCL: the whole name
 _DISCARD_PORT = 9
@@ -57,6 +57,22 @@ def interface_towards(address: str) -> str | None:
                 local = probe.getsockname()[0]
                 return None if ipaddress.ip_address(local.partition("%")[0]).is_loopback else _interface_with(local)
     return None
+
+
+def own_addresses() -> list[str]:
+    """This machine's IP addresses at which others may reach it: IPv4 first, those of its own loopback left out.
+
+    Example:
+        >>> "127.0.0.1" in own_addresses()
+        False
+    """
+    import psutil
+
+    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
+    found = [
+        entry.address for family in (socket.AF_INET, socket.AF_INET6) for entry in entries if entry.family == family
+    ]
+    return [address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
 
 
 def _interface_with(address: str) -> str | None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from mlbench_core.errors import WorkerError
 from mlbench_core.utils.pytorch import distributed
 
-__all__ = ["forget", "introduce", "naming_lost_workers"]
+__all__ = ["explained", "forget", "introduce", "naming_lost_workers"]
 
 SILENCE_S = 5.0
 """How long to wait for a sign of life of workers that cannot be seen to be gone."""
@@ -100,9 +100,18 @@ def naming_lost_workers() -> Iterator[None]:
     except RuntimeError as error:  # what torch and its backends raise
         if distributed.world_size() == 1 or not _COMMUNICATION.search(str(error)):
             raise
-        raise WorkerError(f"{_who_is_lost_in_time()}; the backend says: {_first_line(error)}") from error
+        raise explained(error) from error
     if _known.of_this_group() and not _known.cards:
         _read_cards()
+
+
+def explained(error: Exception) -> WorkerError:
+    """The error of a failed communication that says who was lost; finding out takes up to ten seconds.
+
+    Args:
+        error: What the backend says.
+    """
+    return WorkerError(f"{_who_is_lost_in_time()}; the backend says: {_first_line(error)}")
 
 
 def _who_is_lost_in_time() -> str:
@@ -163,8 +172,13 @@ def _store() -> Any:
     Raises:
         RuntimeError: It has none.
     """
-    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-    if store is None or type(store) is dist.Store:  # an abstract one stands in where the backend is mpi
+    if not distributed.is_distributed():
+        store = None
+    elif distributed.backend() == "mpi":  # torch's is an abstract one there, and fails
+        store = getattr(dist.group.WORLD, "signs", None)
+    else:
+        store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    if store is None:
         raise RuntimeError("the process group has no store")
     return store
 

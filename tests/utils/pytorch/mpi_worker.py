@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.optim.pytorch import CentralizedSGD
-from mlbench_core.utils.pytorch import initialize_backends, mpi
+from mlbench_core.utils.pytorch import initialize_backends, lost_workers, mpi
 from mlbench_core.utils.pytorch.lost_workers import introduce, naming_lost_workers
 
 SCENARIOS: dict[str, Callable[[], None]] = {}
@@ -484,6 +484,12 @@ def lost_workers_know_their_way() -> None:
     introduce()
     with naming_lost_workers():
         dist.barrier()
+    error = str(lost_workers.explained(RuntimeError("connection closed")))  # all say that they have noticed
+    assert error == "communication failed, though all workers are there: was the network cut?; the backend says: " + (
+        "connection closed"
+    )
+    assert len(lost_workers._known.cards) == size()
+    dist.barrier()
 
 
 @scenario

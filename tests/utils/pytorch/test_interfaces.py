@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from mlbench_core.utils.emulated_network import EmulatedNetwork
-from mlbench_core.utils.pytorch.interfaces import interface_towards, interface_variables
+from mlbench_core.utils.pytorch.interfaces import interface_towards, interface_variables, own_addresses
 from tests.helpers.processes import environment
 
 REASON = EmulatedNetwork.why_not()
@@ -33,6 +33,13 @@ def test_the_interface_of_this_machines_own_address() -> None:
         "TP_SOCKET_IFNAME": name,
         "NCCL_SOCKET_IFNAME": f"={name}",
     }
+
+
+def test_own_addresses_are_those_that_others_can_reach() -> None:
+    _, address = own_address()
+    found = own_addresses()
+    assert address in found and not {"127.0.0.1", "::1"} & set(found)
+    assert [":" in each for each in found] == sorted(":" in each for each in found)  # IPv4 first
 
 
 def test_what_the_user_has_set_stays() -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,7 @@ from mlbench_core.utils.pytorch import initialize_backends, mpi
 from mlbench_core.utils.pytorch.environment import MPIWorldEnvironment
 from mlbench_core.utils.pytorch.mpi import lane as lanes
 from mlbench_core.utils.pytorch.mpi.buffers import Buffer
+from mlbench_core.utils.pytorch.mpi.watchdog import Watchdog
 from tests.utils.pytorch.mpi_worker import SCENARIOS
 
 ROOT = Path(__file__).parents[3]
@@ -221,6 +223,56 @@ def test_collectives_are_done_in_order_and_messages_pass_them() -> None:
     assert works[1].wait()
     assert log == ["post slow", "post fast", "post message", "finish message", "finish slow", "finish fast"]
     assert all(work.is_success() for work in works)
+    lane.close(drain=True)
+
+
+def test_a_blocking_call_that_does_not_return_ends_the_process_with_its_name() -> None:
+    told = threading.Event()
+    messages: list[str] = []
+
+    def end(message: str) -> None:
+        messages.append(message)
+        told.set()
+
+    lane = lanes.Lane()
+    lane.watchdog = Watchdog(end)
+    for name, call in [("broadcast", lambda: None), ("all_reduce", lambda: told.wait(60))]:  # what finish does
+        work = lanes.Work(lane, None, name, lambda: [Request(0)], call, [], timeout_s=0.01, in_order=True)
+        lane.submit(work, background=False)
+        work.wait()
+    lane.close(drain=True)
+    (message,) = messages
+    assert "MPI: all_reduce: timed out, all workers came but the data did not get through within 0.01 s" in message
+
+
+LAST_WORDS = """
+import atexit, logging.handlers, sys
+from mlbench_core.utils.pytorch.mpi import watchdog
+sys.argv[0] = "/somewhere/main.py"
+file = logging.FileHandler(sys.argv[1])
+logging.getLogger().addHandler(logging.handlers.MemoryHandler(100, target=file))
+logging.warning("held back")
+sys.stdout.write("begun")
+atexit.register(lambda: sys.stdout.write("finalizers ran"))
+if sys.argv[2] == "now":
+    watchdog.end_process("lost worker 1;\\n  the backend says so")
+watchdog.end_process_after(0.01)
+atexit.register(lambda: [None for _ in iter(int, 1)])  # hangs at the end of the process
+"""
+
+
+@pytest.mark.parametrize("how", ["now", "late"])
+def test_an_ended_process_runs_no_finalizer_and_loses_no_log(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    command = [sys.executable, "-c", LAST_WORDS, str(path), how]
+    ended = subprocess.run(command, env=_variables(), capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 1
+    assert "finalizers ran" not in ended.stdout
+    if how == "now":
+        assert ended.stderr == "main.py: error: lost worker 1; the backend says so\n"
+        assert (ended.stdout, path.read_text()) == ("begun", "held back\n")
+    else:
+        assert ended.stderr == ""
 
 
 def test_the_thread_works_on_its_own_and_ends_with_the_last_group() -> None:

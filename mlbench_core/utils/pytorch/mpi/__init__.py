@@ -29,6 +29,7 @@ import torch.distributed.distributed_c10d as c10d
 from mlbench_core.errors import BackendError, MissingDependencyError
 from mlbench_core.utils.pytorch.mpi.group import MPIProcessGroup
 from mlbench_core.utils.pytorch.mpi.lane import Work
+from mlbench_core.utils.pytorch.mpi.store import connect, serve
 from mlbench_core.utils.pytorch.mpi.world import check_launch, check_variables, fail_at_exit, why_not, world
 
 __all__ = [
@@ -122,7 +123,8 @@ class _Maker:
                 made.append(found.mpi.COMM_WORLD.Create_group(members))
                 members.Free()
             else:
-                made.append(found.mpi.COMM_WORLD.Dup())
+                comm = found.mpi.COMM_WORLD.Dup()
+                made.extend([comm, *(serve(comm) if found.size > 1 else ())])
 
         def meet() -> list[Any]:  # of a part of the world no communicator exists yet to meet on
             return [] if ranks else [found.mpi.COMM_WORLD.Ibarrier()]
@@ -132,7 +134,9 @@ class _Maker:
         found.lane.submit(work, background=False)
         work.wait()
         fail_at_exit("")
-        return MPIProcessGroup(found, made[0], cls.timeout_s)
+        comm, *meeting = made
+        store = (meeting[0] or connect(*meeting[1])) if meeting else None
+        return MPIProcessGroup(found, comm, cls.timeout_s, store)
 
 
 def _make_by_plugin(store: Any, rank: int, size: int, timeout: Any) -> MPIProcessGroup:

@@ -30,11 +30,16 @@ class MPIProcessGroup(dist.ProcessGroup):
         world: MPI's world.
         comm: The communicator, which this group frees at its end.
         timeout_s: Seconds after which an operation that others do not come for has failed.
+        store: Where the workers of the whole world can leave each other signs; None for other groups.
+
+    Attributes:
+        signs: The store, until the group is shut down.
     """
 
-    def __init__(self, world: World, comm: Any, timeout_s: float) -> None:
+    def __init__(self, world: World, comm: Any, timeout_s: float, store: dist.Store | None = None) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.timeout_s = timeout_s
+        self.signs = store
         self._world = world
         self._comm = comm
         self._transfers = Transfers(world, comm)
@@ -374,7 +379,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         lane.leave(self, drain=not self._world.failed)
         if lane.broken is None and not self._world.failed:
             self._comm.Free()
-        self._comm = None
+        self._comm = self.signs = None
 
     def abort(self) -> None:
         """End all workers of the run at once."""

@@ -8,7 +8,8 @@ A work has two parts. It is *posted* with MPI requests that do not block: those 
 barrier that does not block. When they have completed it is *finished*, by MPI's blocking call in the case of a
 collective. Since all workers are then known to be there, that call does not wait for anyone. So a wait can have a time
 limit and can be interrupted, messages go out beside a collective that others are late for, and still MPI's blocking
-algorithms move the data, which are faster than its non-blocking ones.
+algorithms move the data, which are faster than its non-blocking ones. Should a worker or its link be lost in the
+middle of such a call, it never returns: a watchdog then ends the process.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from mlbench_core.utils.pytorch.mpi.watchdog import Watchdog
 
 __all__ = ["Lane", "Work"]
 
@@ -44,7 +47,8 @@ class Work(dist.Work):
         post: Starts MPI's requests without blocking and returns them; they are waited for.
         finish: What follows when they have completed.
         result: The tensors that the operation fills, as its future gives them.
-        timeout_s: Seconds from now after which it has failed.
+        timeout_s: Seconds from now after which it has failed; once its requests have completed, ``finish`` has as
+            long before the process ends.
         in_order: Whether earlier works that are in order must be finished first, as for collectives.
     """
 
@@ -97,10 +101,13 @@ class Work(dist.Work):
     def complete(self) -> None:
         """Do what follows the requests."""
         if self._finish is not None and not self.done:
+            self._lane.watchdog.watch(self.name, self._timeout_s)
             try:
                 self._finish()
             except Exception as error:
                 self.fail(_named(self.name, error))
+            finally:
+                self._lane.watchdog.rest()
         self.done = True
 
     def fail(self, error: Exception) -> None:
@@ -200,10 +207,12 @@ class Lane:
         >>> lane.submit(work, background=False)
         >>> work.wait(), done
         (True, [1])
+        >>> lane.close(drain=True)
     """
 
     def __init__(self) -> None:
         self.broken: Exception | None = None
+        self.watchdog = Watchdog()
         self._inbox: collections.deque[Work] = collections.deque()
         self._posted: list[Work] = []
         self._turn = threading.Lock()  # who holds it may call MPI
@@ -296,7 +305,7 @@ class Lane:
         return True
 
     def close(self, drain: bool) -> None:
-        """End all works and the thread, which starts again where it is needed."""
+        """End all works and the threads, which start again where they are needed."""
         self._end_works(self._works(), drain)
         with self._guard:
             thread, self._thread = self._thread, None
@@ -305,6 +314,7 @@ class Lane:
             wake.put(False)
             if thread is not threading.current_thread():
                 thread.join(1.0 if self.broken else None)
+        self.watchdog.close()
 
     def _works(self) -> list[Work]:
         return [*self._posted, *self._inbox]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from mlbench_core.errors import BackendError, ConfigurationError, require
 from mlbench_core.utils.pytorch.mpi.datatypes import Datatypes
 from mlbench_core.utils.pytorch.mpi.lane import Lane
+from mlbench_core.utils.pytorch.mpi.watchdog import end_process_after
 
 __all__ = ["World", "check_launch", "check_variables", "fail_at_exit", "why_not", "world"]
 
@@ -26,6 +27,9 @@ _log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
 """How long a worker that failed waits for the others to fail too before it ends them."""
+
+_ABORT_S = 5.0
+"""How long ending the others may take: over a link that is cut it takes for ever."""
 
 _LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun", "PMI_SIZE": "MPICH's mpirun"}
 
@@ -168,6 +172,7 @@ def _end(found: World, pid: int) -> None:
     if found.size > 1:
         reason = reason or str(found.lane.broken)
         _log.critical("worker %d of %d failed and ends the others: %s", found.rank, found.size, reason)
+        end_process_after(_ABORT_S)
         found.mpi.COMM_WORLD.Abort(1)
 
 
