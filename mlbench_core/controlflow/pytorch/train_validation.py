@@ -109,7 +109,7 @@ def train_round(
             f"update_freq is {update_freq}, but {type(dataloader).__name__} has no length, so the last update of the "
             "epoch cannot be known in time; give a loader with __len__"
         )
-    updates = _Updates(model, optimizer, loss_function, tracker, update_freq, total, step_arguments)
+    updates = Updates(model, optimizer, loss_function, tracker, update_freq, total, step_arguments)
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     samples = 0
@@ -138,11 +138,11 @@ def train_round(
     return float(loss_sum) / max(1, samples)
 
 
-class _Updates:
+class Updates:
     """Trains on one batch after the other, and updates the weights after every few.
 
     Args:
-        model: The model.
+        model: Called with a batch's data; the model, for example.
         optimizer: The optimizer.
         loss_function: Called ``(output, target)``.
         tracker: Is told of every step; or None.
@@ -153,7 +153,7 @@ class _Updates:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Callable[[Any], Any],
         optimizer: Any,
         loss_function: Callable[[Any, Any], Tensor],
         tracker: Tracker | None,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core.controlflow.pytorch.controlflow import prepare_batch, record_train_batch_stats
+from mlbench_core.controlflow.pytorch.train_validation import Updates
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
 from mlbench_core.utils.pytorch import distributed
 from mlbench_core.utils.pytorch.modes import evaluation_mode
@@ -58,7 +59,7 @@ def train_round_by_tokens(
             :class:`~mlbench_core.optim.pytorch.centralized.CustomCentralizedOptimizer` or a
             :class:`~mlbench_core.optim.pytorch.fp_optimizers.FP16Optimizer`.
         loss_function: Called ``(output, target)``; gives the sum of the losses of all tokens.
-        scheduler: Steps after each update that was not skipped for an overflow; None for a constant rate.
+        scheduler: Steps after each update; None for a constant rate.
         update_freq: Batches of each worker before an update.
         autocast: Compute the model in this type; None for the type of its weights.
         use_cuda: Whether batches go to the current GPU.
@@ -79,24 +80,27 @@ def train_round_by_tokens(
     if tracker is not None:
         tracker.train()
     total = distributed.smallest(len(dataloader))
+
+    def scores(batch: Batch) -> Tensor:
+        with torch.autocast(batch["target"].device.type, autocast, enabled=autocast is not None):
+            return model(**batch["net_input"])  # type: ignore[no-any-return]
+
+    updates = Updates(
+        scores, optimizer, loss_function, tracker, update_freq, total,
+        lambda batches: _divisor(optimizer, batches, update_freq),
+    )  # fmt: skip
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
-    tokens_seen = tokens_of_update = 0
+    tokens_seen = 0
     for index in range(total):
         if tracker is not None:
             tracker.batch_start()
         batch, _ = prepare_batch(next(iterator), None, None, use_cuda=use_cuda)
-        _mark(tracker, "batch_load")
-        if index % update_freq == 0:
-            optimizer.zero_grad()
-            tokens_of_update = 0
-        _mark(tracker, "init")
-        loss, output = _accumulate(batch, model, optimizer, loss_function, autocast, tracker)
-        tokens_of_update += batch["ntokens"]
-        if (index + 1) % update_freq == 0 or index + 1 == total:
-            is_updated = _update(optimizer, tokens_of_update, update_freq, tracker)
-            if scheduler is not None and is_updated:
-                scheduler.step()
+        if tracker is not None:
+            tracker.record_batch_load()
+        loss, output, is_updated = updates.train_batch(index, batch, batch["target"])
+        if scheduler is not None and is_updated:
+            scheduler.step()
         if tracker is not None:
             tracker.batch_end(samples=len(output), tokens=batch["ntokens"])
         record_train_batch_stats(index, loss / batch["ntokens"], output, None, tracker, total)
@@ -105,44 +109,20 @@ def train_round_by_tokens(
     return float(loss_sum) / max(1, tokens_seen)
 
 
-def _accumulate(
-    batch: Batch,
-    model: nn.Module,
-    optimizer: Any,
-    loss_function: LossFunction,
-    autocast: torch.dtype | None,
-    tracker: Tracker | None,
-) -> tuple[Tensor, Tensor]:
-    """Add the gradient of a batch to the model's; gives the summed loss without its graph, and the scores."""
-    with torch.autocast(batch["target"].device.type, autocast, enabled=autocast is not None):
-        output = model(**batch["net_input"])
-    _mark(tracker, "fwd_pass")
-    loss = loss_function(output, batch["target"])
-    _mark(tracker, "comp_loss")
-    if hasattr(optimizer, "backward_loss"):
-        optimizer.backward_loss(loss)
-    else:
-        loss.backward()
-    _mark(tracker, "backprop")
-    return loss.detach(), output.detach()
-
-
-def _update(optimizer: Any, tokens: int, update_freq: int, tracker: Tracker | None) -> bool:
-    """Update the weights from the gradients of all workers; gives whether that was done, not skipped.
+def _divisor(optimizer: Any, batches: Sequence[tuple[Batch, Tensor]], update_freq: int) -> dict[str, Any]:
+    """What the optimizer is to divide the sum of all workers' gradients by: the tokens of all of them.
 
     Args:
-        optimizer: The optimizer.
-        tokens: What this worker's gradient is a sum over.
-        update_freq: Number u of its batches.
-        tracker: Is told of aggregation and update.
+        optimizer: The optimizer; one with a loss scale gets the divisor in two parts.
+        batches: This worker's batches, with their targets.
+        update_freq: Number u of them, where the epoch does not end early.
     """
-    count = distributed.get_backend_tensor(torch.tensor(tokens, dtype=torch.float64))
-    tokens_of_all = distributed.sum_over_workers(count)
+    count = torch.tensor(sum(batch["ntokens"] for batch, _ in batches), dtype=torch.float64)
+    tokens = distributed.sum_over_workers(distributed.get_backend_tensor(count))
     if not hasattr(optimizer, "backward_loss"):
-        optimizer.step(tracker=tracker, denom=tokens_of_all)
-        return True
+        return {"denom": tokens}
     batches_of_all = distributed.world_size() * update_freq
-    return bool(optimizer.step(tracker=tracker, denom=batches_of_all, multiplier=tokens_of_all / batches_of_all))
+    return {"denom": batches_of_all, "multiplier": tokens / batches_of_all}
 
 
 def translation_round(
@@ -196,8 +176,3 @@ def translation_round(
     finally:
         if tracker is not None:
             tracker.validation_end()
-
-
-def _mark(tracker: Tracker | None, step: str) -> None:
-    if tracker is not None:
-        tracker.record_batch_step(step)
