@@ -1,8 +1,9 @@
 """Task 4a: GNMT on WMT16 English-German, synchronous Adam, time to a BLEU of 24 (light goal: 20).
 
 One process per worker, at most 128 sentences a worker at a time; gradients are accumulated until 2,048 sentences of
-all k workers are together, averaged, and clipped before the update (Wu et al. 2016, arXiv 1609.08144). After every
-epoch the workers translate the validation text by beam search, each its share. README.md has the whole description.
+all k workers are together, averaged, and clipped before the update (Wu et al. 2016, arXiv 1609.08144). After an epoch
+the workers translate the validation text by beam search, each its share. README.md has the whole description,
+presets.py the sizes.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
+import presets
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam
+from torch.optim import Adam, Optimizer
 
 from mlbench_core.controlflow.pytorch import record_validation_stats, train_round, validation_round
 from mlbench_core.dataset.nlp.pytorch import BucketBatchSampler, Multi30k, TeacherForcedBatches, WMT16Dataset
+from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
 from mlbench_core.evaluation.pytorch.metrics import BLEUScore
@@ -44,31 +45,6 @@ DATASETS = {"wmt16": (WMT16Dataset, {"lazy": True}, {"validation": True}), "mult
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A size of the task; the model's own sizes are those of the GNMT preset of the same name."""
-
-    global_batch: int  # sentences of all workers in an update
-    batch_size: int  # at most so many sentences of a worker at a time
-    epochs: int
-    lr: float = 2.0e-3
-    warmup_steps: int = 200
-    remain_steps: float = 0.4  # share of all steps after which the rate is halved
-    decay_interval: float = 0.05  # and then at most 3 times more, after this share each
-
-
-PRESETS = {
-    "big": Preset(global_batch=2048, batch_size=128, epochs=TASK.max_epochs),
-    "small": Preset(global_batch=128, batch_size=64, epochs=12, remain_steps=0.5, decay_interval=0.1),
-}
-
-
-def divide_batch(global_batch: int, at_most: int, world_size: int) -> tuple[int, int]:
-    """Sentences of a worker at a time, and how many such batches it accumulates before an update."""
-    batch_size = min(at_most, max(1, global_batch // world_size))
-    return batch_size, max(1, global_batch // (batch_size * world_size))
-
-
 def load_data(args: argparse.Namespace, folder: str) -> tuple[WMT16Dataset | Multi30k, WMT16Dataset | Multi30k]:
     """Training and validation pairs; both data sets are validated on their test text, as published scores are."""
     kind, for_training, validation_part = DATASETS[args.dataset]
@@ -81,30 +57,30 @@ def sentence_loss(scores: Tensor, target: Tensor) -> Tensor:
     return LabelSmoothing(0, SMOOTHING, fast_xentropy=True)(scores.transpose(0, 1), target) / target.shape[1]
 
 
-def make_optimizer(model: nn.Module, lr: float, world_size: int, gpu: bool, args: argparse.Namespace) -> Any:
+def make_optimizer(model: nn.Module, lr: float, world_size: int, gpu: bool, args: argparse.Namespace) -> Optimizer:
     """Adam on averages of all workers' gradients; in half precision with float32 weights and a loss scale."""
     adam = partial(Adam, lr=lr, betas=(0.9, 0.999), eps=1e-8)
     common = {"use_cuda": gpu, "grad_clip": GRAD_CLIP, "average_custom": True}
     if args.precision == "fp32":
         return CustomCentralizedOptimizer(model, world_size, adam, **common, overlap=args.overlap)
+    if args.overlap:
+        raise ConfigurationError(f"--overlap needs --precision fp32, not {args.precision}: leave it out")
     optimizer = FP16Optimizer(model, world_size, **common, **LOSS_SCALE)
     optimizer.set_optimizer(adam([optimizer.fp32_params]))
     return optimizer
 
 
 def train(
-    rank: int, world_size: int, run_id: str, data: str, ckpt_run_dir: str, gpu: bool, light: bool,
+    rank: int, world_size: int, run_id: str, dataset_dir: str, ckpt_run_dir: str, gpu: bool, light: bool,
     validation_only: bool, args: argparse.Namespace,
 ) -> Tracker:  # fmt: skip
     """Train until the goal is reached or the budget of epochs is spent."""
-    preset = PRESETS[args.preset]
-    epochs = args.epochs or preset.epochs
-    sizes = args.global_batch or preset.global_batch, args.batch_size or preset.batch_size
-    batch_size, update_freq = divide_batch(*sizes, world_size)
-    train_pairs, validation_pairs = load_data(args, data)
-    worker: dict[str, int] = {"rank": rank, "world_size": world_size}
-    order = BucketBatchSampler(train_pairs.sizes, batch_size, seed=args.seed, **worker)
-    share = [*filter(None, BucketBatchSampler(validation_pairs.sizes, batch_size, False, **worker))]
+    preset = presets.chosen(args)
+    batch_size, update_freq = preset.divided(world_size)
+    train_pairs, validation_pairs = load_data(args, args.data or dataset_dir)
+    order = BucketBatchSampler(train_pairs.sizes, batch_size, seed=args.seed, rank=rank, world_size=world_size)
+    in_order = BucketBatchSampler(validation_pairs.sizes, batch_size, False, rank=rank, world_size=world_size)
+    share = [indices for indices in in_order if indices]  # with fewer sentences than workers some get none
     device = "cuda" if gpu else "cpu"
     batches = TeacherForcedBatches(train_pairs, order, device)
     validation_batches = TeacherForcedBatches(validation_pairs, share, device)
@@ -114,10 +90,15 @@ def train(
     torch.manual_seed(args.seed + 1 + rank)  # the weights are the same on all workers, dropout is each worker's own
     teacher, bleu = TeacherForcedGNMT(model), BLEUScore()
     translator = Translator(model, train_pairs.tokenizer, **BEAM)
-    optimizer = make_optimizer(model, args.lr or preset.lr, world_size, gpu, args)
+    optimizer = make_optimizer(model, preset.lr, world_size, gpu, args)
     updates = math.ceil(min(len(batches), args.max_batches or len(batches)) / update_freq)
     scheduler = ExponentialWarmupMultiStepLR(
-        optimizer, epochs * updates, preset.warmup_steps, preset.remain_steps, preset.decay_interval, decay_steps=4
+        optimizer,
+        preset.epochs * updates,
+        preset.warmup_steps,
+        preset.remain_steps,
+        preset.decay_interval,
+        decay_steps=4,
     )
     tracker = Tracker([bleu], run_id, rank, goal=task4_time_to_bleu_goal(TASK.goal_on(args.dataset, light)))
     checkpointer = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST)
@@ -145,7 +126,7 @@ def train(
             return tracker
         if not args.resume:
             tracker.start()
-        for epoch in range(tracker.current_epoch, epochs):
+        for epoch in range(tracker.current_epoch, preset.epochs):
             order.set_epoch(epoch)
             train_round(
                 batches, teacher, optimizer, sentence_loss, [], scheduler, None, "batch",
@@ -171,23 +152,17 @@ def main(
         comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=args.seed, ckpt_run_dir=ckpt_run_dir,
         timeout_s=args.timeout,
     ) as (rank, world_size, _):  # fmt: skip
-        data = args.data or dataset_dir
-        tracker = train(rank, world_size, run_id, data, ckpt_run_dir, gpu, light_target, validation_only, args)
+        tracker = train(rank, world_size, run_id, dataset_dir, ckpt_run_dir, gpu, light_target, validation_only, args)
         if rank == 0 and not validation_only:
             logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this task takes beyond the arguments that all tasks share."""
+    presets.add_arguments(parser)
     add = parser.add_argument
     add("--dataset", choices=sorted(DATASETS), default="wmt16", help="data set (default: wmt16)")
     add("--data", metavar="FOLDER", help="folder that holds the text (default: below --root-dataset)")
-    add("--preset", choices=sorted(PRESETS), default="big", help="size of model and batches (default: big)")
-    add("--batch-size", type=int, metavar="N", help="at most so many sentences a worker at a time (big: 128)")
-    add("--global-batch", type=int, metavar="N", help="sentences of all workers in an update (big: 2048)")
-    add("--lr", type=float, metavar="RATE", help="learning rate after the warm-up (default: 0.002)")
-    add("--epochs", type=int, metavar="N", help="at most so many epochs (big: 8)")
-    add("--max-batches", type=int, metavar="N", help="batches of a worker in an epoch, to try something out")
     add("--precision", choices=sorted(DTYPES), default="fp32", help="of the model (default: fp32)")
     add("--overlap", action="store_true", help="send gradients during the backward pass (fp32)")
     add("--past-goal", action="store_true", help="go on until the last epoch")

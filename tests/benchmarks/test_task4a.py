@@ -21,6 +21,7 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 
 from mlbench_core.controlflow.pytorch import train_round
 from mlbench_core.dataset.nlp.pytorch import Multi30k, TeacherForcedBatches, build_collate_fn
+from mlbench_core.errors import ConfigurationError
 from mlbench_core.models.pytorch.gnmt import GNMT, TeacherForcedGNMT, Translator
 from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
@@ -79,8 +80,11 @@ def load_script() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["task4a_main"] = module  # where its dataclass looks for its annotations
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(get_task("4a").script.parent))  # where python finds what lies beside a script
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
     return module
 
 
@@ -201,16 +205,25 @@ def test_readme_commands_are_understood() -> None:
     ("world_size", "expected"), [(1, (128, 16)), (2, (128, 8)), (4, (128, 4)), (16, (128, 1)), (32, (64, 1))]
 )
 def test_workers_share_an_update(world_size: int, expected: tuple[int, int]) -> None:
+    assert load_script().presets.PRESETS["big"].divided(world_size) == expected
+
+
+def test_arguments_change_a_preset_and_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script()
-    big = script.PRESETS["big"]
-    assert script.divide_batch(big.global_batch, big.batch_size, world_size) == expected
+    small = script.presets.chosen(arguments(script, "--global-batch", "96", "--batch-size", "16"))
+    assert (small.divided(2), small.epochs, small.lr) == ((16, 3), 10, 2e-3)
+    with pytest.raises(SystemExit):
+        arguments(script, "--batch-size", "0")
+    assert "'0' is no whole number of at least 1" in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match="--overlap needs --precision fp32, not fp16"):
+        script.make_optimizer(None, 1.0, 1, False, arguments(script, "--overlap", "--precision", "fp16"))
 
 
 def test_task_4a_is_as_specified() -> None:
     task, script = get_task("task4a"), load_script()
     assert (task.goal, task.light_goal, task.metric, task.minimize) == (24, 20, "BLEU-Score", False)
     assert (task.max_epochs, task.goal_on("wmt16"), task.goal_on("multi30k")) == (8, 24, 15)
-    big = script.PRESETS["big"]
+    big = script.presets.PRESETS["big"]
     assert (big.global_batch, big.batch_size, big.epochs, big.lr) == (2048, 128, 8, 2e-3)
     assert (big.warmup_steps, big.remain_steps, big.decay_interval) == (200, 0.4, 0.05)
     assert (script.GRAD_CLIP, script.SMOOTHING, script.MAX_LEN_TRAIN, script.MAX_LEN_VALIDATION) == (5.0, 0.1, 75, 150)

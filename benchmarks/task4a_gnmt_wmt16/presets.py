@@ -1,0 +1,73 @@
+"""Task 4a's sizes, as arguments choose and change them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+
+from mlbench_core.tasks import get_task
+
+__all__ = ["PRESETS", "Preset", "add_arguments", "chosen"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A size of the task; the model's own sizes are those of the GNMT preset of the same name.
+
+    Attributes:
+        global_batch: Sentences of all workers in an update.
+        batch_size: Sentences of a worker at a time, at most.
+        epochs: At most so many.
+        lr: Rate after the warm-up.
+        warmup_steps: Updates of the warm-up.
+        remain_steps: Share of all updates after which the rate is halved.
+        decay_interval: It is halved again, at most 3 times, after every further share of them.
+    """
+
+    global_batch: int
+    batch_size: int
+    epochs: int
+    lr: float = 2.0e-3
+    warmup_steps: int = 200
+    remain_steps: float = 0.4
+    decay_interval: float = 0.05
+
+    def divided(self, world_size: int) -> tuple[int, int]:
+        """Sentences of a worker at a time, and how many such batches it accumulates before an update.
+
+        Example:
+            >>> [PRESETS["big"].divided(world_size) for world_size in (1, 4, 16, 32)]
+            [(128, 16), (128, 4), (128, 1), (64, 1)]
+        """
+        batch_size = min(self.batch_size, max(1, self.global_batch // world_size))
+        return batch_size, max(1, self.global_batch // (batch_size * world_size))
+
+
+PRESETS = {
+    "big": Preset(global_batch=2048, batch_size=128, epochs=get_task("4a").max_epochs or 8),
+    "small": Preset(global_batch=128, batch_size=64, epochs=10, remain_steps=0.5, decay_interval=0.1),
+}
+
+
+def chosen(args: argparse.Namespace) -> Preset:
+    """The preset of the arguments, with what they change in it."""
+    given = {name: getattr(args, name) for name in ("global_batch", "batch_size", "epochs", "lr")}
+    return replace(PRESETS[args.preset], **{name: value for name, value in given.items() if value is not None})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that choose a preset and change it."""
+    add = parser.add_argument
+    add("--preset", choices=sorted(PRESETS), default="big", help="size of model and batches (default: big)")
+    add("--batch-size", type=_count, metavar="N", help="sentences of a worker at a time, at most (big: 128)")
+    add("--global-batch", type=_count, metavar="N", help="sentences of all workers in an update (big: 2048)")
+    add("--lr", type=float, metavar="RATE", help="learning rate after the warm-up (default: 0.002)")
+    add("--epochs", type=_count, metavar="N", help="at most so many epochs (big: 8)")
+    add("--max-batches", type=_count, metavar="N", help="batches of a worker in an epoch, to try something out")
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
