@@ -132,7 +132,7 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, text: Path) -> None:
     assert whole["scheduler"]["last_epoch"] == 2 * 3  # updates of 10 sentences times 3, and one that is left
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_accumulated_batches_are_one_big_batch(text: Path, precision: str) -> None:
     script = load_script()
     pairs = Multi30k(text, train=True)
@@ -151,7 +151,7 @@ def test_accumulated_batches_are_one_big_batch(text: Path, precision: str) -> No
         model.decoder.classifier.bias.grad if precision == "fp32" else optimizer.fp32_params.grad
         for model, optimizer in models
     ]
-    tolerance = {"fp32": 1e-6, "bf16": 2e-2}[precision]
+    tolerance = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 5e-3}[precision]
     assert gradients[0].norm() > 0
     assert torch.allclose(gradients[0], gradients[1], rtol=tolerance, atol=tolerance * gradients[1].abs().max().item())
 
