@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
+from mlbench_core.dataset.util.pytorch.passes import ResumablePasses
 
 __all__ = ["ImageBatches"]
 
@@ -18,7 +19,7 @@ __all__ = ["ImageBatches"]
 _ORDER, _AUGMENTATION = 0, 1
 
 
-class ImageBatches:
+class ImageBatches(ResumablePasses):
     """Iterate over a data set of images in batches.
 
     It stands where a ``DataLoader`` would, for :class:`ImageDataset` and its partitions. The order of an epoch follows
@@ -94,49 +95,21 @@ class ImageBatches:
         self.memory_format = memory_format
         self.rank = rank
         self.world_size = world_size
-        self._epoch = 0
-        self._next_batch = 0  # of the pass under way: the first batch that was not handed out yet
-        self._started = False  # whether a pass of this epoch has begun
 
     def __len__(self) -> int:
         """Number of batches of an epoch."""
         smallest = min(getattr(self.dataset, "smallest_part", len(self.dataset)), len(self.dataset)) // self.world_size
         return smallest // self.batch_size if self.drop_last else -(-smallest // self.batch_size)
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the pass under way, or of the next one where none has begun; from 0."""
-        return self._epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass is.
-
-        Right after :meth:`load_state_dict`, naming the epoch that was loaded keeps the position in it.
-
-        Args:
-            epoch: From 0.
-
-        Raises:
-            ValueError: It is negative.
-        """
-        if operator.index(epoch) < 0:
-            raise ValueError(f"epoch is {epoch}; epochs count from 0")
-        if self._started or epoch != self._epoch:
-            self._next_batch = 0
-        self._epoch = epoch
-        self._started = False
-
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self._started:
-            self.set_epoch(self._epoch + 1)
-        self._started = True
-        return self._generate(self._epoch, self._next_batch)
+        first = self._begin()
+        return self._generate(self._epoch, first)
 
     def _generate(self, epoch: int, first: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of an epoch, from the first that is wanted."""
         order = self._order(epoch)
         for number in range(first, len(self)):
-            self._next_batch = number + 1
+            self._hand_out(number)
             yield self._batch(self._share(order, number), epoch, number)
 
     def _share(self, order: Tensor, number: int) -> Tensor:
@@ -166,41 +139,18 @@ class ImageBatches:
         sequence = np.random.SeedSequence([self.seed, self.rank if rank is None else rank, *purpose])
         return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the iteration stands: what a checkpoint needs to go on with the next batch.
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """As in the base class; a state without a number of workers was taken where batches were not dealt out."""
+        super().load_state_dict({"world_size": 1, **state})
 
-        Returns:
-            Whole numbers: ``epoch`` and ``batch`` of the next batch, and what they rest on.
-        """
-        finished = self._started and self._next_batch >= len(self)
+    def _basis(self) -> dict[str, int]:
         return {
-            "epoch": self._epoch + 1 if finished else self._epoch,
-            "batch": 0 if finished else self._next_batch,
             "seed": self.seed,
             "rank": self.rank,
             "batch_size": self.batch_size,
             "samples": len(self.dataset),
             "world_size": self.world_size,
         }
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where :meth:`state_dict` was taken.
-
-        Args:
-            state: What :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: It was taken with another seed, rank, batch size, number of samples or of workers, so the
-                batches would not be the ones that were left.
-        """
-        here = self.state_dict()
-        state = {"world_size": 1, **state}
-        for name in ("seed", "rank", "batch_size", "samples", "world_size"):
-            if state[name] != here[name]:
-                raise ValueError(f"the state was taken with {name} {state[name]}, but here it is {here[name]}")
-        self._epoch = state["epoch"]
-        self._next_batch = state["batch"]
-        self._started = False
 
 
 def _flatten(dataset: Any) -> tuple[ImageDataset, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from mlbench_core.dataset.linearmodels.pytorch.dataloader import LMDBDataset
+from mlbench_core.dataset.util.pytorch.passes import ResumablePasses
 
 __all__ = ["BlockBatchSampler", "LinearBatches"]
 
@@ -20,7 +21,7 @@ _CUT, _ORDER = 0, 1
 _LARGE_BYTES = 32_000_000  # below 32 MiB, the largest block that glibc learns from
 
 
-class BlockBatchSampler(Sampler[list[int]]):
+class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
     r"""Which rows make the batches of one worker: shuffled by blocks, and within a window of several blocks.
 
     Rows that are stored together are read together, which a disk and the page cache reward, and still the order is
@@ -97,37 +98,11 @@ class BlockBatchSampler(Sampler[list[int]]):
         self.drop_last, self.window_blocks, self.repartition = drop_last, window_blocks, repartition
         self._bounds, self._pieces_per_block = _cut_blocks(dataset.row_blocks, min_pieces)
         self._rows = len(dataset)
-        self._epoch = 0
-        self._next_batch = 0  # of the pass under way: the first batch that was not handed out yet
-        self._started = False  # whether a pass of this epoch has begun
 
     def __len__(self) -> int:
         """Number of batches of an epoch, the same on every worker."""
         smallest = self._rows // self.world_size
         return smallest // self.batch_size if self.drop_last else -(-smallest // self.batch_size)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the pass under way, or of the next one where none has begun; from 0."""
-        return self._epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass is.
-
-        Right after :meth:`load_state_dict`, naming the epoch that was loaded keeps the position in it.
-
-        Args:
-            epoch: From 0.
-
-        Raises:
-            ValueError: It is negative.
-        """
-        if operator.index(epoch) < 0:
-            raise ValueError(f"epoch is {epoch}; epochs count from 0")
-        if self._started or epoch != self._epoch:
-            self._next_batch = 0
-        self._epoch = epoch
-        self._started = False
 
     def __iter__(self) -> Iterator[list[int]]:
         return (rows.tolist() for rows in self.row_batches())
@@ -138,12 +113,10 @@ class BlockBatchSampler(Sampler[list[int]]):
         Yields:
             The positions of each batch's rows.
         """
-        if self._started:
-            self.set_epoch(self._epoch + 1)
-        self._started = True
+        first = self._begin()
         order, count = self.rows(self._epoch), len(self)
-        for number in range(self._next_batch, count):
-            self._next_batch = number + 1
+        for number in range(first, count):
+            self._hand_out(number)
             is_rest = number == count - 1 and not self.drop_last
             stop = None if is_rest else (number + 1) * self.batch_size
             yield np.sort(order[number * self.batch_size : stop])
@@ -186,37 +159,7 @@ class BlockBatchSampler(Sampler[list[int]]):
         """A generator of its own for each purpose; related seeds give unrelated streams."""
         return np.random.default_rng(np.random.SeedSequence([self.seed, *purpose]))
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the iteration stands: what a checkpoint needs to go on with the next batch.
-
-        Returns:
-            Whole numbers: ``epoch`` and ``batch`` of the next batch, and what they rest on.
-        """
-        finished = self._started and self._next_batch >= len(self)
-        return {
-            "epoch": self._epoch + 1 if finished else self._epoch,
-            "batch": 0 if finished else self._next_batch,
-            **self._basis(),
-        }
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where :meth:`state_dict` was taken.
-
-        Args:
-            state: What :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: It was taken with other arguments or other data, so the batches would be others.
-        """
-        for name, here in self._basis().items():
-            if state[name] != here:
-                raise ValueError(f"the state was taken with {name} {state[name]}, but here it is {here}")
-        self._epoch = state["epoch"]
-        self._next_batch = state["batch"]
-        self._started = False
-
     def _basis(self) -> dict[str, int]:
-        """What the order of the rows depends on."""
         return {
             "seed": self.seed,
             "rank": self.rank,

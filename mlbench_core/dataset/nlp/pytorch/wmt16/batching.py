@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from mlbench_core.dataset.util.pytorch.passes import ResumablePasses
+
 __all__ = ["BucketBatchSampler", "PaddedBatch", "TeacherForcedBatches", "build_collate_fn"]
 
 PaddedBatch = tuple[Tensor, Tensor]
@@ -70,7 +72,7 @@ class _Collate:
         return (batch if self.batch_first else batch.T.contiguous()), lengths
 
 
-class BucketBatchSampler(Sampler[list[int]]):
+class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
     """Batches of pairs of similar length, the same number on every worker.
 
     Training (``shuffle``): pairs are sorted into buckets by length, shuffled within each, and cut into batches of all
@@ -126,42 +128,19 @@ class BucketBatchSampler(Sampler[list[int]]):
                 f"there are {len(self.lengths)} pairs; {world_size} workers with batches of {batch_size} need "
                 f"{batch_size * world_size} for one step: take smaller batches"
             )
-        self._epoch = 0
-        self._next_batch = 0
-        self._started = False
 
     def __len__(self) -> int:
         """Number of batches of an epoch, on every worker."""
         together = self.batch_size * self.world_size
         return len(self.lengths) // together if self.shuffle else -(-len(self.lengths) // together)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass is.
-
-        Right after :meth:`load_state_dict`, naming the epoch that was loaded keeps the position in it.
-
-        Args:
-            epoch: From 0.
-
-        Raises:
-            ValueError: It is negative.
-        """
-        if operator.index(epoch) < 0:
-            raise ValueError(f"epoch is {epoch}; epochs count from 0")
-        if self._started or epoch != self._epoch:
-            self._next_batch = 0
-        self._epoch, self._started = epoch, False
-
     def __iter__(self) -> Iterator[list[int]]:
-        if self._started:
-            self.set_epoch(self._epoch + 1)
-        self._started = True
-        return self._generate(self._next_batch)
+        return self._generate(self._begin())
 
     def _generate(self, first: int) -> Iterator[list[int]]:
         batches = self._training_batches() if self.shuffle else self._validation_batches()
         for number in range(first, len(batches)):
-            self._next_batch = number + 1
+            self._hand_out(number)
             yield batches[number].tolist()
 
     def _validation_batches(self) -> list[_Order]:
@@ -185,37 +164,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
         return [full[number][mine] for number in generator.permutation(len(full))]
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the iteration stands, for a checkpoint.
-
-        A ``DataLoader`` with worker processes asks for batches ahead of time; without any, the next batch is the one
-        after the last that was handed out.
-
-        Returns:
-            Whole numbers: ``epoch`` and ``batch`` of the next batch, and what they rest on.
-        """
-        finished = self._started and self._next_batch >= len(self)
-        return {
-            "epoch": self._epoch + 1 if finished else self._epoch,
-            "batch": 0 if finished else self._next_batch,
-            **self._settings(),
-        }
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where :meth:`state_dict` was taken.
-
-        Args:
-            state: What it returned.
-
-        Raises:
-            ValueError: It was taken with other settings, so the batches would not be the ones that were left.
-        """
-        for name, here in self._settings().items():
-            if state[name] != here:
-                raise ValueError(f"the state was taken with {name} {state[name]}, but here it is {here}")
-        self._epoch, self._next_batch, self._started = state["epoch"], state["batch"], False
-
-    def _settings(self) -> dict[str, Any]:
+    def _basis(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
             "batch_size": self.batch_size,
