@@ -56,7 +56,7 @@ class Preset:
 
 
 FULL = Preset(max_tokens=8_192, global_tokens=2**17, lr=1.976e-3, warmup_steps=1_000)
-SMALL = Preset(max_tokens=2_048, global_tokens=4_096, lr=2e-3, warmup_steps=300)
+SMALL = Preset(max_tokens=1_024, global_tokens=2_048, lr=1.5e-3, warmup_steps=400)
 PRESETS = {"big": FULL, "base": FULL, "small": SMALL}
 
 
@@ -134,7 +134,7 @@ def train(
         loader = DataLoader(evaluated, batch_sampler=batches_to_translate, collate_fn=evaluated.collater)
         values, loss = translation_round(loader, model, loss_function, translate, [bleu], use_cuda=gpu, tracker=tracker)
         is_best = record_validation_stats(values, loss, tracker, rank)
-        logger.info("%s, BLEU is %s", tracker, bleu.signature)
+        logger.info("BLEU %.2f (%s)", values[bleu], bleu.signature)
         return is_best
 
     with tracker:

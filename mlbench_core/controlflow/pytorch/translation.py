@@ -71,6 +71,17 @@ def train_round_by_tokens(
     Raises:
         ValueError: ``update_freq`` is not positive.
 
+    Example:
+        >>> from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
+        >>> from mlbench_core.optim.pytorch import CustomCentralizedOptimizer
+        >>> model = nn.Embedding(4, 4)  # scores of the next word, from this one alone
+        >>> batch = {"net_input": {"input": torch.tensor([[1, 2]])}, "target": torch.tensor([[2, 3]]), "ntokens": 2}
+        >>> inside = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> optimizer = CustomCentralizedOptimizer(model, None, inside, average_custom=True)
+        >>> losses = [train_round_by_tokens([batch], model, optimizer, LabelSmoothing(0)) for _ in range(2)]
+        >>> losses[1] < losses[0]
+        True
+
     References:
         Ott et al. 2018, Scaling Neural Machine Translation, arXiv 1806.00187.
     """
