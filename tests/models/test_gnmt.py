@@ -202,6 +202,14 @@ def test_number_of_parameters() -> None:
     assert count(vocab_size=100, hidden_size=8, num_layers=5) == formula(100, 8, 5, 1)
 
 
+def test_matrices_start_within_another_bound() -> None:
+    usual, wide = (tiny(init_bound=bound).float() for bound in (0.1, 0.2))
+    for (name, parameter), other in zip(usual.named_parameters(), wide.parameters(), strict=True):
+        torch.testing.assert_close(other, parameter * 2 if parameter.dim() == 2 else parameter, msg=name)
+    with pytest.raises(ValueError, match=r"init_bound is 0\.0; it must be a finite number above 0"):
+        tiny(init_bound=0.0)
+
+
 def test_initial_weights_are_uniform_and_padding_is_zero() -> None:
     torch.manual_seed(0)
     model = GNMT(500, hidden_size=32, share_embedding=False)

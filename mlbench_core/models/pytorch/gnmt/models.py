@@ -14,10 +14,11 @@ from mlbench_core.models.pytorch.gnmt.modules import Decoder, EncodedSource, Enc
 __all__ = ["GNMT", "DecoderContext"]
 
 _PAD = 0
+_INIT_BOUND = 0.1
 
 _PRESETS: dict[str, dict[str, Any]] = {
     "big": {"hidden_size": 1024, "num_layers": 4, "dropout": 0.2},
-    "small": {"hidden_size": 256, "num_layers": 2, "dropout": 0.3},
+    "small": {"hidden_size": 256, "num_layers": 2, "dropout": 0.3, "init_bound": 0.2},
 }
 
 
@@ -62,7 +63,9 @@ class GNMT(nn.Module):
     layer's output, and all layers above read what it found (the formulas are at
     :class:`~mlbench_core.models.pytorch.gnmt.modules.Decoder`). The classifier's weights are its own.
 
-    All weights start uniform in (-0.1, 0.1), also those of the LSTM layers. With V symbols, width H and L layers there
+    All weights start uniform in (-0.1, 0.1), also those of the LSTM layers; matrices in (-b, b) with another
+    ``init_bound`` b. A sum of H products grows with the root of H, so b = 0.2 gives a width of 256 the signals that
+    b = 0.1 gives one of 1,024. With V symbols, width H and L layers there
     are
 
     .. math::
@@ -86,6 +89,7 @@ class GNMT(nn.Module):
         share_embedding: Whether source and target have one embedding.
         fusion: Whether attention's scores come from the operator that needs little memory; otherwise from the plain
             formula. The numbers are the same.
+        init_bound: b, the largest initial weight in a matrix.
 
     Raises:
         ValueError: An argument is out of its bounds.
@@ -108,8 +112,12 @@ class GNMT(nn.Module):
         dropout: float = 0.2,
         share_embedding: bool = True,
         fusion: bool = True,
+        *,
+        init_bound: float = _INIT_BOUND,
     ) -> None:
         super().__init__()
+        if not 0 < init_bound < float("inf"):
+            raise ValueError(f"init_bound is {init_bound}; it must be a finite number above 0")
         for name, size, least in (
             ("vocab_size", vocab_size, 1),
             ("hidden_size", hidden_size, 1),
@@ -122,6 +130,7 @@ class GNMT(nn.Module):
         target_embedding = source_embedding if share_embedding else _embedding(vocab_size, hidden_size)
         self.encoder = Encoder(source_embedding, num_layers, dropout)
         self.decoder = Decoder(target_embedding, num_layers, dropout, fusion)
+        _scale_matrices(self, init_bound / _INIT_BOUND)
 
     @classmethod
     def preset(cls, name: str, vocab_size: int, **changes: Any) -> GNMT:
@@ -247,6 +256,14 @@ def _embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
     """Uniform weights, zeros for padding."""
     embedding = nn.Embedding(vocab_size, hidden_size, padding_idx=_PAD)
     with torch.no_grad():
-        embedding.weight.uniform_(-0.1, 0.1)
+        embedding.weight.uniform_(-_INIT_BOUND, _INIT_BOUND)
         embedding.weight[_PAD] = 0.0
     return embedding
+
+
+@torch.no_grad()
+def _scale_matrices(module: nn.Module, factor: float) -> None:
+    """Multiply what has two dimensions; biases, and the attention's score vector with its length, stay."""
+    for parameter in module.parameters():
+        if parameter.dim() == 2:
+            parameter.mul_(factor)
