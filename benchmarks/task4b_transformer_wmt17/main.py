@@ -73,8 +73,8 @@ def update_freq(args: argparse.Namespace, world_size: int) -> int:
 
 
 def load_data(args: argparse.Namespace, folder: str) -> tuple[TransformerPairs, TransformerPairs]:
-    """The pairs to train on and those to be translated; lengths fit tensor cores in half precision."""
-    multiple = {"seq_len_multiple": 1 if args.precision == "fp32" else 8}
+    """The pairs to train on and those to be translated; in float16 batches have lengths that fit tensor cores."""
+    multiple = {"seq_len_multiple": 8 if args.precision == "fp16" else 1}
     if args.dataset == "wmt17":
         train = WMT17Dataset(folder, download=True, train=True, **multiple)
         return train, WMT17Dataset(folder, download=True, **{args.evaluate_on: True}, **multiple)
