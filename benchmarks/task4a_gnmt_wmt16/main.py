@@ -117,7 +117,7 @@ def train(
             bleu.update(bleu(translations, [references[i] for i in indices]), len(indices))
         score = bleu.average().item()
         tracker.validation_end()
-        logger.info("%s: BLEU %.2f (%s)", tracker, score, bleu.signature)
+        logger.info("BLEU %.2f (%s)", score, bleu.signature)
         return record_validation_stats({bleu: score}, loss, tracker, rank)
 
     with tracker:
