@@ -20,6 +20,7 @@ from mlbench_core.errors import BackendError, MissingDependencyError
 from mlbench_core.utils.pytorch import initialize_backends, mpi
 from mlbench_core.utils.pytorch.environment import MPIWorldEnvironment
 from mlbench_core.utils.pytorch.mpi import lane as lanes
+from mlbench_core.utils.pytorch.mpi import store as stores
 from mlbench_core.utils.pytorch.mpi.buffers import Buffer
 from mlbench_core.utils.pytorch.mpi.watchdog import Watchdog
 from tests.utils.pytorch.mpi_worker import SCENARIOS
@@ -243,6 +244,35 @@ def test_a_blocking_call_that_does_not_return_ends_the_process_with_its_name() -
     lane.close(drain=True)
     (message,) = messages
     assert "MPI: all_reduce: timed out, all workers came but the data did not get through within 0.01 s" in message
+
+
+class Comm:
+    """Rank 0's communicator, which keeps what it broadcasts."""
+
+    def __init__(self) -> None:
+        self.said: tuple[str, list[str], int] = ("", [], 0)
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def bcast(self, said: tuple[str, list[str], int], root: int) -> tuple[str, list[str], int]:
+        self.said = said
+        return said
+
+
+def test_workers_find_the_store_of_rank_0_or_go_without() -> None:
+    comm = Comm()
+    store, (host, addresses, port) = stores.serve(comm)
+    assert store is not None and comm.said == (host, addresses, port)
+    store.set("key", "1")
+    nowhere = "127.0.0.2"  # answers at once that nobody listens there, or leads to the same store
+    for found in (
+        stores.connect(host, [], port),
+        stores.connect("another machine", [nowhere, "127.0.0.1"], port),
+    ):
+        assert found is not None and found.get("key") == b"1"
+    assert stores.connect("another machine", [], port) is None
+    assert stores.connect(host, addresses, 0) is None
 
 
 LAST_WORDS = """

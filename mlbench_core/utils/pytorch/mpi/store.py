@@ -53,7 +53,7 @@ def connect(host: str, addresses: list[str], port: int) -> dist.Store | None:
     Returns:
         The store; None where no address leads to it, as behind a firewall: losses then stay nameless.
     """
-    candidates = [_LOOPBACK] if host == socket.gethostname() else addresses
+    candidates = [_LOOPBACK, *addresses] if host == socket.gethostname() else addresses
     for address in _answering(candidates, port) if port else ():
         with contextlib.suppress(RuntimeError):
             return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
