@@ -31,7 +31,7 @@ from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.utils.pytorch.memory import fits_on_gpu, keep_freed_memory
 from mlbench_core.utils.task_args import task_main
 
-logger = logging.getLogger("task1a")
+logger = logging.getLogger("mlbench.task1a")
 
 TASK = get_task("1a")
 BATCH_SIZE = 128  # images a worker

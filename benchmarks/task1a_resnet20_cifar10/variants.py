@@ -25,7 +25,7 @@ from mlbench_core.optim.pytorch import FP16Optimizer, get_optimizer
 from mlbench_core.utils.pytorch.distributed import world_size
 from mlbench_core.utils.pytorch.topology import ring
 
-logger = logging.getLogger("task1a")
+logger = logging.getLogger("mlbench.task1a")
 
 REFERENCE, DDP = "centralized_sgd", "ddp"
 SEED = 42

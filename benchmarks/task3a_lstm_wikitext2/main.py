@@ -35,7 +35,7 @@ from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.utils.pytorch.memory import keep_freed_memory
 from mlbench_core.utils.task_args import task_main
 
-logger = logging.getLogger("task3a")
+logger = logging.getLogger("mlbench.task3a")
 
 TASK = get_task("3a")
 BASE_LR = 30.0  # of one worker
