@@ -299,8 +299,7 @@ mlbench_core.utils.tracker
 """
 
 # Modules and names of the list that are not built yet. A name here that does exist fails the test, so the list shrinks.
-NOT_YET = {
-}
+NOT_YET = {}
 
 # Defaults that are different on purpose, because the old ones were defects or no plain values.
 OTHER_DEFAULTS = {

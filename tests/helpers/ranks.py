@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-
 IMPORTED_BEFORE = ["torch", "torch._dynamo", "torch.distributed", "mlbench_core.optim.pytorch"]
 
 
