@@ -298,9 +298,6 @@ mlbench_core.utils.tracker
     validation_start()
 """
 
-# Modules and names of the list that are not built yet. A name here that does exist fails the test, so the list shrinks.
-NOT_YET = {}
-
 # Defaults that are different on purpose, because the old ones were defects or no plain values.
 OTHER_DEFAULTS = {
     "logging_file": "a path at the root of the disk",
@@ -345,14 +342,7 @@ def read_list() -> Iterator[PublicName]:
             raise ValueError(f"cannot read {line!r}")
 
 
-def is_pending(name: PublicName) -> bool:
-    return name.module in NOT_YET or f"{name.module}.{name.name.split('.')[0]}" in NOT_YET
-
-
-ALL_NAMES = list(read_list())
-
-
-@pytest.mark.parametrize("name", [n for n in ALL_NAMES if not is_pending(n)], ids=str)
+@pytest.mark.parametrize("name", list(read_list()), ids=str)
 def test_name_is_there_and_takes_its_arguments(name: PublicName) -> None:
     found: object = importlib.import_module(name.module)
     for part in name.name.split("."):
@@ -381,18 +371,3 @@ def test_name_is_there_and_takes_its_arguments(name: PublicName) -> None:
         assert p.default is not inspect.Parameter.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD), (
             f"the new argument {p.name} has no default"
         )
-
-
-@pytest.mark.parametrize("path", sorted(NOT_YET))
-def test_not_yet_built_names_are_really_absent(path: str) -> None:
-    module, _, name = path.rpartition(".")
-    assert any(path in (n.module, f"{n.module}.{n.name.split('.')[0]}") for n in ALL_NAMES), "not a public name"
-    try:
-        importlib.import_module(path)
-    except ModuleNotFoundError:
-        try:
-            assert not hasattr(importlib.import_module(module), name), f"{path} is built: take it off NOT_YET"
-        except ModuleNotFoundError:
-            return
-    else:
-        pytest.fail(f"{path} is built: take it off NOT_YET")
