@@ -141,12 +141,15 @@ def report(speeds: dict[str, list[float]], dataset: Multi30k, blocks: int) -> st
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with train.en and train.de of Multi30k")
+    parser.add_argument("--data", type=Path, help="folder with train.en and train.de of Multi30k")
     parser.add_argument("--blocks", type=int, default=9, help="blocks of each way; the median counts")
     parser.add_argument("--raw-pairs", type=int, default=2_000, help="pairs that the slowest way reads")
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--append-results", action="store_true", help="write the table into RESULTS.md")
     arguments = parser.parse_args()
+    if arguments.data is None:
+        print("text_store.py: nothing measured, it needs the text of Multi30k: --data FOLDER")
+        return
 
     with tempfile.TemporaryDirectory() as name:
         dataset = Multi30k(arguments.data, train=True, cache_dir=name)
