@@ -133,7 +133,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4], help="numbers of workers")
     parser.add_argument("--elements", nargs="+", type=int, default=[1, 100, 10**4, 10**5, 10**6, 10**7])
-    parser.add_argument("--blocks", type=int, default=10, help="blocks of each size (default: 10)")
+    parser.add_argument("--blocks", type=int, default=40, help="blocks of each size (default: 40)")
     parser.add_argument("--repetitions", type=int, default=20, help="repetitions in a block (default: 20)")
     parser.add_argument("--without-mpi", action="store_true", help="compare over Gloo only")
     parser.add_argument("--append-results", action="store_true", help=f"update the section in {RESULTS.name}")

@@ -26,7 +26,7 @@ from mlbench_core.errors import require
 
 MAIN = Path(__file__).with_name("main.py")
 L2 = 2.5e-6
-TOLERANCES = {"a9a": (2e-3, 0.3), "agaricus": (5e-3, 0.0), "australian": (5e-3, 1.0)}  # of loss and accuracies
+TOLERANCES = {"a9a": (2e-3, 0.3), "agaricus": (5e-3, 0.0), "australian": (1e-2, 1.0)}  # of loss and accuracies
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Quality:
     Attributes:
         loss: The objective on the training set.
         train_accuracy: Percentage of training rows that they classify right.
-        accuracy: Percentage of validation rows; of a run, after its best epoch, which is what the task's goal looks at.
+        accuracy: Percentage of validation rows that they classify right; of a run, after its last epoch.
     """
 
     loss: float
@@ -44,12 +44,12 @@ class Quality:
     accuracy: float
 
     def is_close_to(self, optimum: Quality, name: str) -> bool:
-        """Whether loss and training accuracy are as near as they should be, and the validation's no further below."""
+        """Whether the loss and both accuracies are as near as they should be."""
         of_loss, of_accuracy = TOLERANCES.get(name, (np.inf, np.inf))
         return (
             self.loss - optimum.loss <= of_loss
             and abs(self.train_accuracy - optimum.train_accuracy) <= of_accuracy
-            and self.accuracy >= optimum.accuracy - of_accuracy
+            and abs(self.accuracy - optimum.accuracy) <= of_accuracy
         )
 
 
@@ -87,7 +87,7 @@ def reached(name: str, data: str, folder: str, workers: int, epochs: int) -> Qua
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     last = [line for line in done.stderr.splitlines() if "rank 0: Epoch" in line][-1]
-    names = ("val_global_full_train_loss", "val_global_full_train_Prec@1", "best Prec@1")
+    names = ("val_global_full_train_loss", "val_global_full_train_Prec@1", "val_global_Prec@1")
     return Quality(*(float(re.findall(rf"{name} ([\d.e-]+)", last)[0]) for name in names))
 
 

@@ -92,16 +92,18 @@ def train(
     chosen = settings(args.settings, world_size)
     batches, validation_batches, all_batches = load_data(args, dataset_dir, chosen.batch_size, rank, world_size)
     # Logits instead of probabilities: a probability in float32 is 1 from a logit of 17 on, and learns nothing more.
-    model: nn.Module = LogisticRegression(batches.dataset.n_features, logits=True)
+    n_features, rate_factor = batches.dataset.n_features, 1.0
+    model: nn.Module = LogisticRegression(n_features, logits=True)
     if args.standardize or args.dataset in UNSCALED:
         model = nn.Sequential(Standardization.of(all_batches), model)
+        rate_factor = 1 / n_features  # the rates are for rows of length 1; these have a squared length of n_features
     model = model.cuda() if gpu else model
     loss_function = BCELossRegularized(l1=0, l2=L2, model=model, logits=True)
     metrics = [TopKAccuracy(topk=1, threshold=0.0)]
     optimizer = CentralizedSGD(
         world_size=world_size,
         model=model,
-        lr=chosen.lr,
+        lr=chosen.lr * rate_factor,
         momentum=0,
         nesterov=False,
         weight_decay=0,
