@@ -1,0 +1,118 @@
+"""The CUDA kernels of this package's operators, in a library of their own, which not every installation has.
+
+The operators are whole without it: each has a plain PyTorch implementation, and the library only adds another one for
+CUDA tensors. It is experimental, so it is loaded only where the environment variable ``MLBENCH_CUDA_KERNELS`` is 1.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import torch
+
+__all__ = ["VARIABLE", "is_available", "is_built", "library_path", "load", "why_not"]
+
+VARIABLE = "MLBENCH_CUDA_KERNELS"
+"""The environment variable that turns the kernels on, if it is 1."""
+
+_LEAST_CAPABILITY = (8, 0)
+"""The kernels use asynchronous copies and the bfloat16 matrix products of NVIDIA's Ampere and later."""
+
+
+class _Library:
+    """What became of loading the library, tried at most once in a process.
+
+    Attributes:
+        is_loaded: Whether its kernels are registered.
+        error: Why it could not be loaded, if it could not.
+    """
+
+    def __init__(self) -> None:
+        self.is_loaded = False
+        self.error: str | None = None
+        self._lock = threading.Lock()
+
+    def load(self, path: Path) -> bool:
+        """Load the library at ``path``, unless that was tried before; returns whether it is loaded."""
+        if self.is_loaded or self.error is not None:
+            return self.is_loaded
+        with self._lock:
+            if not self.is_loaded and self.error is None:
+                try:
+                    torch.ops.load_library(path)
+                    self.is_loaded = True
+                except (OSError, RuntimeError) as error:
+                    self.error = " ".join(str(error).split())
+        return self.is_loaded
+
+
+_library = _Library()
+
+
+def library_path() -> Path:
+    """Where the library is, if it was built.
+
+    Example:
+        >>> library_path().name
+        'libmlbench_cuda.so'
+    """
+    return Path(__file__).parent / "lib" / "libmlbench_cuda.so"
+
+
+def is_built() -> bool:
+    """Whether the library is there; this does not load it."""
+    return library_path().is_file()
+
+
+def load() -> bool:
+    """Load the library into the process, once, whatever number of threads ask.
+
+    It needs neither a CUDA device nor a CUDA build of torch, and it overrides nothing but the operators' computation on
+    CUDA tensors. A library that is there but refuses to load is not tried again.
+
+    Returns:
+        Whether the library is loaded. False where it is not turned on, not built, or cannot be loaded;
+        :func:`why_not` says which.
+    """
+    return _is_turned_on() and (_library.is_loaded or is_built()) and _library.load(library_path())
+
+
+def is_available() -> bool:
+    """Whether the operators run their CUDA kernels for tensors of the current CUDA device.
+
+    Returns:
+        True if the kernels are turned on, built, loaded (which the first call does), and the device can run them.
+    """
+    return why_not() is None
+
+
+def why_not() -> str | None:
+    """What keeps the CUDA kernels from being used.
+
+    Returns:
+        One line that says what is missing and what to do about it; None if the kernels are available.
+
+    Example:
+        >>> (why_not() is None) == is_available()
+        True
+    """
+    if not _is_turned_on():
+        return f"the CUDA kernels are experimental and off; set the environment variable {VARIABLE}=1 to use them"
+    if not load():
+        if _library.error is None:
+            return f"the CUDA kernels are not built, {library_path()} is not there; run `make cuda` where nvcc is"
+        return f"{library_path()} cannot be loaded, build it again with `make cuda`: {_library.error}"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if torch.version.hip is not None or capability < _LEAST_CAPABILITY:
+        least = ".".join(map(str, _LEAST_CAPABILITY))
+        found = "ROCm" if torch.version.hip is not None else f"compute capability {'.'.join(map(str, capability))}"
+        return f"the device has {found}; the kernels need an NVIDIA GPU of compute capability {least} or later"
+    return None
+
+
+def _is_turned_on() -> bool:
+    return os.environ.get(VARIABLE) == "1"
