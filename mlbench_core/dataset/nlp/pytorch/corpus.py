@@ -190,6 +190,8 @@ def _save_cache(folder: Path, corpus: Corpus) -> None:
 
 def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:
     """Map a cache into memory; None where there is none, or a damaged one, which is thrown away."""
+    if not folder.is_dir():  # nothing to throw away; another process may be about to put one there
+        return None
     try:
         content = json.loads((folder / "dictionary.json").read_text(encoding="utf-8"))
         parts = {part: np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in texts}
@@ -199,11 +201,8 @@ def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:
         for part, ids in parts.items():
             if ids.dtype != np.int32 or ids.shape != (content["tokens"][part],):
                 raise ValueError(f"{part}.npy holds {ids.dtype} of shape {ids.shape}")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         _log.warning("the cache %s is damaged (%s) and is made anew", folder, error)
-    else:
-        return Corpus(dictionary, parts)
-    shutil.rmtree(folder, ignore_errors=True)
-    return None
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return Corpus(dictionary, parts)
