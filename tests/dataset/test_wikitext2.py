@@ -6,8 +6,10 @@ import gzip
 import itertools
 import json
 import logging
+import time
 import zipfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -236,9 +238,39 @@ def test_download_comes_from_a_living_address_and_is_checked(tmp_path: Path, mon
     with pytest.raises(DatasetError, match=r"is not WikiText-2: it has .*'train': 8.* instead of"):
         Wikitext2Dataset(tmp_path / "first", 2, train=True)
     assert asked == ["https://wikitext.smerity.com/wikitext-2-v1.zip"]
+    with pytest.raises(DatasetNotFoundError):  # nor is it taken for the text at the next start
+        Wikitext2Dataset(tmp_path / "first", 2, train=True, download=False)
     monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_TOKENS", {"train": 8, "valid": 3, "test": 4})
     monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_WORDS", 6)
     assert len(Wikitext2Dataset(tmp_path / "second", 2, valid=True).tokens) == 3
+
+
+def test_workers_that_start_together_download_once_and_read_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked = []
+
+    def slow(root: Path, file_name: str, data_url: str) -> None:
+        folder = Path(root) / "wikitext-2"
+        folder.mkdir(parents=True, exist_ok=True)
+        unpacked.append(folder)
+        for part in reversed(TEXT):
+            with (folder / f"wiki.{part}.tokens").open("w") as file:
+                time.sleep(0.05)  # the other worker looks meanwhile
+                file.write(TEXT[part])
+
+    monkeypatch.setattr(wikitext2_dataset.tools, "maybe_download_and_extract_zip", slow)
+    monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_TOKENS", {"train": 8, "valid": 3, "test": 4})
+    monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_WORDS", 6)
+
+    def start(delay_s: float) -> list[int]:
+        time.sleep(delay_s)
+        return Wikitext2Dataset(tmp_path, 2, train=True, cache_dir=tmp_path / "cache").tokens.tolist()
+
+    with ThreadPoolExecutor(3) as workers:
+        results = list(workers.map(start, (0.0, 0.02, 0.12)))
+    assert results == [[0, 1, 2, 3, 3, 0, 4, 3]] * 3
+    assert len(unpacked) == 1
 
 
 def test_second_mirror_has_tables(
@@ -266,7 +298,8 @@ def test_second_mirror_has_tables(
     assert Wikitext2Dataset(tmp_path, 2, train=True).tokens.tolist() == [0, 1, 2, 3, 3, 0, 4, 3]
     assert [url.rsplit("/", 1)[1].split("-")[0] for url in asked] == ["train", "validation", "test"]
     assert asked[0].startswith("https://huggingface.co/datasets/Salesforce/wikitext/")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"wiki.{part}.tokens" for part in sorted(TEXT)]
+    texts = sorted(path.name for path in (tmp_path / "wikitext-2").iterdir())
+    assert texts == [f"wiki.{part}.tokens" for part in sorted(TEXT)]
     assert "trying the Hugging Face hub" in caplog.text
 
     def missing(*names: str) -> None:

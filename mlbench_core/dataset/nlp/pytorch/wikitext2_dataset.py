@@ -258,9 +258,11 @@ def _share(global_bsz: int, worker_bsz: int | None, rank: int, world_size: int |
 
 def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
     """The corpus of a folder, which must have the part and the training part."""
+    if download and not _find_texts(folder):
+        with tools.exclusive_lock(folder / ".download.lock"):
+            if not _find_texts(folder):  # no other process was faster
+                _download(folder)
     texts = _find_texts(folder)
-    if not texts and download:
-        return _download(folder, cache_dir)
     missing = [name for name in dict.fromkeys(("train", part)) if name not in texts]
     if missing:
         names = " or ".join(name.format(part=missing[0]) for name in _NAMES)
@@ -285,25 +287,26 @@ def _find_texts(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _download(folder: Path, cache_dir: Path) -> Corpus:
-    """Get the text from the first mirror that has it, and check that it is what was published.
+def _download(folder: Path) -> None:
+    """Get the text from the first mirror that has it; it gets its place, all at once, when it is what was published.
 
     No checksums that hold for all mirrors are published, so what is checked are the numbers of tokens and words.
     """
-    archive = WIKITEXT2_URL.rsplit("/", 1)[1]
+    unpacked = folder / "downloads"
     try:
-        tools.maybe_download_and_extract_zip(folder, archive, WIKITEXT2_URL)
+        tools.maybe_download_and_extract_zip(unpacked, WIKITEXT2_URL.rsplit("/", 1)[1], WIKITEXT2_URL)
     except DownloadError as error:
         _log.warning("%s; trying the Hugging Face hub", error)
-        _download_from_hub(folder, error)
-    corpus = load_corpus(_find_texts(folder), cache_dir)
+        _download_from_hub(unpacked / _FOLDERS[1], error)
+    corpus = load_corpus(_find_texts(unpacked), cache_dir=None)
     tokens = {part: len(ids) for part, ids in corpus.parts.items()}
     if tokens != WIKITEXT2_TOKENS or len(corpus.dictionary) != WIKITEXT2_WORDS:
         raise DatasetError(
-            f"what was downloaded into {folder} is not WikiText-2: it has {tokens} tokens and {len(corpus.dictionary)} "
-            f"words instead of {WIKITEXT2_TOKENS} and {WIKITEXT2_WORDS}; delete the folder and get it from elsewhere"
+            f"what was downloaded into {unpacked} is not WikiText-2: it has {tokens} tokens and "
+            f"{len(corpus.dictionary)} words instead of {WIKITEXT2_TOKENS} and {WIKITEXT2_WORDS}; delete the folder "
+            f"and get it from elsewhere"
         )
-    return corpus
+    os.replace(unpacked / _FOLDERS[1], folder / _FOLDERS[1])
 
 
 def _download_from_hub(folder: Path, reason: DownloadError) -> None:
@@ -314,12 +317,10 @@ def _download_from_hub(folder: Path, reason: DownloadError) -> None:
         raise DownloadError(
             f"{reason}; another mirror has the text in a format that is not readable: {error}"
         ) from error
-    with tempfile.TemporaryDirectory(prefix=".wikitext-2-", dir=folder) as name:
-        new = Path(name)
-        for part, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
-            table = tools.progress_download(WIKITEXT2_HUB_URL.format(name=name), new / f"{name}.parquet")
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
+        with tempfile.TemporaryDirectory(prefix=".table-", dir=folder) as scratch:
+            table = tools.progress_download(WIKITEXT2_HUB_URL.format(name=name), Path(scratch, f"{name}.parquet"))
             rows = parquet.read_table(table, columns=["text"])["text"].to_pylist()
-            lines = (row.removesuffix("\n") + "\n" for row in rows)
-            (new / f"wiki.{part}.tokens").write_text("".join(lines), encoding="utf-8")
-        for part in WIKITEXT2_TOKENS:
-            os.replace(new / f"wiki.{part}.tokens", folder / f"wiki.{part}.tokens")
+        lines = (row.removesuffix("\n") + "\n" for row in rows)
+        (folder / f"wiki.{part}.tokens").write_text("".join(lines), encoding="utf-8")
