@@ -1,0 +1,376 @@
+// One CUDA block on the host: its threads are fibers that wait for one another at barriers and warp collectives.
+//
+// Between two such points a thread runs alone and undisturbed. Which of the threads that may go on runs next is the
+// schedule's choice, so a kernel that needs an order it does not enforce gives different results under different
+// schedules. A wait that can never end, and arrivals that do not fit together, abort the process with a message.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <source_location>
+#include <utility>
+#include <vector>
+
+#include "emulator/fiber.h"
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+inline dim3 threadIdx{0, 0, 0}, blockIdx{0, 0, 0}, blockDim, gridDim;
+
+namespace mlbench::emulator {
+
+inline constexpr unsigned kWarpSize = 32;
+inline constexpr unsigned kMaxThreads = 1024;
+// What a block may have on compute capability 8.0, the smallest that the binary is compiled for.
+inline constexpr size_t kMaxSharedBytes = 163 * 1024;
+
+using Site = std::source_location;
+
+// Says on stderr which thread did what wrong where, and ends the process.
+[[noreturn]] __attribute__((format(printf, 2, 3))) inline void fail(const Site& site, const char* format, ...) {
+  std::fprintf(stderr, "emulator: block (%u, %u, %u), thread %u, %s:%u: ", blockIdx.x, blockIdx.y, blockIdx.z,
+               threadIdx.x, site.file_name(), static_cast<unsigned>(site.line()));
+  va_list arguments;
+  va_start(arguments, format);
+  std::vfprintf(stderr, format, arguments);
+  va_end(arguments);
+  std::fputc('\n', stderr);
+  std::fflush(stderr);
+  std::abort();
+}
+
+// Chooses who runs next: seed 0 always the lowest index, 1 always the highest, any other at random.
+//
+// At random the choice among warps stays with a favourite for a while (64 choices on average) so that one warp can run
+// far ahead of another; lanes are chosen anew each time.
+class Schedule {
+ public:
+  explicit Schedule(uint64_t seed) : seed_(seed), state_(seed) {}
+
+  bool random() const { return seed_ > 1; }
+
+  // SplitMix64 (Steele, Lea and Flood 2014).
+  uint32_t draw() {
+    uint64_t z = (state_ += 0x9E3779B97F4A7C15u);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return static_cast<uint32_t>((z ^ (z >> 31)) >> 32);
+  }
+
+  unsigned choose_warp(uint32_t candidates) {
+    if (random() && draw() % 64 == 0) favourite_ = draw() % kWarpSize;
+    return choose(candidates, favourite_);
+  }
+
+  unsigned choose_lane(uint32_t candidates) { return choose(candidates, random() ? draw() % kWarpSize : 0); }
+
+  // The order of `count` blocks: ascending, descending or shuffled.
+  std::vector<uint64_t> order(uint64_t count) {
+    std::vector<uint64_t> result(count);
+    for (uint64_t i = 0; i < count; ++i) result[i] = seed_ == 1 ? count - 1 - i : i;
+    for (uint64_t i = count; random() && i > 1; --i) std::swap(result[i - 1], result[draw() % i]);
+    return result;
+  }
+
+ private:
+  // The first set bit at or above `from`, wrapping; the highest set bit if the schedule is descending.
+  unsigned choose(uint32_t candidates, unsigned from) const {
+    if (seed_ == 1) return 31u - static_cast<unsigned>(std::countl_zero(candidates));
+    const int ahead = std::countr_zero(std::rotr(candidates, static_cast<int>(from)));
+    return (from + static_cast<unsigned>(ahead)) % kWarpSize;
+  }
+
+  uint64_t seed_;
+  uint64_t state_;
+  unsigned favourite_ = 0;
+};
+
+// Memory between two guards, as a block sees its dynamic shared memory. Both hold NaNs in every format: what was never
+// written is 0xFFFF.., the guards are 0xFFFE.., so that reading either poisons a result and writing a guard shows.
+class SharedMemory {
+ public:
+  explicit SharedMemory(size_t bytes) : bytes_(bytes), words_((bytes + 2 * kGuardBytes + 15) / 16 + 1) {
+    fill(data() - kGuardBytes, kGuardBytes, 0xFFFEu);
+    fill(data() + bytes_, kGuardBytes, 0xFFFEu);
+    poison();
+  }
+
+  unsigned char* data() { return reinterpret_cast<unsigned char*>(words_.data()) + kGuardBytes; }
+  size_t size() const { return bytes_; }
+  void poison() { std::memset(data(), 0xFF, bytes_); }
+
+  bool contains(const void* pointer, size_t bytes) {
+    const auto at = reinterpret_cast<uintptr_t>(pointer), begin = reinterpret_cast<uintptr_t>(data());
+    return at >= begin && at + bytes <= begin + bytes_;
+  }
+
+  bool intact() {
+    return is_filled(data() - kGuardBytes, kGuardBytes, 0xFFFEu) && is_filled(data() + bytes_, kGuardBytes, 0xFFFEu);
+  }
+
+ private:
+  static constexpr size_t kGuardBytes = 4096;
+  struct alignas(16) Word {
+    unsigned char bytes[16];
+  };
+
+  static void fill(unsigned char* at, size_t bytes, uint16_t pattern) {
+    for (size_t i = 0; i + 1 < bytes; i += 2) std::memcpy(at + i, &pattern, 2);
+  }
+  static bool is_filled(const unsigned char* at, size_t bytes, uint16_t pattern) {
+    for (size_t i = 0; i + 1 < bytes; i += 2) {
+      if (std::memcmp(at + i, &pattern, 2) != 0) return false;
+    }
+    return true;
+  }
+
+  size_t bytes_;
+  std::vector<Word> words_;
+};
+
+// One cp.async of 16 bytes that was issued and not yet carried out; `source` is null for zeros.
+struct Copy {
+  void* target;
+  const void* source;
+  unsigned group;
+
+  void run() const {
+    if (source != nullptr) {
+      std::memcpy(target, source, 16);
+    } else {
+      std::memset(target, 0, 16);
+    }
+  }
+};
+
+class Block {
+ public:
+  Block(unsigned threads, size_t shared_bytes, Schedule& schedule, std::function<void()> kernel)
+      : threads_(threads), memory_(shared_bytes), schedule_(schedule), kernel_(std::move(kernel)) {}
+
+  static Block& current() { return *current_; }
+
+  SharedMemory& shared() { return memory_; }
+  Schedule& schedule() { return schedule_; }
+  std::deque<Copy>& copies() { return threads_[running_].copies; }
+  unsigned& copy_group() { return threads_[running_].copy_group; }
+
+  // Runs the block that blockIdx says from its first to its last thread.
+  void run() {
+    memory_.poison();
+    finished_ = 0;
+    at_barrier_ = 0;
+    gone_.fill(0xFFFFFFFFu);
+    for (unsigned i = 0; i < threads_.size(); ++i) {
+      threads_[i].copy_group = 0;
+      threads_[i].fiber.start(&Block::enter);
+      gone_[i / kWarpSize] &= ~(1u << (i % kWarpSize));
+      make_ready(i);
+    }
+    current_ = this;
+    running_ = choose();
+    threadIdx.x = running_;
+    Fiber::change(caller_, threads_[running_].fiber);
+    current_ = nullptr;
+    if (!memory_.intact()) fail(Site::current(), "the block wrote outside of its %zu bytes of shared memory", memory_.size());
+  }
+
+  // Waits until every thread of the block that has not returned arrives at the same barrier.
+  void synchronize(const char* name, const Site& site) {
+    wait(State::kBlock, {name, 0, nullptr, site});
+    release_block();
+    go_on();
+  }
+
+  // Waits until every lane in `mask` arrives with the same operation; the last runs `action` for all of them, which
+  // gets the argument of each lane (null where the mask has none).
+  template <class Argument, class Action>
+  void collective(const char* name, uint32_t mask, Argument& argument, const Site& site, Action action) {
+    wait(State::kWarp, {name, mask, &argument, site});
+    if (all_lanes_arrived()) {
+      const unsigned first = running_ / kWarpSize * kWarpSize;
+      std::array<Argument*, kWarpSize> lanes{};
+      for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+        if ((mask >> lane) & 1u) lanes[lane] = static_cast<Argument*>(threads_[first + lane].at.argument);
+      }
+      action(lanes);
+      for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+        if (lanes[lane] != nullptr) make_ready(first + lane);
+      }
+    }
+    go_on();
+  }
+
+ private:
+  enum class State : uint8_t { kReady, kWarp, kBlock, kReturned };
+
+  // Where a thread waits.
+  struct Arrival {
+    const char* name = "";
+    uint32_t mask = 0;
+    void* argument = nullptr;
+    Site site = Site::current();
+
+    // The same operation with the same mask at the same place (equal literals of one library share their address).
+    bool fits(const Arrival& other) const {
+      return name == other.name && mask == other.mask && site.file_name() == other.site.file_name() &&
+             site.line() == other.site.line() && site.column() == other.site.column();
+    }
+  };
+
+  struct Thread {
+    Fiber fiber;
+    State state = State::kReturned;
+    Arrival at;
+    std::deque<Copy> copies;
+    unsigned copy_group = 0;
+  };
+
+  static void enter() {
+    Block& block = current();
+    block.kernel_();
+    current().leave();
+  }
+
+  // Ends the running thread: it counts as arrived at every later barrier of the block.
+  [[noreturn]] void leave() {
+    if (!copies().empty()) fail(Site::current(), "returns with %zu cp.async it never waited for", copies().size());
+    stop(State::kReturned);
+    ++finished_;
+    const unsigned first = running_ / kWarpSize * kWarpSize;
+    for (unsigned i = first; i < first + kWarpSize && i < threads_.size(); ++i) {
+      if (threads_[i].state == State::kWarp && ((threads_[i].at.mask >> (running_ - first)) & 1u)) {
+        fail(threads_[i].at.site, "returned, but thread %u waits for it in %s with mask 0x%08x", i, threads_[i].at.name,
+             threads_[i].at.mask);
+      }
+    }
+    if (finished_ == threads_.size()) {
+      Fiber::change(threads_[running_].fiber, caller_);
+    } else {
+      release_block();
+      go_on();
+    }
+    std::abort();  // nobody switches back to a thread that has returned
+  }
+
+  void wait(State state, const Arrival& arrival) {
+    threads_[running_].at = arrival;
+    if (state == State::kWarp) check_lanes();
+    stop(state);
+    if (state == State::kBlock) check_barrier();
+  }
+
+  // The mask names the caller and only threads that can still come, and those that wait came for the same.
+  void check_lanes() {
+    const Arrival& own = threads_[running_].at;
+    const unsigned warp = running_ / kWarpSize;
+    if (!((own.mask >> (running_ % kWarpSize)) & 1u)) {
+      fail(own.site, "%s with mask 0x%08x, which does not name the calling lane", own.name, own.mask);
+    }
+    if ((own.mask & gone_[warp]) != 0) {
+      fail(own.site, "%s with mask 0x%08x, but the lanes 0x%08x have returned or do not exist", own.name, own.mask,
+           own.mask & gone_[warp]);
+    }
+    for (uint32_t others = own.mask & waiting_[warp]; others != 0; others &= others - 1) {
+      const unsigned other = warp * kWarpSize + static_cast<unsigned>(std::countr_zero(others));
+      check_fit("divergent warp", own, other);
+    }
+  }
+
+  void check_barrier() {
+    if (at_barrier_ > 1) check_fit("divergent barrier", threads_[running_].at, first_at_barrier_);
+  }
+
+  void check_fit(const char* what, const Arrival& own, unsigned other) const {
+    const Arrival& at = threads_[other].at;
+    if (own.fits(at)) return;
+    fail(own.site, "%s: arrives at %s with mask 0x%08x while thread %u waits in %s with mask 0x%08x at %s:%u", what,
+         own.name, own.mask, other, at.name, at.mask, at.site.file_name(), static_cast<unsigned>(at.site.line()));
+  }
+
+  bool all_lanes_arrived() const {
+    return (threads_[running_].at.mask & ~waiting_[running_ / kWarpSize]) == 0;
+  }
+
+  // Opens the block's barrier if all threads that have not returned wait at it.
+  void release_block() {
+    if (at_barrier_ == 0 || at_barrier_ + finished_ < threads_.size()) return;
+    at_barrier_ = 0;
+    for (unsigned i = 0; i < threads_.size(); ++i) {
+      if (threads_[i].state == State::kBlock) make_ready(i);
+    }
+  }
+
+  void make_ready(unsigned thread) {
+    const unsigned warp = thread / kWarpSize;
+    const uint32_t lane = 1u << (thread % kWarpSize);
+    threads_[thread].state = State::kReady;
+    ready_[warp] |= lane;
+    waiting_[warp] &= ~lane;
+    ready_warps_ |= 1u << warp;
+  }
+
+  // Takes the running thread out of those that may be chosen.
+  void stop(State state) {
+    const unsigned warp = running_ / kWarpSize;
+    const uint32_t lane = 1u << (running_ % kWarpSize);
+    threads_[running_].state = state;
+    ready_[warp] &= ~lane;
+    if (ready_[warp] == 0) ready_warps_ &= ~(1u << warp);
+    if (state == State::kWarp) waiting_[warp] |= lane;
+    if (state == State::kBlock && at_barrier_++ == 0) first_at_barrier_ = running_;
+    if (state == State::kReturned) gone_[warp] |= lane;
+  }
+
+  unsigned choose() {
+    const unsigned warp = schedule_.choose_warp(ready_warps_);
+    return warp * kWarpSize + schedule_.choose_lane(ready_[warp]);
+  }
+
+  // Gives the processor to the thread that the schedule chooses; returns when it is this thread's turn again.
+  void go_on() {
+    if (ready_warps_ == 0) report_deadlock();
+    const unsigned self = running_;
+    running_ = choose();
+    threadIdx.x = running_;
+    if (running_ != self) Fiber::change(threads_[self].fiber, threads_[running_].fiber);
+  }
+
+  [[noreturn]] void report_deadlock() {
+    for (unsigned i = 0; i < threads_.size(); ++i) {
+      const Thread& thread = threads_[i];
+      if (thread.state != State::kWarp && thread.state != State::kBlock) continue;
+      if (i > 0 && threads_[i - 1].state == thread.state && threads_[i - 1].at.fits(thread.at)) continue;
+      std::fprintf(stderr, "emulator: from thread %u on: waits in %s, %s:%u\n", i, thread.at.name,
+                   thread.at.site.file_name(), static_cast<unsigned>(thread.at.site.line()));
+    }
+    fail(threads_[running_].at.site, "deadlock: every thread that has not returned waits for another");
+  }
+
+  static inline Block* current_ = nullptr;
+
+  std::vector<Thread> threads_;
+  Fiber caller_;
+  SharedMemory memory_;
+  Schedule& schedule_;
+  std::function<void()> kernel_;
+  // One bit a lane of each warp: may run, waits for lanes of its warp, has returned or never was.
+  std::array<uint32_t, kMaxThreads / kWarpSize> ready_{}, waiting_{}, gone_{};
+  uint32_t ready_warps_ = 0;
+  unsigned running_ = 0;
+  unsigned first_at_barrier_ = 0;
+  size_t at_barrier_ = 0;
+  size_t finished_ = 0;
+};
+
+}  // namespace mlbench::emulator

@@ -1,0 +1,108 @@
+"""CUDA kernels compiled for the host: ``csrc/<name>/host.cpp`` on the emulator of ``csrc/emulator``, loaded by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+FLAGS = ("-x", "c++", "-std=c++20", "-O1", "-shared", "-fPIC", "-DMLBENCH_HOST", f"-I{CSRC}")
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+
+ASCENDING, DESCENDING = 0, 1
+SCHEDULES = (ASCENDING, DESCENDING, 2, 3)
+
+_folder: list[Path] = []  # where this session's libraries are, once `use_folder` has said so
+_loaded: dict[Path, ctypes.CDLL] = {}
+
+
+def use_folder(factory: pytest.TempPathFactory) -> None:
+    """Keep this session's libraries in pytest's temporary folder, in the one that all workers share if there are several."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cuda_host"
+    folder.mkdir(exist_ok=True)
+    _folder[:] = [folder]
+
+
+def host_library(name: str) -> ctypes.CDLL:
+    """The kernels of ``csrc/<name>`` on the host, compiled once per session and state of the sources.
+
+    Args:
+        name: The operator's folder in ``csrc``, e.g. ``"attention"``.
+
+    Returns:
+        The library, with the C functions of ``host.cpp`` and ``mlbench_emulator_schedule``.
+    """
+    return compile_host(CSRC / name / "host.cpp")
+
+
+def compile_host(source: Path, *flags: str) -> ctypes.CDLL:
+    """A C++ file that includes kernels, compiled for the emulator and loaded; skips the test where g++ is absent.
+
+    Args:
+        source: The file; it finds the headers of ``csrc``.
+        flags: More flags for the compiler.
+    """
+    library = build_host(source, *flags)
+    if library not in _loaded:
+        _loaded[library] = ctypes.CDLL(str(library))
+    return _loaded[library]
+
+
+def build_host(source: Path, *flags: str) -> Path:
+    """Compile like `compile_host` and return the library's path.
+
+    Its name holds a hash of the sources and flags; the workers of one session share the file and one of them compiles.
+    """
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++ to compile the CUDA kernels for the host")
+    library = _folder[0] / f"{source.parent.name}_{_digest(source, flags)}.so"
+    with _locked(library.with_suffix(".lock")):
+        if not library.exists():
+            _compile(compiler, source, library, flags)
+    return library
+
+
+def set_schedule(library: ctypes.CDLL, seed: int) -> None:
+    """Choose the order in which later launches of the library run threads: `ASCENDING`, `DESCENDING` or a seed above."""
+    library.mlbench_emulator_schedule(ctypes.c_uint64(seed))
+
+
+def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    """The address of a tensor's first element, null for None."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _digest(source: Path, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(repr((FLAGS, WARNINGS, flags)).encode())
+    headers = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh"))
+    for path in (source, *headers):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(compiler: str, source: Path, library: Path, flags: tuple[str, ...]) -> None:
+    partial = library.with_suffix(".partial")
+    done = subprocess.run(
+        [compiler, *FLAGS, *WARNINGS, *flags, str(source), "-o", str(partial)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"g++ could not compile {source} for the host:\n{done.stderr}"
+    partial.rename(library)
