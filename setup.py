@@ -1,16 +1,97 @@
-"""What pyproject.toml cannot say: ``benchmarks/`` travels in the wheel as the package ``mlbench_benchmarks``.
+"""What pyproject.toml cannot say.
 
-The reference implementations are scripts for people to read and copy, so they stand beside the library in the
-source tree; ``mlbench run --task`` finds them in an installed wheel under this name.
+* ``benchmarks/`` travels in the wheel as the package ``mlbench_benchmarks``: the reference implementations are scripts
+  for people to read and copy, so they stand beside the library in the source tree; ``mlbench run --task`` finds them in
+  an installed wheel under this name.
+* ``python setup.py build_cuda`` compiles ``csrc/``, and ``MLBENCH_CUDA=1`` lets an installation or a wheel do so and
+  carry the result. Without it nothing is compiled and the wheel is the same for every platform (docs/cuda.md).
 """
 
+import os
+import shutil
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Command, Distribution, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
 
-tasks = sorted(path.parent.name for path in Path(__file__).parent.glob("benchmarks/*/*.py"))
+ROOT = Path(__file__).resolve().parent
+LIBRARY = "mlbench_core/ops/pytorch/lib/libmlbench_cuda.so"
+
+
+def with_cuda() -> bool:
+    """Whether this installation or wheel compiles the CUDA extension."""
+    value = os.environ.get("MLBENCH_CUDA", "")
+    if value not in ("", "0", "1"):
+        raise SystemExit(f"error: MLBENCH_CUDA is {value!r}: 1 compiles the CUDA extension, 0 or nothing does not")
+    return value == "1"
+
+
+class BuildCuda(Command):
+    """Compiles ``csrc/`` into the library beside the operators, and copies it into what is being built."""
+
+    description = "compile the CUDA extension (needs nvcc and torch; docs/cuda.md)"
+    user_options: list = []  # noqa: RUF012 (the form that setuptools asks for)
+
+    def initialize_options(self) -> None:
+        self.build_lib = None
+        self.editable_mode = False
+
+    def finalize_options(self) -> None:
+        self.set_undefined_options("build", ("build_lib", "build_lib"))
+
+    def run(self) -> None:
+        sys.path.insert(0, str(ROOT))
+        from mlbench_core.errors import BuildError
+        from mlbench_core.ops.build import build as build_extension
+
+        try:
+            built = build_extension(ROOT)
+        except BuildError as error:
+            # Not one of setuptools' errors: an editable installation would print a traceback in front of those.
+            raise SystemExit(f"error: {error}") from None
+        if with_cuda() and not self.editable_mode:
+            target = ROOT / self.build_lib / LIBRARY
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(built.library, target)
+
+    def get_source_files(self) -> list:
+        return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file())
+
+    def get_outputs(self) -> list:
+        return [str(Path(self.build_lib) / LIBRARY)]
+
+    def get_output_mapping(self) -> dict:
+        return dict.fromkeys(self.get_outputs(), LIBRARY) if self.editable_mode else {}
+
+
+class Build(build):
+    """The usual build, with the CUDA extension first where it is asked for."""
+
+    sub_commands = [("build_cuda", lambda self: with_cuda()), *build.sub_commands]  # noqa: RUF012
+
+
+class BdistWheel(bdist_wheel):
+    """A wheel whose tag names the platform with the CUDA extension, and never one Python, which it does not link."""
+
+    def get_tag(self) -> tuple:
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
+
+
+class MLBenchDistribution(Distribution):
+    """With the CUDA extension the distribution is for one platform."""
+
+    def has_ext_modules(self) -> bool:
+        return with_cuda() or super().has_ext_modules()
+
+
+tasks = sorted(path.parent.name for path in ROOT.glob("benchmarks/*/*.py"))
 
 setup(
+    distclass=MLBenchDistribution,
+    cmdclass={"bdist_wheel": BdistWheel, "build": Build, "build_cuda": BuildCuda},
     packages=[
         *find_packages(include=["mlbench_core*", "mlbench_master*"]),
         "mlbench_benchmarks",
