@@ -66,7 +66,8 @@ def _row(name: str, seconds: dict[str, list[float]], parts: list[dict[str, Any]]
 def title(result: dict[str, Any]) -> str:
     """What was measured, in words."""
     where = f", {result['network']}" if result["network"] else ""
-    return f"{WORKLOADS[result['model']].title}, {result['workers']} workers{where}"
+    apart = ", each variant in processes of its own" if result.get("apart") else ""
+    return f"{WORKLOADS[result['model']].title}, {result['workers']} workers{where}{apart}"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -109,7 +110,9 @@ def load(folder: Path) -> list[dict[str, Any]]:
     """All results of a folder, by network, bandwidth and workers."""
     order = list(WORKLOADS)
     results = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return sorted(results, key=lambda r: (r["network"] or "", order.index(r["model"]), r["workers"]))
+    return sorted(
+        results, key=lambda r: (r["network"] or "", r.get("apart", False), order.index(r["model"]), r["workers"])
+    )
 
 
 def write_csv(results: Sequence[dict[str, Any]], path: Path) -> None:

@@ -1,6 +1,7 @@
 """One worker of `optimizers.py`: run all variants interleaved and write down how long each block took.
 
 Run by `optimizers.py` as ``python _worker.py FOLDER`` with RANK and WORLD_SIZE in the environment.
+With ``by_turns`` in the plan the parent says when each block begins.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 MAKING, WARM_UP = -2, -1  # what comes before block 0
 WARM_UP_STEPS = 4
 TIMEOUT_S = 120
+TURNS_TIMEOUT_S = 1800  # others compute before it is this worker's turn
 
 
 @dataclass
@@ -35,6 +37,7 @@ class Plan:
     variants: list[str]
     blocks: int
     steps: int
+    by_turns: bool = False  # each block waits for a line on standard input, and its end is told on standard output
 
 
 @dataclass
@@ -120,9 +123,13 @@ def run(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
     trainees, errors = make_trainees(plan, rank, progress)
     findings = {name: Findings() for name in trainees}
     names = list(trainees)
+    say = print if plan.by_turns else lambda *_, **__: None
+    say("ready", flush=True)
     for block in range(WARM_UP, plan.blocks):
         for place, name in enumerate(names) if block == WARM_UP else rotated(names, block):
             progress.at(block, place, name)
+            if plan.by_turns:
+                sys.stdin.readline()
             try:
                 if block == WARM_UP:
                     for _ in range(max(WARM_UP_STEPS, plan.steps)):
@@ -132,6 +139,7 @@ def run(plan: Plan, rank: int, progress: Progress) -> dict[str, Any]:
             except Exception as error:
                 progress.at(block, place, name, describe(error))
                 raise
+            say("done", flush=True)
     return {"findings": {name: asdict(found) for name, found in findings.items()}, "errors": errors}
 
 
@@ -145,7 +153,7 @@ def main() -> None:
         store=dist.FileStore(str(folder / "store"), plan.workers),
         rank=rank,
         world_size=plan.workers,
-        timeout=datetime.timedelta(seconds=TIMEOUT_S),
+        timeout=datetime.timedelta(seconds=TURNS_TIMEOUT_S if plan.by_turns else TIMEOUT_S),
     )
     result = run(plan, rank, Progress(folder / f"progress{rank}.json"))
     (folder / f"result{rank}.json").write_text(json.dumps(result))

@@ -5,10 +5,14 @@ barrier, in an order that changes, and the slowest worker's time counts. So a ch
 them, and the ratios of a block to DistributedDataParallel's in the same block mean something. Where not all fit into
 memory there are several launches, each with DistributedDataParallel and no communication in it.
 
+With ``--apart`` each variant has worker processes of its own, as in a training run: whether the heap grows and shrinks
+in every step is then each variant's own doing, and not what the one before it left.
+
 Each combination of network and workers goes to a JSON file in the output folder; table, CSV and plot are made of all
 files there.
 
     python benchmarks/micro/optimizers.py --models mlp vgg11 --workers 2 --output FOLDER
+    python benchmarks/micro/optimizers.py --models mlp --workers 2 --apart --variants sgd_overlap --output FOLDER
     python benchmarks/micro/optimizers.py --models vgg11 --workers 2 --network 100mbit --blocks 2 --steps 1
 """
 
@@ -31,8 +35,9 @@ from typing import Any
 
 import _report
 from _sections import RESULTS, machine
+from _turns import Party
 from _variants import ALONE, DDP, PAIRS, VARIANTS, WORKLOADS
-from _worker import Plan
+from _worker import Plan, rotated
 
 from mlbench_core.utils.emulated_network import EmulatedNetwork
 
@@ -67,6 +72,30 @@ def launch(plan: Plan, bandwidth: str | None) -> dict[str, Any]:
         print(f"  without {variant}: {error}", file=sys.stderr, flush=True)
         errors[variant] = error
         plan = replace(plan, variants=[name for name in plan.variants if name != variant])
+
+
+def launch_apart(plan: Plan) -> dict[str, Any]:
+    """Run a plan with processes for each variant, which take turns; a variant that fails ends everything."""
+    script = Path(__file__).with_name("_worker.py")
+    with tempfile.TemporaryDirectory(prefix="optimizers-") as name, contextlib.ExitStack() as stack:
+        parties = {}
+        for variant in plan.variants:
+            folder = Path(name) / variant
+            folder.mkdir()
+            (folder / "plan.json").write_text(json.dumps(asdict(replace(plan, variants=[variant], by_turns=True))))
+            parties[variant] = Party(variant, script, [str(folder)], plan.workers, stack)
+            parties[variant].wait()
+            parties[variant].take_turn()  # warm up
+        for block in range(plan.blocks):
+            for _, variant in rotated(plan.variants, block):
+                parties[variant].take_turn()
+        for party in parties.values():
+            party.finish()
+        findings: list[dict[str, Any]] = [{} for _ in range(plan.workers)]
+        for variant in plan.variants:
+            for rank, found in enumerate(findings):
+                found.update(json.loads((Path(name) / variant / f"result{rank}.json").read_text())["findings"])
+    return {"workers": [{"findings": found} for found in findings], "errors": {}}
 
 
 def run_workers(folder: Path, workers: int, bandwidth: str | None) -> dict[int, str]:
@@ -122,13 +151,15 @@ def compare(model: str, workers: int, arguments: argparse.Namespace) -> dict[str
     merged: dict[str, Any] = {"launches": [], "errors": {}}
     for names in groups(arguments.variants, model, workers, arguments.memory_gb * 1e9):
         print(f"{model}, {workers} workers: {', '.join(names)}", file=sys.stderr, flush=True)
-        result = launch(Plan(model, workers, names, arguments.blocks, steps), arguments.network)
+        plan = Plan(model, workers, names, arguments.blocks, steps)
+        result = launch_apart(plan) if arguments.apart else launch(plan, arguments.network)
         merged["launches"].append(result["workers"])
         merged["errors"].update(result["errors"])
     return {
         "model": model,
         "workers": workers,
         "network": arguments.network,
+        "apart": arguments.apart,
         "steps": steps,
         "blocks": arguments.blocks,
         "machine": machine(),
@@ -153,6 +184,7 @@ def parse(argv: Iterable[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--blocks", type=int, default=8, help="blocks of each variant; the median counts")
     parser.add_argument("--steps", type=int, help="steps of a block (default: by network, 2 to 10)")
+    parser.add_argument("--apart", action="store_true", help="give each variant worker processes of its own")
     parser.add_argument("--network", metavar="BANDWIDTH", help="put each worker on an emulated host, e.g. 100mbit")
     parser.add_argument("--memory-gb", type=float, default=0.75 * physical_gb, help="memory that a launch may take")
     parser.add_argument("--output", type=Path, default=Path("optimizers-results"), help="folder for JSON, CSV, plot")
@@ -163,6 +195,8 @@ def parse(argv: Iterable[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1, not {getattr(arguments, name)}")
     if min(arguments.workers) < 2:
         parser.error(f"--workers must be at least 2 each, not {min(arguments.workers)}")
+    if arguments.network and arguments.apart:
+        parser.error("--apart is for loopback; leave --network out")
     if arguments.network and (reason := EmulatedNetwork.why_not()):
         parser.error(f"--network: {reason}")
     return arguments
@@ -178,7 +212,11 @@ def main() -> None:
     for model in arguments.models:
         for workers in arguments.workers:
             result = compare(model, workers, arguments)
-            name = f"{model}-{workers}" + (f"-{arguments.network}" if arguments.network else "")
+            name = (
+                f"{model}-{workers}"
+                + (f"-{arguments.network}" if arguments.network else "")
+                + "-apart" * arguments.apart
+            )
             (arguments.output / f"{name}.json").write_text(json.dumps(result, indent=1))
             print(_report.table(result), flush=True)
     results = _report.load(arguments.output)

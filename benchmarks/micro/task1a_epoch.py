@@ -17,8 +17,6 @@ import json
 import os
 import platform
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _turns import Party
 
 from mlbench_core.dataset.imagerecognition.pytorch import CIFAR10V1
 
@@ -48,48 +47,6 @@ The plain loop has torchvision's transforms image by image, `DataLoader` (`num_w
 those of blocks in the same round. Limits: at least 1.05 times as fast without flags, 2 times with them."""
 
 
-class Way:
-    """The workers of one way, which train when they are told to."""
-
-    def __init__(self, name: str, folder: Path, workers: int, stack: contextlib.ExitStack) -> None:
-        self.name = name
-        argv = [sys.executable, str(Path(__file__).with_name("_task1a_worker.py")), str(folder), name]
-        self.processes = []
-        for rank in range(workers):
-            env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(workers), "OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-            stack.callback(end, process)
-            self.processes.append(process)
-
-    def wait(self) -> None:
-        """Wait until all are ready."""
-        self._read()
-
-    def train(self, steps: int) -> float:
-        """Train for a block; gives the seconds of the slowest worker."""
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{steps}\n")
-            process.stdin.flush()
-        return max(float(line) for line in self._read())
-
-    def _read(self) -> list[str]:
-        lines = []
-        for process in self.processes:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise SystemExit(f"a worker of {self.name!r} failed; what it said is above")
-            lines.append(line)
-        return lines
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """End a worker, which may be waiting for a line, or for the others."""
-    process.kill()
-    process.communicate()
-
-
 def load(folder: Path | None) -> tuple[np.ndarray, np.ndarray, str]:
     """Images, labels, and what they are."""
     if folder is not None:
@@ -107,6 +64,11 @@ def order(names: Sequence[str], block: int) -> Iterator[str]:
     return iter(turned[::-1] if block % 2 else turned)
 
 
+def train(way: Party, steps: int) -> float:
+    """Let a way train for a block; gives the seconds of its slowest worker."""
+    return max(float(line) for line in way.take_turn(str(steps)))
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each block of each way."""
     images, labels, source = load(arguments.data)
@@ -122,14 +84,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         np.save(folder / "images.npy", np.ascontiguousarray(images))
         np.save(folder / "labels.npy", labels)
         (folder / "plan.json").write_text(json.dumps(plan))
-        ways = {name: Way(name, folder, arguments.workers, stack) for name in arguments.ways}
+        worker = Path(__file__).with_name("_task1a_worker.py")
+        ways = {name: Party(name, worker, [str(folder), name], arguments.workers, stack) for name in arguments.ways}
         for way in ways.values():
             way.wait()
-            way.train(min(steps, 3))  # warm up, and compile
+            train(way, min(steps, 3))  # warm up, and compile
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for block in range(arguments.blocks):
             for name in order(arguments.ways, block):
-                seconds[name].append(ways[name].train(steps))
+                seconds[name].append(train(ways[name], steps))
     return {**plan, "source": source, "steps": steps, "blocks": arguments.blocks, "seconds": seconds}
 
 

@@ -17,7 +17,7 @@ import torch._dynamo  # noqa: F401  the first optimizer would import it inside a
 import benchmarks
 
 FOLDER = Path(benchmarks.__file__).parent / "micro"
-NAMES = ("_variants", "_worker", "_sections", "_report", "optimizers")
+NAMES = ("_variants", "_worker", "_sections", "_report", "_turns", "optimizers")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ def script() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         yield importlib.import_module("task1a_epoch")
-        patch.delitem(sys.modules, "task1a_epoch")
+        for name in ("task1a_epoch", "_turns"):
+            patch.delitem(sys.modules, name)
 
 
 def test_ratios_are_those_of_the_same_round(script: ModuleType, tmp_path: Path) -> None:
@@ -49,6 +51,28 @@ def test_command_line(script: ModuleType, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         script.parse(["--steps", "0"])
     assert "--steps must be at least 1, not 0" in capsys.readouterr().err
+
+
+def test_workers_act_when_told_and_a_failed_one_is_named(script: ModuleType, tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import os, sys\n"
+        "print('ready', flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    print(os.environ['RANK'], sys.argv[1], line.strip(), flush=True)\n"
+        "    if line == 'end\\n' and os.environ['RANK'] == '1':\n"
+        "        sys.exit(3)\n"
+    )
+    with contextlib.ExitStack() as stack:
+        parties = [script.Party(name, worker, [name], 2, stack) for name in ("a", "b")]
+        for party in parties:
+            party.wait()
+            assert party.take_turn("7") == [f"0 {party.name} 7\n", f"1 {party.name} 7\n"]
+        parties[0].finish()
+        parties[1].take_turn("end")
+        with pytest.raises(SystemExit, match="a worker of 'b' failed"):
+            parties[1].finish()
+    assert all(process.returncode is not None for party in parties for process in party.processes)
 
 
 def test_the_plain_loop_knows_nothing_of_this_project() -> None:
