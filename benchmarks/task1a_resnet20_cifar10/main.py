@@ -26,9 +26,9 @@ from mlbench_core.models.pytorch.resnet import get_resnet_model
 from mlbench_core.optim.pytorch.centralized import CentralizedSGD
 from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
-from mlbench_core.utils.pytorch import initialize_backends
 from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.utils.pytorch.memory import fits_on_gpu, keep_freed_memory
+from mlbench_core.utils.pytorch.memory import fits_on_gpu
+from mlbench_core.utils.pytorch.worker import worker_main
 from mlbench_core.utils.task_args import task_main
 
 logger = logging.getLogger("mlbench.task1a")
@@ -158,29 +158,7 @@ def train(
     return tracker
 
 
-def main(
-    run_id: str,
-    dataset_dir: str,
-    ckpt_run_dir: str,
-    output_dir: str,
-    rank: int,
-    backend: str,
-    hosts: str | None,
-    validation_only: bool,
-    gpu: bool,
-    light_target: bool,
-    args: argparse.Namespace,
-) -> None:
-    """Run the task on this worker."""
-    variants.check(args)
-    keep_freed_memory()
-    with initialize_backends(
-        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=args.seed, ckpt_run_dir=ckpt_run_dir,
-        timeout_s=args.timeout,
-    ) as (rank, world_size, _):  # fmt: skip
-        tracker = train(rank, world_size, run_id, dataset_dir, ckpt_run_dir, gpu, light_target, validation_only, args)
-        if rank == 0 and not validation_only:
-            logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")
+main = worker_main(train, prepare=variants.check)
 
 
 def add_arguments(parser: argparse.ArgumentParser, optimizer: str = "centralized_sgd") -> None:

@@ -8,7 +8,6 @@ validation loss stands still. README.md beside this file has the whole descripti
 from __future__ import annotations
 
 import argparse
-import logging
 from dataclasses import dataclass
 
 from torch import nn
@@ -27,15 +26,12 @@ from mlbench_core.models.pytorch.linear_models import LogisticRegression, Standa
 from mlbench_core.optim.pytorch.centralized import CentralizedSGD
 from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
-from mlbench_core.utils.pytorch import initialize_backends
 from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.utils.task_args import task_main
-
-logger = logging.getLogger("mlbench.task2a")
+from mlbench_core.utils.pytorch.worker import worker_main
+from mlbench_core.utils.task_args import add_run_arguments, task_main
 
 TASK = get_task("2a")
 L2 = 2.5e-6
-SEED = 42
 UNSCALED = ("australian",)  # their features have units of their own
 
 
@@ -69,7 +65,7 @@ def load_data(
     """This worker's batches: the training set shuffled anew each epoch, the validation set, the training set again."""
     folder = prepare_stores(args.dataset, dataset_dir, args.data)
     training, validation = train_and_validation(args.dataset, folder)
-    part = {"rank": rank, "world_size": world_size, "seed": SEED}
+    part = {"rank": rank, "world_size": world_size, "seed": args.seed}
     return (
         LinearBatches(training, batch_size, shuffle=True, **part),
         LinearBatches(validation, 8 * batch_size, shuffle=False, **part),
@@ -157,43 +153,17 @@ def train(
     return tracker
 
 
-def main(
-    run_id: str,
-    dataset_dir: str,
-    ckpt_run_dir: str,
-    output_dir: str,
-    rank: int,
-    backend: str,
-    hosts: str | None,
-    validation_only: bool,
-    gpu: bool,
-    light_target: bool,
-    args: argparse.Namespace,
-) -> None:
-    """Run the task on this worker."""
-    with initialize_backends(
-        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=SEED, ckpt_run_dir=ckpt_run_dir,
-        timeout_s=args.timeout,
-    ) as (rank, world_size, _):  # fmt: skip
-        tracker = train(rank, world_size, run_id, dataset_dir, ckpt_run_dir, gpu, light_target, validation_only, args)
-        if rank == 0 and not validation_only:
-            logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this task takes beyond the arguments that all tasks share."""
+    add_run_arguments(parser, TASK.max_epochs)
     names = [TASK.dataset, *sorted(TASK.stand_ins)]
     parser.add_argument("--dataset", choices=names, default=TASK.dataset, help="data set (default: %(default)s)")
     parser.add_argument("--data", metavar="FOLDER", help="folder with its LIBSVM text (default: it is downloaded)")
     parser.add_argument("--settings", choices=("reference", "2018"), default="reference", help="rows and rates")
-    parser.add_argument("--epochs", type=int, default=TASK.max_epochs, help="at most so many epochs")
-    parser.add_argument("--past-goal", action="store_true", help="use up the epochs, even when the goal is reached")
     parser.add_argument("--full-train", action="store_true", help="also evaluate on the whole training set")
     parser.add_argument("--standardize", action="store_true", help="features with mean 0 and deviation 1")
     parser.add_argument("--overlap", action="store_true", help="average gradients during the backward pass")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run")
-    parser.add_argument("--checkpoint", action="store_true", help="write one after every epoch, not of the best")
 
 
 if __name__ == "__main__":
-    task_main(main, uid="task2a", add_arguments=add_arguments)
+    task_main(worker_main(train), uid="task2a", add_arguments=add_arguments)

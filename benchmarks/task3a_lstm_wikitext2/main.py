@@ -30,10 +30,9 @@ from mlbench_core.models.pytorch.language_models import CarriedState, LSTMLangua
 from mlbench_core.optim.pytorch import NTASGD, CustomCentralizedOptimizer, scaled_rate
 from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
-from mlbench_core.utils.pytorch import initialize_backends
 from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.utils.pytorch.memory import keep_freed_memory
-from mlbench_core.utils.task_args import task_main
+from mlbench_core.utils.pytorch.worker import worker_main
+from mlbench_core.utils.task_args import add_run_arguments, count, task_main
 
 logger = logging.getLogger("mlbench.task3a")
 
@@ -93,11 +92,11 @@ def train_epoch(
 
 
 def train(
-    rank: int, world_size: int, run_id: str, data: str, ckpt_run_dir: str, gpu: bool, light: bool,
+    rank: int, world_size: int, run_id: str, dataset_dir: str, ckpt_run_dir: str, gpu: bool, light: bool,
     validation_only: bool, args: argparse.Namespace,
 ) -> Tracker:  # fmt: skip
     """Train until the goal is reached or the budget of epochs is spent."""
-    preset = PRESETS[args.preset]
+    preset, data = PRESETS[args.preset], args.data or dataset_dir
     sequences = args.batch_size or preset.sequences
     text = Wikitext2Dataset(data, preset.bptt, train=True, seed=args.seed)
     text.generate_batches(sequences * world_size, sequences, rank)
@@ -157,38 +156,21 @@ def train(
             scheduler.step()
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra={"averaging": averaging})
-            if tracker.goal_reached:
+            if tracker.goal_reached and not args.past_goal:
                 break
         tracker.publish_summary(world_size)
     return tracker
 
 
-def main(
-    run_id: str, dataset_dir: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str, hosts: str | None,
-    validation_only: bool, gpu: bool, light_target: bool, args: argparse.Namespace,
-) -> None:  # fmt: skip
-    """Run the task on this worker."""
-    keep_freed_memory()
-    with initialize_backends(
-        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=args.seed, ckpt_run_dir=ckpt_run_dir
-    ) as (rank, world_size, _):
-        data = args.data or dataset_dir
-        tracker = train(rank, world_size, run_id, data, ckpt_run_dir, gpu, light_target, validation_only, args)
-        if rank == 0 and not validation_only:
-            logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this task takes beyond the arguments that all tasks share."""
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="full", help="size of the model (default: full)")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="sequences a worker (full: 80; 20 is also in use)")
-    parser.add_argument("--data", metavar="FOLDER", help="folder that holds the text (default: below --root-dataset)")
-    parser.add_argument("--epochs", type=int, default=TASK.max_epochs, help="at most so many epochs")
-    parser.add_argument("--bf16", action="store_true", help="compute forward and backward passes in bfloat16")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run")
-    parser.add_argument("--checkpoint", action="store_true", help="write one after every epoch, not of the best")
-    parser.add_argument("--seed", type=int, default=42, help="of weights, dropout and lengths (default: 42)")
+    add_run_arguments(parser, TASK.max_epochs)
+    add = parser.add_argument
+    add("--preset", choices=sorted(PRESETS), default="full", help="size of the model (default: full)")
+    add("--batch-size", type=count, metavar="N", help="sequences a worker (full: 80; 20 is also in use)")
+    add("--data", metavar="FOLDER", help="folder that holds the text (default: below --root-dataset)")
+    add("--bf16", action="store_true", help="compute forward and backward passes in bfloat16")
 
 
 if __name__ == "__main__":
-    task_main(main, uid="task3a", add_arguments=add_arguments)
+    task_main(worker_main(train), uid="task3a", add_arguments=add_arguments)

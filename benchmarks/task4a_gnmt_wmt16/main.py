@@ -29,10 +29,9 @@ from mlbench_core.models.pytorch.gnmt import GNMT, TeacherForcedGNMT, Translator
 from mlbench_core.optim.pytorch import CustomCentralizedOptimizer, FP16Optimizer
 from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
-from mlbench_core.utils.pytorch import initialize_backends
 from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.utils.pytorch.memory import keep_freed_memory
-from mlbench_core.utils.task_args import task_main
+from mlbench_core.utils.pytorch.worker import worker_main
+from mlbench_core.utils.task_args import add_run_arguments, task_main
 
 logger = logging.getLogger("mlbench.task4a")
 
@@ -142,34 +141,16 @@ def train(
     return tracker
 
 
-def main(
-    run_id: str, dataset_dir: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str, hosts: str | None,
-    validation_only: bool, gpu: bool, light_target: bool, args: argparse.Namespace,
-) -> None:  # fmt: skip
-    """Run the task on this worker."""
-    keep_freed_memory()
-    with initialize_backends(
-        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=args.seed, ckpt_run_dir=ckpt_run_dir,
-        timeout_s=args.timeout,
-    ) as (rank, world_size, _):  # fmt: skip
-        tracker = train(rank, world_size, run_id, dataset_dir, ckpt_run_dir, gpu, light_target, validation_only, args)
-        if rank == 0 and not validation_only:
-            logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this task takes beyond the arguments that all tasks share."""
+    add_run_arguments(parser)
     presets.add_arguments(parser)
     add = parser.add_argument
     add("--dataset", choices=sorted(DATASETS), default="wmt16", help="data set (default: wmt16)")
     add("--data", metavar="FOLDER", help="folder that holds the text (default: below --root-dataset)")
     add("--precision", choices=sorted(DTYPES), default="fp32", help="of the model (default: fp32)")
     add("--overlap", action="store_true", help="send gradients during the backward pass (fp32)")
-    add("--past-goal", action="store_true", help="go on until the last epoch")
-    add("--resume", action="store_true", help="go on from the last checkpoint of this run")
-    add("--checkpoint", action="store_true", help="write one after every epoch, not of the best")
-    add("--seed", type=int, default=42, help="of weights, dropout and the order of sentences (default: 42)")
 
 
 if __name__ == "__main__":
-    task_main(main, uid="task4a", add_arguments=add_arguments)
+    task_main(worker_main(train), uid="task4a", add_arguments=add_arguments)

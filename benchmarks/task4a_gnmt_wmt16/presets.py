@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, replace
 
 from mlbench_core.tasks import get_task
+from mlbench_core.utils.task_args import count
 
 __all__ = ["PRESETS", "Preset", "add_arguments", "chosen"]
 
@@ -59,15 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that choose a preset and change it."""
     add = parser.add_argument
     add("--preset", choices=sorted(PRESETS), default="big", help="size of model and batches (default: big)")
-    add("--batch-size", type=_count, metavar="N", help="sentences of a worker at a time, at most (big: 128)")
-    add("--global-batch", type=_count, metavar="N", help="sentences of all workers in an update (big: 2048)")
+    add("--batch-size", type=count, metavar="N", help="sentences of a worker at a time, at most (big: 128)")
+    add("--global-batch", type=count, metavar="N", help="sentences of all workers in an update (big: 2048)")
     add("--lr", type=float, metavar="RATE", help="learning rate after the warm-up (default: 0.002)")
-    add("--epochs", type=_count, metavar="N", help="at most so many epochs (big: 8)")
-    add("--max-batches", type=_count, metavar="N", help="batches of a worker in an epoch, to try something out")
-
-
-def _count(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
+    add("--max-batches", type=count, metavar="N", help="batches of a worker in an epoch, to try something out")

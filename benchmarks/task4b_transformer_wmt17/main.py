@@ -31,10 +31,9 @@ from mlbench_core.models.pytorch.transformer import SequenceGenerator, Transform
 from mlbench_core.optim.pytorch import CustomCentralizedOptimizer, FP16Optimizer
 from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
-from mlbench_core.utils.pytorch import initialize_backends
 from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.utils.pytorch.memory import keep_freed_memory
-from mlbench_core.utils.task_args import task_main
+from mlbench_core.utils.pytorch.worker import worker_main
+from mlbench_core.utils.task_args import add_run_arguments, count, task_main
 
 logger = logging.getLogger("mlbench.task4b")
 
@@ -95,11 +94,11 @@ def make_optimizer(
 
 
 def train(
-    rank: int, world_size: int, run_id: str, data: str, ckpt_run_dir: str, gpu: bool, light: bool,
+    rank: int, world_size: int, run_id: str, dataset_dir: str, ckpt_run_dir: str, gpu: bool, light: bool,
     validation_only: bool, args: argparse.Namespace,
 ) -> Tracker:  # fmt: skip
     """Train until the goal is reached or the budget of epochs is spent."""
-    pairs, evaluated = load_data(args, data)
+    pairs, evaluated = load_data(args, args.data or dataset_dir)
     references = evaluated.references()
     batches_to_translate = shard_batches(
         get_batches(evaluated, args.max_tokens, shuffle=False), rank, world_size, drop_last=False
@@ -153,46 +152,26 @@ def train(
             is_best = validate()
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best)
-            if tracker.goal_reached:
+            if tracker.goal_reached and not args.past_goal:
                 break
         tracker.publish_summary(world_size)
     return tracker
 
 
-def main(
-    run_id: str, dataset_dir: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str, hosts: str | None,
-    validation_only: bool, gpu: bool, light_target: bool, args: argparse.Namespace,
-) -> None:  # fmt: skip
-    """Run the task on this worker."""
-    keep_freed_memory()
-    take_defaults(args)
-    with initialize_backends(
-        comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, seed=args.seed, ckpt_run_dir=ckpt_run_dir,
-        timeout_s=args.timeout,
-    ) as (rank, world_size, _):  # fmt: skip
-        data = args.data or dataset_dir
-        tracker = train(rank, world_size, run_id, data, ckpt_run_dir, gpu, light_target, validation_only, args)
-        if rank == 0 and not validation_only:
-            logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this task takes beyond the arguments that all tasks share."""
+    add_run_arguments(parser, TASK.max_epochs)
     add = parser.add_argument
     add("--dataset", choices=("wmt17", "multi30k"), default="wmt17", help="data set (default: wmt17)")
     add("--data", metavar="FOLDER", help="folder that holds its text (default: below --root-dataset)")
     add("--evaluate-on", choices=("test", "validation"), default="test", help="part to translate (default: test)")
     add("--preset", choices=sorted(PRESETS), default="big", help="size of the model (default: big)")
-    add("--max-tokens", type=int, metavar="N", help="most tokens of a worker at a time (big: 8192)")
-    add("--global-tokens", type=int, metavar="N", help="tokens of all workers in an update (big: 131072)")
+    add("--max-tokens", type=count, metavar="N", help="most tokens of a worker at a time (big: 8192)")
+    add("--global-tokens", type=count, metavar="N", help="tokens of all workers in an update (big: 131072)")
     add("--lr", type=float, help="rate at the end of the warm-up (big: 1.976e-3)")
-    add("--warmup-steps", type=int, metavar="N", help="updates of the warm-up (big: 1000)")
-    add("--epochs", type=int, default=TASK.max_epochs, help="at most so many epochs")
+    add("--warmup-steps", type=count, metavar="N", help="updates of the warm-up (big: 1000)")
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="bf16: autocast; fp16: with a loss scale")
-    add("--resume", action="store_true", help="go on from the last checkpoint of this run")
-    add("--checkpoint", action="store_true", help="write one after every epoch, not of the best")
-    add("--seed", type=int, default=42, help="of weights, dropout and the order of pairs (default: 42)")
 
 
 if __name__ == "__main__":
-    task_main(main, uid="task4b", add_arguments=add_arguments)
+    task_main(worker_main(train, prepare=take_defaults), uid="task4b", add_arguments=add_arguments)

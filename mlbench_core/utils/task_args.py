@@ -13,7 +13,7 @@ from typing import Any
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.utils.paths import user_folder
 
-__all__ = ["BACKENDS", "DEFAULT_TIMEOUT_S", "task_main"]
+__all__ = ["BACKENDS", "DEFAULT_TIMEOUT_S", "add_run_arguments", "count", "task_main"]
 
 BACKENDS = ("gloo", "nccl", "mpi")
 
@@ -96,6 +96,51 @@ def task_main(
         message = " ".join(str(error).split())
         sys.stderr.write(f"{parser.prog}: error: {message}\n")
         raise SystemExit(1) from error
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None) -> None:
+    """Add what every task that trains takes: how long, from where on, what to keep, and the seed.
+
+    Args:
+        parser: Gets ``--epochs``, ``--past-goal``, ``--resume``, ``--checkpoint`` and ``--seed``.
+        epochs: The task's budget; None where it depends on other arguments.
+
+    Example:
+        >>> parser = argparse.ArgumentParser()
+        >>> add_run_arguments(parser, epochs=8)
+        >>> sorted(vars(parser.parse_args(["--resume", "--seed", "0"])).items())
+        [('checkpoint', False), ('epochs', 8), ('past_goal', False), ('resume', True), ('seed', 0)]
+    """
+    shown = "" if epochs is None else " [%(default)s]"
+    parser.add_argument("--epochs", type=count, default=epochs, metavar="N", help="at most so many epochs" + shown)
+    parser.add_argument("--past-goal", action="store_true", help="use up the epochs, even when the goal is reached")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run")
+    parser.add_argument("--checkpoint", action="store_true", help="write one after every epoch, not of the best")
+    parser.add_argument(
+        "--seed", type=_seed, default=42, metavar="N", help="of weights, dropout and the data's order [%(default)s]"
+    )
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1: the ``type`` of such an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is none.
+
+    Example:
+        >>> count("12")
+        12
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    """What every random generator takes."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 2^32 - 1")
+    return int(text)
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -50,7 +50,7 @@ def options(main: ModuleType, *arguments: str) -> argparse.Namespace:
 def train(rank: int, world_size: int, folder: str, arguments: tuple[str, ...]) -> dict[str, Any]:
     """One worker's run of the script's training, as ``main`` starts it; what it ended with."""
     main = load_script()
-    torch.manual_seed(main.SEED)
+    torch.manual_seed(42)
     checkpoints = Path(folder) / f"checkpoints-{world_size}-{'-'.join(arguments).replace('/', '_')}"
     checkpoints.mkdir(parents=True, exist_ok=True)
     args = options(main, "--past-goal", "--full-train", *arguments)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlbench_core.errors import DatasetNotFoundError
-from mlbench_core.utils.task_args import task_main
+from mlbench_core.utils.task_args import add_run_arguments, task_main
 
 
 @pytest.fixture(autouse=True)
@@ -167,3 +167,19 @@ def test_a_timeout_is_a_positive_number_of_seconds(text: str, capsys: pytest.Cap
         call("--timeout", text, add_arguments=lambda parser: None)
     assert stop.value.code == 2
     assert f"argument --timeout: {text!r} is no positive number of seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--epochs", "0"], "'0' is no whole number of at least 1"),
+        (["--epochs", "2.5"], "'2.5' is no whole number of at least 1"),
+        (["--seed", "-1"], "'-1' is no whole number from 0 to 2^32 - 1"),
+        (["--seed", "4294967296"], "'4294967296' is no whole number from 0 to 2^32 - 1"),
+    ],
+)
+def test_arguments_of_a_training_are_checked(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        call(*argv, add_arguments=add_run_arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
