@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test lint types docs wheel micro clean help
+.PHONY: demo test lint types docs wheel cuda micro clean help
 .DELETE_ON_ERROR:
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make micro   run the timings under benchmarks/micro"
 	@echo "make wheel   build dist/*.whl"
+	@echo "make cuda    compile the CUDA extension (needs nvcc; docs/cuda.md)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -50,5 +51,10 @@ micro: $(VENV)/.installed-dev
 wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m build --wheel
 
+# Which sources must be compiled again, setup.py finds out by their content.
+cuda: $(VENV)/.installed
+	$(PIP) install --quiet 'setuptools>=77'
+	$(BIN)/python setup.py build_cuda
+
 clean:
-	rm -rf $(VENV) build dist docs/_build demo-results *.egg-info
+	rm -rf $(VENV) build dist docs/_build demo-results *.egg-info mlbench_core/ops/pytorch/lib

@@ -61,6 +61,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = Path(__file__).resolve().parent / "pytorch" / "lib" / "libmlbench_cuda.so"
 """Where the library goes, and where :mod:`mlbench_core.ops.pytorch.extension` looks for it."""
 
+_USUAL_FOLDER = "/usr/local/cuda/bin"
 _HEADERS = (".cuh", ".h", ".hpp", ".hh", ".inl")
 _RELEASE = re.compile(r"release (\d+)\.(\d+)")
 _TORCH_VERSION = re.compile(r"#define TORCH_VERSION_(?:MAJOR|MINOR) (\d+)")
@@ -156,9 +157,7 @@ def find_toolchain(environment: Mapping[str, str]) -> Toolchain:
         BuildError: Something is missing or too old; the message is one line.
     """
     if sys.platform != "linux":
-        raise BuildError(
-            f"the CUDA extension builds on Linux, and this is {sys.platform}; install without MLBENCH_CUDA"
-        )
+        raise BuildError(f"the CUDA extension builds on Linux, this is {sys.platform}: install without MLBENCH_CUDA=1")
     nvcc = find_nvcc(environment)
     return Toolchain(nvcc, _nvcc_version(nvcc, environment), _find_torch(), requested_architectures(environment))
 
@@ -184,9 +183,7 @@ def find_nvcc(environment: Mapping[str, str]) -> Path:
                     f"let it name the folder of NVIDIA's CUDA toolkit, or unset it"
                 )
             return nvcc
-    found = shutil.which("nvcc", path=environment.get("PATH", os.defpath)) or shutil.which(
-        "nvcc", path="/usr/local/cuda/bin"
-    )
+    found = shutil.which("nvcc", path=environment.get("PATH", os.defpath)) or shutil.which("nvcc", path=_USUAL_FOLDER)
     if found is None:
         raise BuildError(
             f"no nvcc in CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda: install NVIDIA's CUDA toolkit "
@@ -463,7 +460,7 @@ def _find_torch() -> Path:
     if found is None or not found.submodule_search_locations:
         raise BuildError(
             f"the CUDA extension needs torch's headers, and torch is not installed for {sys.executable}: "
-            f"pip install 'torch>={_dotted(MINIMUM_TORCH)}', and with pip build under --no-build-isolation"
+            f"pip install 'torch>={_dotted(MINIMUM_TORCH)}', and give pip --no-build-isolation so that it is seen"
         )
     folder = Path(next(iter(found.submodule_search_locations)))
     header = _read(folder / "include" / "torch" / "headeronly" / "version.h")
