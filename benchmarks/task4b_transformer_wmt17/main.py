@@ -40,6 +40,7 @@ logger = logging.getLogger("mlbench.task4b")
 TASK = get_task("4b")
 BETAS, EPS = (0.9, 0.98), 1e-9
 LABEL_SMOOTHING = 0.1
+MAX_LEN_TRAIN = 80  # tokens of a sentence
 LOSS_SCALING = {"init_scale": 2**7, "scale_factor": 2, "scale_window": 2_000}
 BEAM_SIZE, LENGTH_PENALTY = 4, 0.6
 
@@ -74,11 +75,12 @@ def update_freq(args: argparse.Namespace, world_size: int) -> int:
 def load_data(args: argparse.Namespace, folder: str) -> tuple[TransformerPairs, TransformerPairs]:
     """The pairs to train on and those to be translated; in float16 batches have lengths that fit tensor cores."""
     multiple = {"seq_len_multiple": 8 if args.precision == "fp16" else 1}
+    for_training = {"max_positions": (MAX_LEN_TRAIN + 1, MAX_LEN_TRAIN + 1), **multiple}  # a position is for the end
     if args.dataset == "wmt17":
-        train = WMT17Dataset(folder, download=True, train=True, **multiple)
+        train = WMT17Dataset(folder, download=True, train=True, **for_training)
         return train, WMT17Dataset(folder, download=True, **{args.evaluate_on: True}, **multiple)
     parts = (Multi30k(folder, train=True), Multi30k(folder, **{args.evaluate_on: True}))
-    return parts[0].for_transformer(**multiple), parts[1].for_transformer(**multiple)
+    return parts[0].for_transformer(**for_training), parts[1].for_transformer(**multiple)
 
 
 def make_optimizer(

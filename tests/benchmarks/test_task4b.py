@@ -100,6 +100,25 @@ def test_resumed_run_is_bit_identical(
     assert whole["scheduler"]["last_epoch"] > 8  # updates
 
 
+def test_only_training_sentences_are_limited(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLBENCH_HOME", str(tmp_path))
+    folder = tmp_path / "long"
+    folder.mkdir()
+    for part in ("train", "val"):
+        for lang in ("en", "de"):
+            lines = "".join(f"{'a ' * words}\n" for words in (79, 80))
+            (folder / f"{part}.{lang}").write_text(lines, encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    script.add_arguments(parser)
+    args = parser.parse_args(["--dataset", "multi30k", "--evaluate-on", "validation"])
+    script.MAX_LEN_TRAIN = 79
+    pairs, evaluated = script.load_data(args, str(folder))
+    assert pairs.lengths.tolist() == [[80, 80]]  # with the end
+    assert evaluated.lengths.tolist() == [[80, 80], [81, 81]]
+
+
 def test_two_workers_by_torchrun(text: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
@@ -144,7 +163,7 @@ def test_task_4b_is_as_specified(script: ModuleType) -> None:
     assert (task.goal_on("wmt17"), task.goal_on("multi30k"), task.goal_on("multi30k", light=True)) == (25, 20, 15)
     assert (script.BETAS, script.EPS, script.LABEL_SMOOTHING) == ((0.9, 0.98), 1e-9, 0.1)
     assert script.LOSS_SCALING == {"init_scale": 128, "scale_factor": 2, "scale_window": 2000}
-    assert (script.BEAM_SIZE, script.LENGTH_PENALTY) == (4, 0.6)
+    assert (script.BEAM_SIZE, script.LENGTH_PENALTY, script.MAX_LEN_TRAIN) == (4, 0.6, 80)
     big = vars(script.PRESETS["big"])
     assert big == {"max_tokens": 8192, "global_tokens": 131072, "lr": 1.976e-3, "warmup_steps": 1000}
     updates = {k: script.update_freq(argparse.Namespace(**big), k) for k in (1, 2, 5, 16, 32)}

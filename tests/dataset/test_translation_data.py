@@ -314,6 +314,8 @@ def test_every_worker_gets_as_many_token_batches(world_size: int) -> None:
         assert seen == list(range(11 // world_size * world_size if drop_last else 11))
     with pytest.raises(ValueError, match="rank is 4"):
         shard_batches(batches, 4, 4)
+    with pytest.raises(ValueError, match="there are 3 batches; 4 workers need as many"):
+        shard_batches(batches[:3], 0, 4)
 
 
 def test_collater_makes_what_the_transformer_takes(real: tuple[Path, Path]) -> None:

@@ -126,7 +126,7 @@ def shard_batches(
         The batches of the worker.
 
     Raises:
-        ValueError: The rank is not below ``world_size``.
+        ValueError: The rank is not below ``world_size``, or there are too few batches for a step of training.
 
     Example:
         >>> batches = [[0], [1], [2]]
@@ -138,5 +138,9 @@ def shard_batches(
     if not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank}; it must be from 0 to {world_size - 1}, as world_size is {world_size}")
     rounds = len(batches) // world_size if drop_last else -(-len(batches) // world_size)
+    if drop_last and rounds == 0:
+        raise ValueError(
+            f"there are {len(batches)} batches; {world_size} workers need as many for one step: take smaller batches"
+        )
     mine = list(batches[rank : rounds * world_size : world_size])
     return mine + [[] for _ in range(rounds - len(mine))]
