@@ -104,6 +104,7 @@ def train(
     validation_text.generate_batches(VALIDATION_SEQUENCES, rank=rank, world_size=world_size)
 
     model = LSTMLanguageModel(len(text.dictionary), tie_weights=True, **preset.model)
+    torch.manual_seed(args.seed + 1 + rank)  # the weights are the same on all workers, dropout is each worker's own
     model = model.cuda() if gpu else model
     optimizer = CustomCentralizedOptimizer(
         model,

@@ -87,11 +87,11 @@ def test_small_preset_learns_reaches_its_goal_and_stops(tmp_path: Path) -> None:
     assert tracker.best_metric_value < 37
 
 
-def one_epoch(rank: int, world_size: int, text: str, folder: str) -> tuple[float, dict[str, Any]]:
+def one_epoch(rank: int, world_size: int, text: str, folder: str) -> tuple[float, dict[str, Any], torch.Tensor]:
     arguments = ("--epochs", "1", "--batch-size", "10", "--checkpoint")
     tracker = train(Path(folder), Path(text), *arguments, rank=rank, world_size=world_size)
     state = torch.load(Path(folder) / f"1_{rank}.pth.tar", weights_only=True)
-    return tracker.best_metric_value, state["model"]
+    return tracker.best_metric_value, state["model"], state["rng"]["torch"]
 
 
 def plain_perplexity(folder: Path, weights: dict[str, Any]) -> float:
@@ -111,9 +111,10 @@ def test_two_workers_report_the_perplexity_of_the_whole_text(tmp_path: Path) -> 
     text = write_text(tmp_path / "text", valid_is_train=False)
     results = run_ranks(2, one_epoch, str(text), str(tmp_path / "run"))
     expected = plain_perplexity(text, results[0][1])
-    for perplexity, weights in results:
+    for perplexity, weights, _ in results:
         assert_equal(weights, results[0][1])
         assert perplexity == pytest.approx(expected, rel=1e-4)
+    assert not torch.equal(results[0][2], results[1][2])  # each worker has dropout masks of its own
 
 
 def test_missing_text_is_one_clear_line(tmp_path: Path) -> None:
