@@ -1,4 +1,4 @@
-"""CUDA kernels compiled for the host: ``csrc/<name>/host.cpp`` on the emulator of ``csrc/emulator``, loaded by ctypes."""
+"""CUDA kernels compiled for the host: ``csrc/<name>/host.cpp`` on the emulator, loaded by ctypes."""
 
 from __future__ import annotations
 
@@ -11,30 +11,56 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-FLAGS = ("-x", "c++", "-std=c++20", "-O1", "-shared", "-fPIC", "-DMLBENCH_HOST", f"-I{CSRC}")
+FLAGS = ("-x", "c++", "-std=c++20", "-O1", "-fPIC", "-DMLBENCH_HOST", f"-I{CSRC}")
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+CHECKS = ("-fsanitize=alignment,bounds,null,shift", "-fno-sanitize-recover=all")
 
 ASCENDING, DESCENDING = 0, 1
 SCHEDULES = (ASCENDING, DESCENDING, 2, 3)
 
 _folder: list[Path] = []  # where this session's libraries are, once `use_folder` has said so
-_loaded: dict[Path, ctypes.CDLL] = {}
+_loaded: dict[Path, HostLibrary] = {}
+
+
+class KernelError(AssertionError):
+    """What a kernel did wrong, in the emulator's words: the block, the thread, the file, the line and the reason."""
+
+
+class HostLibrary(ctypes.CDLL):
+    """A library of kernels on the emulator; a function whose launch failed raises `KernelError`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._failure = super().__getitem__("mlbench_emulator_failure")
+        self._failure.restype = ctypes.c_char_p
+
+    def __getitem__(self, name_or_ordinal: Any) -> Any:
+        function = super().__getitem__(name_or_ordinal)
+        function.errcheck = self._raise_failure
+        return function
+
+    def _raise_failure(self, result: Any, function: Any, arguments: Any) -> Any:
+        message = self._failure()
+        if message:
+            raise KernelError(message.decode())
+        return result
 
 
 def use_folder(factory: pytest.TempPathFactory) -> None:
-    """Keep this session's libraries in pytest's temporary folder, in the one that all workers share if there are several."""
+    """Keep this session's libraries in pytest's temporary folder, the one that all workers of the session share."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cuda_host"
     folder.mkdir(exist_ok=True)
     _folder[:] = [folder]
 
 
-def host_library(name: str) -> ctypes.CDLL:
+def host_library(name: str) -> HostLibrary:
     """The kernels of ``csrc/<name>`` on the host, compiled once per session and state of the sources.
 
     Args:
@@ -46,7 +72,7 @@ def host_library(name: str) -> ctypes.CDLL:
     return compile_host(CSRC / name / "host.cpp")
 
 
-def compile_host(source: Path, *flags: str) -> ctypes.CDLL:
+def compile_host(source: Path, *flags: str) -> HostLibrary:
     """A C++ file that includes kernels, compiled for the emulator and loaded; skips the test where g++ is absent.
 
     Args:
@@ -55,7 +81,7 @@ def compile_host(source: Path, *flags: str) -> ctypes.CDLL:
     """
     library = build_host(source, *flags)
     if library not in _loaded:
-        _loaded[library] = ctypes.CDLL(str(library))
+        _loaded[library] = HostLibrary(library)
     return _loaded[library]
 
 
@@ -74,8 +100,8 @@ def build_host(source: Path, *flags: str) -> Path:
     return library
 
 
-def set_schedule(library: ctypes.CDLL, seed: int) -> None:
-    """Choose the order in which later launches of the library run threads: `ASCENDING`, `DESCENDING` or a seed above."""
+def set_schedule(library: HostLibrary, seed: int) -> None:
+    """Choose the order in which later launches run threads: `ASCENDING`, `DESCENDING` or, at random, a seed above."""
     library.mlbench_emulator_schedule(ctypes.c_uint64(seed))
 
 
@@ -85,7 +111,7 @@ def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
 
 
 def _digest(source: Path, flags: tuple[str, ...]) -> str:
-    digest = hashlib.sha256(repr((FLAGS, WARNINGS, flags)).encode())
+    digest = hashlib.sha256(repr((FLAGS, WARNINGS, CHECKS, flags)).encode())
     headers = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh"))
     for path in (source, *headers):
         digest.update(path.read_bytes())
@@ -100,9 +126,12 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compile(compiler: str, source: Path, library: Path, flags: tuple[str, ...]) -> None:
-    partial = library.with_suffix(".partial")
-    done = subprocess.run(
-        [compiler, *FLAGS, *WARNINGS, *flags, str(source), "-o", str(partial)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"g++ could not compile {source} for the host:\n{done.stderr}"
-    partial.rename(library)
+    # Linked in a step of its own, without CHECKS: the emulator has its own functions for them, libubsan stays out.
+    compiled, linked = library.with_suffix(".o"), library.with_suffix(".partial")
+    for command in (
+        [compiler, *FLAGS, *WARNINGS, *CHECKS, *flags, "-c", str(source), "-o", str(compiled)],
+        [compiler, "-shared", str(compiled), "-o", str(linked)],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"g++ could not compile {source} for the host:\n{done.stderr}"
+    linked.rename(library)

@@ -1,7 +1,8 @@
 """Run a function in k Gloo processes and bring back what each returned.
 
 The processes are forked from a server that has imported torch and done nothing else: importing it anew in each of them
-would take most of the time of most tests.
+would take most of the time of most tests. For the same reason it has imported what many tests read digits with, and
+pytest, which is the main module that ``multiprocessing`` imports into every process.
 """
 
 from __future__ import annotations
@@ -15,9 +16,24 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
-IMPORTED_BEFORE = ["torch", "torch._dynamo", "torch.distributed", "mlbench_core.optim.pytorch"]
+IMPORTED_BEFORE = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "mlbench_core.optim.pytorch",
+    "pytest",
+    "sklearn.datasets",
+]
+
+
+def fork_context() -> ForkServerContext:
+    """Where processes are forked from the server; its first process starts it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_BEFORE)
+    return context
 
 
 class RankFailure(AssertionError):
@@ -77,8 +93,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     Raises:
         RankFailure: A worker raised, died or the limit passed. The message names the rank and has its traceback.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED_BEFORE)
+    context = fork_context()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         channels, processes = [], []
         for rank in range(world_size):

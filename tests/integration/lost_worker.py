@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mlbench_core.optim.pytorch import CentralizedSGD
 
-TIMEOUT_S = 5
+TIMEOUT_S = 3
 
 
 def main() -> None:

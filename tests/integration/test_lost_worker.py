@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import environment, free_port
+from tests.helpers.forked import ForkedScript
+from tests.helpers.processes import free_port
 from tests.integration.lost_worker import TIMEOUT_S
 
 SCRIPT = Path(__file__).with_name("lost_worker.py")
@@ -18,27 +17,19 @@ SCRIPT = Path(__file__).with_name("lost_worker.py")
 def run(world_size: int, store: str, lost: int, how: str, limit_s: float) -> dict[int, tuple[int, str, str]]:
     """Exit status, output and errors of the workers that are not lost."""
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(world_size), store, str(lost), how],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
+        ForkedScript([str(SCRIPT), str(rank), str(world_size), store, str(lost), how]) for rank in range(world_size)
     ]
     deadline = time.monotonic() + limit_s
     try:
-        outputs = {
-            rank: process.communicate(timeout=max(1, deadline - time.monotonic()))
+        ended = {
+            rank: process.finish(max(1, deadline - time.monotonic()))
             for rank, process in enumerate(processes)
             if rank != lost
         }
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
-    return {rank: (processes[rank].returncode, *output) for rank, output in outputs.items()}
+    return {rank: (process.returncode, process.stdout, process.stderr) for rank, process in ended.items()}
 
 
 @pytest.mark.parametrize("how", ["overlap", "plain"])
