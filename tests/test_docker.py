@@ -63,6 +63,24 @@ def test_the_base_installs_this_version_with_what_it_was_tested_with() -> None:
     assert TAG in BASE.read_text()
 
 
+def test_the_base_has_a_wheel_with_and_one_without_cuda_kernels() -> None:
+    """The argument names the stage; only the one with kernels installs a compiler."""
+    text = BASE.read_text()
+    assert defaults(BASE)["MLBENCH_WHEEL"] == "plain"
+    stages = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM )", text, re.MULTILINE | re.DOTALL))
+    assert {"source", "plain", "with-kernels", "wheel"} == set(stages)
+    assert "FROM ${MLBENCH_WHEEL} AS wheel\n" in text and "COPY --from=wheel /wheels /wheels\n" in text
+    for name in ("plain", "with-kernels"):
+        command = re.search(r"RUN (.*)python -m pip wheel (.*)", stages[name])
+        assert command is not None and command[2].endswith("--wheel-dir /wheels .")
+        assert (command[1], "--no-build-isolation" in command[2]) == (
+            ("MLBENCH_CUDA=1 ", True) if name == "with-kernels" else ("", False)
+        )
+    assert [name for name in stages if "nvcc" in stages[name] or "g++" in stages[name]] == ["with-kernels"]
+    releases = re.findall(r"nvidia-[\w-]+==(\d+\.\d+)", stages["with-kernels"])
+    assert len(releases) == 5 and len(set(releases)) == 1
+
+
 def test_the_base_asks_for_extras_that_there_are() -> None:
     extras = re.search(r"mlbench-core\[([\w,]+)\]", BASE.read_text())
     assert extras is not None

@@ -250,6 +250,8 @@ def compile_command(toolchain: Toolchain, source: Path, output: Path, *, include
 def link_command(toolchain: Toolchain, objects: Sequence[Path], output: Path) -> list[str]:
     """The command that links the library.
 
+    A toolkit of NVIDIA's packages on PyPI has its static libraries in ``lib``, and nvcc looks in ``lib64`` alone.
+
     Args:
         toolchain: What to build with.
         objects: The object files.
@@ -258,8 +260,11 @@ def link_command(toolchain: Toolchain, objects: Sequence[Path], output: Path) ->
     Returns:
         Program and arguments.
     """
+    home = toolchain.nvcc.resolve().parents[1]
+    unknown_to_nvcc = (home / "lib" / "libcudart_static.a").is_file() and not (home / "lib64").exists()
     return [
         *(str(toolchain.nvcc), "-shared", "-cudart", "static", "-o", str(output), *map(str, objects)),
+        *([f"-L{home / 'lib'}"] if unknown_to_nvcc else []),
         *(f"-L{toolchain.torch / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"),
     ]
 

@@ -165,6 +165,15 @@ def test_the_commands_are_those_of_the_manual(tree: Tree) -> None:
     assert tree.unfinished() == []
 
 
+@pytest.mark.parametrize("folders", [["lib"], ["lib", "lib64"]])
+def test_the_static_runtime_of_nvidias_packages_is_found(tree: Tree, folders: list[str]) -> None:
+    for name in folders:
+        (tree.toolkit / name).mkdir()
+        tree.tell(f"{name}/libcudart_static.a")
+    tree.build()
+    assert (f" -L{tree.toolkit / 'lib'} " in tree.commands()[-1]) == (folders == ["lib"])
+
+
 def test_torch_is_found_without_importing_it(tree: Tree) -> None:
     code = (
         "import os, sys; from mlbench_core.ops.build import find_toolchain; "
