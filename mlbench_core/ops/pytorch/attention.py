@@ -1,0 +1,519 @@
+r"""Attention of short sentences, as one operator with one CUDA kernel for each direction.
+
+.. math:: O = \mathrm{dropout}(\mathrm{softmax}(s Q K^T + \mathrm{mask})) V
+
+for sentences of at most 128 positions, whose scores fit into a GPU's registers: nothing of the size queries x keys is
+ever stored. Only the logarithm of each softmax's sum is kept for the backward pass, and the dropout mask is a function
+of a seed (:mod:`~mlbench_core.ops.pytorch.philox`). Tensors are read where they lie: time-first ones, slices of a fused
+projection, sentences padded on either side, or rows packed without padding.
+
+The operators ``mlbench::short_attention`` and ``mlbench::short_attention_backward`` are defined here, with
+:mod:`~mlbench_core.ops.pytorch.attention_reference` as their implementation everywhere;
+:mod:`~mlbench_core.ops.pytorch.extension` tells whether CUDA kernels take over. Forward and backward give the same
+numbers each time for the same seed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mlbench_core.ops.pytorch import extension
+from mlbench_core.ops.pytorch.attention_reference import backward_reference, forward_reference, output_like
+from mlbench_core.ops.pytorch.philox import draw_seed, dropout_threshold
+
+__all__ = [
+    "MAX_POSITIONS",
+    "draw_seed",
+    "short_attention",
+    "short_attention_kv",
+    "short_attention_qkv",
+    "uses_kernel",
+    "why_not_kernel",
+]
+
+MAX_POSITIONS = 128
+"""The most queries, and the most keys, of a sentence."""
+
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+_KERNEL_HEAD_DIMS = (32, 64)
+_ALIGNMENT_BYTES = 16
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The operators. What the arguments mean:
+#   query (batch, max_query, heads, d), key and value (batch, max_key, heads, d), any strides whose last one is 1;
+#   or packed, (rows, heads, d), where sentence b has the rows starts[b] to starts[b + 1] - 1; int32 (batch + 1,).
+#   *_padding: bool (batch, max_query) or (batch, max_key), True at padding; not for packed rows.
+#   is_causal: query i sees key j if j <= i + keys - queries of the sentence.
+#   dropout_p, seed, offset: weights are kept as philox.attention_dropout_mask says.
+# Outputs: output as output_like(query); logsumexp (batch, heads, max_query), float32 (float64 for float64), natural
+# logarithm, +inf where a query is padding or sees no key. Such rows of the output and all gradients of padding are 0.
+# ----------------------------------------------------------------------------------------------------------------------
+_SENTENCES = (
+    "Tensor? query_starts, Tensor? key_starts, int max_query, int max_key, Tensor? query_padding, Tensor? key_padding, "
+    "bool is_causal, float scale, float dropout_p, Tensor? seed, int offset"
+)
+torch.library.define(
+    "mlbench::short_attention",
+    f"(Tensor query, Tensor key, Tensor value, {_SENTENCES}) -> (Tensor output, Tensor logsumexp)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "mlbench::short_attention_backward",
+    f"(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor logsumexp, {_SENTENCES}, "
+    "Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value) -> ()",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.impl("mlbench::short_attention", "default", forward_reference)
+torch.library.impl("mlbench::short_attention_backward", "default", backward_reference)
+
+
+@torch.library.register_fake("mlbench::short_attention")
+def _forward_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor | None,
+    key_starts: Tensor | None,
+    max_query: int,
+    max_key: int,
+    *_: object,
+) -> tuple[Tensor, Tensor]:
+    batch = query.shape[0] if query_starts is None else query_starts.shape[0] - 1
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    logsumexp = query.new_empty((batch, query.shape[-2], max_query), dtype=dtype)
+    return output_like(query, query_starts is not None), logsumexp
+
+
+@torch.library.register_fake("mlbench::short_attention_backward")
+def _backward_fake(*_: object) -> None:
+    """The gradients are written in place."""
+
+
+def short_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_padding: Tensor | None = None,
+    query_padding: Tensor | None = None,
+    query_starts: Tensor | None = None,
+    key_starts: Tensor | None = None,
+    max_query: int | None = None,
+    max_key: int | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:
+    r"""Attention :math:`\mathrm{dropout}(\mathrm{softmax}(s Q K^T + \mathrm{mask})) V` of each sentence and head.
+
+    There are two layouts. Padded: all sentences have the same number of positions, and masks say which are padding.
+    Packed: the rows of all sentences stand one after the other, and ``query_starts`` and ``key_starts`` say where each
+    begins. Time-first tensors are given transposed, ``x.transpose(0, 1)``, without a copy.
+
+    The softmax is computed in float32, or in float64 for such inputs. There is no second derivative.
+
+    Args:
+        query: Q, shape (batch, queries, heads, d), or (rows, heads, d) if packed; any floating-point dtype.
+        key: K, shape (batch, keys, heads, d), or (rows, heads, d); dtype and device of the query.
+        value: V, the shape of ``key``.
+        key_padding: bool of shape (batch, keys), True where nothing must be seen, in any pattern.
+        query_padding: bool of shape (batch, queries), True where the output is not needed: it is 0 there.
+        query_starts: int32 of shape (batch + 1,): sentence b has the rows ``query_starts[b]`` up to, without,
+            ``query_starts[b + 1]``. It begins with 0 and ends with the number of rows.
+        key_starts: The same of the keys; both are given or neither.
+        max_query: For packed rows, the most queries that a sentence has; 128 if None. The nearer, the faster.
+        max_key: For packed rows, the most keys that a sentence has; 128 if None.
+        is_causal: Whether a query sees no later key. The last query and the last key of a sentence are at the same
+            position, padding included.
+        scale: s, above 0; :math:`1 / \sqrt{d}` if None.
+        dropout_p: Probability that a weight becomes 0, at least 0 and at most 65535/65536, rounded to a multiple of
+            1/65536; the others are scaled so that their expectation stays.
+        seed: int64 of shape (1,) on the device of the tensors: what the mask is drawn from. Needed only if there is
+            dropout; if None, :func:`draw_seed` then draws one.
+        offset: Tells apart the layers that share a seed.
+
+    Returns:
+        O, shape and dtype of the query, positions first in memory if the query is. Rows are exactly 0 where the query
+        is padding or sees no key.
+
+    Raises:
+        ValueError: Shapes, lengths or numbers do not fit.
+        TypeError: Dtypes do not fit.
+
+    References:
+        Dao, Fu, Ermon, Rudra and Re 2022, FlashAttention, arXiv 2205.14135: to keep the softmax's sums alone and
+        recompute the weights.
+
+    Example:
+        >>> query = key = torch.zeros(1, 3, 1, 2)  # one sentence of 3 positions, one head
+        >>> value = torch.tensor([[3.0, 0.0], [6.0, 3.0], [9.0, 9.0]]).view(1, 3, 1, 2)
+        >>> short_attention(query, key, value, key_padding=torch.tensor([[False, False, True]]))[0, :, 0].tolist()
+        [[4.5, 1.5], [4.5, 1.5], [4.5, 1.5]]
+        >>> short_attention(query, key, value, is_causal=True)[0, :, 0].round().tolist()
+        [[3.0, 0.0], [4.0, 2.0], [6.0, 4.0]]
+    """
+    masks = _Masks(query_starts, key_starts, query_padding, key_padding)
+    if key.shape != value.shape:
+        raise ValueError(f"key has shape {tuple(key.shape)} and value {tuple(value.shape)}; they must be equal")
+    lengths = (max_query, max_key)
+    return _attend(
+        (query, key, value), query.shape, key.shape, masks, lengths, is_causal, scale, dropout_p, seed, offset
+    )
+
+
+def short_attention_kv(
+    query: Tensor,
+    kv: Tensor,
+    *,
+    key_padding: Tensor | None = None,
+    query_padding: Tensor | None = None,
+    query_starts: Tensor | None = None,
+    key_starts: Tensor | None = None,
+    max_query: int | None = None,
+    max_key: int | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:
+    """:func:`short_attention` on a fused projection of keys and values, which gets one gradient.
+
+    Args:
+        query: Shape (batch, queries, heads, d), or (rows, heads, d) if packed.
+        kv: Keys and values, shape (batch, keys, 2, heads, d), or (rows, 2, heads, d).
+        key_padding: As in :func:`short_attention`, like all that follow.
+        query_padding: bool of shape (batch, queries).
+        query_starts: int32 of shape (batch + 1,).
+        key_starts: int32 of shape (batch + 1,).
+        max_query: The most queries that a packed sentence has.
+        max_key: The most keys that a packed sentence has.
+        is_causal: Whether a query sees no later key.
+        scale: Factor of the scores.
+        dropout_p: Probability that a weight becomes 0.
+        seed: int64 of shape (1,).
+        offset: Tells apart the layers that share a seed.
+
+    Returns:
+        O, shape and dtype of the query.
+
+    Raises:
+        ValueError: Shapes, lengths or numbers do not fit.
+        TypeError: Dtypes do not fit.
+
+    Example:
+        >>> query, kv = torch.ones(2, 3, 4, 8), torch.ones(2, 5, 2, 4, 8)
+        >>> short_attention_kv(query, kv).shape
+        torch.Size([2, 3, 4, 8])
+    """
+    masks = _Masks(query_starts, key_starts, query_padding, key_padding)
+    key_shape = _shape_of_part(kv, 2, "kv", key_starts)
+    lengths = (max_query, max_key)
+    return _attend((query, kv), query.shape, key_shape, masks, lengths, is_causal, scale, dropout_p, seed, offset)
+
+
+def short_attention_qkv(
+    qkv: Tensor,
+    *,
+    padding: Tensor | None = None,
+    starts: Tensor | None = None,
+    max_length: int | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:
+    """Self-attention on a fused projection of queries, keys and values, which gets one gradient.
+
+    Args:
+        qkv: Queries, keys and values, shape (batch, positions, 3, heads, d), or (rows, 3, heads, d) if packed.
+        padding: bool of shape (batch, positions), True at padding, which is not seen and whose output is 0.
+        starts: int32 of shape (batch + 1,) for packed rows, as in :func:`short_attention`.
+        max_length: The most positions that a packed sentence has; 128 if None.
+        is_causal: As in :func:`short_attention`, like all that follow.
+        scale: Factor of the scores.
+        dropout_p: Probability that a weight becomes 0.
+        seed: int64 of shape (1,).
+        offset: Tells apart the layers that share a seed.
+
+    Returns:
+        O, shape (batch, positions, heads, d), or (rows, heads, d).
+
+    Raises:
+        ValueError: Shapes, lengths or numbers do not fit.
+        TypeError: Dtypes do not fit.
+
+    Example:
+        >>> x = torch.randn(7, 2, 3 * 4 * 8)  # a time-first projection: 7 positions, 2 sentences, 4 heads of 8
+        >>> short_attention_qkv(x.unflatten(-1, (3, 4, 8)).transpose(0, 1)).shape
+        torch.Size([2, 7, 4, 8])
+    """
+    masks = _Masks(starts, starts, padding, padding)
+    shape = _shape_of_part(qkv, 3, "qkv", starts)
+    lengths = (max_length, max_length)
+    return _attend((qkv,), shape, shape, masks, lengths, is_causal, scale, dropout_p, seed, offset)
+
+
+def uses_kernel(*tensors: Tensor, max_query: int, max_key: int) -> bool:
+    """Whether the CUDA kernels take these tensors; :func:`why_not_kernel` says why not."""
+    return why_not_kernel(*tensors, max_query=max_query, max_key=max_key) is None
+
+
+def why_not_kernel(*tensors: Tensor, max_query: int, max_key: int) -> str | None:
+    """What keeps the CUDA kernels from computing attention on these tensors.
+
+    Args:
+        tensors: What one of the functions above gets: (query, key, value), (query, kv) or (qkv,).
+        max_query: Queries of the longest sentence, padding included.
+        max_key: Keys of the longest sentence.
+
+    Returns:
+        One line that says which property of the tensors, or what of the installation, is not as the kernels need it;
+        None if they are used.
+
+    Example:
+        >>> why_not_kernel(torch.zeros(2, 5, 3, 4, 64), max_query=5, max_key=5)
+        'the tensors are on cpu; the kernels need CUDA'
+    """
+    first = tensors[0]
+    if first.device.type != "cuda":
+        return f"the tensors are on {first.device}; the kernels need CUDA"
+    if first.dtype not in _KERNEL_DTYPES:
+        return f"the tensors are of {first.dtype}; the kernels need {' or '.join(map(str, _KERNEL_DTYPES))}"
+    if first.shape[-1] not in _KERNEL_HEAD_DIMS:
+        known = ", ".join(map(str, _KERNEL_HEAD_DIMS))
+        return f"the heads have {first.shape[-1]} features; the kernels need one of {known}"
+    if max(max_query, max_key) > MAX_POSITIONS:
+        return f"there are {max_query} queries and {max_key} keys; the kernels take at most {MAX_POSITIONS}"
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            return f"a tensor of shape {tuple(tensor.shape)} is empty"
+        if not _has_aligned_rows(tensor):
+            return f"strides {tensor.stride()} do not give rows without gaps that begin at multiples of 16 bytes"
+    return extension.why_not()
+
+
+class _Masks(NamedTuple):
+    """Which rows are a sentence's, and which of them are padding."""
+
+    query_starts: Tensor | None
+    key_starts: Tensor | None
+    query_padding: Tensor | None
+    key_padding: Tensor | None
+
+
+class _Options(NamedTuple):
+    """What of the operators' arguments is no tensor, and whether to run the plain reference and not the operator."""
+
+    max_query: int
+    max_key: int
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    offset: int
+    is_plain: bool
+
+
+def _attend(
+    parts: tuple[Tensor, ...],
+    query_shape: torch.Size,
+    key_shape: torch.Size,
+    masks: _Masks,
+    lengths: tuple[int | None, int | None],
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    offset: int,
+) -> Tensor:
+    """Check the arguments, draw a missing seed, and attend."""
+    _check_tensors(parts)
+    if masks.query_starts is None and masks.key_starts is None:
+        _check_padded(query_shape, key_shape, masks, lengths)
+        max_query, max_key = query_shape[1], key_shape[1]
+    else:
+        _check_packed(query_shape, key_shape, masks)
+        max_query, max_key = (MAX_POSITIONS if length is None else length for length in lengths)
+    if not (0 <= max_query <= MAX_POSITIONS and 0 <= max_key <= MAX_POSITIONS):
+        raise ValueError(
+            f"sentences have up to {max_query} queries and {max_key} keys; at most {MAX_POSITIONS} of each are "
+            "possible, take torch.nn.functional.scaled_dot_product_attention for more"
+        )
+    scale = 1.0 / math.sqrt(max(1, query_shape[-1])) if scale is None else scale
+    if not 0.0 < scale < math.inf:
+        raise ValueError(f"scale is {scale}; it must be above 0 and finite")
+    seed = _seed_of(parts[0], dropout_p, seed)
+    masks = _Masks(*(None if mask is None else mask.contiguous() for mask in masks))
+    # On CUDA the operator is the kernel once the library is loaded, also for tensors that the kernel refuses.
+    is_plain = parts[0].is_cuda and not uses_kernel(*parts, max_query=max_query, max_key=max_key)
+    options = _Options(max_query, max_key, is_causal, scale, dropout_p, offset, is_plain)
+    if torch.compiler.is_compiling():  # it refuses an autograd.Function that gets the same tensor twice
+        masks = _Masks(*(None if mask is None else mask.view_as(mask) for mask in masks))
+        parts = tuple(part.view_as(part) for part in parts)
+    output: Tensor = _ShortAttention.apply(options, *masks, seed, *parts)
+    return output
+
+
+class _ShortAttention(torch.autograd.Function):
+    """Autograd of the operators, on (query, key, value), (query, kv) or (qkv,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: _Options,
+        query_starts: Tensor | None,
+        key_starts: Tensor | None,
+        query_padding: Tensor | None,
+        key_padding: Tensor | None,
+        seed: Tensor | None,
+        *parts: Tensor,
+    ) -> Tensor:
+        masks = _Masks(query_starts, key_starts, query_padding, key_padding)
+        operator: Any = forward_reference if options.is_plain else torch.ops.mlbench.short_attention.default
+        output, logsumexp = operator(*_query_key_value(parts), *_operator_arguments(masks, options, seed))
+        ctx.save_for_backward(logsumexp, *masks, seed, *parts)
+        ctx.options = options
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        options: _Options = ctx.options
+        logsumexp, query_starts, key_starts, query_padding, key_padding, seed, *parts = ctx.saved_tensors
+        masks = _Masks(query_starts, key_starts, query_padding, key_padding)
+        if not _has_aligned_rows(grad):
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        gradients = [output_like(part, query_starts is not None) for part in parts]
+        operator: Any = backward_reference if options.is_plain else torch.ops.mlbench.short_attention_backward.default
+        operator(
+            grad,
+            *_query_key_value(parts),
+            logsumexp,
+            *_operator_arguments(masks, options, seed),
+            *_query_key_value(gradients),
+        )
+        return (None, None, None, None, None, None, *gradients)
+
+
+def _operator_arguments(masks: _Masks, options: _Options, seed: Tensor | None) -> tuple[Any, ...]:
+    """The arguments of both operators from ``query_starts`` to ``offset``."""
+    return (
+        masks.query_starts,
+        masks.key_starts,
+        options.max_query,
+        options.max_key,
+        masks.query_padding,
+        masks.key_padding,
+        options.is_causal,
+        options.scale,
+        options.dropout_p,
+        seed,
+        options.offset,
+    )
+
+
+def _query_key_value(parts: tuple[Tensor, ...] | list[Tensor]) -> tuple[Tensor, ...]:
+    """Views of queries, keys and values, whichever of them are fused."""
+    if len(parts) == 3:
+        return tuple(parts)
+    *query, fused = parts
+    return (*query, *fused.unbind(-3))
+
+
+def _has_aligned_rows(tensor: Tensor) -> bool:
+    """Whether the features of each head lie side by side and begin at a multiple of 16 bytes."""
+    elements = _ALIGNMENT_BYTES // tensor.element_size()
+    *strides, last = tensor.stride()
+    if last != 1 or any(stride % elements for stride in strides):
+        return False
+    # The compiler knows no offsets; what it allocates begins at such a multiple.
+    return torch.compiler.is_compiling() or tensor.storage_offset() % elements == 0
+
+
+def _seed_of(tensor: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor | None:
+    """The seed if there is dropout: the given one, or one that is drawn."""
+    if dropout_threshold(dropout_p) == 0:
+        return None
+    if seed is None:
+        return draw_seed(tensor.device)
+    if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != tensor.device:
+        raise ValueError(
+            f"seed is {seed.dtype} of shape {tuple(seed.shape)} on {seed.device}; it must be int64 of shape (1,) on "
+            f"{tensor.device}, such as draw_seed gives"
+        )
+    return seed
+
+
+def _shape_of_part(fused: Tensor, number: int, name: str, starts: Tensor | None) -> torch.Size:
+    """The shape of each of ``number`` tensors that are fused along the third dimension from the right."""
+    first = "(batch, positions" if starts is None else "(rows"
+    if fused.dim() != (5 if starts is None else 4) or fused.shape[-3] != number:
+        raise ValueError(f"{name} has shape {tuple(fused.shape)}; it must be {first}, {number}, heads, d)")
+    return torch.Size((*fused.shape[:-3], *fused.shape[-2:]))
+
+
+def _check_tensors(parts: tuple[Tensor, ...]) -> None:
+    """Refuse tensors of several dtypes or devices."""
+    first = parts[0]
+    if not first.is_floating_point() or any(part.dtype != first.dtype for part in parts):
+        raise TypeError(f"the tensors are of {[part.dtype for part in parts]}; they need one floating-point dtype")
+    if any(part.device != first.device for part in parts):
+        raise ValueError(f"the tensors are on {[str(part.device) for part in parts]}; they must be on one device")
+
+
+def _check_padded(
+    query_shape: torch.Size, key_shape: torch.Size, masks: _Masks, lengths: tuple[int | None, int | None]
+) -> None:
+    """Refuse what is no padded batch."""
+    if len(query_shape) != 4 or len(key_shape) != 4 or _other_dimensions(query_shape) != _other_dimensions(key_shape):
+        raise ValueError(
+            f"queries have shape {tuple(query_shape)} and keys {tuple(key_shape)}; without starts they must be (batch, "
+            "queries, heads, d) and (batch, keys, heads, d)"
+        )
+    if lengths != (None, None):
+        raise ValueError(f"the longest sentences are given as {lengths}, but only packed rows with starts need that")
+    for name, padding, shape in (
+        ("query_padding", masks.query_padding, query_shape),
+        ("key_padding", masks.key_padding, key_shape),
+    ):
+        if padding is not None and (padding.dtype != torch.bool or padding.shape != shape[:2]):
+            raise ValueError(
+                f"{name} is {padding.dtype} of shape {tuple(padding.shape)}; it must be bool of {tuple(shape[:2])}"
+            )
+
+
+def _check_packed(query_shape: torch.Size, key_shape: torch.Size, masks: _Masks) -> None:
+    """Refuse what is no packed batch."""
+    query_starts, key_starts = masks.query_starts, masks.key_starts
+    if query_starts is None or key_starts is None:
+        raise ValueError("one of query_starts and key_starts is None; packed rows need both")
+    if len(query_shape) != 3 or len(key_shape) != 3 or query_shape[1:] != key_shape[1:]:
+        raise ValueError(
+            f"queries have shape {tuple(query_shape)} and keys {tuple(key_shape)}; with starts both must be (rows, "
+            "heads, d)"
+        )
+    if query_starts.dtype != torch.int32 or key_starts.dtype != torch.int32 or query_starts.dim() != 1:
+        raise ValueError(
+            f"query_starts are {query_starts.dtype} with {query_starts.dim()} dimensions and key_starts "
+            f"{key_starts.dtype}; they must be int32 of one dimension"
+        )
+    if query_starts.shape != key_starts.shape or query_starts.shape[0] < 2:
+        raise ValueError(
+            f"query_starts have shape {tuple(query_starts.shape)} and key_starts {tuple(key_starts.shape)}; both must "
+            "have one number more than there are sentences, of which there must be one at least"
+        )
+    if masks.query_padding is not None or masks.key_padding is not None:
+        raise ValueError("packed rows have no padding; leave out query_padding and key_padding")
+
+
+def _other_dimensions(shape: torch.Size) -> torch.Size:
+    """(batch, heads, d)."""
+    return torch.Size((shape[0], *shape[2:]))

@@ -1,0 +1,194 @@
+r"""What :mod:`~mlbench_core.ops.pytorch.attention` computes, step by step in plain PyTorch.
+
+For a sentence's queries Q, keys K and values V, with :math:`M` 1 where dropout keeps a weight and 0 elsewhere:
+
+.. math::
+    S = s Q K^T, \quad \ell_i = \ln \sum_j e^{S_{ij}}, \quad P_{ij} = e^{S_{ij} - \ell_i}, \quad
+    D = \frac{P \odot M}{1 - p}, \quad O = D V
+
+where sums run over the keys that a query sees. With :math:`\bar{X}` the gradient of X:
+
+.. math::
+    \bar{D} = \bar{O} V^T, \quad \bar{P} = \frac{\bar{D} \odot M}{1 - p}, \quad
+    \bar{S}_{ij} = P_{ij} \left(\bar{P}_{ij} - \sum_k P_{ik} \bar{P}_{ik}\right), \quad
+    \bar{Q} = s \bar{S} K, \quad \bar{K} = s \bar{S}^T Q, \quad \bar{V} = D^T \bar{O}
+
+This is how the operators run where the CUDA kernels do not, and what those are tested against. It computes in float32,
+or in float64 for such tensors, and on packed rows by padding them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mlbench_core.ops.pytorch.philox import attention_dropout_mask, dropout_threshold
+
+__all__ = ["backward_reference", "forward_reference", "output_like"]
+
+
+def forward_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor | None,
+    key_starts: Tensor | None,
+    max_query: int,
+    max_key: int,
+    query_padding: Tensor | None,
+    key_padding: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
+    """The operator ``mlbench::short_attention``, whose arguments these are."""
+    queries = _Sentences.describe(query, query_starts, max_query, query_padding)
+    keys = _Sentences.describe(key, key_starts, max_key, key_padding)
+    with torch.autocast(query.device.type, enabled=False):
+        scores = _scores(queries.take(query), keys.take(key), queries, keys, is_causal, scale)
+        logsumexp = scores.logsumexp(dim=-1)
+        # Without this a row that sees nothing would be exp(-inf - -inf), which is no number.
+        logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, torch.inf)
+        weights = (scores - logsumexp.unsqueeze(-1)).exp()
+        attended = _dropped(weights, dropout_p, seed, offset) @ keys.take(value)
+    output = output_like(query, query_starts is not None)
+    queries.put(attended, output)
+    return output, logsumexp
+
+
+def backward_reference(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    logsumexp: Tensor,
+    query_starts: Tensor | None,
+    key_starts: Tensor | None,
+    max_query: int,
+    max_key: int,
+    query_padding: Tensor | None,
+    key_padding: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    offset: int,
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+) -> None:
+    """The operator ``mlbench::short_attention_backward``, whose arguments these are. It writes the last three."""
+    queries = _Sentences.describe(query, query_starts, max_query, query_padding)
+    keys = _Sentences.describe(key, key_starts, max_key, key_padding)
+    with torch.autocast(query.device.type, enabled=False):
+        q, k, v, grad = queries.take(query), keys.take(key), keys.take(value), queries.take(grad_output)
+        weights = (_scores(q, k, queries, keys, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
+        grad_value_dense = _dropped(weights, dropout_p, seed, offset).transpose(-1, -2) @ grad
+        grad_weights = _dropped(grad @ v.transpose(-1, -2), dropout_p, seed, offset)
+        delta = (weights * grad_weights).sum(dim=-1, keepdim=True)
+        grad_scores = weights * (grad_weights - delta)
+        grad_query_dense = scale * grad_scores @ k
+        grad_key_dense = scale * grad_scores.transpose(-1, -2) @ q
+    queries.put(grad_query_dense, grad_query)
+    keys.put(grad_key_dense, grad_key)
+    keys.put(grad_value_dense, grad_value)
+
+
+def output_like(tensor: Tensor, is_packed: bool = False) -> Tensor:
+    """An uninitialised tensor of the shape and dtype of another one, dense, positions first where those are.
+
+    Args:
+        tensor: Shape (batch, positions, ...), or (rows, ...) if packed.
+        is_packed: Whether the first dimension is rows.
+
+    Returns:
+        A contiguous tensor; or, if neighbouring sentences are closer in the memory of ``tensor`` than neighbouring
+        positions, the transpose of one of shape (positions, batch, ...).
+    """
+    if is_packed or tensor.stride(0) >= tensor.stride(1):
+        return tensor.new_empty(tensor.shape)
+    batch, positions = tensor.shape[:2]
+    return tensor.new_empty((positions, batch, *tensor.shape[2:])).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class _Sentences:
+    """Where the rows of a batch of sentences are, in a padded or a packed tensor.
+
+    Attributes:
+        hidden: bool of shape (batch, positions), True at padding and beyond a sentence's end.
+        lengths: int64 of shape (batch,): positions, padding included.
+        starts: For packed rows, int64 of shape (batch + 1,).
+    """
+
+    hidden: Tensor
+    lengths: Tensor
+    starts: Tensor | None
+
+    @classmethod
+    def describe(cls, tensor: Tensor, starts: Tensor | None, positions: int, padding: Tensor | None) -> _Sentences:
+        if starts is None:
+            batch = tensor.shape[0]
+            if padding is None:
+                padding = torch.zeros(batch, positions, dtype=torch.bool, device=tensor.device)
+            return cls(padding, torch.full((batch,), positions, device=tensor.device), None)
+        if starts.device.type == "cpu":  # elsewhere it would make the host wait
+            _check_starts(starts.tolist(), tensor.shape[0], positions)
+        starts = starts.long()
+        lengths = starts.diff()
+        hidden = torch.arange(positions, device=tensor.device) >= lengths.unsqueeze(-1)
+        return cls(hidden, lengths, starts)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Shape (batch, heads, positions, features), in the dtype to compute in."""
+        if self.starts is not None:
+            position = torch.arange(self.hidden.shape[1], device=tensor.device)
+            tensor = tensor[(self.starts[:-1, None] + position).masked_fill(self.hidden, 0)]
+        return tensor.transpose(1, 2).to(torch.promote_types(tensor.dtype, torch.float32))
+
+    def put(self, dense: Tensor, target: Tensor) -> None:
+        """Write what :meth:`take` would have read; zeros at padding."""
+        dense = dense.transpose(1, 2)
+        if self.starts is None:
+            target.copy_(dense.masked_fill(self.hidden[:, :, None, None], 0.0))
+            return
+        row = torch.arange(target.shape[0], device=target.device)
+        sentence = torch.searchsorted(self.starts[1:], row, right=True).clamp_(max=dense.shape[0] - 1)
+        target.copy_(dense[sentence, (row - self.starts[sentence]).clamp_(max=dense.shape[1] - 1)])
+
+
+def _check_starts(starts: list[int], rows: int, positions: int) -> None:
+    """Refuse starts that describe no packed batch of so many rows and at most so many positions."""
+    lengths = [end - start for start, end in pairwise(starts)]
+    if starts[0] != 0 or starts[-1] != rows or not all(0 <= length <= positions for length in lengths):
+        raise ValueError(
+            f"starts are {starts} for {rows} rows; they must begin with 0, end with the number of rows and rise by "
+            f"0 to {positions}, the length of the longest sentence that was given"
+        )
+
+
+def _scores(q: Tensor, k: Tensor, queries: _Sentences, keys: _Sentences, is_causal: bool, scale: float) -> Tensor:
+    """S, minus infinity where a query does not see a key; shape (batch, heads, queries, keys)."""
+    hidden = queries.hidden[:, None, :, None] | keys.hidden[:, None, None, :]
+    if is_causal:
+        i, j = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
+        last = i + (keys.lengths - queries.lengths).unsqueeze(-1)  # key that each query sees
+        hidden = hidden | (j > last[:, None, :, None])
+    return (scale * q @ k.transpose(-1, -2)).masked_fill(hidden, -torch.inf)
+
+
+def _dropped(weights: Tensor, dropout_p: float, seed: Tensor | None, offset: int) -> Tensor:
+    """The weights with dropout, the same ones kept for the same seed and offset."""
+    threshold = dropout_threshold(dropout_p)
+    if threshold == 0:
+        return weights
+    if seed is None:
+        raise ValueError(f"dropout_p is {dropout_p} but seed is None; dropout needs a seed")
+    batch, heads, queries, keys = weights.shape
+    kept = attention_dropout_mask(seed, offset, (batch, heads, queries, keys), threshold)
+    return torch.where(kept, weights * (65536 / (65536 - threshold)), 0.0)

@@ -1,0 +1,144 @@
+"""Random bits that are a function of a seed and a position, for dropout that is never stored.
+
+Philox turns a counter and a key into four random words. With the seed as the key and a weight's position as the
+counter, the backward pass makes the mask of the forward pass again instead of reading it from memory, and the CUDA
+kernels and plain PyTorch make the same one.
+
+References:
+    Salmon, Moraes, Dror and Shaw 2011, Parallel Random Numbers: As Easy as 1, 2, 3 (SC11), section 3.3; seven rounds
+    are the fewest that pass all of its tests.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["ROUNDS", "attention_dropout_mask", "draw_seed", "dropout_threshold", "philox4x32"]
+
+ROUNDS = 7
+"""Rounds of Philox."""
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LEVELS = 1 << 16
+"""Dropout compares 16 bits, so that probabilities are multiples of 1/65536."""
+
+
+def draw_seed(device: torch.device | str, *, generator: torch.Generator | None = None) -> Tensor:
+    """A fresh seed for dropout, which stays on its device.
+
+    It comes from the device's own random numbers, so that ``torch.manual_seed`` repeats it, and every replay of a
+    captured CUDA graph draws another one.
+
+    Args:
+        device: Where the dropout will be.
+        generator: What to draw from; the device's default generator if None.
+
+    Returns:
+        int64 of shape (1,).
+
+    Example:
+        >>> draw_seed("cpu").shape
+        torch.Size([1])
+    """
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device, generator=generator)
+
+
+def dropout_threshold(dropout_p: float) -> int:
+    """The probability in 1/65536: a weight is dropped if its 16 random bits are below.
+
+    Args:
+        dropout_p: Probability, at least 0 and at most 65535/65536.
+
+    Returns:
+        The nearest multiple. The real rate is this over 65536.
+
+    Raises:
+        ValueError: The probability is out of range.
+
+    Example:
+        >>> dropout_threshold(0.1), dropout_threshold(0.1) / 65536
+        (6554, 0.100006103515625)
+    """
+    if not 0.0 <= dropout_p <= 1.0 - 1.0 / _LEVELS:
+        raise ValueError(f"dropout_p is {dropout_p}; it must be at least 0 and at most 65535/65536")
+    return int(dropout_p * _LEVELS + 0.5)
+
+
+def philox4x32(
+    key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int = ROUNDS
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r"""Philox4x32: four random words for every counter.
+
+    One round takes the words :math:`c` of the counter and :math:`k` of the key to
+
+    .. math::
+        c' = (\mathrm{hi}(M_1 c_2) \oplus c_1 \oplus k_0,\; \mathrm{lo}(M_1 c_2),\;
+              \mathrm{hi}(M_0 c_0) \oplus c_3 \oplus k_1,\; \mathrm{lo}(M_0 c_0)), \qquad
+        k' = k + W \bmod 2^{32}
+
+    Args:
+        key: Two words: int64 tensors of values below 2^32, of shapes that broadcast with the counter's.
+        counter: Four words, likewise.
+        rounds: How many rounds.
+
+    Returns:
+        Four words, int64 tensors of values below 2^32, of the common shape.
+
+    Example:
+        >>> zero = torch.zeros((), dtype=torch.int64)
+        >>> [hex(int(word)) for word in philox4x32((zero, zero), (zero, zero, zero, zero))]
+        ['0x5f6fb709', '0xd893f64', '0x4f121f81', '0x4f730a48']
+    """
+    (k0, k1), (c0, c1, c2, c3) = key, counter
+    for _ in range(rounds):
+        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def attention_dropout_mask(seed: Tensor, offset: int, shape: tuple[int, int, int, int], threshold: int) -> Tensor:
+    """Which attention weights dropout keeps.
+
+    One call of Philox serves the eight keys j, j + 1, j + 8, j + 9, ..., j + 25 of a query, j even: those that one
+    thread of the CUDA kernel holds. The counter is (number of that group, query, sentence x heads + head, offset); of
+    the four words, the one of j's group of 8 gives its lower half to the even key and its upper half to the odd one.
+
+    Args:
+        seed: int64 of one element; its halves are the key.
+        offset: Tells apart the layers that share a seed; its low 32 bits count.
+        shape: Sentences, heads, queries and keys.
+        threshold: :func:`dropout_threshold` of the probability.
+
+    Returns:
+        bool of that shape, True where the weight is kept.
+
+    Example:
+        >>> kept = attention_dropout_mask(torch.tensor([7]), 0, (2, 4, 64, 64), dropout_threshold(0.5))
+        >>> kept.shape, round(kept.double().mean().item(), 1)
+        (torch.Size([2, 4, 64, 64]), 0.5)
+    """
+    batch, heads, queries, keys = shape
+    device = seed.device
+    seed = seed.reshape(())
+    key = (seed & _WORD, (seed >> 32) & _WORD)
+    groups = torch.arange(-(-keys // 32) * 4, device=device)
+    query = torch.arange(queries, device=device).unsqueeze(-1)
+    row = torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
+    last = torch.full((), offset & _WORD, device=device)
+    words = torch.stack(torch.broadcast_tensors(*philox4x32(key, (groups, query, row, last))), dim=-1)
+    j = torch.arange(keys, device=device)
+    group, word = j // 32 * 4 + j % 8 // 2, j % 32 // 8
+    fields = words.flatten(-2)[..., group * 4 + word] >> (j % 2 * 16) & (_LEVELS - 1)
+    return fields >= threshold
+
+
+def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
+    """Upper and lower word of the product, by halves so that nothing leaves 63 bits."""
+    low, high = constant * (word & 0xFFFF), constant * (word >> 16)
+    middle = high + (low >> 16)
+    return middle >> 16, (middle & 0xFFFF) << 16 | low & 0xFFFF
