@@ -2,7 +2,7 @@
 //
 // Between two such points a thread runs alone and undisturbed. Which of the threads that may go on runs next is the
 // schedule's choice, so a kernel that needs an order it does not enforce gives different results under different
-// schedules. A wait that can never end, and arrivals that do not fit together, abort the process with a message.
+// schedules. A wait that can never end, and arrivals that do not fit together, end the launch with a message.
 #pragma once
 
 #include <array>
@@ -16,6 +16,7 @@
 #include <functional>
 #include <memory>
 #include <source_location>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -36,23 +37,32 @@ inline constexpr size_t kMaxSharedBytes = 163 * 1024;
 
 using Site = std::source_location;
 
-// Says on stderr which thread did what wrong where, and ends the process.
-[[noreturn]] __attribute__((format(printf, 2, 3))) inline void fail(const Site& site, const char* format, ...) {
-  std::fprintf(stderr, "emulator: block (%u, %u, %u), thread %u, %s:%u: ", blockIdx.x, blockIdx.y, blockIdx.z,
-               threadIdx.x, site.file_name(), static_cast<unsigned>(site.line()));
+// A launch that went wrong, and why.
+struct Failure {
+  std::string message;
+};
+
+// Ends the launch from the stack of a thread of the block or from that of the launch.
+[[noreturn]] void abandon(std::string message);
+
+// Ends the launch with a message that names the place and, in a kernel, the block and the thread.
+[[noreturn]] __attribute__((format(printf, 3, 4))) inline void fail(const char* file, unsigned line, const char* format,
+                                                                    ...) {
+  char text[1024];
   va_list arguments;
   va_start(arguments, format);
-  std::vfprintf(stderr, format, arguments);
+  std::vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
-  std::fputc('\n', stderr);
-  std::fflush(stderr);
-  std::abort();
+  abandon(std::string(file) + ":" + std::to_string(line) + ": " + text);
 }
+
+#define MLBENCH_FAIL(site, ...) \
+  ::mlbench::emulator::fail((site).file_name(), static_cast<unsigned>((site).line()), __VA_ARGS__)
 
 // Chooses who runs next: seed 0 always the lowest index, 1 always the highest, any other at random.
 //
-// At random the choice among warps stays with a favourite for a while (64 choices on average) so that one warp can run
-// far ahead of another; lanes are chosen anew each time.
+// At random the choice among warps stays with a favourite until it must wait, 64 choices on average at most, so that one
+// warp can run far ahead of another; lanes are chosen anew each time.
 class Schedule {
  public:
   explicit Schedule(uint64_t seed) : seed_(seed), state_(seed) {}
@@ -68,11 +78,12 @@ class Schedule {
   }
 
   unsigned choose_warp(uint32_t candidates) {
-    if (random() && draw() % 64 == 0) favourite_ = draw() % kWarpSize;
-    return choose(candidates, favourite_);
+    if (!random()) return choose(candidates);
+    if (draw() % 64 == 0 || !((candidates >> favourite_) & 1u)) favourite_ = choose(candidates);
+    return favourite_;
   }
 
-  unsigned choose_lane(uint32_t candidates) { return choose(candidates, random() ? draw() % kWarpSize : 0); }
+  unsigned choose_lane(uint32_t candidates) { return choose(candidates); }
 
   // The order of `count` blocks: ascending, descending or shuffled.
   std::vector<uint64_t> order(uint64_t count) {
@@ -83,11 +94,12 @@ class Schedule {
   }
 
  private:
-  // The first set bit at or above `from`, wrapping; the highest set bit if the schedule is descending.
-  unsigned choose(uint32_t candidates, unsigned from) const {
+  // The index of the lowest, of the highest or of any set bit.
+  unsigned choose(uint32_t candidates) {
     if (seed_ == 1) return 31u - static_cast<unsigned>(std::countl_zero(candidates));
-    const int ahead = std::countr_zero(std::rotr(candidates, static_cast<int>(from)));
-    return (from + static_cast<unsigned>(ahead)) % kWarpSize;
+    const unsigned skipped = random() ? draw() % static_cast<unsigned>(std::popcount(candidates)) : 0;
+    for (unsigned i = 0; i < skipped; ++i) candidates &= candidates - 1;
+    return static_cast<unsigned>(std::countr_zero(candidates));
   }
 
   uint64_t seed_;
@@ -158,7 +170,9 @@ class Block {
   Block(unsigned threads, size_t shared_bytes, Schedule& schedule, std::function<void()> kernel)
       : threads_(threads), memory_(shared_bytes), schedule_(schedule), kernel_(std::move(kernel)) {}
 
+  // The block that runs; there is none outside of a launch.
   static Block& current() { return *current_; }
+  static bool in_kernel() { return current_ != nullptr; }
 
   SharedMemory& shared() { return memory_; }
   Schedule& schedule() { return schedule_; }
@@ -182,7 +196,15 @@ class Block {
     threadIdx.x = running_;
     Fiber::change(caller_, threads_[running_].fiber);
     current_ = nullptr;
-    if (!memory_.intact()) fail(Site::current(), "the block wrote outside of its %zu bytes of shared memory", memory_.size());
+    if (!failure_.empty()) throw Failure{failure_};
+    if (!memory_.intact()) throw Failure{place() + "wrote outside of its shared memory"};
+  }
+
+  // Ends the block at once, from one of its threads.
+  [[noreturn]] void abandon(const std::string& message) {
+    failure_ = place() + "thread " + std::to_string(running_) + ", " + message;
+    Fiber::change(threads_[running_].fiber, caller_);
+    std::abort();  // nobody comes back to an abandoned block
   }
 
   // Waits until every thread of the block that has not returned arrives at the same barrier.
@@ -212,6 +234,11 @@ class Block {
   }
 
  private:
+  static std::string place() {
+    return "block (" + std::to_string(blockIdx.x) + ", " + std::to_string(blockIdx.y) + ", " +
+           std::to_string(blockIdx.z) + "), ";
+  }
+
   enum class State : uint8_t { kReady, kWarp, kBlock, kReturned };
 
   // Where a thread waits.
@@ -244,13 +271,13 @@ class Block {
 
   // Ends the running thread: it counts as arrived at every later barrier of the block.
   [[noreturn]] void leave() {
-    if (!copies().empty()) fail(Site::current(), "returns with %zu cp.async it never waited for", copies().size());
+    if (!copies().empty()) MLBENCH_FAIL(Site::current(), "returns with %zu cp.async it never waited for", copies().size());
     stop(State::kReturned);
     ++finished_;
     const unsigned first = running_ / kWarpSize * kWarpSize;
     for (unsigned i = first; i < first + kWarpSize && i < threads_.size(); ++i) {
       if (threads_[i].state == State::kWarp && ((threads_[i].at.mask >> (running_ - first)) & 1u)) {
-        fail(threads_[i].at.site, "returned, but thread %u waits for it in %s with mask 0x%08x", i, threads_[i].at.name,
+        MLBENCH_FAIL(threads_[i].at.site, "returned, but thread %u waits for it in %s with mask 0x%08x", i, threads_[i].at.name,
              threads_[i].at.mask);
       }
     }
@@ -275,10 +302,10 @@ class Block {
     const Arrival& own = threads_[running_].at;
     const unsigned warp = running_ / kWarpSize;
     if (!((own.mask >> (running_ % kWarpSize)) & 1u)) {
-      fail(own.site, "%s with mask 0x%08x, which does not name the calling lane", own.name, own.mask);
+      MLBENCH_FAIL(own.site, "%s with mask 0x%08x, which does not name the calling lane", own.name, own.mask);
     }
     if ((own.mask & gone_[warp]) != 0) {
-      fail(own.site, "%s with mask 0x%08x, but the lanes 0x%08x have returned or do not exist", own.name, own.mask,
+      MLBENCH_FAIL(own.site, "%s with mask 0x%08x, but the lanes 0x%08x have returned or do not exist", own.name, own.mask,
            own.mask & gone_[warp]);
     }
     for (uint32_t others = own.mask & waiting_[warp]; others != 0; others &= others - 1) {
@@ -294,7 +321,7 @@ class Block {
   void check_fit(const char* what, const Arrival& own, unsigned other) const {
     const Arrival& at = threads_[other].at;
     if (own.fits(at)) return;
-    fail(own.site, "%s: arrives at %s with mask 0x%08x while thread %u waits in %s with mask 0x%08x at %s:%u", what,
+    MLBENCH_FAIL(own.site, "%s: arrives at %s with mask 0x%08x while thread %u waits in %s with mask 0x%08x at %s:%u", what,
          own.name, own.mask, other, at.name, at.mask, at.site.file_name(), static_cast<unsigned>(at.site.line()));
   }
 
@@ -346,15 +373,19 @@ class Block {
     if (running_ != self) Fiber::change(threads_[self].fiber, threads_[running_].fiber);
   }
 
+  // Says where the threads wait, one line for each run of neighbours that wait alike.
   [[noreturn]] void report_deadlock() {
+    std::string message = "deadlock: every thread that has not returned waits for another";
+    const Arrival* last = nullptr;
     for (unsigned i = 0; i < threads_.size(); ++i) {
-      const Thread& thread = threads_[i];
-      if (thread.state != State::kWarp && thread.state != State::kBlock) continue;
-      if (i > 0 && threads_[i - 1].state == thread.state && threads_[i - 1].at.fits(thread.at)) continue;
-      std::fprintf(stderr, "emulator: from thread %u on: waits in %s, %s:%u\n", i, thread.at.name,
-                   thread.at.site.file_name(), static_cast<unsigned>(thread.at.site.line()));
+      const Arrival* at = threads_[i].state == State::kReturned ? nullptr : &threads_[i].at;
+      if (at != nullptr && (last == nullptr || !at->fits(*last))) {
+        message += "\n  from thread " + std::to_string(i) + " on in " + at->name + ", " + at->site.file_name() + ":" +
+                   std::to_string(at->site.line());
+      }
+      last = at;
     }
-    fail(threads_[running_].at.site, "deadlock: every thread that has not returned waits for another");
+    abandon(message);
   }
 
   static inline Block* current_ = nullptr;
@@ -364,6 +395,7 @@ class Block {
   SharedMemory memory_;
   Schedule& schedule_;
   std::function<void()> kernel_;
+  std::string failure_;
   // One bit a lane of each warp: may run, waits for lanes of its warp, has returned or never was.
   std::array<uint32_t, kMaxThreads / kWarpSize> ready_{}, waiting_{}, gone_{};
   uint32_t ready_warps_ = 0;
@@ -372,5 +404,10 @@ class Block {
   size_t at_barrier_ = 0;
   size_t finished_ = 0;
 };
+
+[[noreturn]] inline void abandon(std::string message) {
+  if (Block::in_kernel()) Block::current().abandon(message);
+  throw Failure{std::move(message)};
+}
 
 }  // namespace mlbench::emulator

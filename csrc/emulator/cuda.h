@@ -12,6 +12,7 @@
 
 #include "emulator/block.h"
 #include "emulator/numbers.h"
+#include "emulator/sanitizer.h"
 
 #define __global__
 #define __device__
@@ -78,7 +79,7 @@ T shuffle(const char* name, uint32_t mask, T value, unsigned source, const Site&
   Block::current().collective(name, mask, own, site, [&](auto& lanes) {
     for (Shuffle<T>* lane : lanes) {
       if (lane == nullptr) continue;
-      if (lanes[lane->source] == nullptr) fail(site, "%s reads lane %u, which mask 0x%08x lacks", name, lane->source, mask);
+      if (lanes[lane->source] == nullptr) MLBENCH_FAIL(site, "%s reads lane %u, which mask 0x%08x lacks", name, lane->source, mask);
       lane->result = lanes[lane->source]->value;
     }
   });
@@ -197,21 +198,21 @@ class GlobalMemory {
 namespace emulator {
 
 inline void check_aligned(const char* name, const void* pointer, const Site& site) {
-  if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) fail(site, "%s of %p, which is not 16-byte aligned", name, pointer);
+  if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) MLBENCH_FAIL(site, "%s of %p, which is not 16-byte aligned", name, pointer);
 }
 
 inline void check_shared(const char* name, const void* pointer, const Site& site) {
   check_aligned(name, pointer, site);
   SharedMemory& shared = Block::current().shared();
   if (!shared.contains(pointer, 16)) {
-    fail(site, "%s at byte %td of the block's %zu bytes of shared memory", name,
+    MLBENCH_FAIL(site, "%s at byte %td of the block's %zu bytes of shared memory", name,
          static_cast<const unsigned char*>(pointer) - shared.data(), shared.size());
   }
 }
 
 inline void check_global(const char* name, const void* pointer, const Site& site) {
   check_aligned(name, pointer, site);
-  if (!GlobalMemory::allows(pointer, 16)) fail(site, "%s of %p, which is in no buffer", name, pointer);
+  if (!GlobalMemory::allows(pointer, 16)) MLBENCH_FAIL(site, "%s of %p, which is in no buffer", name, pointer);
 }
 
 inline void check_any(const char* name, const void* pointer, const Site& site) {
@@ -222,20 +223,20 @@ inline void check_any(const char* name, const void* pointer, const Site& site) {
 // Global state of the launches: one at a time, all under the same schedule until it is set anew.
 inline std::mutex launching;
 inline uint64_t schedule_seed = 0;
+inline std::string failure;
 
 inline void check_launch(const dim3& grid, unsigned threads, size_t shared_bytes, const Site& site) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7FFFFFFFu || grid.y > 65535 || grid.z > 65535) {
-    fail(site, "launch with a grid of (%u, %u, %u) blocks", grid.x, grid.y, grid.z);
+    MLBENCH_FAIL(site, "launch with a grid of (%u, %u, %u) blocks", grid.x, grid.y, grid.z);
   }
-  if (threads == 0 || threads > kMaxThreads) fail(site, "launch with %u threads in a block", threads);
-  if (shared_bytes > kMaxSharedBytes) fail(site, "launch with %zu bytes of shared memory in a block", shared_bytes);
+  if (threads == 0 || threads > kMaxThreads) MLBENCH_FAIL(site, "launch with %u threads in a block", threads);
+  if (shared_bytes > kMaxSharedBytes) MLBENCH_FAIL(site, "launch with %zu bytes of shared memory in a block", shared_bytes);
 }
 
 // Runs `kernel` for every block of the grid, one block after the other.
 inline void run_grid(const dim3& grid, unsigned threads, size_t shared_bytes, const std::function<void()>& kernel,
                      const Site& site) {
   check_launch(grid, threads, shared_bytes, site);
-  const std::lock_guard<std::mutex> lock(launching);
   gridDim = grid;
   blockDim = {threads, 1, 1};
   Schedule schedule(schedule_seed);
@@ -247,10 +248,30 @@ inline void run_grid(const dim3& grid, unsigned threads, size_t shared_bytes, co
   }
 }
 
+// Runs the grid, or keeps why it failed; after a failure launches do nothing until somebody asked for it.
+inline void launch(const dim3& grid, unsigned threads, size_t shared_bytes, const std::function<void()>& kernel,
+                   const Site& site) {
+  const std::lock_guard<std::mutex> lock(launching);
+  if (!failure.empty()) return;
+  try {
+    run_grid(grid, threads, shared_bytes, kernel, site);
+  } catch (const Failure& caught) {
+    failure = caught.message;
+    std::fprintf(stderr, "emulator: %s\n", failure.c_str());
+  }
+}
+
 }  // namespace emulator
 }  // namespace mlbench
 
 // Which order later launches run threads and blocks in: 0 ascending, 1 descending, else random from this seed.
 extern "C" __attribute__((visibility("default"), used)) inline void mlbench_emulator_schedule(uint64_t seed) {
   mlbench::emulator::schedule_seed = seed;
+}
+
+// Why a launch failed since the last call, empty if none did. The text is valid until the next call.
+extern "C" __attribute__((visibility("default"), used)) inline const char* mlbench_emulator_failure() {
+  static std::string fetched;
+  fetched = std::exchange(mlbench::emulator::failure, {});
+  return fetched.c_str();
 }
