@@ -5,8 +5,9 @@ The score of query t and key s sums over H features:
 .. math:: e_{ts} = \sum_{h=1}^{H} v_h \tanh(q_{th} + k_{sh} + b_h)
 
 Written in plain torch it holds batch x queries x keys x H numbers, several times over for the backward pass: 1.3 GB
-each in float32 for 128 sentences of 50 words and H = 1024. :func:`attention_score` works in blocks, keeps only its
-inputs and computes the tanh again in the backward pass. With :math:`\delta_{ts}` the gradient of :math:`e_{ts}`:
+each in float32 for 128 sentences of 50 words and H = 1024. :func:`attention_score` keeps only its inputs and computes
+the tanh again in the backward pass, either in blocks, in plain torch, or in CUDA kernels that store no tanh at all.
+With :math:`\delta_{ts}` the gradient of :math:`e_{ts}`:
 
 .. math::
     g_{tsh} = \delta_{ts} (1 - \tanh^2(q_{th} + k_{sh} + b_h)), \qquad
@@ -14,6 +15,9 @@ inputs and computes the tanh again in the backward pass. With :math:`\delta_{ts}
     \partial k_{sh} = v_h \sum_t g_{tsh}, \quad
     \partial b_h = v_h \sum_{t,s} g_{tsh}, \quad
     \partial v_h = \sum_{t,s} \delta_{ts} \tanh(q_{th} + k_{sh} + b_h)
+
+The operators ``mlbench::attention_score`` and ``mlbench::attention_score_backward`` are defined here, with the blocks
+as their implementation everywhere; the library of :mod:`~mlbench_core.ops.pytorch.extension` adds the kernels.
 """
 
 from __future__ import annotations
@@ -25,12 +29,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["attention_score", "attention_score_reference", "masked_softmax"]
+from mlbench_core.ops.pytorch import extension
+
+__all__ = ["attention_score", "attention_score_reference", "masked_softmax", "why_not_kernel"]
 
 _CPU_BLOCK = 1 << 20
 """Numbers in a block: 4 MB of float32, which the caches hold."""
 _GPU_BLOCK = 1 << 25
 """128 MB of float32: enough to fill a GPU, little of its memory."""
+
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_KERNEL_FEATURES = 8
+"""The kernels read features by 16 bytes, which is 8 numbers in half precision."""
 
 
 def attention_score_reference(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> Tensor:
@@ -50,15 +60,17 @@ def attention_score(
     r"""Scores :math:`\sum_h v_h \tanh(q_h + k_h + b_h)` of all queries and keys of each sentence, in little memory.
 
     Computed in float32, or in float64 for such inputs. Gradients flow to all four arguments, in the dtype of each.
-    There is no second derivative.
+    There is no second derivative. The CUDA kernels compute it where :func:`why_not_kernel` has no objection; for inputs
+    in half precision their tanh has a relative error of up to :math:`2^{-11}`, that of a number rounded to float16.
 
     Args:
         query: :math:`q`, shape (batch, queries, H), any floating-point dtype.
         keys: :math:`k`, shape (batch, keys, H).
         bias: :math:`b`, shape (H,).
         v: :math:`v`, shape (H,).
-        block_elements: The most tanh that are held at once; but a single query is never divided. Chosen by the device
-            if None. It changes the order of sums, nothing else.
+        block_elements: The most tanh that are held at once; but a single query is never divided. It changes the order
+            of sums, nothing else. If None, it is chosen by the device, or the kernels compute the scores; if given,
+            they do not.
 
     Returns:
         Scores, float32 (float64 for float64), of shape (batch, queries, keys).
@@ -76,12 +88,44 @@ def attention_score(
         [[[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]]
     """
     _check_shapes(query, keys, bias, v)
-    if block_elements is None:
-        block_elements = _CPU_BLOCK if query.device.type == "cpu" else _GPU_BLOCK
-    elif block_elements < 1:
+    if block_elements is not None and block_elements < 1:
         raise ValueError(f"block_elements is {block_elements}; it must be at least 1")
+    # Once the kernels are loaded the operator is nothing else for CUDA tensors, so others must not get there.
+    if block_elements is None and query.is_cuda and why_not_kernel(query, keys, bias, v) is not None:
+        block_elements = _GPU_BLOCK
     scores: Tensor = _AttentionScore.apply(query, keys, bias, v, block_elements)
     return scores
+
+
+def why_not_kernel(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> str | None:
+    """What keeps the CUDA kernels from computing the scores of these tensors.
+
+    Args:
+        query: Shape (batch, queries, H).
+        keys: Shape (batch, keys, H).
+        bias: Shape (H,).
+        v: Shape (H,).
+
+    Returns:
+        One line that says which property of the tensors, or what of the installation, is not as the kernels need it;
+        None if :func:`attention_score` uses them.
+
+    Example:
+        >>> why_not_kernel(torch.zeros(2, 3, 8), torch.zeros(2, 5, 8), torch.zeros(8), torch.zeros(8))
+        'the tensors are on cpu; the kernels need all on one CUDA device'
+    """
+    parts = (query, keys, bias, v)
+    if not query.is_cuda or any(part.device != query.device for part in parts):
+        devices = sorted({str(part.device) for part in parts})
+        return f"the tensors are on {' and '.join(devices)}; the kernels need all on one CUDA device"
+    if query.dtype != keys.dtype or any(part.dtype not in _KERNEL_DTYPES for part in parts):
+        found, allowed = (", ".join(map(str, dtypes)) for dtypes in ((part.dtype for part in parts), _KERNEL_DTYPES))
+        return f"the tensors are of {found}; the kernels need query and keys of one dtype, and all among {allowed}"
+    if query.numel() == 0 or keys.numel() == 0:
+        return f"query has shape {tuple(query.shape)} and keys {tuple(keys.shape)}; the kernels need some of each"
+    if query.shape[2] % _KERNEL_FEATURES != 0:
+        return f"H is {query.shape[2]}; the kernels need a multiple of {_KERNEL_FEATURES}"
+    return extension.why_not()
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
@@ -110,42 +154,58 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class _AttentionScore(torch.autograd.Function):
-    """:func:`attention_score` in blocks, with the tanh computed again in the backward pass."""
+    """Autograd of the operators (``block_elements`` None), or of the same in blocks of that size.
+
+    Both forget the tanh. A plain function costs less at each call than an autograd formula registered for the operator.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int) -> Tensor:
+    def forward(ctx: Any, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int | None) -> Tensor:
         ctx.save_for_backward(query, keys, bias, v)
         ctx.block_elements = block_elements
-        shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
-        scores = shifted.new_empty(query.shape[0], query.shape[1], keys.shape[1])
-        with torch.autocast(query.device.type, enabled=False):
-            for rows, steps in _blocks(scores.shape, query.shape[2], block_elements):
-                scores[rows, steps] = _tanh(shifted[rows, steps], wide_keys[rows]) @ wide_v
-        return scores
+        if block_elements is None:
+            scores: Tensor = torch.ops.mlbench.attention_score.default(query, keys, bias, v)
+            return scores
+        return _scores_in_blocks(query, keys, bias, v, block_elements)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, keys, bias, v = ctx.saved_tensors
-        shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
-        grad_query, grad_keys, grad_v = map(torch.zeros_like, (shifted, wide_keys, wide_v))
-        with torch.autocast(query.device.type, enabled=False):
-            for rows, steps in _blocks(grad.shape, query.shape[2], ctx.block_elements):
-                tanh, delta = _tanh(shifted[rows, steps], wide_keys[rows]), grad[rows, steps]
-                grad_v += delta.flatten() @ tanh.flatten(0, 2)
-                g = tanh.square_().neg_().add_(1.0).mul_(delta.unsqueeze(-1))
-                grad_query[rows, steps] = g.sum(dim=2)
-                grad_keys[rows] += g.sum(dim=1)
-        grad_query.mul_(wide_v)
-        grad_keys.mul_(wide_v)
-        grad_bias = grad_query.sum(dim=(0, 1))
-        return (
-            grad_query.to(query.dtype),
-            grad_keys.to(keys.dtype),
-            grad_bias.to(bias.dtype),
-            grad_v.to(v.dtype),
-            None,
-        )
+        if ctx.block_elements is None:
+            gradients = torch.ops.mlbench.attention_score_backward.default(grad, query, keys, bias, v)
+        else:
+            gradients = _gradients_in_blocks(grad, query, keys, bias, v, ctx.block_elements)
+        return (*gradients, None)
+
+
+def _scores_in_blocks(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int) -> Tensor:
+    """The scores, with at most ``block_elements`` tanh at a time."""
+    shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
+    scores = shifted.new_empty(query.shape[0], query.shape[1], keys.shape[1])
+    with torch.autocast(query.device.type, enabled=False):
+        for rows, steps in _blocks(scores.shape, query.shape[2], block_elements):
+            scores[rows, steps] = _tanh(shifted[rows, steps], wide_keys[rows]) @ wide_v
+    return scores
+
+
+def _gradients_in_blocks(
+    grad: Tensor, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, keys, bias and v, contiguous, with at most ``block_elements`` tanh at a time."""
+    shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
+    grad_query, grad_keys, grad_v = (part.new_zeros(part.shape) for part in (shifted, wide_keys, wide_v))
+    with torch.autocast(query.device.type, enabled=False):
+        for rows, steps in _blocks(grad.shape, query.shape[2], block_elements):
+            tanh, delta = _tanh(shifted[rows, steps], wide_keys[rows]), grad[rows, steps]
+            grad_v += delta.flatten() @ tanh.flatten(0, 2)
+            g = tanh.square_().neg_().add_(1.0).mul_(delta.unsqueeze(-1))
+            grad_query[rows, steps] = g.sum(dim=2)
+            grad_keys[rows] += g.sum(dim=1)
+    grad_query.mul_(wide_v)
+    grad_keys.mul_(wide_v)
+    grad_bias = grad_query.sum(dim=(0, 1))
+    return grad_query.to(query.dtype), grad_keys.to(keys.dtype), grad_bias.to(bias.dtype), grad_v.to(v.dtype)
 
 
 def _widened(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,3 +247,52 @@ def _check_shapes(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> None:
             f"query, keys, bias and v have the shapes {tuple(query.shape)}, {tuple(keys.shape)}, {tuple(bias.shape)} "
             f"and {tuple(v.shape)}; they must be (batch, queries, H), (batch, keys, H), (H,) and (H,)"
         )
+
+
+def _block_elements(device: torch.device) -> int:
+    return _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
+
+
+def _forward_operator(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> Tensor:
+    return _scores_in_blocks(query, keys, bias, v, _block_elements(query.device))
+
+
+def _forward_fake(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> Tensor:
+    _check_shapes(query, keys, bias, v)
+    shape = (query.shape[0], query.shape[1], keys.shape[1])
+    return query.new_empty(shape, dtype=_working_dtype(query, keys, bias, v))
+
+
+def _backward_operator(
+    grad: Tensor, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _gradients_in_blocks(grad, query, keys, bias, v, _block_elements(query.device))
+
+
+def _backward_fake(
+    grad: Tensor, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_shapes(query, keys, bias, v)
+    return query.new_empty(query.shape), keys.new_empty(keys.shape), bias.new_empty(bias.shape), v.new_empty(v.shape)
+
+
+def _define_operators() -> None:
+    """Define the operators for all devices, unless an import of this module before did."""
+    inputs = "Tensor query, Tensor keys, Tensor bias, Tensor v"
+    for name, schema, implementation, fake in (
+        ("attention_score", f"({inputs}) -> Tensor", _forward_operator, _forward_fake),
+        (
+            "attention_score_backward",
+            f"(Tensor grad, {inputs}) -> (Tensor, Tensor, Tensor, Tensor)",
+            _backward_operator,
+            _backward_fake,
+        ),
+    ):
+        if hasattr(torch.ops.mlbench, name):
+            continue
+        torch.library.define(f"mlbench::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(f"mlbench::{name}", "default", implementation)
+        torch.library.register_fake(f"mlbench::{name}", fake)
+
+
+_define_operators()
