@@ -134,13 +134,13 @@ def build(
     sources = _find_sources(root)
     toolchain = find_toolchain(environment)
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder), _scratch(folder) as scratch:
+    with _lock(folder), _scratch(folder) as scratch, _Processes(environment, scratch) as processes:
         jobs = [_Job.of(source, root, folder, toolchain, environment) for source in sources]
         outdated = [job for job in jobs if not job.is_current()]
-        _compile(outdated, scratch, environment)
+        _compile(outdated, scratch, processes)
         functions = {job.source: read_ptxas_report(job.report.read_text()) for job in jobs}
         _judge(functions, root, allow_spills=environment.get("MLBENCH_CUDA_ALLOW_SPILLS") == "1")
-        linked = _link(jobs, library, folder, toolchain, scratch, environment)
+        linked = _link(jobs, library, folder, toolchain, processes)
     return BuildResult(library, tuple(job.source for job in outdated), linked, functions)
 
 
@@ -303,7 +303,7 @@ class _Job:
         return self.object.is_file() and self.report.is_file() and _read(self.stamp) == self.digest
 
 
-def _compile(jobs: Sequence[_Job], scratch: Path, environment: Mapping[str, str]) -> None:
+def _compile(jobs: Sequence[_Job], scratch: Path, processes: _Processes) -> None:
     """Compile side by side; an object file takes its place when it is whole, its stamp last."""
     if not jobs:
         return
@@ -311,7 +311,7 @@ def _compile(jobs: Sequence[_Job], scratch: Path, environment: Mapping[str, str]
     logger.info("compiling %s", ", ".join(job.name for job in jobs))
     temporaries = {job: scratch / f"{number}.o" for number, job in enumerate(jobs)}
     commands = {job: [*job.command, str(temporary)] for job, temporary in temporaries.items()}
-    with _Processes(environment, scratch) as processes, ThreadPoolExecutor(min(cores, len(jobs))) as pool:
+    with ThreadPoolExecutor(min(cores, len(jobs))) as pool:
         futures = {pool.submit(processes.run, command, job.name): job for job, command in commands.items()}
         try:
             for future in as_completed(futures):
@@ -327,14 +327,7 @@ def _compile(jobs: Sequence[_Job], scratch: Path, environment: Mapping[str, str]
             raise
 
 
-def _link(
-    jobs: Sequence[_Job],
-    library: Path,
-    folder: Path,
-    toolchain: Toolchain,
-    scratch: Path,
-    environment: Mapping[str, str],
-) -> bool:
+def _link(jobs: Sequence[_Job], library: Path, folder: Path, toolchain: Toolchain, processes: _Processes) -> bool:
     """Link under a temporary name in the library's own folder, where a rename is atomic; whether it was needed."""
     command = link_command(toolchain, [job.object for job in jobs], library)
     stamp = folder / "library.sha256"
@@ -346,8 +339,7 @@ def _link(
     temporary = library.with_name(f".{library.name}.{os.getpid()}")
     command = link_command(toolchain, [job.object for job in jobs], temporary)
     try:
-        with _Processes(environment, scratch) as processes:
-            processes.run(command, library.name)
+        processes.run(command, library.name)
         stamp.unlink(missing_ok=True)
         temporary.replace(library)
     finally:
@@ -428,7 +420,7 @@ class _Processes:
         with self._lock:
             self._stopped = True
             for process in self._running:
-                with contextlib.suppress(ProcessLookupError):
+                if process.poll() is None:
                     os.killpg(process.pid, signal.SIGTERM)
 
 
