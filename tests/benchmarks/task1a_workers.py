@@ -12,18 +12,10 @@ from typing import Any
 
 import torch
 
-from mlbench_core.dataset.imagerecognition.pytorch import Digits
 from mlbench_core.tasks import get_task
+from tests.benchmarks.small_digits import SmallDigits
 
 FOLDER = get_task("1a").script.parent
-
-
-class SmallDigits(Digits):
-    """The digits at 8x8, as they are, which take a sixteenth of the time."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.images = self.images[:, :, ::4, ::4].contiguous()
 
 
 def load_script() -> ModuleType:

@@ -17,21 +17,23 @@ import torch._dynamo
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.tasks import get_task
-from tests.benchmarks import task1a_workers
+from tests.benchmarks import small_digits, task1a_workers
+from tests.helpers.forked import run_script
 from tests.helpers.processes import environment, free_port
 from tests.helpers.ranks import run_ranks
 
 SCRIPT = str(get_task("1a").script)
 DDP_SCRIPT = str(get_task("1a").script.with_name("ddp.py"))
+SMALL_DIGITS = small_digits.__file__
 SHORT = ["--epochs", "1", "--no-augment"]
 ONE_CURVE = [*SHORT, "--deal-anew", "--sync-batch-norm"]
 
 
 def run_task(tmp_path: Path, *arguments: str, run_id: str = "1") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, SCRIPT, "--run_id", run_id, "--backend", "gloo", "--root-checkpoint", str(tmp_path / "ckpt"),
+    return run_script(
+        [SMALL_DIGITS, SCRIPT, "--run_id", run_id, "--backend", "gloo", "--root-checkpoint", str(tmp_path / "ckpt"),
          "--root-output", str(tmp_path / "out"), *arguments],
-        capture_output=True, text=True, env=environment(MASTER_PORT=str(free_port())), timeout=200,
+        timeout_s=200, MASTER_PORT=str(free_port()),
     )  # fmt: skip
 
 
@@ -93,8 +95,8 @@ def assert_equal(a: object, b: object) -> None:
 def test_two_workers_by_torchrun(tmp_path: Path, script: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
-         script, "--run_id", "1", "--backend", "gloo", "--dataset", "digits", "--epochs", "1", "--channels-last",
-         "--autocast", "bf16", "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
+         SMALL_DIGITS, script, "--run_id", "1", "--backend", "gloo", "--dataset", "digits", "--epochs", "1",
+         "--channels-last", "--autocast", "bf16", "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
         capture_output=True, text=True, env=environment(), timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
