@@ -96,7 +96,8 @@ def test_two_workers_by_torchrun(tmp_path: Path, script: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
          SMALL_DIGITS, script, "--run_id", "1", "--backend", "gloo", "--dataset", "digits", "--epochs", "1",
-         "--channels-last", "--autocast", "bf16", "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
+         "--channels-last", "--autocast", "bf16", "--root-checkpoint", str(tmp_path / "ckpt"),
+         "--root-output", str(tmp_path / "out")],
         capture_output=True, text=True, env=environment(), timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
