@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,6 +186,20 @@ def test_text_that_is_damaged_or_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.de.gz").write_bytes(gzip.compress(b"a\nb\nc\n")[:-9])
     with pytest.raises(DatasetError, match=r"train\.de\.gz cannot be decompressed"):
         Multi30k(tmp_path, train=True)
+
+
+def test_a_vocabulary_must_not_have_the_dictionarys_special_symbols(tmp_path: Path) -> None:
+    write_text(tmp_path, "train", {"en": ["a b"], "de": ["b a"]})
+    (tmp_path / "vocab.bpe.3").write_text("<EOS>_\na\nb\n")
+    with pytest.raises(DatasetError, match=r"has one of <pad>_, <EOS>_, <UNK>_; delete that line"):
+        WMT17Dataset(tmp_path, train=True)
+
+
+@pytest.mark.parametrize("lang", ["ende", ("en",), ("en", "de", "fr")])
+def test_two_languages_are_needed(lang: Any, tmp_path: Path) -> None:
+    for kind in (Multi30k, WMT16Dataset, WMT17Dataset):
+        with pytest.raises(ValueError, match="must be two languages"):
+            kind(tmp_path, lang=lang, train=True)
 
 
 def test_cleaning_of_training_text() -> None:

@@ -190,9 +190,20 @@ def test_files_that_are_no_vocabulary_are_named(tmp_path: Path) -> None:
     (tmp_path / "bpe.5").write_text("#version: 0.2\na b</w>\nabc\n")
     with pytest.raises(DatasetError, match=r"bpe\.5, line 3: 'abc' is not a pair"):
         Subwords.load(tmp_path)
+    for content, line in (("the 5\nof\n", "the 5"), ("the\r\nof\r\n", r"the\\r")):
+        (tmp_path / "vocab.bpe.5").write_bytes(content.encode())
+        with pytest.raises(DatasetError, match=rf"vocab\.bpe\.5 is no vocabulary: '{line}' is not one symbol"):
+            Subwords.load(tmp_path)
     (tmp_path / "vocab.bpe.6").write_text("a\nb\n")
     with pytest.raises(DatasetError, match=r"several vocabularies, vocab\.bpe\.5, vocab\.bpe\.6"):
         Subwords.load(tmp_path)
+
+
+def test_counts_that_subword_nmt_writes_are_no_part_of_symbols(tmp_path: Path) -> None:
+    (tmp_path / "vocab.bpe.3").write_text("the 9107\ndo@@ 12\ng 12\n2 1\n")
+    subwords = Subwords.load(tmp_path)
+    assert subwords.symbols == ["the", "do@@", "g", "2"]
+    assert subwords.encode(["the do@@ g 2"])[0].tolist() == [1, 2, 3, 4]
 
 
 def test_tokenizer_reads_a_published_vocabulary_and_fills_it_up(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import RecurrentPairs, TransformerPairs
-from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part, find_files, load_part
+from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part, find_files, language_pair, load_part
 from mlbench_core.dataset.nlp.pytorch.pair_text import Cleaning, PairFiles, Recipe
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
 from mlbench_core.errors import DatasetNotFoundError
@@ -87,7 +87,7 @@ class Multi30k(RecurrentPairs):
         if tokens not in _TOKENIZERS:
             raise ValueError(f"tokens is {tokens!r}; it must be one of {', '.join(map(repr, _TOKENIZERS))}")
         folder = Path(root)
-        languages = (lang[0], lang[1])
+        languages = language_pair(lang)
         name = choose_part(train=train, validation=validation, test=test)
         part = load_part(
             _files(folder, name, languages),

@@ -16,6 +16,7 @@ from mlbench_core.dataset.nlp.pytorch.pair_part import Part
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
 from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
 from mlbench_core.dataset.nlp.pytorch.words import join_words
+from mlbench_core.errors import DatasetError
 
 __all__ = ["RecurrentPairs", "TransformerPairs"]
 
@@ -125,6 +126,7 @@ class TransformerPairs(Dataset[dict[str, Any]]):
 
     Raises:
         ValueError: A limit is not positive.
+        DatasetError: The vocabulary has a special symbol of the dictionary's.
     """
 
     def __init__(
@@ -146,6 +148,9 @@ class TransformerPairs(Dataset[dict[str, Any]]):
         self.left_pad, self.max_positions = left_pad, max_positions
         self.seq_len_multiple, self.shuffle = seq_len_multiple, shuffle
         self.dictionary = Dictionary(symbols=[_UNKNOWN_SYMBOL, *part.subwords.symbols])
+        if len(self.dictionary) != _FIRST_SYMBOL + len(part.subwords):  # all numbers behind would be shifted
+            special = ", ".join(self.dictionary.symbols[:_FIRST_SYMBOL])
+            raise DatasetError(f"the vocabulary in {part.vocabulary_folder} has one of {special}; delete that line")
         self.src_dict = self.trg_dict = self.dictionary
         lengths = _lengths(part) + 1
         wanted = np.arange(len(lengths)) if indices is None else np.asarray(indices, dtype=np.int64)

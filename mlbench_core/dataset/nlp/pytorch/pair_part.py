@@ -23,7 +23,16 @@ from mlbench_core.dataset.util import tools
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError
 from mlbench_core.utils.paths import user_folder
 
-__all__ = ["SPECIAL_SYMBOLS", "Archive", "Part", "choose_part", "download_files", "find_files", "load_part"]
+__all__ = [
+    "SPECIAL_SYMBOLS",
+    "Archive",
+    "Part",
+    "choose_part",
+    "download_files",
+    "find_files",
+    "language_pair",
+    "load_part",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +119,21 @@ def choose_part(**parts: bool) -> str:
     if len(chosen) != 1:
         raise ValueError(f"{' and '.join(chosen) or 'no part'} asked for; set one of {', '.join(parts)} to True")
     return chosen[0]
+
+
+def language_pair(lang: Sequence[str]) -> tuple[str, str]:
+    """Source and target language.
+
+    Raises:
+        ValueError: There are not two, or they are one text.
+
+    Example:
+        >>> language_pair(["en", "de"])
+        ('en', 'de')
+    """
+    if isinstance(lang, str) or len(lang) != 2:
+        raise ValueError(f"lang is {lang!r}; it must be two languages, as ('en', 'de')")
+    return lang[0], lang[1]
 
 
 def find_files(folder: Path, names: Iterable[str], languages: Sequence[str]) -> PairFiles | None:

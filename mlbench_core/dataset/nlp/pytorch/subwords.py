@@ -146,7 +146,7 @@ class Subwords:
             names = ", ".join(path.name for path in found)
             raise DatasetError(f"{folder} has several vocabularies, {names}; leave one there")
         left_out = set(skip)
-        symbols = [symbol for symbol in _read_lines(found[0]) if symbol and symbol not in left_out]
+        symbols = [symbol for symbol in _read_symbols(found[0]) if symbol not in left_out]
         merges = folder / found[0].name.removeprefix("vocab.")
         try:
             return cls(symbols, _read_merges(merges) if merges.is_file() else None, separator)
@@ -307,6 +307,17 @@ def _symbol(part: str, separator: str) -> str:
 def _part(symbol: str, separator: str) -> str:
     """The part that a symbol stands for."""
     return symbol.removesuffix(separator) if symbol.endswith(separator) and symbol != separator else symbol + _END
+
+
+def _read_symbols(path: Path) -> list[str]:
+    """The symbols of a vocabulary, of whose lines each may also have the symbol's count, as subword-nmt writes it."""
+    lines = [line.split(" ") for line in _read_lines(path) if line]
+    if all(len(line) == 2 and line[1].isdecimal() for line in lines):
+        return [symbol for symbol, _ in lines]
+    for line in lines:
+        if len(line) > 1 or line[0].endswith("\r"):
+            raise DatasetError(f"{path} is no vocabulary: {' '.join(line)!r} is not one symbol without white space")
+    return [symbol for (symbol,) in lines]
 
 
 def _read_merges(path: Path) -> list[Pair]:

@@ -6,7 +6,14 @@ import os
 from pathlib import Path
 
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import RecurrentPairs
-from mlbench_core.dataset.nlp.pytorch.pair_part import Archive, choose_part, download_files, find_files, load_part
+from mlbench_core.dataset.nlp.pytorch.pair_part import (
+    Archive,
+    choose_part,
+    download_files,
+    find_files,
+    language_pair,
+    load_part,
+)
 from mlbench_core.dataset.nlp.pytorch.pair_text import Cleaning, PairFiles, Recipe
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
 from mlbench_core.errors import DatasetError
@@ -102,7 +109,7 @@ class WMT16Dataset(RecurrentPairs):
     ) -> None:
         folder = Path(root)
         name = choose_part(train=train, validation=validation)
-        recipe = Recipe((lang[0], lang[1]), tokenizer=None if preprocessed else "moses", merges=merges)
+        recipe = Recipe(language_pair(lang), tokenizer=None if preprocessed else "moses", merges=merges)
         part = load_part(
             _files(folder, name, recipe.languages, download, preprocessed),
             lambda: _files(folder, "train", recipe.languages, download, preprocessed),

@@ -6,7 +6,14 @@ import os
 from pathlib import Path
 
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import TransformerPairs
-from mlbench_core.dataset.nlp.pytorch.pair_part import Archive, choose_part, download_files, find_files, load_part
+from mlbench_core.dataset.nlp.pytorch.pair_part import (
+    Archive,
+    choose_part,
+    download_files,
+    find_files,
+    language_pair,
+    load_part,
+)
 from mlbench_core.dataset.nlp.pytorch.pair_text import Cleaning, PairFiles, Recipe
 from mlbench_core.dataset.nlp.pytorch.wmt16_dataset import COMMON_CRAWL, EUROPARL, NEWSTEST2014
 
@@ -99,7 +106,7 @@ class WMT17Dataset(TransformerPairs):
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         folder = Path(root)
-        languages = (lang[0], lang[1])
+        languages = language_pair(lang)
         name = choose_part(train=train, validation=validation, test=test)
         part = load_part(
             _files(folder, name, languages, download),
