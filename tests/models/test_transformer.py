@@ -134,7 +134,7 @@ def test_both_paths_have_the_same_gradients_and_no_nan_for_padding_only(backend:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("backend", ["reference", "fused", "kernel"])
 @pytest.mark.parametrize("seed", range(4))
 def test_masked_keys_never_matter(backend: str, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -300,6 +300,7 @@ VARIANTS = [
     {"encoder_learned_pos": True, "decoder_learned_pos": True},
     {"encoder_normalize_before": False, "decoder_normalize_before": False},
     {"attention_backend": "reference"},
+    {"attention_backend": "kernel"},
 ]
 
 
@@ -412,7 +413,7 @@ def test_caches_follow_the_rows_and_hypotheses_share_the_source() -> None:
     assert {cache.keys.shape[0] for cache in state.values() if cache.is_static} == {2}
 
 
-@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("backend", ["reference", "fused", "kernel"])
 def test_several_new_positions_continue_a_cache(backend: str) -> None:
     torch.manual_seed(0)
     module, state = MultiheadAttention(8, 2, backend=backend).double(), {}
@@ -430,7 +431,7 @@ def test_half_precision_is_finite_and_near(dtype: torch.dtype) -> None:
     model = tiny().float()
     source, target = random_tokens([3, 6], 6, 0, left=True), random_tokens([5, 2], 5, 1, left=False)
     expected = model(source, None, target)
-    for backend in ("reference", "fused"):
+    for backend in ("reference", "fused", "kernel"):
         half = tiny(attention_backend=backend).to(dtype)
         output = half(source, None, target)
         assert output.dtype == dtype
@@ -441,7 +442,7 @@ def test_half_precision_is_finite_and_near(dtype: torch.dtype) -> None:
 
 
 def test_large_scores_do_not_overflow_in_half_precision() -> None:
-    for backend in ("reference", "fused"):
+    for backend in ("reference", "fused", "kernel"):
         module = MultiheadAttention(8, 2, backend=backend).half().eval()
         x = 200 * torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(0)).half()
         padding = torch.tensor([[True, True, False, False], [True] * 4])

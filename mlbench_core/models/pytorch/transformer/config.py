@@ -40,7 +40,7 @@ class TransformerConfig:
             decoder needs to ignore padding.
         softmax_type: ``"default"`` or ``"fast_fill"``, see
             :class:`~mlbench_core.models.pytorch.transformer.modules.multihead_attention.MultiheadAttention`.
-        attention_backend: ``"auto"``, ``"reference"`` or ``"fused"``, see there.
+        attention_backend: ``"auto"``, ``"reference"``, ``"fused"`` or ``"kernel"``, see there.
 
     Raises:
         ValueError: A value is out of its bounds.
@@ -74,7 +74,7 @@ class TransformerConfig:
     max_target_positions: int = 1024
     left_pad_target: bool = False
     softmax_type: str = "default"
-    attention_backend: Literal["auto", "reference", "fused"] = "auto"
+    attention_backend: Literal["auto", "reference", "fused", "kernel"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("encoder_layers", "decoder_layers", "encoder_ffn_embed_dim", "decoder_ffn_embed_dim"):

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from mlbench_core.models.pytorch.transformer.config import TransformerConfig
 from mlbench_core.models.pytorch.transformer.modules.incremental import IncrementalState
 from mlbench_core.models.pytorch.transformer.modules.layers import DecoderLayer, EncoderLayer
+from mlbench_core.models.pytorch.transformer.modules.multihead_attention import MultiheadAttention
 from mlbench_core.models.pytorch.transformer.modules.positions import LearnedPositions, SinusoidalPositions
+from mlbench_core.ops.pytorch import extension
+from mlbench_core.ops.pytorch.attention import draw_seed
 
 __all__ = ["TransformerDecoder", "TransformerEncoder", "TransformerModel", "Vocabulary"]
 
@@ -73,6 +76,9 @@ class TransformerModel(nn.Module):
             )
         self.encoder = TransformerEncoder(config, source_embedding)
         self.decoder = TransformerDecoder(config, target_embedding)
+        attentions = [module for module in self.modules() if isinstance(module, MultiheadAttention)]
+        for number, attention in enumerate(attentions):
+            attention.dropout_offset = number
 
     def forward(self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor) -> Tensor:
         """Scores of the next token at each target position.
@@ -88,12 +94,24 @@ class TransformerModel(nn.Module):
         Raises:
             ValueError: Sentences are longer than the model has positions for.
         """
-        encoder_out, padding_mask = self.encoder(src_tokens, src_lengths)
-        return self.decoder(prev_output_tokens, encoder_out, padding_mask)[0]
+        seed = self._draw_dropout_seed(src_tokens)
+        encoder_out, padding_mask = self.encoder(src_tokens, src_lengths, dropout_seed=seed)
+        return self.decoder(prev_output_tokens, encoder_out, padding_mask, dropout_seed=seed)[0]
 
     def max_decoder_positions(self) -> int:
         """The longest target, in tokens."""
         return self.config.max_target_positions
+
+    def _draw_dropout_seed(self, tokens: Tensor) -> Tensor | None:
+        """One seed for the attention of all layers, where their kernels may drop weights; else nothing is drawn.
+
+        It is a tensor that is handed down, so that recomputing a layer in the backward pass drops the same weights.
+        """
+        backend = self.config.attention_backend
+        may_use_kernel = backend == "kernel" or (backend == "auto" and tokens.is_cuda and extension.is_available())
+        if self.training and self.config.attention_dropout > 0 and may_use_kernel:
+            return draw_seed(tokens.device)
+        return None
 
 
 class TransformerEncoder(nn.Module):
@@ -114,12 +132,15 @@ class TransformerEncoder(nn.Module):
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.encoder_layers))
         self.layer_norm = nn.LayerNorm(width) if config.encoder_normalize_before else nn.Identity()
 
-    def forward(self, src_tokens: Tensor, src_lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, src_tokens: Tensor, src_lengths: Tensor | None = None, *, dropout_seed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Encode.
 
         Args:
             src_tokens: int64 of shape (batch, source).
             src_lengths: Not used.
+            dropout_seed: What attention makes its dropout from, int64 of shape (1,); each layer draws its own if None.
 
         Returns:
             Shape (source, batch, width), and where padding is, bool of shape (batch, source).
@@ -128,7 +149,7 @@ class TransformerEncoder(nn.Module):
         x = self.dropout(x).transpose(0, 1)
         padding_mask = src_tokens.eq(_padding_idx(self.embed_tokens))
         for layer in self.layers:
-            x = layer(x, padding_mask)
+            x = layer(x, padding_mask, dropout_seed=dropout_seed)
         return self.layer_norm(x), padding_mask
 
 
@@ -164,6 +185,8 @@ class TransformerDecoder(nn.Module):
         incremental_state: IncrementalState | None = None,
         before: int = 0,
         need_weights: bool = False,
+        *,
+        dropout_seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Score the next token at each position.
 
@@ -174,6 +197,7 @@ class TransformerDecoder(nn.Module):
             incremental_state: The caches of a generation.
             before: How many positions the caches hold.
             need_weights: Whether to return the last layer's attention on the source.
+            dropout_seed: What attention makes its dropout from, int64 of shape (1,); each layer draws its own if None.
 
         Returns:
             Scores before the softmax, shape (rows, target, symbols), and the attention, shape (rows, target, source),
@@ -188,7 +212,13 @@ class TransformerDecoder(nn.Module):
         for number, layer in enumerate(self.layers, start=1):
             is_last = number == len(self.layers)
             x, weights = layer(
-                x, encoder_out, encoder_padding_mask, padding_mask, incremental_state, need_weights and is_last
+                x,
+                encoder_out,
+                encoder_padding_mask,
+                padding_mask,
+                incremental_state,
+                need_weights and is_last,
+                dropout_seed=dropout_seed,
             )
         return F.linear(self.layer_norm(x).transpose(0, 1), self.output_projection.weight), weights
 

@@ -77,19 +77,22 @@ class EncoderLayer(nn.Module):
         self.feed_forward = FeedForward(width, config.encoder_ffn_embed_dim, config.relu_dropout)
         self.feed_forward_residual = Residual(width, config.dropout, before)
 
-    def forward(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, padding_mask: Tensor | None, *, dropout_seed: Tensor | None = None) -> Tensor:
         """Encode.
 
         Args:
             x: Shape (source, batch, width).
             padding_mask: bool of shape (batch, source), True at padding.
+            dropout_seed: What attention makes its dropout from, int64 of shape (1,).
 
         Returns:
             The shape of ``x``.
         """
 
         def attend(h: Tensor) -> Tensor:
-            return self.self_attn(h, h, h, key_padding_mask=padding_mask, need_weights=False)[0]
+            return self.self_attn(
+                h, h, h, key_padding_mask=padding_mask, need_weights=False, dropout_seed=dropout_seed
+            )[0]
 
         x = self.self_attn_residual(x, attend)
         return self.feed_forward_residual(x, self.feed_forward)
@@ -120,6 +123,8 @@ class DecoderLayer(nn.Module):
         padding_mask: Tensor | None = None,
         incremental_state: IncrementalState | None = None,
         need_weights: bool = False,
+        *,
+        dropout_seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Decode.
 
@@ -131,6 +136,7 @@ class DecoderLayer(nn.Module):
                 left.
             incremental_state: The caches of a generation; ``x`` then holds the new positions only.
             need_weights: Whether to return the attention on the source.
+            dropout_seed: What attention makes its dropout from, int64 of shape (1,).
 
         Returns:
             The shape of ``x``, and the attention, shape (rows, target, source), or None.
@@ -146,6 +152,7 @@ class DecoderLayer(nn.Module):
                 key_padding_mask=padding_mask,
                 incremental_state=incremental_state,
                 need_weights=False,
+                dropout_seed=dropout_seed,
             )[0]
 
         def attend_to_source(h: Tensor) -> Tensor:
@@ -158,6 +165,7 @@ class DecoderLayer(nn.Module):
                 incremental_state=incremental_state,
                 need_weights=need_weights,
                 static_kv=True,
+                dropout_seed=dropout_seed,
             )
             return output
 
