@@ -16,13 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mlbench_core.optim.pytorch import CentralizedSGD
+from mlbench_core.utils.pytorch import lost_workers
 
 TIMEOUT_S = 3
+SILENCE_S = 1.5  # how long who waited so long looks for a sign of life
 
 
 def main() -> None:
     rank, world_size, store, lost, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5]
     torch.set_num_threads(1)
+    lost_workers.SILENCE_S = SILENCE_S
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     if store.startswith("tcp:"):
         shared = dist.TCPStore("127.0.0.1", int(store[4:]), world_size, is_master=rank == 0, timeout=timeout)

