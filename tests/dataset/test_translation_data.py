@@ -33,8 +33,9 @@ from mlbench_core.dataset.nlp.pytorch import (
     wmt16_dataset,
     wmt17_dataset,
 )
+from mlbench_core.dataset.nlp.pytorch.lines import read_lines
 from mlbench_core.dataset.nlp.pytorch.pair_part import find_files
-from mlbench_core.dataset.nlp.pytorch.pair_text import Cleaning, read_lines
+from mlbench_core.dataset.nlp.pytorch.pair_text import Cleaning
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError
 from tests.helpers.data import test_data
 

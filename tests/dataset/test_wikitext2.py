@@ -175,7 +175,7 @@ def test_no_random_batch_is_shorter_than_asked_for(tmp_path: Path) -> None:
 def test_second_start_reads_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_texts(tmp_path / "texts")
     first = Wikitext2Dataset(folder, 2, train=True, cache_dir=tmp_path / "cache")
-    monkeypatch.setattr(corpus, "_open_text", None)
+    monkeypatch.setattr(corpus, "read_lines", None)
     second = Wikitext2Dataset(folder, 2, train=True, cache_dir=tmp_path / "cache")
     assert isinstance(second.tokens, np.memmap)
     assert second.tokens.tolist() == first.tokens.tolist()

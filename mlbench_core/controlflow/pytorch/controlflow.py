@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import deprecation
@@ -16,6 +15,7 @@ from mlbench_core import __version__
 from mlbench_core.controlflow.pytorch.helpers import DTYPES, batch_size, iterate_dataloader, prepare_batch
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
 from mlbench_core.utils.pytorch import distributed
+from mlbench_core.utils.pytorch.modes import evaluation_mode
 from mlbench_core.utils.tracker import Tracker
 
 __all__ = [
@@ -107,19 +107,6 @@ def _validate(
     return averages, distributed.global_average(loss_sum, samples).item()
 
 
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module gets its own mode back, also after an exception."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, was_training in modes:
-            module.training = was_training
-
-
 def _number(value: float | Tensor) -> float:
     return value.item() if isinstance(value, Tensor) else value
 
@@ -180,7 +167,7 @@ def validation_round(
         tracker.validation()
         tracker.validation_start()
     try:
-        with _evaluation_mode(model):
+        with evaluation_mode(model), torch.no_grad():
             return _validate(
                 dataloader,
                 model,

@@ -27,8 +27,8 @@ def evaluation_mode(model: nn.Module, wanted: bool = True) -> Iterator[None]:
         [True, False]
     """
     training = [module for module in model.modules() if module.training] if wanted else []
-    for module in training:
-        module.training = False
+    if wanted:
+        model.eval()
     try:
         yield
     finally:

@@ -8,14 +8,12 @@ folder is made under another name and then renamed; processes that make the same
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlbench_core.errors import DatasetError
+from mlbench_core.dataset.nlp.pytorch.lines import read_lines
 
 __all__ = ["EOS", "Corpus", "Dictionary", "Ids", "load_corpus"]
 
@@ -35,7 +33,7 @@ Ids = npt.NDArray[np.int32]
 EOS = "<eos>"
 """The word at the end of each line."""
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Dictionary:
@@ -103,7 +101,8 @@ class Corpus:
 def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
     """Read a text in parts, or map what an earlier call left in the cache.
 
-    A text is split at white space, and each line, empty ones too, ends with one more word, ``<eos>``. The dictionary
+    A text is split at white space, and each line, empty ones too, ends with one more word, ``<eos>``; only a line feed
+    ends a line. The dictionary
     takes the parts in the order given, so the ids of the first do not depend on the others.
 
     Args:
@@ -141,20 +140,7 @@ def _read_corpus(texts: Mapping[str, Path]) -> Corpus:
 
 def _read_ids(path: Path, dictionary: Dictionary) -> Ids:
     """The ids of a text; new words are added to the dictionary."""
-    try:
-        with _open_text(path) as lines:
-            return np.fromiter((dictionary.add_word(word) for word in _words(lines)), dtype=np.int32)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DatasetError(f"{path} cannot be decompressed: {error}; delete it and get it again") from error
-    except UnicodeDecodeError as error:
-        raise DatasetError(f"{path} is no UTF-8 text: {error}") from error
-
-
-@contextlib.contextmanager
-def _open_text(path: Path) -> Iterator[Iterable[str]]:
-    """The lines of a text, decompressed where its name ends in ``.gz``."""
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        yield file
+    return np.fromiter((dictionary.add_word(word) for word in _words(read_lines(path))), dtype=np.int32)
 
 
 def _words(lines: Iterable[str]) -> Iterator[str]:

@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlbench_core.dataset.nlp.pytorch.lines import count_lines, read_lines
 from mlbench_core.dataset.nlp.pytorch.pair_store import PairStore
 from mlbench_core.dataset.nlp.pytorch.pair_text import (
     Cleaning,
     PairFiles,
     Recipe,
-    count_lines,
     prepare_store,
     prepare_subwords,
-    read_lines,
 )
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords
 from mlbench_core.dataset.util import tools

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import html
 import itertools
 import json
 import logging
-import re
 import tempfile
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from mlbench_core.dataset.nlp.pytorch.lines import count_lines, read_lines
 from mlbench_core.dataset.nlp.pytorch.pair_store import PairHeader, PairStore, write_pairs
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords, learn_subwords, learn_words
 from mlbench_core.dataset.nlp.pytorch.words import split_words
 from mlbench_core.dataset.util import tools
 from mlbench_core.errors import DatasetError
 
-__all__ = ["Cleaning", "PairFiles", "Recipe", "count_lines", "prepare_store", "prepare_subwords", "read_lines"]
+__all__ = ["Cleaning", "PairFiles", "Recipe", "prepare_store", "prepare_subwords"]
 
 _log = logging.getLogger(__name__)
 
 _BLOCK = 4096
 _VERSION = 1  # of what is made of a text: a change of words or cleaning counts it up
-_SEGMENT = re.compile(r"<seg\b[^>]*>(.*)</seg>")
 
 
 @dataclass(frozen=True)
@@ -88,37 +84,6 @@ class Recipe:
     min_count: int = 2
     min_character_count: int = 1
     separator: str = "@@"
-
-
-def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a text, without their ends; of an ``.sgm`` file, its segments.
-
-    Only a line feed ends a line: other characters that might, which are there in texts from the web, would shift all
-    that follows against the other language.
-
-    Raises:
-        DatasetError: The file cannot be decompressed or is no UTF-8.
-    """
-    opened: Callable[[Path, str], Any] = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opened(path, "rb") as file:
-            lines = (line.decode("utf-8").removesuffix("\n") for line in file)
-            yield from _segments(lines) if path.name.removesuffix(".gz").endswith(".sgm") else lines
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DatasetError(f"{path} cannot be decompressed: {error}; delete it and get it again") from error
-    except UnicodeDecodeError as error:
-        raise DatasetError(f"{path} is no UTF-8 text: {error}") from error
-
-
-def _segments(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        if match := _SEGMENT.search(line):
-            yield html.unescape(match[1]).strip()
-
-
-def count_lines(path: Path) -> int:
-    """Number of lines, or of segments, of a text."""
-    return sum(1 for _ in read_lines(path))
 
 
 def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple[Subwords, Path]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mlbench_core.dataset.nlp.pytorch.corpus import Corpus, Dictionary, Ids, load_corpus
+from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part
 from mlbench_core.dataset.util import tools
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError, MissingDependencyError, require
 from mlbench_core.utils.paths import user_folder
@@ -97,14 +98,11 @@ class Wikitext2Dataset:
         cache_dir: str | os.PathLike[str] | None = None,
         seed: int = 0,
     ) -> None:
-        chosen = [part for part, wanted in (("train", train), ("valid", valid), ("test", test)) if wanted]
-        if len(chosen) != 1:
-            raise ValueError(f"{' and '.join(chosen) or 'no part'} asked for; set one of train, valid and test to True")
         for name, length in (("bptt", bptt), ("min_seq_len", min_seq_len)):
             if length < 1:
                 raise ValueError(f"{name} is {length}; it must be at least 1")
         self.path = Path(path)
-        self.part = chosen[0]
+        self.part = choose_part(train=train, valid=valid, test=test)
         self.bptt = bptt
         self.min_seq_len = min_seq_len
         self.seed = seed

@@ -1,0 +1,48 @@
+"""Lines of text files, whatever they are packed in."""
+
+from __future__ import annotations
+
+import gzip
+import html
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mlbench_core.errors import DatasetError
+
+__all__ = ["count_lines", "read_lines"]
+
+_SEGMENT = re.compile(r"<seg\b[^>]*>(.*)</seg>")
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """The lines of a text, without their ends; of an ``.sgm`` file, its segments.
+
+    Only a line feed ends a line: other characters that might, which are there in texts from the web, would shift all
+    that follows against the other language.
+
+    Raises:
+        DatasetError: The file cannot be decompressed or is no UTF-8.
+    """
+    opened: Callable[[Path, str], Any] = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rb") as file:
+            lines = (line.decode("utf-8").removesuffix("\n") for line in file)
+            yield from _segments(lines) if path.name.removesuffix(".gz").endswith(".sgm") else lines
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DatasetError(f"{path} cannot be decompressed: {error}; delete it and get it again") from error
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path} is no UTF-8 text: {error}") from error
+
+
+def _segments(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        if match := _SEGMENT.search(line):
+            yield html.unescape(match[1]).strip()
+
+
+def count_lines(path: Path) -> int:
+    """Number of lines, or of segments, of a text."""
+    return sum(1 for _ in read_lines(path))
