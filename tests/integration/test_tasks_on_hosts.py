@@ -174,7 +174,7 @@ def test_mpirun_over_two_hosts_survives_a_cable_pulled_for_two_seconds(tmp_path:
 @needs_mpirun
 def test_a_cable_pulled_for_good_ends_the_workers_of_mpirun_who_name_each_other(tmp_path: Path) -> None:
     with EmulatedNetwork(2) as network:
-        script = task(tmp_path, "--backend", "mpi", "--timeout", "4", repetitions=200)
+        script = task(tmp_path, "--backend", "mpi", "--timeout", "3", repetitions=200)
         worker = ["sh", str(tmp_path / "worker"), sys.executable, IMPATIENT, *script]
         (tmp_path / "worker").write_text(WORKER_WITH_LOG.format(folder=tmp_path))
         with started(network, [by_mpirun(network, tmp_path, worker)], tmp_path):
