@@ -30,6 +30,17 @@ def no_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         _check(environment, threads)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors this small are no work to share, least of all where other processes take the cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def _check(environment: dict[str, str], threads: set[threading.Thread]) -> None:
     changed = {
         key

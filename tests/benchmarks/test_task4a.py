@@ -9,7 +9,6 @@ import random
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +27,8 @@ from mlbench_core.utils import Tracker
 from mlbench_core.utils.task_args import _make_parser
 from tests.benchmarks.test_task1a import assert_equal
 from tests.helpers.processes import environment, free_port
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SAME = "ein kleiner hund rennt schnell nach hause ."
 OTHER = "ein kleiner hund rennt schnell durch den garten ."
@@ -49,15 +50,6 @@ WORDS = [
     "street",
     "tree",
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are no work to share, least of all where other processes take the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

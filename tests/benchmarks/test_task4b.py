@@ -48,15 +48,6 @@ def script() -> Iterator[ModuleType]:
     del sys.modules["task4b_main"]
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Several threads wait for each other longer than they compute, on tensors this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Word-by-word translations, 3 to 8 words long."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,18 +13,11 @@ from torch import Tensor, nn
 from mlbench_core.models.pytorch.gnmt import GNMT
 from mlbench_core.models.pytorch.gnmt.modules import NormalizedBahdanauAttention
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCABULARY = 13
 LENGTHS = torch.tensor([3, 6, 1, 5])
 """Not sorted, one sentence as long as the batch, one of a single word."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are no work to share, least of all where other processes take the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny(seed: int = 0, **changes: Any) -> GNMT:

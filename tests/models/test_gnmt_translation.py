@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,11 @@ from mlbench_core.models.pytorch.gnmt import GNMT, Translator
 from mlbench_core.utils.pytorch.inference import GNMTScore
 from mlbench_core.utils.pytorch.inference.beam_search import SequenceGenerator
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 VOCABULARY = 9
 LENGTHS = torch.tensor([4, 6, 3, 5])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are no work to share, least of all where other processes take the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Digits:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,6 +21,8 @@ from mlbench_core.models.pytorch.transformer.modules import (
     SinusoidalPositions,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY = {
     "encoder_embed_dim": 16,
     "encoder_ffn_embed_dim": 24,
@@ -35,15 +36,6 @@ TINY = {
     "max_target_positions": 32,
 }
 DTYPES = [torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are no work to share, least of all where other processes take the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def words(number: int = 12) -> Dictionary:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +14,10 @@ from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
 from mlbench_core.models.pytorch.transformer import SequenceGenerator, TransformerConfig, TransformerModel
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = {"embed_dim": 16, "ffn_embed_dim": 24, "layers": 2, "attention_heads": 4}
 WORDS = Dictionary(symbols=["Ein_", "Hunde", "hals", "band_"])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are no work to share, least of all where other processes take the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_model(seed: int = 0, **changes: Any) -> TransformerModel:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -24,16 +23,9 @@ from mlbench_core.utils.pytorch.inference import (
 )
 from mlbench_core.utils.pytorch.inference.beam_search import SequenceGenerator, reorder_context
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PAD, EOS, START, VOCABULARY = 0, 1, 2, 5
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are no work to share, least of all where other processes take the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class TableModel:
