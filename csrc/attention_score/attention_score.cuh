@@ -8,9 +8,10 @@
 //   grad_q[t][h] = v[h] sum_s u,   grad_k[s][h] = v[h] sum_t u,
 //   grad_bias[h] = v[h] sum_b,t,s u,   grad_v[h] = sum_b,t,s d tanh(x)
 //
-// Shapes: q (batch, queries, H), k (batch, keys, H), of type T (half, bfloat or float), in any strides with the features
-// next to one another and every row starting at a multiple of 16 bytes; bias and v (H,) and e, d (batch, queries, keys)
-// float. H is a multiple of 8. All sums are in float32, in an order that depends on the shapes alone: no atomics.
+// Shapes: q (batch, queries, H), k (batch, keys, H), of type T (half, bfloat or float), in any strides with the
+// features next to one another and every row starting at a multiple of 16 bytes; bias and v (H,) and e, d (batch,
+// queries, keys) float. H is a multiple of 8. All sums are in float32, in an order that depends on the shapes alone: no
+// atomics.
 //
 // What it costs, for GNMT's batch = 128, queries = keys = 50, H = 1024 in half precision:
 //
@@ -18,26 +19,30 @@
 //   forward       327.7 M    add, fma        0.98 GFLOP    26.2 MB    1.3 MB
 //   backward      327.7 M    add, 4 fma      2.95 GFLOP    27.5 MB    26.2 MB + 1.0 MB of partial sums
 //
-// tanh.approx runs in the special function unit, which does 16 a clock on each SM where 128 float32 operations run: a warp
-// waits 8 issue slots of its scheduler for 32 tanh. That is what bounds both passes, not memory (17 microseconds at 3 TB/s
-// for both), as long as everything else takes fewer than 7 slots for each tanh. Both kernels are built around that:
-// values stay in registers over many tanh, and no tanh is computed that is not needed (edges of tiles are skipped).
+// tanh.approx runs in the special function unit, which does 16 a clock on each SM where 128 float32 operations run: a
+// warp's 32 tanh occupy it for 8 issue slots of the warp's scheduler. That bounds both passes, not memory, as long as
+// the tanh and all that belongs to it take fewer than 8 slots. (On sm_80, with 64 float32 operations a clock, each takes
+// two slots' time, and the five of the backward pass bound it.) Both kernels are built around this: values stay in
+// registers over many tanh, many tanh are under way at once, and few are computed that are not needed (none in the
+// forward pass).
 //
-// score_forward: data flow. A warp computes a tile of 4 queries x 4 keys over all features, on its own: no shared memory,
-// no barrier. A lane reads 8 neighbouring features of the 8 rows in 16-byte pieces (rows that neighbouring warps read too,
-// so mostly from L1), adds 4 x 4 x 8 products to its 16 sums, and goes on 256 features further. At the end 16 shuffles
-// leave the sum of pair i over all lanes in lanes 2 i and 2 i + 1. Eight warps, 2 x 4 tiles = 8 queries x 16 keys of one
-// sentence, are a block. For each tanh: 3 slots and 0.75 for widening 4 + 4 rows.
+// score_forward: data flow. A warp computes a tile of 4 queries x 4 keys over all features, on its own: no shared
+// memory, no barrier. A lane reads 8 neighbouring features of the 8 rows in 16-byte pieces (rows that neighbouring
+// warps read too, so mostly from L1), adds 4 x 4 x 8 products to its 16 sums, and goes on 256 features further. At the
+// end 16 shuffles leave the sum of pair i over all lanes in lanes 2 i and 2 i + 1. Eight warps, 2 x 4 tiles = 8 queries
+// x 16 keys of one sentence, are a block. For each tanh: 3 slots, and 2 for addresses, reading and widening (counted in
+// the code for sm_90).
 //
-// score_backward: data flow. A block takes up to 128 features, one for each thread, and up to 64 queries of one sentence
-// (a chunk; GNMT's sentences have one). A thread computes all pairs of its queries and keys for its feature, so that no
-// two threads add to the same number. Keys come in tiles of 16, which stay in registers with their gradients while the
-// thread goes through the queries; gradients of queries are carried from tile to tile in shared memory. For each tanh:
-// 6 slots and 0.7 for reading d, q and the carried sums. Shared memory, for R queries and F threads:
+// score_backward: data flow. A block takes up to 128 features, one for each thread, and up to 64 queries of one
+// sentence (a chunk; GNMT's sentences have one). A thread computes all pairs of its queries and keys for its feature,
+// so that no two threads add to the same number. Keys come in tiles of 16 (and of 4 for what is left of a sentence),
+// which stay in registers with their gradients while the thread goes through the queries; gradients of queries are
+// carried from tile to tile in shared memory. For each tanh: 6 slots, and 1 for reading d, q and the carried sums.
+// Shared memory, for R queries and F threads:
 //
 //   float shifted[R][F]    q + bias, widened once                      each thread touches only its own column
 //   float sums[R][F]       sum_s u so far                              likewise
-//   float delta[R][16]     d for the tile of keys, 0 beyond the last   read by all: a barrier before and after it changes
+//   float delta[R][16]     d for the tile of keys, 0 beyond the last   read by all; barriers before and after a change
 //
 // 4 R (2 F + 16) bytes: 54 KB at R = 50 (four blocks an SM), at most 68 KB. Sums over batch for bias and v go to a
 // buffer, a row for each (sentence, chunk), as do gradients of keys where there is more than one chunk; sum_rows adds
@@ -46,7 +51,7 @@
 // How exact: tanhf for float inputs, so that results agree with the formula to float32 precision. For half and bfloat
 // inputs tanh.approx.f32, whose relative error is at most 2^-11: half a unit in the last place of half, a sixteenth of
 // one of bfloat. So a score is off by at most 2^-11 sum_h |v[h]|, as if each x's tanh had been rounded to half;
-// 1 - tanh^2 by at most 2^-10 absolutely, which is much of it only where the tanh is saturated and the gradient all but 0.
+// 1 - tanh^2 by at most 2^-10, which is much of it only where the tanh is saturated and the gradient all but 0.
 #pragma once
 
 #include <cstddef>
@@ -114,11 +119,11 @@ constexpr int kForwardThreads = kQueryTiles * kKeyTiles * kWarp;
 constexpr int kBlockQueries = kQueryTiles * kTile;
 constexpr int kBlockKeys = kKeyTiles * kTile;
 
-// Backward: the most features and queries of a block, keys held in registers, and how many of these are skipped together.
+// Backward: the most features and queries of a block; the keys of a tile, and of the small tiles at a sentence's end.
 constexpr int kBackwardThreads = 128;
 constexpr int kChunkQueries = 64;
 constexpr int kKeys = 16;
-constexpr int kKeyGroup = 4;
+constexpr int kFewKeys = 4;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -161,9 +166,9 @@ __device__ __forceinline__ void read_features<float>(const float* from, float (&
   read4(from, to);
 }
 
-// The same number of features of bias or v, which are float whatever T is.
+// N floats, a multiple of four.
 template <int N>
-__device__ __forceinline__ void read_weights(const float* from, float (&to)[N]) {
+__device__ __forceinline__ void read_floats(const float* from, float (&to)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i += 4) {
     float four[4];
@@ -177,7 +182,8 @@ __device__ __forceinline__ void read_weights(const float* from, float (&to)[N]) 
 // numbers between them, which halves their count each time.
 __device__ __forceinline__ float sum_over_lanes(float (&numbers)[kTile * kTile], int lane) {
 #pragma unroll
-  for (int count = kTile * kTile / 2; count >= 1; count /= 2) {
+  for (int round = 1; round <= 4; ++round) {
+    const int count = kTile * kTile >> round;
     const bool upper = (lane & (2 * count)) != 0;
 #pragma unroll
     for (int i = 0; i < count; ++i) {
@@ -201,8 +207,8 @@ __device__ __forceinline__ void add_features(const ForwardParameters& p, int sen
     read_features(p.query.at<T>(sentence, min(first_query + i, p.query_count - 1)) + feature, query[i]);
     read_features(p.keys.at<T>(sentence, min(first_key + i, p.key_count - 1)) + feature, key[i]);
   }
-  read_weights(p.bias + feature, bias);
-  read_weights(p.v + feature, v);
+  read_floats(p.bias + feature, bias);
+  read_floats(p.v + feature, v);
 #pragma unroll
   for (int i = 0; i < kTile; ++i) {
     if (first_query + i >= p.query_count) continue;
@@ -267,61 +273,65 @@ __device__ __forceinline__ Share share_of_block(const BackwardParameters& p, int
           feature < p.features};
 }
 
-// Copies d of the share's queries and the 16 keys from first_key on to shared memory, 0 for keys beyond the last.
+// Copies d of the share's queries and the kTileKeys keys from first_key on to shared memory, 0 beyond the last key.
+template <int kTileKeys>
 __device__ __forceinline__ void stage_delta(const BackwardParameters& p, const Share& share, int first_key,
                                             float* delta) {
   const float* from =
       p.delta + (static_cast<int64_t>(share.sentence) * p.query_count + share.first_query) * p.key_count;
-  for (int i = threadIdx.x; i < share.queries * kKeys; i += blockDim.x) {
-    const int key = first_key + i % kKeys;
-    delta[i] = key < p.key_count ? from[static_cast<int64_t>(i / kKeys) * p.key_count + key] : 0.0f;
+  for (int i = threadIdx.x; i < share.queries * kTileKeys; i += blockDim.x) {
+    const int key = first_key + i % kTileKeys;
+    delta[i] = key < p.key_count ? from[static_cast<int64_t>(i / kTileKeys) * p.key_count + key] : 0.0f;
   }
 }
 
-// All pairs of the share's queries with the 16 keys from first_key on, for this thread's feature. Adds sum_s u to `sums`
-// and sum_t,s d tanh to `sum_v`, and writes v sum_t u for each key.
 template <class T>
-__device__ __forceinline__ void backward_of_keys(const BackwardParameters& p, const Share& share, int first_key, float v,
-                                                 const float* shifted, const float* delta, float* sums, float& sum_v) {
-  const int count = min(kKeys, p.key_count - first_key);
-  float key[kKeys], sum_keys[kKeys];
+__device__ __forceinline__ void write_key_gradient(const BackwardParameters& p, const Share& share, int64_t row,
+                                                   float gradient) {
+  const int64_t at = row * p.features + share.feature;
+  if (p.partial_keys == nullptr) {
+    static_cast<T*>(p.grad_keys)[at] = from_float<T>(gradient);
+  } else {
+    const int64_t all_keys = static_cast<int64_t>(p.batch) * p.key_count * p.features;
+    p.partial_keys[share.chunk * all_keys + at] = gradient;
+  }
+}
+
+// All pairs of the share's queries with the kTileKeys keys from first_key on, for this thread's feature. Adds sum_s u
+// to `sums` and sum_t,s d tanh to `sum_v`, and writes v sum_t u for each key. There is no branch among the pairs of a
+// query, so that their tanh overlap.
+template <class T, int kTileKeys>
+__device__ __forceinline__ void backward_of_keys(const BackwardParameters& p, const Share& share, int first_key,
+                                                 float v, const float* shifted, const float* delta, float* sums,
+                                                 float& sum_v) {
+  const int count = min(kTileKeys, p.key_count - first_key);
+  float key[kTileKeys], sum_keys[kTileKeys];
 #pragma unroll
-  for (int j = 0; j < kKeys; ++j) {
+  for (int j = 0; j < kTileKeys; ++j) {
     key[j] = j < count ? to_float(p.keys.at<T>(share.sentence, first_key + j)[share.feature]) : 0.0f;
     sum_keys[j] = 0.0f;
   }
   for (int t = 0; t < share.queries; ++t) {
     const int own = t * blockDim.x + threadIdx.x;
     const float query = shifted[own];
+    float d[kTileKeys];
+    read_floats(delta + t * kTileKeys, d);
     float sum = 0.0f;
 #pragma unroll
-    for (int group = 0; group < kKeys; group += kKeyGroup) {
-      if (group >= count) break;
-      float d[kKeyGroup];
-      read4(delta + t * kKeys + group, d);
-#pragma unroll
-      for (int j = 0; j < kKeyGroup; ++j) {
-        const float y = tanh_of<T>(query + key[group + j]);
-        const float slope = 1.0f - y * y;
-        sum += d[j] * slope;
-        sum_keys[group + j] += d[j] * slope;
-        sum_v += d[j] * y;
-      }
+    for (int j = 0; j < kTileKeys; ++j) {
+      const float y = tanh_of<T>(query + key[j]);
+      const float slope = 1.0f - y * y;
+      sum += d[j] * slope;
+      sum_keys[j] += d[j] * slope;
+      sum_v += d[j] * y;
     }
     sums[own] += sum;
   }
   if (!share.writes) return;
   const int64_t first_row = static_cast<int64_t>(share.sentence) * p.key_count + first_key;
 #pragma unroll
-  for (int j = 0; j < kKeys; ++j) {
-    if (j >= count) break;
-    const int64_t at = (first_row + j) * p.features + share.feature;
-    if (p.partial_keys == nullptr) {
-      static_cast<T*>(p.grad_keys)[at] = from_float<T>(v * sum_keys[j]);
-    } else {
-      const int64_t all_keys = static_cast<int64_t>(p.batch) * p.key_count * p.features;
-      p.partial_keys[share.chunk * all_keys + at] = v * sum_keys[j];
-    }
+  for (int j = 0; j < kTileKeys; ++j) {
+    if (j < count) write_key_gradient<T>(p, share, first_row + j, v * sum_keys[j]);
   }
 }
 
@@ -342,11 +352,19 @@ __global__ void __launch_bounds__(kBackwardThreads, 4) score_backward(BackwardPa
     sums[own] = 0.0f;
   }
   float sum_v = 0.0f;
-  for (int first_key = 0; first_key < p.key_count; first_key += kKeys) {
+  for (int first_key = 0; first_key < p.key_count;) {
+    const bool is_large = p.key_count - first_key > kKeys - kFewKeys;
     __syncthreads();  // everyone is done with the deltas of the keys before
-    stage_delta(p, share, first_key, delta);
-    __syncthreads();
-    backward_of_keys<T>(p, share, first_key, v, shifted, delta, sums, sum_v);
+    if (is_large) {
+      stage_delta<kKeys>(p, share, first_key, delta);
+      __syncthreads();
+      backward_of_keys<T, kKeys>(p, share, first_key, v, shifted, delta, sums, sum_v);
+    } else {
+      stage_delta<kFewKeys>(p, share, first_key, delta);
+      __syncthreads();
+      backward_of_keys<T, kFewKeys>(p, share, first_key, v, shifted, delta, sums, sum_v);
+    }
+    first_key += is_large ? kKeys : kFewKeys;
   }
   if (!share.writes) return;
   float sum_bias = 0.0f;
@@ -362,8 +380,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 4) score_backward(BackwardPa
   p.partial_weights[(rows + row) * p.features + share.feature] = sum_v;
 }
 
-// Column sums: block (x, y) sums 32 columns of matrix y. Each warp adds up every so-many-th row, then the first warp adds
-// up the warps' sums, which lie in shared memory as float[warps][32].
+// Column sums: block (x, y) sums 32 columns of matrix y. Each warp adds up every so-many-th row, then the first warp
+// adds up the warps' sums, which lie in shared memory as float[warps][32].
 template <class T>
 __global__ void __launch_bounds__(1024) sum_rows(SumParameters p) {
   const int lane = threadIdx.x % kWarp;

@@ -1,5 +1,5 @@
-// The kernels of attention_score.cuh on the emulator, as C functions for tests. Pointers are to tensors in the shapes and
-// layouts that the kernels' parameters describe; strides are (sentence, row), in elements.
+// The kernels of attention_score.cuh on the emulator, as C functions for tests. Pointers are to tensors in the shapes
+// and layouts that the kernels' parameters describe; strides are (sentence, row), in elements.
 #include <cstdint>
 
 #include "attention_score/attention_score.cuh"

@@ -127,6 +127,7 @@ def assert_right(case: Case) -> None:
         (2, 9, 18, 8, torch.float16),
         (1, 1, 1, 24, torch.bfloat16),
         (1, 5, 17, 24, torch.float32),
+        (1, 2, 14, 24, torch.float32),
         (2, 3, 6, 264, torch.float16),
         (1, 10, 19, 264, torch.float32),
         (1, 4, 5, 1024, torch.bfloat16),
