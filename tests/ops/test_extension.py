@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo
 
 from mlbench_core.ops.pytorch import extension
 
@@ -123,6 +124,18 @@ def test_threads_load_it_once(monkeypatch: pytest.MonkeyPatch, built: Path) -> N
     for thread in threads:
         thread.join(10)
     assert results == [True] * 4 and calls == [built]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler's own imports
+def test_compiled_code_may_be_the_first_to_ask(monkeypatch: pytest.MonkeyPatch, built: Path) -> None:
+    """The library is loaded while torch compiles, without a break of the graph."""
+    loader = Loader()
+    monkeypatch.setattr(torch.ops, "load_library", loader)
+    has_device(monkeypatch, (9, 0))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + 1 if extension.is_available() else x, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)).item() == 1.0 and loader.calls == [built]
+    torch._dynamo.reset()
 
 
 def test_the_path_is_inside_the_package() -> None:

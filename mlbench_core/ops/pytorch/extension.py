@@ -91,6 +91,8 @@ def is_available() -> bool:
 def why_not() -> str | None:
     """What keeps the CUDA kernels from being used.
 
+    Compiled code (:func:`torch.compile`) keeps the answer that it got when it was compiled.
+
     Returns:
         One line that says what is missing and what to do about it; None if the kernels are available.
 
@@ -112,6 +114,11 @@ def why_not() -> str | None:
         found = "ROCm" if torch.version.hip is not None else f"compute capability {'.'.join(map(str, capability))}"
         return f"the device has {found}; the kernels need an NVIDIA GPU of compute capability {least} or later"
     return None
+
+
+# torch.compile takes the answer that it gets as it compiles: it cannot follow the loading of a library. This is what
+# torch.compiler.assume_constant_result does, but that imports the whole compiler.
+why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_turned_on() -> bool:

@@ -64,7 +64,7 @@ def dropout_threshold(dropout_p: float) -> int:
     """
     if not 0.0 <= dropout_p <= 1.0 - 1.0 / _LEVELS:
         raise ValueError(f"dropout_p is {dropout_p}; it must be at least 0 and at most 65535/65536")
-    return int(dropout_p * _LEVELS + 0.5)
+    return round(dropout_p * _LEVELS)
 
 
 def philox4x32(
