@@ -21,6 +21,7 @@ from mlbench_core.errors import BuildError
 from mlbench_core.ops import build as building
 from mlbench_core.ops.build import BuildResult, build, find_nvcc, find_toolchain, requested_architectures
 from mlbench_core.ops.ptxas import read_ptxas_report, summarize
+from mlbench_core.ops.pytorch import extension
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ["attention_score", "attention_score_backward", "short_attention", "short_attention_backward"]
@@ -522,7 +523,7 @@ def ask_binutils(*command: str) -> str:
 
 @pytest.mark.timeout(1800)
 def test_the_extension_compiles_without_spills(real: BuildResult) -> None:
-    assert {path.stem for path in real.functions} == {"attention", "attention_score"}
+    assert {path.parent.name for path in real.functions} == {"attention", "attention_score"}
     for functions in real.functions.values():
         assert any(usage.is_kernel for usage in functions)
         assert {usage.architecture for usage in functions} == {"sm_90"}
@@ -530,15 +531,21 @@ def test_the_extension_compiles_without_spills(real: BuildResult) -> None:
         assert all(0 < usage.registers <= 255 for usage in functions if usage.is_kernel)
 
 
-def test_the_extension_loads_and_implements_the_operators_for_cuda(real: BuildResult) -> None:
-    code = (
-        "import sys, torch; torch.ops.load_library(sys.argv[1]); "
-        "print(sorted(name for name in sys.argv[2:] "
+@pytest.mark.parametrize("defined", ["before", "after"])
+def test_the_extension_loads_and_implements_the_operators_for_cuda(real: BuildResult, defined: str) -> None:
+    """In a process of its own, whether Python defines the operators before or after the library adds to them."""
+    steps = ["torch.ops.load_library(sys.argv[1])", "import mlbench_core.ops.pytorch"]
+    code = "; ".join(["import sys, torch", *(steps if defined == "after" else reversed(steps))]) + (
+        "; print(sorted(name for name in sys.argv[2:] "
         "if torch._C._dispatch_has_kernel_for_dispatch_key(f'mlbench::{name}', 'CUDA')))"
     )
     command = [sys.executable, "-c", code, str(real.library), *OPERATORS]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.stderr, done.stdout.strip()) == ("", str(OPERATORS))
+
+
+def test_the_package_looks_for_the_library_where_the_build_puts_it() -> None:
+    assert extension.library_path() == building.LIBRARY
 
 
 def test_the_extension_asks_nothing_of_torch_but_its_stable_interface(real: BuildResult) -> None:
