@@ -126,15 +126,14 @@ def test_threads_load_it_once(monkeypatch: pytest.MonkeyPatch, built: Path) -> N
     assert results == [True] * 4 and calls == [built]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler's own imports
 def test_compiled_code_may_be_the_first_to_ask(monkeypatch: pytest.MonkeyPatch, built: Path) -> None:
     """The library is loaded while torch compiles, without a break of the graph."""
     loader = Loader()
     monkeypatch.setattr(torch.ops, "load_library", loader)
-    has_device(monkeypatch, (9, 0))
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x: x + 1 if extension.is_available() else x, backend="eager", fullgraph=True)
-    assert compiled(torch.zeros(1)).item() == 1.0 and loader.calls == [built]
+    compiled = torch.compile(lambda x: x + 1 if extension.is_available() else x - 1, backend="eager", fullgraph=True)
+    answer = compiled(torch.zeros(1)).item()
+    assert loader.calls == [built] and answer == (1.0 if extension.is_available() else -1.0)
     torch._dynamo.reset()
 
 
