@@ -63,12 +63,14 @@ inline float exp2_fast(float x) { return ::exp2f(x); }
 inline float log2_fast(float x) { return ::log2f(x); }
 inline float tanh_fast(float x) { return ::tanhf(x); }
 
-inline uint4v load16(const void* pointer MLBENCH_SITE) {
+MLBENCH_UNWATCHED inline uint4v load16(const void* pointer MLBENCH_SITE) {
   emulator::check_any("load16", pointer, site);
+  emulator::watch.touch(pointer, 16, false, emulator::Place::of(site));
   return *static_cast<const uint4v*>(pointer);
 }
-inline void store16(void* pointer, uint4v value MLBENCH_SITE) {
+MLBENCH_UNWATCHED inline void store16(void* pointer, uint4v value MLBENCH_SITE) {
   emulator::check_any("store16", pointer, site);
+  emulator::watch.touch(pointer, 16, true, emulator::Place::of(site));
   *static_cast<uint4v*>(pointer) = value;
 }
 
@@ -77,12 +79,10 @@ inline void cp_async16(void* shared, const void* global, bool valid = true MLBEN
   emulator::check_shared("cp_async16", shared, site);
   if (valid) emulator::check_global("cp_async16", global, site);
   emulator::Block& block = emulator::Block::current();
-  const emulator::Copy copy{shared, valid ? global : nullptr, block.copy_group()};
-  if (block.schedule().random() && block.schedule().draw() % 2 == 0) {
-    copy.run();
-  } else {
-    block.copies().push_back(copy);
-  }
+  emulator::Copy copy{shared, valid ? global : nullptr, block.copy_group(), emulator::Place::of(site)};
+  emulator::watch.touch(shared, 16, true, copy.place);
+  if (block.schedule().random() && block.schedule().draw() % 2 == 0) copy.run();
+  block.copies().push_back(copy);
 }
 inline void cp_async_commit() { ++emulator::Block::current().copy_group(); }
 template <int N>

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "emulator/fiber.h"
+#include "emulator/watch.h"
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
@@ -41,9 +42,6 @@ using Site = std::source_location;
 struct Failure {
   std::string message;
 };
-
-// Ends the launch from the stack of a thread of the block or from that of the launch.
-[[noreturn]] void abandon(std::string message);
 
 // Ends the launch with a message that names the place and, in a kernel, the block and the thread.
 [[noreturn]] __attribute__((format(printf, 3, 4))) inline void fail(const char* file, unsigned line, const char* format,
@@ -111,6 +109,8 @@ class Schedule {
 // written is 0xFFFF.., the guards are 0xFFFE.., so that reading either poisons a result and writing a guard shows.
 class SharedMemory {
  public:
+  static constexpr size_t kGuardBytes = 4096;
+
   explicit SharedMemory(size_t bytes) : bytes_(bytes), words_((bytes + 2 * kGuardBytes + 15) / 16 + 1) {
     fill(data() - kGuardBytes, kGuardBytes, 0xFFFEu);
     fill(data() + bytes_, kGuardBytes, 0xFFFEu);
@@ -131,7 +131,6 @@ class SharedMemory {
   }
 
  private:
-  static constexpr size_t kGuardBytes = 4096;
   struct alignas(16) Word {
     unsigned char bytes[16];
   };
@@ -150,13 +149,18 @@ class SharedMemory {
   std::vector<Word> words_;
 };
 
-// One cp.async of 16 bytes that was issued and not yet carried out; `source` is null for zeros.
+// One cp.async of 16 bytes that was issued and not yet waited for; `source` is null for zeros.
 struct Copy {
   void* target;
   const void* source;
   unsigned group;
+  Place place;
+  bool done = false;
 
-  void run() const {
+  MLBENCH_UNWATCHED void run() {
+    if (done) return;
+    done = true;
+    watch.touch(target, 16, true, place);
     if (source != nullptr) {
       std::memcpy(target, source, 16);
     } else {
@@ -192,9 +196,10 @@ class Block {
       make_ready(i);
     }
     current_ = this;
-    running_ = choose();
-    threadIdx.x = running_;
+    watch.start(memory_.data(), memory_.size(), SharedMemory::kGuardBytes);
+    choose();
     Fiber::change(caller_, threads_[running_].fiber);
+    watch.stop();
     current_ = nullptr;
     if (!failure_.empty()) throw Failure{failure_};
     if (!memory_.intact()) throw Failure{place() + "wrote outside of its shared memory"};
@@ -333,6 +338,7 @@ class Block {
   void release_block() {
     if (at_barrier_ == 0 || at_barrier_ + finished_ < threads_.size()) return;
     at_barrier_ = 0;
+    watch.pass_barrier();
     for (unsigned i = 0; i < threads_.size(); ++i) {
       if (threads_[i].state == State::kBlock) make_ready(i);
     }
@@ -359,17 +365,18 @@ class Block {
     if (state == State::kReturned) gone_[warp] |= lane;
   }
 
-  unsigned choose() {
+  void choose() {
     const unsigned warp = schedule_.choose_warp(ready_warps_);
-    return warp * kWarpSize + schedule_.choose_lane(ready_[warp]);
+    running_ = warp * kWarpSize + schedule_.choose_lane(ready_[warp]);
+    threadIdx.x = running_;
+    watch.set_thread(running_);
   }
 
   // Gives the processor to the thread that the schedule chooses; returns when it is this thread's turn again.
   void go_on() {
     if (ready_warps_ == 0) report_deadlock();
     const unsigned self = running_;
-    running_ = choose();
-    threadIdx.x = running_;
+    choose();
     if (running_ != self) Fiber::change(threads_[self].fiber, threads_[running_].fiber);
   }
 

@@ -114,7 +114,8 @@ inline void __syncthreads(const std::source_location& site = std::source_locatio
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu,
                        const std::source_location& site = std::source_location::current()) {
   char nothing = 0;
-  mlbench::emulator::Block::current().collective("__syncwarp", mask, nothing, site, [](auto&) {});
+  mlbench::emulator::Block::current().collective(
+      "__syncwarp", mask, nothing, site, [](auto&) { mlbench::emulator::watch.pass_warp(threadIdx.x / 32); });
 }
 
 template <class T>
@@ -223,7 +224,7 @@ inline void check_any(const char* name, const void* pointer, const Site& site) {
 // Global state of the launches: one at a time, all under the same schedule until it is set anew.
 inline std::mutex launching;
 inline uint64_t schedule_seed = 0;
-inline std::string failure;
+inline std::string failure, fetched_failure;
 
 inline void check_launch(const dim3& grid, unsigned threads, size_t shared_bytes, const Site& site) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7FFFFFFFu || grid.y > 65535 || grid.z > 65535) {
@@ -269,9 +270,13 @@ extern "C" __attribute__((visibility("default"), used)) inline void mlbench_emul
   mlbench::emulator::schedule_seed = seed;
 }
 
+// Whether later launches look for races (they do at first); without, only the schedule shows them.
+extern "C" __attribute__((visibility("default"), used)) inline void mlbench_emulator_watch(bool enabled) {
+  mlbench::emulator::watch.enable(enabled);
+}
+
 // Why a launch failed since the last call, empty if none did. The text is valid until the next call.
 extern "C" __attribute__((visibility("default"), used)) inline const char* mlbench_emulator_failure() {
-  static std::string fetched;
-  fetched = std::exchange(mlbench::emulator::failure, {});
-  return fetched.c_str();
+  mlbench::emulator::fetched_failure = std::exchange(mlbench::emulator::failure, {});
+  return mlbench::emulator::fetched_failure.c_str();
 }

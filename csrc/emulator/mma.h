@@ -14,17 +14,23 @@ struct MatrixLoad {
   uint32_t (&result)[kMatrices];
 };
 
+// Each lane has touched its own row; that another one then moves the numbers is only how it is done here.
+MLBENCH_UNWATCHED inline uint32_t element(const uint16_t* row, unsigned column) { return row[column]; }
+
 template <int kMatrices, bool kTransposed>
 void load_matrices(const char* name, uint32_t (&result)[kMatrices], const void* row, const Site& site) {
-  if (this_lane() < 8 * kMatrices) check_shared(name, row, site);
+  if (this_lane() < 8 * kMatrices) {
+    check_shared(name, row, site);
+    watch.touch(row, 16, false, Place::of(site));
+  }
   MatrixLoad<kMatrices> own{static_cast<const uint16_t*>(row), result};
   Block::current().collective(name, kFullWarp, own, site, [](auto& lanes) {
     for (unsigned lane = 0; lane < kWarpSize; ++lane) {
       const unsigned group = lane / 4, place = 2 * (lane % 4);
       for (unsigned i = 0; i < kMatrices; ++i) {
-        const auto element = [&](unsigned r, unsigned c) { return static_cast<uint32_t>(lanes[8 * i + r]->row[c]); };
-        lanes[lane]->result[i] = kTransposed ? element(place, group) | element(place + 1, group) << 16
-                                             : element(group, place) | element(group, place + 1) << 16;
+        const auto at = [&](unsigned r, unsigned c) { return element(lanes[8 * i + r]->row, c); };
+        lanes[lane]->result[i] = kTransposed ? at(place, group) | at(place + 1, group) << 16
+                                             : at(group, place) | at(group, place + 1) << 16;
       }
     }
   });
@@ -41,9 +47,9 @@ float part(uint32_t bits, unsigned index) {
   return float_of(T{static_cast<uint16_t>(bits >> (16 * index))});
 }
 
-// C += A B. The sixteen products of an element are exact in double; their sum with C is rounded once, to float32.
+// C += A B. The products are exact in double and summed there; then each element is rounded to float32.
 template <class T>
-void multiply(const std::array<Product*, kWarpSize>& lanes) {
+MLBENCH_UNWATCHED void multiply(const std::array<Product*, kWarpSize>& lanes) {
   float a[16][16], b[8][16];
   for (unsigned lane = 0; lane < kWarpSize; ++lane) {
     const unsigned group = lane / 4, place = 2 * (lane % 4);

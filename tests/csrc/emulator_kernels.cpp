@@ -148,7 +148,7 @@ struct Unwritten {
   float* out;
 };
 
-// Reads shared memory that nobody wrote, and behind its end; leaves numbers for the next block to find.
+// Reads shared memory that nobody wrote and behind its end; leaves numbers for the next block to find.
 __global__ void read_unwritten(Unwritten p) {
   unsigned char* shared = shared_memory();
   float* out = p.out + 6 * blockIdx.x;
@@ -205,6 +205,34 @@ __global__ void ballot_after_return(Nothing) {
   __ballot_sync(kAll, 1);
 }
 
+__global__ void write_where_others_write(Nothing) {
+  auto* shared = reinterpret_cast<int*>(shared_memory());
+  shared[threadIdx.x % 8] = static_cast<int>(threadIdx.x);
+}
+
+__global__ void read_then_overwrite(Nothing) {
+  auto* shared = reinterpret_cast<int*>(shared_memory());
+  if (threadIdx.x < 16) shared[threadIdx.x] = static_cast<int>(threadIdx.x);
+  __syncthreads();
+  const int neighbour = shared[(threadIdx.x + 1) % 16];
+  if (threadIdx.x < 16) shared[threadIdx.x] = neighbour;
+}
+
+__global__ void load_before_all_stored(Nothing) {
+  unsigned char* row = shared_memory() + 16 * (threadIdx.x % 4);
+  if (threadIdx.x < 4) store16(row, uint4v{0, 0, 0, 0});
+  uint32_t r[4];
+  ldmatrix_x4(r, row);
+}
+
+__global__ void wait_only_for_own_copies(Nothing p) {
+  unsigned char* shared = shared_memory();
+  if (threadIdx.x < 4) cp_async16(shared + 16 * threadIdx.x, p.pointer);
+  cp_async_commit();
+  cp_async_wait<0>();
+  if (shared[(threadIdx.x + 16) % 64] == 1) __syncwarp();
+}
+
 __global__ void mask_without_caller(Nothing) { __syncwarp(0x0000FFFFu); }
 
 __global__ void shuffle_from_outside(Nothing) {
@@ -222,7 +250,9 @@ __global__ void matrix_outside(Nothing) {
 
 __global__ void write_outside(Nothing) { shared_memory()[64] = 1; }
 
-__global__ void copy_without_wait(Nothing p) { cp_async16(shared_memory(), p.pointer); }
+__global__ void copy_without_wait(Nothing p) {
+  if (threadIdx.x == 0) cp_async16(shared_memory(), p.pointer);
+}
 
 __global__ void index_outside(Nothing) {
   int values[4] = {1, 2, 3, 4};
@@ -311,6 +341,10 @@ void pack(const float* in, uint32_t* bits, float* out) {
   out[0] = first.x, out[1] = first.y, out[2] = second.x, out[3] = second.y;
 }
 
+void wrong_write_where_others_write() { run_wrong(write_where_others_write); }
+void wrong_read_then_overwrite() { run_wrong(read_then_overwrite, 64); }
+void wrong_load_before_all_stored() { run_wrong(load_before_all_stored); }
+void wrong_wait_only_for_own_copies() { run_wrong(wait_only_for_own_copies); }
 void wrong_barrier_in_branches() { run_wrong(barrier_in_branches, 64); }
 void wrong_shuffles_in_branches() { run_wrong(shuffles_in_branches); }
 void wrong_barrier_against_ballot() { run_wrong(barrier_against_ballot, 64); }

@@ -17,6 +17,7 @@ from tests.helpers.cuda_host import (
     compile_host,
     pointer,
     set_schedule,
+    unwatched,
 )
 
 SOURCE = Path(__file__).with_name("emulator_kernels.cpp")
@@ -210,7 +211,7 @@ def test_philox_agrees_with_the_paper(kernels: HostLibrary, rounds: int) -> None
 
 
 @pytest.mark.parametrize("scope", ["block", "warps"])
-def test_a_missing_barrier_shows_under_every_schedule(kernels: HostLibrary, scope: str) -> None:
+def test_a_missing_barrier_changes_the_result_under_every_schedule(kernels: HostLibrary, scope: str) -> None:
     value, span = numbers(128), 128 if scope == "block" else 32
     expected = value.view(-1, span).flip(1).flatten()
     wrong = []
@@ -218,10 +219,20 @@ def test_a_missing_barrier_shows_under_every_schedule(kernels: HostLibrary, scop
         set_schedule(kernels, seed)
         for barrier in (1, 0):
             out = torch.zeros(128, dtype=torch.int32)
-            kernels[f"reverse_{scope}"](pointer(value), pointer(out), 128, barrier)
+            with unwatched(kernels):
+                kernels[f"reverse_{scope}"](pointer(value), pointer(out), 128, barrier)
             assert torch.equal(out, expected) == bool(barrier)
         wrong.append(tuple(out.tolist()))
     assert len(set(wrong)) == len(SCHEDULES)
+
+
+@pytest.mark.parametrize("scope", ["block", "warps"])
+def test_a_missing_barrier_is_a_race_under_every_schedule(scheduled: HostLibrary, scope: str) -> None:
+    value, out = numbers(128), torch.zeros(128, dtype=torch.int32)
+    scheduled[f"reverse_{scope}"](pointer(value), pointer(out), 128, 1)
+    line = r"emulator_kernels\.cpp:\d+"
+    with pytest.raises(KernelError, match=rf"race in byte \d+ .* thread \d+ (wrote|read) it at {line}, this thread"):
+        scheduled[f"reverse_{scope}"](pointer(value), pointer(out), 128, 0)
 
 
 def test_a_missing_wait_for_an_asynchronous_copy_shows(kernels: HostLibrary) -> None:
@@ -243,7 +254,8 @@ def test_a_missing_wait_for_an_asynchronous_copy_shows(kernels: HostLibrary) -> 
 
 def test_unwritten_shared_memory_and_what_lies_behind_it_is_nan_in_every_format(kernels: HostLibrary) -> None:
     out = torch.zeros(3, 2, 3)
-    kernels.unwritten(pointer(out), 3)
+    with unwatched(kernels):
+        kernels.unwritten(pointer(out), 3)
     assert out.isnan().all()
 
 
@@ -263,6 +275,10 @@ def test_a_seed_chooses_the_order_of_threads_and_blocks(kernels: HostLibrary) ->
 # ---- what ends a launch ----------------------------------------------------------------------------------------------
 
 WRONG = {
+    "write_where_others_write": "this thread writes it, and no barrier orders the two",
+    "read_then_overwrite": "and no barrier orders the two",
+    "load_before_all_stored": "and no barrier orders the two",
+    "wait_only_for_own_copies": "and no barrier orders the two",
     "barrier_in_branches": "divergent barrier: arrives at __syncthreads",
     "shuffles_in_branches": "divergent warp: arrives at __shfl",
     "barrier_against_ballot": "deadlock: every thread that has not returned waits for another",
@@ -273,7 +289,7 @@ WRONG = {
     "load_unaligned": "which is not 16-byte aligned",
     "load_elsewhere": "which is in no buffer",
     "matrix_outside": "of the block's 64 bytes of shared memory",
-    "write_outside": "wrote outside of its shared memory",
+    "write_outside": "writes at byte 64 of the block's 64 bytes of shared memory",
     "copy_without_wait": "returns with 1 cp.async it never waited for",
     "index_outside": "index 4 is outside of 'int [4]'",
     "read_odd": "for 'const unsigned int', which needs a multiple of 4",
@@ -297,6 +313,11 @@ def test_a_message_names_the_block_the_thread_and_the_line(kernels: HostLibrary)
         kernels.wrong_load_unaligned()
     with pytest.raises(KernelError, match=r"(?s)deadlock.*from thread 0 on in __syncthreads.*thread 40 on in __ballot"):
         kernels.wrong_barrier_against_ballot()
+
+
+def test_a_write_outside_of_shared_memory_shows_in_the_guard_too(kernels: HostLibrary) -> None:
+    with unwatched(kernels), pytest.raises(KernelError, match="wrote outside of its shared memory"):
+        kernels.wrong_write_outside()
 
 
 def test_a_failed_launch_leaves_the_next_one_alone(kernels: HostLibrary) -> None:

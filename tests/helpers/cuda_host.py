@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -19,7 +20,12 @@ import torch
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FLAGS = ("-x", "c++", "-std=c++20", "-O1", "-fPIC", "-DMLBENCH_HOST", f"-I{CSRC}")
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
-CHECKS = ("-fsanitize=alignment,bounds,null,shift", "-fno-sanitize-recover=all")
+CHECKS = (
+    "-fsanitize=alignment,bounds,null,shift,thread",
+    "-fno-sanitize-recover=all",
+    "--param=tsan-instrument-func-entry-exit=0",
+    "-g1",
+)
 
 ASCENDING, DESCENDING = 0, 1
 SCHEDULES = (ASCENDING, DESCENDING, 2, 3)
@@ -37,6 +43,7 @@ class HostLibrary(ctypes.CDLL):
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
+        self._path = path
         self._failure = super().__getitem__("mlbench_emulator_failure")
         self._failure.restype = ctypes.c_char_p
 
@@ -48,8 +55,15 @@ class HostLibrary(ctypes.CDLL):
     def _raise_failure(self, result: Any, function: Any, arguments: Any) -> Any:
         message = self._failure()
         if message:
-            raise KernelError(message.decode())
+            raise KernelError(re.sub(r"\[(0x[0-9a-f]+)\]", self._line_of, message.decode()))
         return result
+
+    def _line_of(self, address: re.Match[str]) -> str:
+        program = shutil.which("addr2line")
+        if program is None:
+            return address[0]
+        done = subprocess.run([program, "-s", "-e", self._path, address[1]], capture_output=True, text=True)
+        return done.stdout.strip() or address[0]
 
 
 def use_folder(factory: pytest.TempPathFactory) -> None:
@@ -105,6 +119,16 @@ def set_schedule(library: HostLibrary, seed: int) -> None:
     library.mlbench_emulator_schedule(ctypes.c_uint64(seed))
 
 
+@contextmanager
+def unwatched(library: HostLibrary) -> Iterator[None]:
+    """Do not look for races in shared memory: only a wrong result under some schedule then shows one."""
+    library.mlbench_emulator_watch(ctypes.c_bool(False))
+    try:
+        yield
+    finally:
+        library.mlbench_emulator_watch(ctypes.c_bool(True))
+
+
 def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
     """The address of a tensor's first element, null for None."""
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
@@ -126,7 +150,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compile(compiler: str, source: Path, library: Path, flags: tuple[str, ...]) -> None:
-    # Linked in a step of its own, without CHECKS: the emulator has its own functions for them, libubsan stays out.
+    # Linked in a step of its own, without CHECKS: the emulator has functions of its own for them, g++'s stay out.
     compiled, linked = library.with_suffix(".o"), library.with_suffix(".partial")
     for command in (
         [compiler, *FLAGS, *WARNINGS, *CHECKS, *flags, "-c", str(source), "-o", str(compiled)],
