@@ -52,8 +52,9 @@ class NormalizedBahdanauAttention(nn.Module):
     Args:
         hidden_size: H, width of queries, of the encoder's outputs and inside.
         fusion: Whether the scores come from
-            :func:`~mlbench_core.ops.pytorch.attention_score.attention_score`, which needs little memory, or from the
-            plain formula beside it. The numbers are the same.
+            :func:`~mlbench_core.ops.pytorch.attention_score.attention_score`, which needs little memory and runs CUDA
+            kernels where they are available, or from the plain formula beside it. The numbers are the same up to
+            rounding.
 
     References:
         Bahdanau, Cho and Bengio 2014, arXiv 1409.0473, appendix A.1.2.
