@@ -87,7 +87,7 @@ def train_epoch(
         tracker.record_batch_backprop()
         with scaled_rate(optimizer, len(words) / text.bptt):
             optimizer.step(tracker=tracker)
-        tracker.batch_end(samples=words.numel())
+        tracker.batch_end(samples=words.shape[1], tokens=words.numel())
         record_train_batch_stats(i, loss.detach(), scores, None, tracker, text.num_batches())
 
 
