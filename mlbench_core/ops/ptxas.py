@@ -97,18 +97,17 @@ def summarize(usages: Iterable[FunctionUsage]) -> str:
 
     Example:
         >>> summarize([FunctionUsage("a", "sm_90", is_kernel=True, registers=r) for r in (40, 96)])
-        '2 kernels (sm_90): 40 to 96 registers, 0 bytes of static shared memory, no spills'
+        'kernels: 2 (sm_90), registers: 40 to 96, bytes of static shared memory: 0, functions that spill: 0'
     """
     usages = list(usages)
     kernels = [usage for usage in usages if usage.is_kernel]
     if not kernels:
         return "no kernels"
     architectures = ", ".join(dict.fromkeys(usage.architecture for usage in kernels))
-    spilling = sum(usage.spills for usage in usages)
     return (
-        f"{len(kernels)} kernels ({architectures}): {_range(kernel.registers for kernel in kernels)} registers, "
-        f"{_range(kernel.shared_bytes for kernel in kernels)} bytes of static shared memory, "
-        + (f"{spilling} functions spill registers" if spilling else "no spills")
+        f"kernels: {len(kernels)} ({architectures}), registers: {_range(kernel.registers for kernel in kernels)}, "
+        f"bytes of static shared memory: {_range(kernel.shared_bytes for kernel in kernels)}, "
+        f"functions that spill: {sum(usage.spills for usage in usages)}"
     )
 
 
