@@ -168,7 +168,7 @@ def test_rows_may_lie_anywhere(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_order_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
     library = host_library("attention_score")
-    inputs = case(batch=2, queries=CHUNK + 3, keys=18, features=40, dtype=dtype)
+    inputs = case(batch=1, queries=CHUNK + 1, keys=18, features=40, dtype=dtype)
     results = []
     try:
         for seed in SCHEDULES:
