@@ -2,34 +2,38 @@
 //
 //   O = D(softmax(scale Q K^T + mask)) V,   D: dropout from Philox bits (see common/philox.cuh)
 //
-// Shapes. One block computes one head of one sentence: Q, O (queries, d) and K, V (keys, d), 16-bit, rows of any stride;
-// lse (batch, heads, max_query), float32. d is 32 or 64. A sentence is (first row, length), so padded and packed batches
-// and slices of the fused projection of Q, K and V share one kernel. A tile is 16 rows; warp w owns query tile w (and
-// key tile w in the second half of the backward kernel). Every sum has a fixed order and there are no atomics: results
-// are the same bits each time.
+// Shapes. One block computes one head of one sentence: Q, O (queries, d) and K, V (keys, d), 16-bit, rows of any
+// stride; lse (batch, heads, max_query), float32. d is 32 or 64. A sentence is (first row, length), so padded and
+// packed batches and slices of the fused projection of Q, K and V share one kernel. A tile is 16 rows; warp w owns
+// query tile w (and key tile w in the second half of the backward kernel). Every sum has a fixed order and there are no
+// atomics: results are the same bits each time.
 //
-// Data flow, forward. Q, K, V: global -> shared (cp.async, rows that are padding become zeros and are not read).
-// Each warp: S = Q K^T (16 x keys, float32, in registers) -> hide padding and the future -> P = exp2(c (S - max S)) with
+// Data flow, forward. Q, K, V: global -> shared (cp.async; rows that are padding become zeros and are not read).
+// Each warp: S = Q K^T (16 x keys, float32, in registers) -> hide padding and the future -> P = exp2(c (S - max S)),
 // c = scale log2(e) -> dropout -> O = P V, P rounded to 16 bits as the operand of the second product -> O / sum P.
 // Saved for the backward pass: lse = ln sum exp(scale S) alone.
 //
-// Data flow, backward (5 products). Q, K, V, dO: global -> shared. Each warp, 16 queries: S again, P = exp(scale S - lse),
-// dP = D(dO V^T), delta = rowsum(P dP), dS = P (dP - delta), dQ = scale dS K. Then P and dS, 16-bit, go through shared
-// memory one after the other, and each warp, 16 keys: dV = D(P)^T dO, dK = scale dS^T Q.
+// Data flow, backward (5 products). Q, K, V, dO: global -> shared. Each warp, 16 queries: S again,
+// P = exp(scale S - lse), dP = D(dO V^T), delta = rowsum(P dP), dS = P (dP - delta), dQ = scale dS K. Then D(P) and dS,
+// 16-bit, go through shared memory one after the other, and each warp, 16 keys: dV = D(P)^T dO, dK = scale dS^T Q.
 //
 // Tiles (16 queries x 16 keys) that are wholly padding or wholly in the future are neither computed nor stored.
 //
-// Shared memory (bytes; q, k: lengths rounded up to 16; rows of d are padded to d + 8 elements, rows of k to k + 8: their
-// size is an odd number of 16-byte units, so the 8 rows that ldmatrix reads at once lie in different banks):
-//   forward   32 + 2 (d + 8) (q + 2 k)                                         d = 64, q = k = 80: 34,592
-//   backward  32 + 2 (d + 8) (2 q + k) + 2 max((d + 8) k, q (k + 8))           d = 64, q = k = 80: 48,672
-// The first 32 bytes are bit masks of the visible queries and keys. In the backward kernel D(P), then dS, lie where V was.
+// Shared memory in bytes (q, k: lengths rounded up to 16):
+//   forward   32 + 2 (d + 8) (q + 2 k)                                     d = 64, q = k = 80: 34,592
+//   backward  32 + 2 (d + 8) (2 q + k) + 2 max((d + 8) k, q (k + 8))       d = 64, q = k = 80: 48,672
+// The first 32 bytes are bit masks of the visible queries and keys. Rows of d elements are padded to d + 8, rows of k
+// to k + 8: an odd number of 16-byte units, so the 8 rows that ldmatrix reads at once lie in different banks. In the
+// backward kernel D(P), then dS, lie where V was. At most 90,144 bytes (d = 64, 128 positions), which every GPU of
+// compute capability 8.0 and above has.
 //
 // Counts for 8,192 tokens in sentences of 80 (102.4 sentences), 16 heads of 64, self attention, nothing hidden:
 //   forward   reads Q, K, V, writes O: 4 * 8192 * 1024 * 2 bytes = 67.1 MB, lse 0.5 MB;  2 products of
 //             2 * 80 * 80 * 64 FLOPs in 1638.4 heads: 2.7 GFLOP
 //   backward  reads Q, K, V, dO, writes dQ, dK, dV: 7 * 16.8 MB = 117.4 MB, lse 0.5 MB;  5 products: 6.7 GFLOP
 #pragma once
+
+#include <type_traits>
 
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -40,9 +44,14 @@ namespace mlbench::attention {
 
 constexpr int kMaxLength = 128;
 constexpr int kTile = 16;      // rows of a warp; depth of one mma
-constexpr int kMaxThreads = 32 * kMaxLength / kTile;
 constexpr int kMaskWords = kMaxLength / 32;
 constexpr int kPadding = 8;    // elements (16 bytes) behind each row in shared memory
+
+// Blocks (of `tiles` warps) that are to share a multiprocessor: as many as the registers of its four quarters allow
+// without spills. A thread has 96 registers if there are 17 to 20 warps, 128 with 13 to 16, 168 with 9 to 12.
+constexpr int forward_blocks(int tiles) { return tiles == 6 ? 2 : 20 / tiles; }
+constexpr int backward_blocks(int tiles) { return tiles == 3 ? 6 : 15 / tiles; }
+
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kLn2 = 0.693147180559945309f;
 
@@ -157,6 +166,12 @@ struct Mask {
     return !in_future && tile_bits(query_bits, query_tile) != 0 && tile_bits(key_bits, key_tile) != 0;
   }
 
+  // Whether every query of the one tile sees every key of the other.
+  __device__ bool is_full(int query_tile, int key_tile) const {
+    const bool in_past = !is_causal || kTile * key_tile + kTile - 1 <= kTile * query_tile + shift;
+    return in_past && (tile_bits(query_bits, query_tile) & tile_bits(key_bits, key_tile)) == 0xFFFFu;
+  }
+
   // Bit t: key tile t is active for this query tile.
   template <int kTiles>
   __device__ uint32_t key_tiles(int query_tile) const {
@@ -188,11 +203,10 @@ constexpr int kRow = kHeadDim + kPadding;   // elements from one row in shared m
 // Starts to copy rows 0 .. 16 ceil(length / 16) - 1 (global, d wide) to shared memory; invisible rows become zeros.
 template <class T, int kHeadDim>
 __device__ void load_rows(T* shared, const T* rows, int64_t stride, int length, const uint32_t* visible) {
-  constexpr int kChunks = kHeadDim / 8;   // of 16 bytes
-  for (int i = threadIdx.x; i < kTile * tiles_of(length) * kChunks; i += blockDim.x) {
-    const int row = i / kChunks, column = i % kChunks * 8;
-    T* target = shared + row * kRow<kHeadDim> + column;
-    cp_async16(target, rows + row * stride + column, is_visible(visible, row));
+  constexpr int kThreads = kHeadDim / 8;   // of a row, 16 bytes each
+  const int column = threadIdx.x % kThreads * 8;
+  for (int row = threadIdx.x / kThreads; row < kTile * tiles_of(length); row += blockDim.x / kThreads) {
+    cp_async16(shared + row * kRow<kHeadDim> + column, rows + row * stride + column, is_visible(visible, row));
   }
 }
 
@@ -376,11 +390,14 @@ __device__ inline float sum_over_row(float x) {
 
 // The two rows of a lane.
 struct Rows {
-  int first;         // its row 0 in the sentence; row r is first + 8 r
+  int tile;
+  int first;         // position of row 0 in the sentence; row r is first + 8 r
   int last_key[2];
 
   __device__ Rows(const Mask& mask, int query_tile)
-      : first(kTile * query_tile + Lane().row), last_key{mask.last_key(first), mask.last_key(first + 8)} {}
+      : tile(query_tile),
+        first(kTile * query_tile + Lane().row),
+        last_key{mask.last_key(first), mask.last_key(first + 8)} {}
 };
 
 // s = -inf where the row does not see the key.
@@ -389,7 +406,7 @@ __device__ void hide(float (&s)[kTiles][2][4], const Mask& mask, const Rows& row
   const Lane lane;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
-    if (!(active >> t & 1)) continue;
+    if (!(active >> t & 1) || mask.is_full(rows.tile, t)) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint32_t seen = mask.seen(t, rows.last_key[r]) >> lane.column;
@@ -417,7 +434,8 @@ __device__ void exponentiate(float (&s)[kTiles][2][4], float c, const float (&sh
 
 // s = exp2(c (s - max s)) and the sum over each row; returns c max s (0 if the row sees nothing) in `top`.
 template <int kTiles>
-__device__ void softmax_numerator(float (&s)[kTiles][2][4], float c, uint32_t active, float (&top)[2], float (&sum)[2]) {
+__device__ void softmax_numerator(float (&s)[kTiles][2][4], float c, uint32_t active, float (&top)[2],
+                                  float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float m = -INFINITY;
@@ -471,19 +489,23 @@ inline size_t forward_shared_bytes(int head_dim, int max_query, int max_key) {
   return 2 * kMaskWords * sizeof(uint32_t) + rows * (head_dim + kPadding) * 2;
 }
 
+__device__ inline float* logsumexp_of(const Parameters& p, const Block& block) {
+  return p.logsumexp + static_cast<int64_t>(block.head_index) * p.queries.max_length;
+}
+
 // lse of the lane's two rows; every position up to max_query is written.
 __device__ inline void store_logsumexp(const Parameters& p, const Block& block, int first, const float (&lse)[2]) {
   if (lane_of_thread() % 4 != 0) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int i = first + 8 * r;
-    if (i < p.queries.max_length) p.logsumexp[static_cast<int64_t>(block.head_index) * p.queries.max_length + i] = lse[r];
+    if (i < p.queries.max_length) logsumexp_of(p, block)[i] = lse[r];
   }
 }
 
-// One head of one sentence; kTiles * 16 >= keys.
+// One head of one sentence; queries and keys <= 16 kTiles.
 template <class T, int kHeadDim, int kTiles>
-__global__ void __launch_bounds__(kMaxThreads) short_attention_forward(Parameters p) {
+__global__ void __launch_bounds__(32 * kTiles, forward_blocks(kTiles)) short_attention_forward(Parameters p) {
   const Block block(p);
   uint32_t* query_bits = reinterpret_cast<uint32_t*>(shared_memory());
   uint32_t* key_bits = query_bits + kMaskWords;
@@ -556,8 +578,7 @@ __device__ inline void load_logsumexp(const Parameters& p, const Block& block, i
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int i = first + 8 * r;
-    const float* lse = p.logsumexp + static_cast<int64_t>(block.head_index) * p.queries.max_length;
-    lse2[r] = i < block.queries.length ? lse[i] * kLog2E : INFINITY;
+    lse2[r] = i < block.queries.length ? logsumexp_of(p, block)[i] * kLog2E : INFINITY;
   }
 }
 
@@ -566,7 +587,8 @@ __device__ inline float kept(float p) { return p < 0.0f ? 0.0f : p; }
 
 // dS = P (D(dP) - delta), delta = rowsum(P D(dP)), in the place of dP.
 template <int kTiles>
-__device__ void softmax_gradient(float (&dP)[kTiles][2][4], const float (&P)[kTiles][2][4], float gain, uint32_t active) {
+__device__ void softmax_gradient(float (&dP)[kTiles][2][4], const float (&P)[kTiles][2][4], float gain,
+                                 uint32_t active) {
   float delta[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int t = 0; t < kTiles; ++t) {
@@ -594,8 +616,8 @@ __device__ void softmax_gradient(float (&dP)[kTiles][2][4], const float (&P)[kTi
 
 // c (16 keys, d) += W^T X over all query tiles; W (queries, keys) and X (queries, d) in shared memory.
 template <class T, int kHeadDim>
-__device__ void multiply_weights(float (&c)[kHeadDim / kTile][2][4], const T* W, int stride, const T* X, const Mask& mask,
-                                 int key_tile, int query_tiles) {
+__device__ void multiply_weights(float (&c)[kHeadDim / kTile][2][4], const T* W, int stride, const T* X,
+                                 const Mask& mask, int key_tile, int query_tiles) {
   for (int q = 0; q < query_tiles; ++q) {
     if (!mask.is_active(q, key_tile)) continue;
     Fragment a;
@@ -604,9 +626,9 @@ __device__ void multiply_weights(float (&c)[kHeadDim / kTile][2][4], const T* W,
   }
 }
 
-// One head of one sentence; kTiles * 16 >= keys. Every row of dQ, dK and dV is written.
+// One head of one sentence; queries and keys <= 16 kTiles. Every row of dQ, dK and dV is written.
 template <class T, int kHeadDim, int kTiles>
-__global__ void __launch_bounds__(kMaxThreads, kTiles <= 5 ? 2 : 1) short_attention_backward(Parameters p) {
+__global__ void __launch_bounds__(32 * kTiles, backward_blocks(kTiles)) short_attention_backward(Parameters p) {
   const Block block(p);
   const int query_tiles = tiles_of(p.queries.max_length), key_tiles = tiles_of(p.keys.max_length);
   uint32_t* query_bits = reinterpret_cast<uint32_t*>(shared_memory());
@@ -696,43 +718,58 @@ __global__ void __launch_bounds__(kMaxThreads, kTiles <= 5 ? 2 : 1) short_attent
 }
 
 // ---- Launches -------------------------------------------------------------------------------------------------------
-// The number of key tiles is a constant of the kernel (registers), that of query tiles is not (warps).
+// A kernel has registers for kTiles tiles of keys; 49 to 64 positions share that of 80, 97 to 112 that of 128.
 
 using Kernel = void (*)(Parameters);
 
 template <class T, int kHeadDim>
-Kernel forward_kernel(int key_tiles) {
-  if (key_tiles <= 2) return short_attention_forward<T, kHeadDim, 2>;
-  if (key_tiles <= 3) return short_attention_forward<T, kHeadDim, 3>;
-  if (key_tiles <= 5) return short_attention_forward<T, kHeadDim, 5>;
+Kernel forward_kernel(int tiles) {
+  if (tiles <= 2) return short_attention_forward<T, kHeadDim, 2>;
+  if (tiles <= 3) return short_attention_forward<T, kHeadDim, 3>;
+  if (tiles <= 5) return short_attention_forward<T, kHeadDim, 5>;
+  if (tiles <= 6) return short_attention_forward<T, kHeadDim, 6>;
   return short_attention_forward<T, kHeadDim, 8>;
 }
 
 template <class T, int kHeadDim>
-Kernel backward_kernel(int key_tiles) {
-  if (key_tiles <= 2) return short_attention_backward<T, kHeadDim, 2>;
-  if (key_tiles <= 3) return short_attention_backward<T, kHeadDim, 3>;
-  if (key_tiles <= 5) return short_attention_backward<T, kHeadDim, 5>;
+Kernel backward_kernel(int tiles) {
+  if (tiles <= 2) return short_attention_backward<T, kHeadDim, 2>;
+  if (tiles <= 3) return short_attention_backward<T, kHeadDim, 3>;
+  if (tiles <= 5) return short_attention_backward<T, kHeadDim, 5>;
+  if (tiles <= 6) return short_attention_backward<T, kHeadDim, 6>;
   return short_attention_backward<T, kHeadDim, 8>;
 }
 
-// One warp for each query tile.
-template <class T, int kHeadDim>
-void launch_forward(const Parameters& p, Stream stream) {
-  const int query_tiles = tiles_of(p.queries.max_length), key_tiles = tiles_of(p.keys.max_length);
-  if (p.batch * p.heads * query_tiles == 0) return;
-  launch(forward_kernel<T, kHeadDim>(key_tiles), Dim3(p.batch * p.heads), 32 * query_tiles,
-         forward_shared_bytes(kHeadDim, p.queries.max_length, p.keys.max_length), stream, p);
+// Calls run(the head dimension as a constant); false if there is no kernel for it.
+template <class Run>
+bool dispatch_head_dim(int64_t head_dim, Run run) {
+  if (head_dim == 32) run(std::integral_constant<int, 32>{});
+  if (head_dim == 64) run(std::integral_constant<int, 64>{});
+  return head_dim == 32 || head_dim == 64;
 }
 
-// One warp for each tile of the longer side.
-template <class T, int kHeadDim>
-void launch_backward(const Parameters& p, Stream stream) {
+// One block for each head of each sentence, one warp for each query tile. False if no kernel has this head dimension.
+template <class T>
+bool launch_forward(const Parameters& p, int64_t head_dim, Stream stream) {
   const int query_tiles = tiles_of(p.queries.max_length), key_tiles = tiles_of(p.keys.max_length);
-  const int warps = query_tiles > key_tiles ? query_tiles : key_tiles;
-  if (p.batch * p.heads * warps == 0) return;
-  launch(backward_kernel<T, kHeadDim>(key_tiles), Dim3(p.batch * p.heads), 32 * warps,
-         backward_shared_bytes(kHeadDim, p.queries.max_length, p.keys.max_length), stream, p);
+  const int tiles = query_tiles > key_tiles ? query_tiles : key_tiles;
+  return dispatch_head_dim(head_dim, [&](auto d) {
+    if (p.batch * p.heads * query_tiles == 0) return;
+    launch(forward_kernel<T, d>(tiles), Dim3(p.batch * p.heads), 32 * query_tiles,
+           forward_shared_bytes(d, p.queries.max_length, p.keys.max_length), stream, p);
+  });
+}
+
+// The same with one warp for each tile of the longer side.
+template <class T>
+bool launch_backward(const Parameters& p, int64_t head_dim, Stream stream) {
+  const int query_tiles = tiles_of(p.queries.max_length), key_tiles = tiles_of(p.keys.max_length);
+  const int tiles = query_tiles > key_tiles ? query_tiles : key_tiles;
+  return dispatch_head_dim(head_dim, [&](auto d) {
+    if (p.batch * p.heads * tiles == 0) return;
+    launch(backward_kernel<T, d>(tiles), Dim3(p.batch * p.heads), 32 * tiles,
+           backward_shared_bytes(d, p.queries.max_length, p.keys.max_length), stream, p);
+  });
 }
 
 }  // namespace mlbench::attention
