@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mlbench_core.models.pytorch.transformer.modules import MultiheadAttention
 from mlbench_core.models.pytorch.transformer.modules.attention import attention_mask, reference_attention
-from mlbench_core.ops.pytorch.attention import short_attention
+from mlbench_core.ops.pytorch.attention import short_attention, short_attention_qkv
 
 OURS = "ours"
 SDPA_BACKENDS = {
@@ -116,7 +116,7 @@ def module_ways() -> list[Way]:
     fused = partial(_our_module, "fused")
     return [
         Way("module", "ours", OURS, "time first", partial(_our_module, "kernel")),
-        Way("module", "ours, packed rows", OURS, "packed", partial(_packed_module, _ours_packed)),
+        Way("module", "ours, packed rows", OURS, "packed", _our_packed_module),
         Way("module", "nn.MultiheadAttention", "a", "time first", partial(_torch_module, True)),
         Way("module", "nn.MultiheadAttention, need_weights=False", "a", "time first", partial(_torch_module, False)),
         *(
@@ -200,13 +200,14 @@ def _varlen(batch: Batch, dtype: torch.dtype, p: float) -> Callable[[Tensor, Ten
 
 
 def _nested(batch: Batch, dtype: torch.dtype, p: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Nested tensors have to be contiguous, which slices of a fused projection are not."""
     starts = batch.starts.long()
     nested = partial(
         torch.nested.nested_tensor_from_jagged, offsets=starts, min_seqlen=batch.shortest, max_seqlen=batch.length
     )
 
     def attend(*tensors: Tensor) -> Tensor:
-        q, k, v = (nested(x).transpose(1, 2) for x in tensors)
+        q, k, v = (nested(x.contiguous()).transpose(1, 2) for x in tensors)
         return F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).values()
 
     return attend
@@ -243,6 +244,13 @@ def _set_weights(module: nn.Module, in_weight: Tensor, out_weight: Tensor) -> No
     for owner, name, weight in ((module, "in_proj_weight", in_weight), (module.out_proj, "weight", out_weight)):
         delattr(owner, name)
         setattr(owner, name, weight)
+
+
+def _our_packed_module(batch: Batch, leaves: Sequence[Tensor], p: float) -> Callable[[], Tensor]:
+    """Projections around our core, which takes the fused one in a piece and gives its gradient in a piece."""
+    x, in_weight, out_weight = leaves
+    attend = partial(short_attention_qkv, starts=batch.starts, max_length=batch.length, dropout_p=p)
+    return lambda: F.linear(attend(F.linear(x, in_weight).unflatten(-1, (3, HEADS, HEAD_DIM))).flatten(1), out_weight)
 
 
 def _packed_module(core: Core, batch: Batch, leaves: Sequence[Tensor], p: float) -> Callable[[], Tensor]:
