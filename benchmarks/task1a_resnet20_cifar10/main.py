@@ -143,7 +143,7 @@ def train(
             return tracker
         if not args.resume:
             tracker.start()
-        for epoch in range(tracker.current_epoch, args.epochs):
+        for epoch in tracker.epochs(args.epochs):
             batches.set_epoch(epoch)
             train_round(
                 batches, network, optimizer, loss_function, metrics, scheduler, args.precision,
@@ -152,8 +152,6 @@ def train(
             is_best = validate()
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best)
-            if tracker.goal_reached:
-                break
         tracker.publish_summary(world_size)
     return tracker
 

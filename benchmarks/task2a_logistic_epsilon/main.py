@@ -138,7 +138,7 @@ def train(
             return tracker
         if not args.resume:
             tracker.start()
-        for epoch in range(tracker.current_epoch, args.epochs):
+        for epoch in tracker.epochs(args.epochs, args.past_goal):
             batches.set_epoch(epoch)
             train_round(
                 batches, model, optimizer, loss_function, metrics, scheduler, "fp32",
@@ -147,8 +147,6 @@ def train(
             is_best = validate()
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best)
-            if tracker.goal_reached and not args.past_goal:
-                break
         tracker.publish_summary(world_size)
     return tracker
 

@@ -149,7 +149,7 @@ def train(
             return tracker
         if not args.resume:
             tracker.start()
-        for epoch in range(tracker.current_epoch, args.epochs):
+        for epoch in tracker.epochs(args.epochs, args.past_goal):
             text.set_epoch(epoch)
             text.generate_sequence_lengths(random=True)
             train_epoch(text, model, optimizer, tracker, gpu, args.bf16)
@@ -157,8 +157,6 @@ def train(
             scheduler.step()
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra={"averaging": averaging})
-            if tracker.goal_reached and not args.past_goal:
-                break
         tracker.publish_summary(world_size)
     return tracker
 

@@ -125,7 +125,7 @@ def train(
             return tracker
         if not args.resume:
             tracker.start()
-        for epoch in range(tracker.current_epoch, preset.epochs):
+        for epoch in tracker.epochs(preset.epochs, args.past_goal):
             order.set_epoch(epoch)
             train_round(
                 batches, teacher, optimizer, sentence_loss, [], scheduler, None, "batch",
@@ -135,8 +135,6 @@ def train(
             is_best = validate()
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best)
-            if tracker.goal_reached and not args.past_goal:
-                break
         tracker.publish_summary(world_size)
     return tracker
 

@@ -144,7 +144,7 @@ def train(
             return tracker
         if not args.resume:
             tracker.start()
-        for epoch in range(tracker.current_epoch, args.epochs):
+        for epoch in tracker.epochs(args.epochs, args.past_goal):
             batches = shard_batches(get_batches(pairs, args.max_tokens, seed=args.seed + epoch), rank, world_size)
             train_round_by_tokens(
                 DataLoader(pairs, batch_sampler=batches, collate_fn=pairs.collater),
@@ -154,8 +154,6 @@ def train(
             is_best = validate()
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best)
-            if tracker.goal_reached and not args.past_goal:
-                break
         tracker.publish_summary(world_size)
     return tracker
 

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -286,6 +286,28 @@ class Tracker:
         self._each_sink("flush")
         self.reset_epoch_stats()
         self.current_epoch += 1
+
+    def epochs(self, most: int, past_goal: bool = False) -> Iterator[int]:
+        """Numbers of the epochs to train: from the current one, until the goal is reached or the budget is spent.
+
+        A run that goes on from a checkpoint has those that were left, and none after its goal.
+
+        Args:
+            most: The budget in epochs.
+            past_goal: Whether the goal ends nothing.
+
+        Example:
+            >>> tracker = Tracker([], "1", 0)
+            >>> for epoch in tracker.epochs(most=3):
+            ...     tracker.goal_reached = epoch == 1
+            ...     tracker.epoch_end()
+            >>> tracker.current_epoch
+            2
+        """
+        for epoch in range(self.current_epoch, most):
+            if self.goal_reached and not past_goal:
+                return
+            yield epoch
 
     def reset_epoch_stats(self) -> None:
         """Forget the means of the current epoch."""

@@ -361,6 +361,21 @@ def test_rank_0_sends_the_result_once(
     assert capsys.readouterr() == ("", "")
 
 
+def test_epochs_end_at_the_goal_and_none_follows_it_when_a_run_is_resumed() -> None:
+    tracker = make()
+    for epoch in tracker.epochs(5):
+        tracker.goal_reached = epoch == 2
+        tracker.epoch_end()
+    assert tracker.current_epoch == 3
+    resumed = make()
+    resumed.load_state_dict(tracker.state_dict())
+    assert list(resumed.epochs(5)) == []
+    assert list(resumed.epochs(5, past_goal=True)) == [3, 4]
+    resumed.goal_reached = False
+    assert list(resumed.epochs(5)) == [3, 4]
+    assert list(resumed.epochs(3)) == []
+
+
 def test_other_ranks_reach_the_goal_in_silence(log: MagicMock) -> None:
     tracker = make(rank=1, goal=goal_at_80)
     tracker.validation()

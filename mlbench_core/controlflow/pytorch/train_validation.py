@@ -324,13 +324,11 @@ class TrainValidation:
         train_batches = make_train()
         val_batches = make_val() if make_val is not None else None
         first_epoch = self.tracker.current_epoch
-        for epoch in range(first_epoch, self.train_epochs):
+        for epoch in self.tracker.epochs(self.train_epochs):
             if repartition_per_epoch and epoch > first_epoch:
                 train_batches = make_train()
                 val_batches = make_val() if make_val is not None else None
             self._run_epoch(train_batches, val_batches)
-            if self.tracker.goal_reached:
-                break
 
     def _run_epoch(self, train_batches: Iterable[Any], val_batches: Iterable[Any] | None) -> None:
         train_loss = train_round(
