@@ -66,12 +66,18 @@ Inputs checked(const Tensor& query, const Tensor& keys, const Tensor& bias, cons
           checked_size(query, 2, "query")};
 }
 
+void require_grid(int64_t blocks) {
+  require(blocks <= std::numeric_limits<int32_t>::max(), "the tensors are too large: " + std::to_string(blocks) +
+                                                             " blocks, and CUDA launches fewer than 2^31");
+}
+
 Tensor attention_score(Tensor query, Tensor keys, Tensor bias, Tensor v) {
   const DeviceGuard guard(query.get_device_index());
   const Inputs in = checked(query, keys, bias, v);
   Tensor scores = empty(query, {in.batch, in.query_count, in.key_count}, ScalarType::Float);
   const ForwardParameters parameters{rows_of(in.query), rows_of(in.keys), data<float>(in.bias), data<float>(in.v),
                                      data<float>(scores), in.batch, in.query_count, in.key_count, in.features};
+  require_grid(forward_blocks(parameters));
   const Stream stream = current_stream(query.get_device_index());
   dispatch_float(query.scalar_type(), "query",
                  [&](auto type) { launch_forward<typename decltype(type)::type>(parameters, stream); });
@@ -111,6 +117,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_score_backward(Tensor grad,
                                       in.query_count,
                                       in.key_count,
                                       in.features};
+  require_grid(backward_blocks(parameters));
   const Stream stream = current_stream(query.get_device_index());
   dispatch_float(query.scalar_type(), "query",
                  [&](auto type) { launch_backward<typename decltype(type)::type>(parameters, stream); });

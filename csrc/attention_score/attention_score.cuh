@@ -21,10 +21,10 @@
 //
 // tanh.approx runs in the special function unit, which does 16 a clock on each SM where 128 float32 operations run: a
 // warp's 32 tanh occupy it for 8 issue slots of the warp's scheduler. That bounds both passes, not memory, as long as
-// the tanh and all that belongs to it take fewer than 8 slots. (On sm_80, with 64 float32 operations a clock, each takes
-// two slots' time, and the five of the backward pass bound it.) Both kernels are built around this: values stay in
-// registers over many tanh, many tanh are under way at once, and few are computed that are not needed (none in the
-// forward pass).
+// the tanh and all that belongs to it take fewer than 8 slots. (On sm_80, with 64 float32 operations a clock, each of
+// them takes the time of two slots, and the five of the backward pass are the bound.) Both kernels are built around
+// this: values stay in registers over many tanh, many tanh are under way at once, and few are computed that are not
+// needed (none in the forward pass). Not tried, for want of a GPU: tanh.approx.f16x2, two at once but rounded to half.
 //
 // score_forward: data flow. A warp computes a tile of 4 queries x 4 keys over all features, on its own: no shared
 // memory, no barrier. A lane reads 8 neighbouring features of the 8 rows in 16-byte pieces (rows that neighbouring
@@ -125,9 +125,13 @@ constexpr int kChunkQueries = 64;
 constexpr int kKeys = 16;
 constexpr int kFewKeys = 4;
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+template <class Integer>
+__host__ __device__ constexpr Integer ceil_div(Integer a, Integer b) {
+  return (a + b - 1) / b;
+}
 
-inline int chunk_count(int queries) { return static_cast<int>(ceil_div(queries, kChunkQueries)); }
+// Into how many chunks, all of the same number of queries but the last, the backward kernel divides a sentence.
+__host__ __device__ constexpr int chunk_count(int queries) { return ceil_div(queries, kChunkQueries); }
 
 // Four neighbouring floats, read at once.
 __device__ __forceinline__ void read4(const float* from, float (&to)[4]) {
@@ -227,8 +231,8 @@ template <class T>
 __global__ void __launch_bounds__(kForwardThreads, 2) score_forward(ForwardParameters p) {
   const int lane = threadIdx.x % kWarp;
   const int warp = threadIdx.x / kWarp;
-  const int blocks_of_keys = (p.key_count + kBlockKeys - 1) / kBlockKeys;
-  const int blocks_of_queries = (p.query_count + kBlockQueries - 1) / kBlockQueries;
+  const int blocks_of_keys = ceil_div(p.key_count, kBlockKeys);
+  const int blocks_of_queries = ceil_div(p.query_count, kBlockQueries);
   const int sentence = blockIdx.x / (blocks_of_keys * blocks_of_queries);
   const int block = blockIdx.x % (blocks_of_keys * blocks_of_queries);
   const int first_query = block / blocks_of_keys * kBlockQueries + warp / kKeyTiles * kTile;
@@ -259,16 +263,16 @@ struct Share {
 };
 
 __device__ __forceinline__ Share share_of_block(const BackwardParameters& p, int chunks) {
-  const int slices = (p.features + blockDim.x - 1) / blockDim.x;
+  const int slices = ceil_div(p.features, static_cast<int>(blockDim.x));
   const int feature = blockIdx.x % slices * blockDim.x + threadIdx.x;
   const int place = blockIdx.x / slices;
   const int chunk = place % chunks;
-  const int chunk_queries = (p.query_count + chunks - 1) / chunks;
+  const int chunk_queries = ceil_div(p.query_count, chunks);
   const int first_query = chunk * chunk_queries;
   return {place / chunks,
           chunk,
           first_query,
-          max(0, min(chunk_queries, p.query_count - first_query)),
+          min(chunk_queries, p.query_count - first_query),
           min(feature, p.features - 1),
           feature < p.features};
 }
@@ -302,8 +306,11 @@ __device__ __forceinline__ void write_key_gradient(const BackwardParameters& p, 
 // query, so that their tanh overlap.
 template <class T, int kTileKeys>
 __device__ __forceinline__ void backward_of_keys(const BackwardParameters& p, const Share& share, int first_key,
-                                                 float v, const float* shifted, const float* delta, float* sums,
+                                                 float v, const float* shifted, float* delta, float* sums,
                                                  float& sum_v) {
+  __syncthreads();  // everyone is done with the deltas of the keys before
+  stage_delta<kTileKeys>(p, share, first_key, delta);
+  __syncthreads();
   const int count = min(kTileKeys, p.key_count - first_key);
   float key[kTileKeys], sum_keys[kTileKeys];
 #pragma unroll
@@ -337,7 +344,7 @@ __device__ __forceinline__ void backward_of_keys(const BackwardParameters& p, co
 
 template <class T>
 __global__ void __launch_bounds__(kBackwardThreads, 4) score_backward(BackwardParameters p) {
-  const int chunks = (p.query_count + kChunkQueries - 1) / kChunkQueries;
+  const int chunks = chunk_count(p.query_count);
   const Share share = share_of_block(p, chunks);
   float* shifted = reinterpret_cast<float*>(shared_memory());
   float* sums = shifted + share.queries * blockDim.x;
@@ -352,19 +359,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 4) score_backward(BackwardPa
     sums[own] = 0.0f;
   }
   float sum_v = 0.0f;
-  for (int first_key = 0; first_key < p.key_count;) {
-    const bool is_large = p.key_count - first_key > kKeys - kFewKeys;
-    __syncthreads();  // everyone is done with the deltas of the keys before
-    if (is_large) {
-      stage_delta<kKeys>(p, share, first_key, delta);
-      __syncthreads();
-      backward_of_keys<T, kKeys>(p, share, first_key, v, shifted, delta, sums, sum_v);
-    } else {
-      stage_delta<kFewKeys>(p, share, first_key, delta);
-      __syncthreads();
-      backward_of_keys<T, kFewKeys>(p, share, first_key, v, shifted, delta, sums, sum_v);
-    }
-    first_key += is_large ? kKeys : kFewKeys;
+  int first_key = 0;
+  for (; p.key_count - first_key > kKeys - kFewKeys; first_key += kKeys) {
+    backward_of_keys<T, kKeys>(p, share, first_key, v, shifted, delta, sums, sum_v);
+  }
+  for (; first_key < p.key_count; first_key += kFewKeys) {
+    backward_of_keys<T, kFewKeys>(p, share, first_key, v, shifted, delta, sums, sum_v);
   }
   if (!share.writes) return;
   float sum_bias = 0.0f;
@@ -403,29 +403,40 @@ __global__ void __launch_bounds__(1024) sum_rows(SumParameters p) {
   static_cast<T*>(blockIdx.y == 0 ? p.first : p.second)[column] = from_float<T>(total);
 }
 
+// The number of blocks of either kernel; both must be below 2^31.
+inline int64_t forward_blocks(const ForwardParameters& p) {
+  return static_cast<int64_t>(p.batch) * ceil_div(p.query_count, kBlockQueries) * ceil_div(p.key_count, kBlockKeys);
+}
+
+inline int backward_threads(int features) { return min(kBackwardThreads, ceil_div(features, kWarp) * kWarp); }
+
+inline int64_t backward_blocks(const BackwardParameters& p) {
+  return static_cast<int64_t>(p.batch) * chunk_count(p.query_count) *
+         ceil_div(p.features, backward_threads(p.features));
+}
+
 template <class T>
 void launch_forward(const ForwardParameters& p, Stream stream) {
-  const int64_t blocks = p.batch * ceil_div(p.query_count, kBlockQueries) * ceil_div(p.key_count, kBlockKeys);
-  launch(score_forward<T>, Dim3(static_cast<unsigned>(blocks)), kForwardThreads, 0, stream, p);
+  const Dim3 grid(static_cast<unsigned>(forward_blocks(p)));
+  launch(score_forward<T>, grid, kForwardThreads, 0, stream, p);
 }
 
 template <class T>
 void launch_sum_rows(const SumParameters& p, int matrices, Stream stream) {
   const int threads = kWarp * static_cast<int>(p.count < 32 ? p.count : 32);
-  const Dim3 grid(static_cast<unsigned>(ceil_div(p.columns, kWarp)), matrices);
+  const Dim3 grid(static_cast<unsigned>(ceil_div<int64_t>(p.columns, kWarp)), matrices);
   launch(sum_rows<T>, grid, threads, threads * sizeof(float), stream, p);
 }
 
 template <class T>
 void launch_backward(const BackwardParameters& p, Stream stream) {
-  const int64_t chunks = chunk_count(p.query_count);
-  const int64_t chunk_queries = ceil_div(p.query_count, chunks);
-  const int64_t threads = p.features < kBackwardThreads ? ceil_div(p.features, kWarp) * kWarp : kBackwardThreads;
-  const int64_t blocks = p.batch * chunks * ceil_div(p.features, threads);
-  const size_t shared_bytes = sizeof(float) * chunk_queries * (2 * threads + kKeys);
-  launch(score_backward<T>, Dim3(static_cast<unsigned>(blocks)), static_cast<int>(threads), shared_bytes, stream, p);
+  const int chunks = chunk_count(p.query_count);
+  const int threads = backward_threads(p.features);
+  const size_t shared_bytes = sizeof(float) * ceil_div(p.query_count, chunks) * (2 * threads + kKeys);
+  launch(score_backward<T>, Dim3(static_cast<unsigned>(backward_blocks(p))), threads, shared_bytes, stream, p);
 
-  launch_sum_rows<float>({p.partial_weights, p.grad_bias, p.grad_v, p.batch * chunks, p.features}, 2, stream);
+  const int64_t rows = static_cast<int64_t>(p.batch) * chunks;
+  launch_sum_rows<float>({p.partial_weights, p.grad_bias, p.grad_v, rows, p.features}, 2, stream);
   if (p.partial_keys == nullptr) return;
   const int64_t columns = static_cast<int64_t>(p.batch) * p.key_count * p.features;
   launch_sum_rows<T>({p.partial_keys, p.grad_keys, nullptr, chunks, columns}, 1, stream);
