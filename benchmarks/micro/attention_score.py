@@ -66,7 +66,7 @@ def make_ways(with_compiler: bool) -> dict[str, Score]:
         UNFUSED: attention_score_reference,
         BLOCKED: partial(attention_score, block_elements=BLOCK_ELEMENTS),
     }
-    return ways | ({COMPILED: torch.compile(attention_score_reference)} if with_compiler else {})
+    return ways | ({COMPILED: torch.compile(attention_score_reference, dynamic=False)} if with_compiler else {})
 
 
 def least_bytes(batch: int, queries: int, keys: int, features: int, backward: bool) -> int:
@@ -129,6 +129,7 @@ def run_case(
     limits: Limits,
 ) -> list[Row]:  # fmt: skip
     """Measure all ways for one length; one row for each way and pass."""
+    torch.compiler.reset()  # the compiler gives up on a function after some shapes
     shape = (arguments.batch_size, length, arguments.features)
     sets = sets_of_inputs(least_bytes(arguments.batch_size, length, length, arguments.features, False), device)
     leaves = [make_leaves(*shape, dtype, device, arguments.seed + number) for number in range(sets)]
