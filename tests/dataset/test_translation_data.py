@@ -123,6 +123,17 @@ def test_limits_and_order(real: tuple[Path, Path]) -> None:
         load(test=True)
 
 
+def test_a_text_to_score_that_is_not_whole_is_told_of(
+    real: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    root, cache = real
+    for part in ("train", "test"):
+        pairs = Multi30k(root, max_len=20, vocab_size=1200, cache_dir=cache, **{part: True})  # type: ignore[arg-type]
+        left_out = len(pairs.part.store) - len(pairs)
+        assert left_out > 0
+        assert (f"{left_out} of {len(pairs.part.store)} pairs are left out" in caplog.text) is (part == "test")
+
+
 def test_whole_words_by_spacy(real: tuple[Path, Path]) -> None:
     pytest.importorskip("spacy", reason="spaCy is not installed: pip install 'mlbench-core[spacy]'")
     pairs = Multi30k(real[0], train=True, tokens="spacy", cache_dir=real[1])

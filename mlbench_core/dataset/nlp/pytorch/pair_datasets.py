@@ -69,6 +69,9 @@ class RecurrentPairs(Dataset[tuple[Tensor, Tensor]]):
         kept = lengths.min(axis=1) >= min_len
         if max_len is not None:
             kept &= lengths.max(axis=1) <= max_len
+        if part.has_references and not kept.all():
+            _log.warning("%d of %d pairs are left out, with sides of fewer than %d or more than %s sub-words: a score "
+                         "is not that of the whole text", (~kept).sum(), len(kept), min_len, max_len)  # fmt: skip
         self.indices: Lengths = np.flatnonzero(kept)[:max_size]
         if sort:
             self.indices = self.indices[np.argsort(-lengths[self.indices, 0], kind="stable")]

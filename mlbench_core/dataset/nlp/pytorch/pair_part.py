@@ -83,6 +83,11 @@ class Part:
     recipe: Recipe
     is_cleaned: bool
 
+    @property
+    def has_references(self) -> bool:
+        """Whether the text's lines are the pairs, and raw."""
+        return self.recipe.tokenizer is not None and not self.is_cleaned
+
     def read_targets(self, indices: Iterable[int]) -> list[str]:
         """The translations as the text has them: the references for BLEU.
 
