@@ -255,7 +255,7 @@ def test_the_mask_is_philox_at_each_weight() -> None:
         assert bool(kept[b, h, i, j]) == numpy_keep(SEED, offset, b * 3 + h, i, j, 30000), (b, h, i, j)
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.03])
+@pytest.mark.parametrize("p", [0.1, 0.5])
 def test_realised_rates(p: float) -> None:
     """Of 245,760 weights the share that is dropped is within 5 standard deviations of p rounded to 1/65536."""
     threshold = dropout_threshold(p)
@@ -336,7 +336,9 @@ def operator_arguments(layout: str, dropout_p: float = 0.25) -> tuple[list[Tenso
 @pytest.mark.parametrize("layout", ["padded", "time first", "packed"])
 def test_opcheck(layout: str) -> None:
     parts, rest = operator_arguments(layout)
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    utils = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if layout == "time first":  # the dearest
+        utils.append("test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.mlbench.short_attention, (*parts, *rest), test_utils=utils)
     output, logsumexp = torch.ops.mlbench.short_attention(*parts, *rest)
     gradients = [torch.empty_like(part) for part in parts]
@@ -415,34 +417,34 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @ignores_warning
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_without_breaks_forward_and_backward(compiler: None, dynamic: bool) -> None:
-    """The three parts of the gradient of the fused projection are written into slices of one buffer."""
-    padding = padding_of(6, 3, 1, total=6)
+def test_compiled_once_for_all_lengths_forward_and_backward(compiler: None) -> None:
+    """The parts of a fused projection's gradient are written into slices of one buffer."""
 
-    def loss(projection: Tensor, seed: Tensor) -> Tensor:
-        qkv = (2 * projection).unflatten(-1, (3, HEADS, WIDTH)).transpose(0, 1)
-        first = short_attention_qkv(qkv, padding=padding, dropout_p=0.2, seed=seed)
-        second = short_attention_kv(first, qkv[..., 1:, :, :], key_padding=padding, dropout_p=0.2, seed=seed, offset=1)
-        return short_attention(second, first, first, is_causal=True).square().sum()
+    def loss(projection: Tensor, padding: Tensor, seed: Tensor) -> Tensor:
+        qkv = projection.unflatten(-1, (3, HEADS, WIDTH)).transpose(0, 1)
+        output = short_attention_qkv(qkv, padding=padding, dropout_p=0.2, seed=seed)
+        return short_attention_kv(output, qkv[..., 1:, :, :], key_padding=padding).square().sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    seed = torch.tensor([SEED])
-    projection = torch.randn(6, BATCH, 3 * HEADS * WIDTH, dtype=torch.float64, requires_grad=True)
-    for _ in range(2):
-        wanted, value = loss(projection, seed), compiled(projection, seed)
-        torch.testing.assert_close(value, wanted)
-        grads = [torch.autograd.grad(x, projection)[0] for x in (value, wanted)]
-        torch.testing.assert_close(*grads)
-        seed = seed + 1
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (6, 9):
+        projection = torch.randn(length, BATCH, 3 * HEADS * WIDTH, dtype=torch.float64, requires_grad=True)
+        arguments = (projection, padding_of(6, 3, 1, total=length), torch.tensor([SEED + length]))
+        results = [
+            (value, *torch.autograd.grad(value, projection)) for value in (compiled(*arguments), loss(*arguments))
+        ]
+        torch.testing.assert_close(*results)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @ignores_warning
 def test_compiled_code_draws_its_own_seeds(compiler: None) -> None:
-    parts = tensors(4, 4)
-    compiled = torch.compile(lambda *parts: short_attention(*parts, dropout_p=0.5), fullgraph=True, backend="aot_eager")
-    first, second = compiled(*parts), compiled(*parts)
-    assert not torch.equal(first, second)
+    """Of separate tensors, two of which are the same one."""
+    query, key, _ = tensors(4, 4)
+    compiled = torch.compile(lambda q, k: short_attention(q, k, k, dropout_p=0.5), fullgraph=True, backend="aot_eager")
+    outputs = [compiled(query, key) for _ in range(2)]
+    assert not torch.equal(*outputs)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(outputs[0].sum(), (query, key)))
 
 
 # ---- Whether the kernels are used ------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ _ALIGNMENT_BYTES = 16
 # logarithm, +inf where a query is padding or sees no key. Such rows of the output and all gradients of padding are 0.
 # ----------------------------------------------------------------------------------------------------------------------
 _SENTENCES = (
-    "Tensor? query_starts, Tensor? key_starts, int max_query, int max_key, Tensor? query_padding, Tensor? key_padding, "
-    "bool is_causal, float scale, float dropout_p, Tensor? seed, int offset"
+    "Tensor? query_starts, Tensor? key_starts, SymInt max_query, SymInt max_key, Tensor? query_padding, "
+    "Tensor? key_padding, bool is_causal, float scale, float dropout_p, Tensor? seed, int offset"
 )
 torch.library.define(
     "mlbench::short_attention",
