@@ -18,7 +18,7 @@ import pytest
 import torch
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-FLAGS = ("-x", "c++", "-std=c++20", "-O1", "-fPIC", "-DMLBENCH_HOST", f"-I{CSRC}")
+FLAGS = ("-x", "c++", "-std=c++20", "-Og", "-fPIC", "-DMLBENCH_HOST", f"-I{CSRC}")
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 CHECKS = (
     "-fsanitize=alignment,bounds,null,shift,thread",
