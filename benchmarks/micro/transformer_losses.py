@@ -6,7 +6,7 @@ kernels are right if their losses differ no more from torch's than the losses of
 Pairs are those of Multi30k if there is a folder with its text, or made up: a word's translation is another word.
 
     make cuda && python benchmarks/micro/transformer_losses.py --data FOLDER --append-results
-    python benchmarks/micro/transformer_losses.py --device cpu --steps 3 --backend kernel --tokens 64   # only tries it
+    python benchmarks/micro/transformer_losses.py --steps 3 --backend kernel --tokens 64   # tries it without a GPU
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ HEADING = "## `transformer_losses.py`: training with the attention kernels and w
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 TORCHS = ("fused", "reference")
 """Backends that have nothing of the kernels."""
+STEPS = 200
 LR, WARM_UP_STEPS, LABEL_SMOOTHING = 1.5e-3, 400, 0.1
 LENGTHS = (5, 40)
 Batch = dict[str, Any]
@@ -155,9 +156,11 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the script")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), help="default: cuda; where there is none cpu, but only if --steps is given"
+    )
     parser.add_argument("--backend", default="kernel", help="backend of attention to hold against torch's")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, help="default: 200")
     parser.add_argument("--tokens", type=int, default=2048, help="most tokens of a step")
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
     parser.add_argument("--data", metavar="FOLDER", help="folder with Multi30k's text (default: made-up pairs)")
@@ -166,8 +169,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("transformer-losses-results"), help="folder for CSV, plot")
     parser.add_argument("--append-results", action="store_true", help=f"write the section into {RESULTS.name}")
     arguments = parser.parse_args(argv)
-    if arguments.steps < 1:
+    if arguments.steps is not None and arguments.steps < 1:
         parser.error(f"argument --steps: {arguments.steps} is no number of steps; at least 1")
+    if arguments.device is None:
+        arguments.device = "cuda" if torch.cuda.is_available() or arguments.steps is None else "cpu"
+    arguments.steps = arguments.steps or STEPS
     return arguments
 
 

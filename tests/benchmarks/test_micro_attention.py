@@ -45,6 +45,13 @@ def test_without_a_gpu_scripts_say_so_and_end(
     )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
+def test_training_without_a_gpu_has_to_be_asked_for(micro: SimpleNamespace) -> None:
+    parse = micro.transformer_losses.parse
+    assert (parse([]).device, parse([]).steps) == ("cuda", 200)
+    assert (parse(["--steps", "3"]).device, parse(["--steps", "3"]).steps) == ("cpu", 3)
+
+
 def test_costs_are_those_counted_by_hand(micro: SimpleNamespace) -> None:
     core, module = micro.attention_batch.core_cost, micro.attention_batch.module_cost
     tensor, statistics = 8192 * 1024 * 2, 8192 * 16 * 4  # 16.8 MB, and float32 for each query and head
