@@ -24,6 +24,15 @@ CPU = torch.device("cpu")
 TINY = {"embed_dim": 16, "ffn_embed_dim": 16, "layers": 1, "attention_heads": 2}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads wait for one another longer than these small tensors take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def micro() -> Iterator[SimpleNamespace]:
     """The modules of the folder, which find one another by lying in it."""
