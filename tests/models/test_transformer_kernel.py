@@ -253,7 +253,8 @@ def test_a_recomputed_module_of_its_own_drops_the_same_weights() -> None:
 
 # torch 2.13's compiler makes an object of the autograd.Function, of which torch itself warns.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_the_training_model_compiles_into_one_graph() -> None:
+def test_the_training_model_compiles_into_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.hub.tqdm, "monitor_interval", 0, raising=False)  # else progress bars start a thread
     torch._dynamo.reset()
     model = training_model(encoder_layers=1, decoder_layers=1)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
