@@ -64,6 +64,7 @@ from torch import Tensor
 
 from mlbench_core.errors import require
 from mlbench_core.ops.pytorch import extension
+from mlbench_core.ops.pytorch.attention import MAX_POSITIONS
 
 HEADING = "## `attention.py`: attention for short sentences"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -329,8 +330,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add_arguments(parser, output="attention-results")
     arguments = parser.parse_args(argv)
-    if min(arguments.lengths) < 1 or max(arguments.lengths) > arguments.tokens:
-        parser.error(f"argument --lengths: they must be at least 1 and at most the {arguments.tokens} tokens")
+    longest = min(MAX_POSITIONS, arguments.tokens)
+    if min(arguments.lengths) < 1 or max(arguments.lengths) > longest:
+        parser.error(f"argument --lengths: {arguments.lengths}; each must be at least 1 and at most {longest}")
     return arguments
 
 
