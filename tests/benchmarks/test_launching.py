@@ -13,6 +13,8 @@ import pytest
 from mlbench_core.tasks import get_task
 from mlbench_master.launchers import Job
 from mlbench_master.launchers.local import LocalLauncher
+from tests.benchmarks import small_digits
+from tests.helpers.forked import run_script, run_scripts
 from tests.helpers.processes import environment, free_port, wait_for
 
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -34,36 +36,28 @@ def roots(folder: Path) -> list[str]:
     return [word for name in ("dataset", "checkpoint", "output") for word in (f"--root-{name}", str(folder / name))]
 
 
-def run(commands: list[list[str]]) -> None:
-    """Run commands side by side; all must end well."""
-    variables = environment(MASTER_PORT=str(free_port()))
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen(command, env=variables, **options) for command in commands]  # type: ignore[call-overload]
-    try:
-        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * len(commands), "\n".join(outputs)
-
-
 @pytest.mark.parametrize("task", ["0", "1a"])
 def test_the_command_lines_of_version_3(task: str, tmp_path: Path) -> None:
     old = ["--hosts", "127.0.0.1,127.0.0.1", "--backend", "gloo", "--light", *roots(tmp_path)]
-    run([[sys.executable, script(task), "--run_id", "1", "--rank", str(r), *old, *SHORT[task]] for r in (0, 1)])
+    worker = [small_digits.__file__, script(task), "--run_id", "1", *old, *SHORT[task]]
+    commands = [[*worker, "--rank", str(rank)] for rank in (0, 1)]
+    for done in run_scripts(commands, LIMIT_S, MASTER_PORT=str(free_port())):
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    run([[*torchrun, "--nproc-per-node", "2", script("0"), "--run_id", "1", *roots(tmp_path), *SHORT["0"]]])
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    done = run_script([*torchrun, script("0"), "--run_id", "1", *roots(tmp_path), *SHORT["0"]], LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun here: install openmpi")
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_mpirun(backend: str, tmp_path: Path) -> None:
+def test_mpirun_over_gloo(tmp_path: Path) -> None:  # over MPI: test_task0.py
     mpirun = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable]
-    run([[*mpirun, script("0"), "--run_id", "1", "--backend", backend, *roots(tmp_path), *SHORT["0"]]])
+    worker = [script("0"), "--run_id", "1", "--backend", "gloo", *roots(tmp_path), *SHORT["0"]]
+    variables = environment(MASTER_PORT=str(free_port()))
+    done = subprocess.run([*mpirun, *worker], env=variables, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from types import ModuleType
 import pytest
 
 import benchmarks
-from tests.helpers.processes import environment
+from tests.helpers.forked import run_script
 
 FOLDER = Path(benchmarks.__file__).parent / "micro"
 NAMES = ("_sections", "_bare_loop", "_collectives_worker", "collectives")
@@ -62,14 +61,8 @@ def test_bad_arguments(script: ModuleType, arguments: list[str], capsys: pytest.
 
 
 def test_a_short_run(script: ModuleType) -> None:
-    command = [sys.executable, str(FOLDER / "collectives.py"), "--workers", "2", "--elements", "1000"]
-    done = subprocess.run(
-        [*command, "--blocks", "1", "--repetitions", "2"],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=120,
-    )
+    command = [str(FOLDER / "collectives.py"), "--workers", "2", "--elements", "1000"]
+    done = run_script([*command, "--blocks", "1", "--repetitions", "2"], timeout_s=120)
     assert done.returncode == 0, done.stderr
     assert "### Gloo, 2 workers" in done.stdout
     assert done.stdout.count("| 1,000 |") == (3 if script.mpirun() else 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch._dynamo  # noqa: F401  the first optimizer would import it inside a test, and it sets a variable
 
 import benchmarks
+from tests.helpers.forked import run_script
 
 FOLDER = Path(benchmarks.__file__).parent / "micro"
 NAMES = ("_variants", "_worker", "_sections", "_report", "_turns", "optimizers")
@@ -149,9 +149,7 @@ _variants.VARIANTS["ef_sign"] = _variants.Variant("refused", lambda context: 1 /
     for name in ("optimizers", "_worker"):  # the worker is started as a file, and must see the same table
         (tmp_path / f"{name}.py").write_text(f"{code}\nexec(open({str(FOLDER / f'{name}.py')!r}).read())\n")
     options = f"--models mlp --workers 2 --blocks 2 --steps 1 --output {tmp_path / 'out'} --variants sgd sign ef_sign"
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "optimizers.py"), *options.split()], capture_output=True, text=True, timeout=200
-    )
+    done = run_script([str(tmp_path / "optimizers.py"), *options.split()], timeout_s=200)
     assert done.returncode == 0, done.stderr
     assert "| gone | failed: exit code -6" in done.stdout
     assert "| refused | failed: ZeroDivisionError: division by zero |" in done.stdout

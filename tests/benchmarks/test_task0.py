@@ -23,6 +23,7 @@ from mlbench_core.evaluation.latency_report import LatencyReport
 from mlbench_core.tasks import get_task
 from mlbench_core.utils.pytorch.topology import FCGraph
 from mlbench_core.utils.task_args import task_main
+from tests.helpers.forked import run_script, run_scripts
 from tests.helpers.processes import environment, free_port
 
 SCRIPT = get_task("0").script
@@ -58,11 +59,12 @@ def load(name: str) -> ModuleType:
 
 def test_two_workers_by_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib (the extra charts)")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     arguments = ["--light", "--max-elements", "5000", "--time-limit", "0.001", "--plot", *QUICK]
     command = [*launcher, str(free_port()), str(SCRIPT), "--run_id", "7", "--backend", "gloo", *arguments]
-    out = finish(start([*command, *roots(tmp_path)]))
-    folder = tmp_path / "output" / "task0" / "7"
+    done = run_script([*command, *roots(tmp_path)], timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    out, folder = done.stdout, tmp_path / "output" / "task0" / "7"
     stem = folder / "all_reduce-gloo-cpu-2"
     expected = [count for count in element_counts(13, 10**6) if count <= 5000]
 
@@ -86,11 +88,12 @@ def test_two_workers_by_torchrun(tmp_path: Path) -> None:
 
 
 def test_the_old_command_line_one_process_at_a_time(tmp_path: Path) -> None:
-    port = str(free_port())
-    command = [sys.executable, str(SCRIPT), "--run_id", "1", "--hosts", "127.0.0.1,127.0.0.1", "--backend", "gloo"]
+    command = [str(SCRIPT), "--run_id", "1", "--hosts", "127.0.0.1,127.0.0.1", "--backend", "gloo"]
     arguments = ["--light", "--collective", "all_gather", "--elements", "1", "101", *QUICK, *roots(tmp_path)]
-    workers = [start([*command, "--rank", str(rank), *arguments], MASTER_PORT=port) for rank in range(2)]
-    out, silent = (finish(worker) for worker in workers)
+    workers = [[*command, "--rank", str(rank), *arguments] for rank in range(2)]
+    both = run_scripts(workers, timeout_s=120, MASTER_PORT=str(free_port()))
+    assert [done.returncode for done in both] == [0, 0], both
+    out, silent = (done.stdout for done in both)
     assert "all_gather, gloo, cpu, 2 workers" in out
     assert silent == ""
     report = LatencyReport.load(tmp_path / "output" / "task0" / "1" / "all_gather-gloo-cpu-2.json")
@@ -182,8 +185,8 @@ def test_the_chart_compares_runs(tmp_path: Path) -> None:
         ]
         files.append(str(LatencyReport(measurements=measured).save(tmp_path / backend)[1]))
     chart = tmp_path / "times.svg"
-    command = [sys.executable, str(SCRIPT.with_name("plot.py")), *files, "--output", str(chart)]
-    finish(start(command))
+    drawn = run_script([str(SCRIPT.with_name("plot.py")), *files, "--output", str(chart)], timeout_s=120)
+    assert drawn.returncode == 0, drawn.stderr
     assert "<svg" in chart.read_text()
 
     plot = load("plot")

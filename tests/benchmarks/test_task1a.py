@@ -19,7 +19,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.tasks import get_task
 from tests.benchmarks import small_digits, task1a_workers
 from tests.helpers.forked import run_script
-from tests.helpers.processes import environment, free_port
+from tests.helpers.processes import free_port
 from tests.helpers.ranks import run_ranks
 
 SCRIPT = str(get_task("1a").script)
@@ -93,12 +93,12 @@ def assert_equal(a: object, b: object) -> None:
 
 @pytest.mark.parametrize("script", [SCRIPT, DDP_SCRIPT])
 def test_two_workers_by_torchrun(tmp_path: Path, script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+    done = run_script(
+        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
          SMALL_DIGITS, script, "--run_id", "1", "--backend", "gloo", "--dataset", "digits", "--epochs", "1",
          "--channels-last", "--autocast", "bf16", "--root-checkpoint", str(tmp_path / "ckpt"),
          "--root-output", str(tmp_path / "out")],
-        capture_output=True, text=True, env=environment(), timeout=200,
+        timeout_s=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "ckpt").rglob("model_best.pth.tar"))

@@ -23,6 +23,7 @@ from mlbench_core.dataset.linearmodels.pytorch.subset import train_and_validatio
 from mlbench_core.models.pytorch.linear_models import LogisticRegression
 from mlbench_core.tasks import get_task
 from tests.helpers.data import test_data
+from tests.helpers.forked import run_script, run_scripts
 from tests.helpers.processes import environment, free_port
 from tests.helpers.ranks import run_ranks
 
@@ -192,42 +193,37 @@ def test_sparse_rows_and_the_loss_beside_the_goal(tmp_path: Path) -> None:
     assert epsilon["val_time_to_loss_s"] and not rcv1["val_time_to_loss_s"]
 
 
-def run_script(*arguments: str, launcher: tuple[str, ...] = (sys.executable,), port: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*launcher, str(SCRIPT), "--run_id", "1", "--backend", "gloo", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(MASTER_PORT=str(port)),
-    )  # fmt: skip
+COMMAND = (str(SCRIPT), "--run_id", "1", "--backend", "gloo")
 
 
-def last_line(output: str) -> str:
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
     """The result of the last epoch, without the times in it."""
+    output = done.stdout + done.stderr
     lines = re.findall(r"rank 0: Epoch \d+ \|.*?val_global_Prec@1 [\d.]+", output)
     assert lines, output
     return str(lines[-1])
 
 
 def test_old_command_line_and_a_launcher_give_the_same_run(tmp_path: Path) -> None:
-    port = free_port()
     common = (
         "--light", "--dataset", "heart_scale", "--data", str(test_data("libsvm")), "--epochs", "3", "--past-goal",
         *(f"--root-{name}={tmp_path / name}" for name in ("dataset", "checkpoint", "output")),
     )  # fmt: skip
-    by_hosts = [
-        run_script("--hosts", "127.0.0.1,127.0.0.1", "--rank", str(rank), *common, port=port) for rank in range(2)
-    ]
-    by_rank = [process.communicate(timeout=120)[0] for process in by_hosts]
-    outputs = {"hosts": by_rank[0]}
-    assert [process.returncode for process in by_hosts] == [0, 0], by_rank
+    workers = [[*COMMAND, "--hosts", "127.0.0.1,127.0.0.1", "--rank", str(rank), *common] for rank in range(2)]
+    by_hosts = run_scripts(workers, timeout_s=120, MASTER_PORT=str(free_port()))
+    assert [done.returncode for done in by_hosts] == [0, 0], by_hosts
     # An MPI's mpirun where there is one, else torchrun: two more starts of Python are enough.
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{environment().get('PATH', '')}")
     if mpirun is not None:
         launcher = (mpirun, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable)
     else:
         launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    process = run_script(*common, launcher=launcher, port=free_port())
-    outputs["launcher"] = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, outputs["launcher"]
-    assert last_line(outputs["hosts"]) == last_line(outputs["launcher"])
+    variables = environment(MASTER_PORT=str(free_port()))
+    launched = subprocess.run(
+        [*launcher, *COMMAND, *common], env=variables, capture_output=True, text=True, timeout=120
+    )
+    assert launched.returncode == 0, launched.stderr
+    assert last_line(by_hosts[0]) == last_line(launched)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +235,8 @@ def test_old_command_line_and_a_launcher_give_the_same_run(tmp_path: Path) -> No
 )
 def test_bad_input_is_one_clear_line(tmp_path: Path, arguments: list[str], status: int, message: str) -> None:
     roots = [f"--root-{name}={tmp_path / name}" for name in ("dataset", "checkpoint", "output")]
-    process = run_script(*arguments, *roots, port=free_port())
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == status, output
+    done = run_script([*COMMAND, *arguments, *roots], timeout_s=120, MASTER_PORT=str(free_port()))
+    output = done.stdout + done.stderr
+    assert done.returncode == status, output
     assert message in output
     assert "Traceback" not in output

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.data import test_data
-from tests.helpers.processes import ROOT, environment, free_port, post_json, running_master, wait_for
+from tests.helpers.forked import run_scripts
+from tests.helpers.processes import ROOT, free_port, post_json, running_master, wait_for
 
 PAGE = ROOT / "docs" / "tutorials" / "porting.md"
 
@@ -28,28 +29,21 @@ def mnist_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_two_workers_started_by_hand_as_documented_reach_the_goal_and_report(tmp_path: Path) -> None:
+def test_two_workers_started_by_hand_as_documented_reach_the_goal_and_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = mnist_folder(tmp_path)
     commands = documented_commands(r"python benchmarks/tutorial/train_dist\.py")
     assert [re.search(r"--rank (\d)", c)[1] for c in commands] == ["0", "1"]  # type: ignore[index]
     with running_master(tmp_path / "master") as master:
         run = post_json(f"{master.url}/api/runs/", {"name": "by-hand", "num_workers": 1, "command": "python -c pass"})
         assert all(f"--run_id {run['id']}" in command for command in commands)
-        environ = environment(MASTER_PORT=str(free_port()), MLBENCH_MASTER_URL=master.url)
-        workers = [
-            subprocess.Popen(
-                [sys.executable, *shlex.split(command)[1:], "--data", str(folder)],
-                cwd=ROOT,
-                env=environ,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for command in commands
-        ]
-        results = [(*worker.communicate(timeout=240), worker.returncode) for worker in workers]
-        assert [status for _, _, status in results] == [0, 0], results
-        assert "goal reached" in results[0][0]
+        monkeypatch.chdir(ROOT)
+        workers = [[*shlex.split(command)[1:], "--data", str(folder)] for command in commands]
+        variables = {"MASTER_PORT": str(free_port()), "MLBENCH_MASTER_URL": master.url}
+        both = run_scripts(workers, timeout_s=240, **variables)
+        assert [done.returncode for done in both] == [0, 0], both
+        assert "goal reached" in both[0].stdout
         assert float(master.metric_values(run["id"], "val_global_Prec@1 @ 0")[-1]) >= 80
         assert len(master.metric_values(run["id"], "TaskResult @ 0")) == 1
 

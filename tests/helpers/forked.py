@@ -1,8 +1,8 @@
 """Scripts in processes of their own, forked from the server of tests/helpers/ranks.py that has torch imported.
 
-What ``python SCRIPT ARGUMENTS`` does, without the seconds in which a fresh interpreter imports torch. Exit status,
-output, signals and environment are those of a process; only what ``atexit`` was given does not run. A test whose claim
-is that a command line starts from nothing takes ``subprocess``.
+What ``python SCRIPT ARGUMENTS`` or ``python -m MODULE ARGUMENTS`` does, without the seconds in which a fresh
+interpreter imports torch. Exit status, output, signals, folder and environment are those of a process; only what
+``atexit`` was given does not run. A test whose claim is that a command line starts from nothing takes ``subprocess``.
 """
 
 from __future__ import annotations
@@ -18,26 +18,31 @@ from tests.helpers.processes import environment
 from tests.helpers.ranks import fork_context
 
 
-def _run(arguments: list[str], variables: dict[str, str], files: list[str]) -> None:
+def _run(arguments: list[str], variables: dict[str, str], folder: str, files: list[str]) -> None:
     import torch
 
     for number, path in enumerate(files, start=1):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, number)
         os.close(descriptor)
+    os.chdir(folder)
     os.environ.clear()  # it is the one in which the server was started
     os.environ.update(variables)
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
-    sys.argv = arguments
-    sys.path.insert(0, str(Path(arguments[0]).parent))
-    runpy.run_path(arguments[0], run_name="__main__")
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 class ForkedScript:
     """A running script.
 
     Args:
-        arguments: The script's path and its arguments.
+        arguments: The script's path, or ``-m`` and a module, and its arguments.
         **variables: Changes of the environment.
     """
 
@@ -45,9 +50,8 @@ class ForkedScript:
         self.arguments = arguments
         self._files = [tempfile.NamedTemporaryFile("r", prefix="forked-") for _ in range(2)]  # noqa: SIM115
         names = [file.name for file in self._files]
-        self._process = fork_context().Process(
-            target=_run, args=(arguments, environment(**variables), names), daemon=True
-        )
+        given = (arguments, environment(**variables), os.getcwd(), names)
+        self._process = fork_context().Process(target=_run, args=given, daemon=True)
         self._process.start()
 
     def finish(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -76,3 +80,19 @@ class ForkedScript:
 def run_script(arguments: list[str], timeout_s: float, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a script to its end, as ``subprocess.run`` does with captured text."""
     return ForkedScript(arguments, **variables).finish(timeout_s)
+
+
+def run_scripts(
+    commands: list[list[str]], timeout_s: float, **variables: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run scripts side by side to their ends, in the order of the commands.
+
+    Raises:
+        TimeoutExpired: One did not end in time; all are killed.
+    """
+    running = [ForkedScript(command, **variables) for command in commands]
+    try:
+        return [script.finish(timeout_s) for script in running]
+    finally:
+        for script in running:
+            script.kill()

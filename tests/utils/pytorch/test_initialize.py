@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -19,8 +17,8 @@ import torch.distributed as dist
 from mlbench_core.errors import BackendError, ConfigurationError, MLBenchError, WorkerError
 from mlbench_core.utils.pytorch import FCGraph, initialize_backends
 from mlbench_core.utils.pytorch.helpers import config_pytorch
-
-ROOT = Path(__file__).parents[3]
+from tests.helpers.forked import ForkedScript
+from tests.helpers.processes import free_port
 
 SCRIPT = """
 import argparse, json, os, sys
@@ -58,25 +56,15 @@ def no_launcher(no_leaks: None) -> Iterator[None]:
         yield
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def _run(commands: list[list[str]], **variables: str) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
-    processes = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
+def _finish(*running: ForkedScript) -> None:
+    """All must end well."""
     try:
-        outputs = [process.communicate(timeout=90)[0] for process in processes]
+        for script in running:
+            done = script.finish(timeout_s=90)
+            assert done.returncode == 0, done.stdout + done.stderr
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * len(commands), "\n".join(outputs)
+        for script in running:
+            script.kill()
 
 
 def _expected(rank: int) -> list[list[object]]:
@@ -86,8 +74,9 @@ def _expected(rank: int) -> list[list[object]]:
 def test_two_workers_by_hosts_and_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    common = [sys.executable, str(script), "--out", str(tmp_path), "--hosts", "127.0.0.1,127.0.0.1"]
-    _run([[*common, "--rank", str(rank)] for rank in range(2)], MASTER_PORT=str(_free_port()))
+    common = [str(script), "--out", str(tmp_path), "--hosts", "127.0.0.1,127.0.0.1"]
+    port = str(free_port())
+    _finish(*(ForkedScript([*common, "--rank", str(rank)], MASTER_PORT=port) for rank in range(2)))
     for rank in range(2):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == _expected(rank)
 
@@ -95,8 +84,8 @@ def test_two_workers_by_hosts_and_rank(tmp_path: Path) -> None:
 def test_two_workers_by_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("range(2)", "range(1)"))  # torchrun's own store lasts for one world
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    _run([[*torchrun, str(script), "--out", str(tmp_path)]])
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    _finish(ForkedScript([*torchrun, str(script), "--out", str(tmp_path)]))
     for rank in range(2):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == _expected(rank)[:1]
 
@@ -104,14 +93,18 @@ def test_two_workers_by_torchrun(tmp_path: Path) -> None:
 def test_two_workers_by_the_variables_of_mpirun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, str(script), "--out", str(tmp_path)]
-    port = _free_port()
-    variables = [
-        f"OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={rank} "
-        f"OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_PORT={port}".split()
-        for rank in range(2)
-    ]
-    _run([["env", *values, *command] for values in variables])
+    common = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(free_port())}
+    _finish(
+        *(
+            ForkedScript(
+                [str(script), "--out", str(tmp_path)],
+                OMPI_COMM_WORLD_RANK=str(rank),
+                OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+                **common,
+            )
+            for rank in range(2)
+        )
+    )
     for rank in range(2):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == _expected(rank)
 
@@ -212,7 +205,7 @@ def test_a_port_in_use_is_named(address: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_workers_that_do_not_come(rank: int) -> None:
-    os.environ["MASTER_PORT"] = str(_free_port())
+    os.environ["MASTER_PORT"] = str(free_port())
     with (
         pytest.raises(
             WorkerError, match=rf"rank {rank} of 2 did not meet the other workers at 127.0.0.1:\d+ within 1 s"
