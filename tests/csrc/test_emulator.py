@@ -326,6 +326,31 @@ def test_a_failed_launch_leaves_the_next_one_alone(kernels: HostLibrary) -> None
     test_every_thread_of_every_block_knows_its_indices(kernels)
 
 
+def test_threads_switch_with_ucontext_where_there_is_no_faster_way(tmp_path: Path) -> None:
+    source = tmp_path / "host.cpp"
+    source.write_text(
+        """
+        #include "common/launch.cuh"
+        struct Parameters { int* out; };
+        __global__ void sum_of_neighbours(Parameters p) {
+          auto* shared = reinterpret_cast<int*>(mlbench::shared_memory());
+          shared[threadIdx.x] = static_cast<int>(threadIdx.x);
+          __syncthreads();
+          const int next = shared[(threadIdx.x + 1) % blockDim.x];
+          p.out[threadIdx.x] = next + __shfl_xor_sync(0xFFFFFFFFu, next, 1);
+        }
+        extern "C" void run(int* out) { mlbench::launch(sum_of_neighbours, mlbench::Dim3{1}, 64, 256, {}, {out}); }
+        """
+    )
+    library = compile_host(source, "-DMLBENCH_EMULATOR_UCONTEXT", "-O0", "-fno-sanitize=all")
+    out = torch.zeros(64, dtype=torch.int32)
+    for seed in SCHEDULES:
+        set_schedule(library, seed)
+        library.run(pointer(out.zero_()))
+        following = [(thread + 1) % 64 for thread in range(64)]
+        assert out.tolist() == [following[thread] + following[thread ^ 1] for thread in range(64)]
+
+
 def test_cpp_that_does_not_compile_fails_with_the_compilers_words(tmp_path: Path) -> None:
     source = tmp_path / "host.cpp"
     source.write_text("#error no kernel here\n")

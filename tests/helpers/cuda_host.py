@@ -63,7 +63,7 @@ class HostLibrary(ctypes.CDLL):
         if program is None:
             return address[0]
         done = subprocess.run([program, "-s", "-e", self._path, address[1]], capture_output=True, text=True)
-        return done.stdout.strip() or address[0]
+        return done.stdout.split(" (")[0].strip() or address[0]
 
 
 def use_folder(factory: pytest.TempPathFactory) -> None:
