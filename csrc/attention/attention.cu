@@ -81,7 +81,7 @@ Sentences sentences(const OptionalTensor& starts, const OptionalTensor& padding,
 // The drop rate as the number of 65,536ths that the kernels compare 16 random bits with.
 uint32_t threshold_of(double dropout_p, const OptionalTensor& seed, const Tensor& query) {
   require(dropout_p >= 0.0 && dropout_p < 1.0, "dropout_p must be in [0, 1), not " + std::to_string(dropout_p));
-  const double threshold = std::nearbyint(dropout_p * 65536.0);
+  const double threshold = std::floor(dropout_p * 65536.0 + 0.5);
   require(threshold < 65536.0, "dropout_p = " + std::to_string(dropout_p) + " would drop every weight");
   if (threshold > 0.0) {
     require(seed.has_value(), "dropout needs a seed: an int64 tensor of one element on the device");

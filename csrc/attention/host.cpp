@@ -1,5 +1,6 @@
 // C entry points of the attention kernels on the emulator; tests/csrc/test_attention_kernels.py calls them.
-#include "attention/attention.cuh"
+#include "attention/backward.cuh"
+#include "attention/forward.cuh"
 
 using mlbench::attention::Parameters;
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -298,6 +298,15 @@ def padding_mask(batch: int, length: int, kind: str) -> Tensor:
 
 
 # ---- Tests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """These tensors are too small for several threads, which would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_structures_agree_with_the_kernels() -> None:
