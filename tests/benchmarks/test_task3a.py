@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import importlib.util
 import random
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +21,8 @@ from mlbench_core.models.pytorch.language_models import LSTMLanguageModel
 from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
 from tests.benchmarks.test_task1a import assert_equal
-from tests.helpers.processes import environment, free_port
+from tests.helpers.forked import run_script
+from tests.helpers.processes import free_port
 from tests.helpers.ranks import run_ranks
 
 WORDS = [f"w{i}" for i in range(30)]
@@ -120,10 +120,10 @@ def test_two_workers_report_the_perplexity_of_the_whole_text(tmp_path: Path) -> 
 def test_missing_text_is_one_clear_line(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text", valid_is_train=True)
     (text / "wiki.train.tokens").unlink()
-    done = subprocess.run(
-        [sys.executable, str(get_task("3a").script), "--backend", "gloo", "--data", str(text), "--preset", "small",
+    done = run_script(
+        [str(get_task("3a").script), "--backend", "gloo", "--data", str(text), "--preset", "small",
          "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
-        capture_output=True, text=True, env=environment(MASTER_PORT=str(free_port())), timeout=200,
+        timeout_s=200, MASTER_PORT=str(free_port()),
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "no wiki.train.tokens or train.txt" in done.stderr

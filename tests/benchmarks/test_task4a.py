@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import random
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +25,8 @@ from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
 from mlbench_core.utils.task_args import _make_parser
 from tests.benchmarks.test_task1a import assert_equal
-from tests.helpers.processes import environment, free_port
+from tests.helpers.forked import run_script
+from tests.helpers.processes import free_port
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -149,12 +149,12 @@ def test_accumulated_batches_are_one_big_batch(text: Path, precision: str) -> No
 
 
 def test_two_workers_score_the_whole_text(tmp_path: Path, text: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+    done = run_script(
+        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
          str(get_task("4a").script), "--run_id", "1", "--backend", "gloo", "--dataset", "multi30k", "--preset", "small",
          "--data", str(text), "--epochs", "1", "--global-batch", "16", "--lr", "0.02", "--checkpoint", "--overlap",
          "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
-        capture_output=True, text=True, env=environment(), timeout=200,
+        timeout_s=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     files = sorted((tmp_path / "ckpt").rglob("1_*.pth.tar"))

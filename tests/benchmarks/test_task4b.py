@@ -7,7 +7,6 @@ import importlib.util
 import random
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,8 @@ from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
 from mlbench_core.utils.task_args import task_main
 from tests.benchmarks.test_task1a import assert_equal
-from tests.helpers.processes import environment, free_port
+from tests.helpers.forked import run_script
+from tests.helpers.processes import free_port
 
 SCRIPT = get_task("4b").script
 ENGLISH = ["the", "dog", "sees", "a", "small", "house", "and", "two", "red", "trees"]
@@ -111,12 +111,12 @@ def test_only_training_sentences_are_limited(
 
 
 def test_two_workers_by_torchrun(text: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
+    done = run_script(
+        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),
          str(SCRIPT), "--run_id", "1", "--backend", "gloo", "--dataset", "multi30k", "--data", str(text),
          "--preset", "small", "--max-tokens", "128", "--global-tokens", "256", "--epochs", "1",
          "--root-checkpoint", str(tmp_path / "ckpt"), "--root-output", str(tmp_path / "out")],
-        capture_output=True, text=True, env=environment(MLBENCH_HOME=str(text)), timeout=200,
+        timeout_s=200, MLBENCH_HOME=str(text),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     log = done.stdout + done.stderr
