@@ -13,7 +13,7 @@ import torch._dynamo
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mlbench_core.ops.pytorch import extension
+from mlbench_core.ops.pytorch import attention, extension
 from mlbench_core.ops.pytorch.attention import (
     draw_seed,
     short_attention,
@@ -358,6 +358,19 @@ def test_fake_tensors_have_the_shapes_dtypes_and_strides_of_real_ones(layout: st
     assert real[0].transpose(0, 1).is_contiguous() == (layout == "time first")
 
 
+def test_the_plain_path_goes_round_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA tensors do that the kernels do not take, whatever is registered for the operators."""
+    parts, options = tensors(5, 5), {"dropout_p": 0.2, "seed": torch.tensor([SEED])}
+    results = []
+    for is_plain in (False, True):
+        monkeypatch.setattr(attention, "_needs_plain_path", lambda *_, is_plain=is_plain: is_plain)
+        with torch.profiler.profile() as profile:
+            output = short_attention(*parts, **options)
+            results.append((output, *torch.autograd.grad(output.square().sum(), parts)))
+        assert any(event.key.startswith("mlbench::") for event in profile.key_averages()) is not is_plain
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_logsumexp() -> None:
     """Natural logarithm of the sum before dropout; infinite where a query sees nothing."""
     parts, rest = operator_arguments("padded")
@@ -477,7 +490,7 @@ def test_why_not_kernel(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any],
     qkv = FakeTensor(FakeTensorMode(), meta, torch.device("cuda:0"))
     said = why_not_kernel(qkv, max_query=shape[1], max_key=shape[1])
     assert said is not None and reason in said
-    monkeypatch.setattr(extension, "why_not", lambda: None)
+    monkeypatch.setattr(extension, "is_available", lambda: True)
     assert uses_kernel(qkv, max_query=shape[1], max_key=shape[1]) is (change == {})
 
 

@@ -101,6 +101,10 @@ def test_compute_capability(
     assert extension.is_available() is is_enough
     if is_enough:
         assert extension.why_not() is None
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("the device was found already"))
+        assert extension.is_available()
+        monkeypatch.delenv(extension.VARIABLE)
+        assert not extension.is_available()
     else:
         assert "7.5" in str(extension.why_not()) and "8.0" in str(extension.why_not())
 

@@ -298,7 +298,7 @@ def why_not_kernel(*tensors: Tensor, max_query: int, max_key: int) -> str | None
             return f"a tensor of shape {tuple(tensor.shape)} is empty"
         if not _has_aligned_rows(tensor):
             return f"strides {tensor.stride()} do not give rows without gaps that begin at multiples of 16 bytes"
-    return extension.why_not()
+    return None if extension.is_available() else extension.why_not()
 
 
 class _Masks(NamedTuple):
@@ -352,14 +352,18 @@ def _attend(
         raise ValueError(f"scale is {scale}; it must be above 0 and finite")
     seed = _seed_of(parts[0], dropout_p, seed)
     masks = _Masks(*(None if mask is None else mask.contiguous() for mask in masks))
-    # On CUDA the operator is the kernel once the library is loaded, also for tensors that the kernel refuses.
-    is_plain = parts[0].is_cuda and not uses_kernel(*parts, max_query=max_query, max_key=max_key)
+    is_plain = _needs_plain_path(parts, max_query, max_key)
     options = _Options(max_query, max_key, is_causal, scale, dropout_p, offset, is_plain)
     if torch.compiler.is_compiling():  # it refuses an autograd.Function that gets the same tensor twice
         masks = _Masks(*(None if mask is None else mask.view_as(mask) for mask in masks))
         parts = tuple(part.view_as(part) for part in parts)
     output: Tensor = _ShortAttention.apply(options, *masks, seed, *parts)
     return output
+
+
+def _needs_plain_path(parts: tuple[Tensor, ...], max_query: int, max_key: int) -> bool:
+    """Whether to go round the operator: on CUDA it is the kernel once that is loaded, which refuses some tensors."""
+    return parts[0].is_cuda and not uses_kernel(*parts, max_query=max_query, max_key=max_key)
 
 
 class _ShortAttention(torch.autograd.Function):

@@ -26,11 +26,13 @@ class _Library:
 
     Attributes:
         is_loaded: Whether its kernels are registered.
+        is_usable: Whether a device was found that runs them.
         error: Why it could not be loaded, if it could not.
     """
 
     def __init__(self) -> None:
         self.is_loaded = False
+        self.is_usable = False
         self.error: str | None = None
         self._lock = threading.Lock()
 
@@ -80,12 +82,15 @@ def load() -> bool:
 
 
 def is_available() -> bool:
-    """Whether the operators run their CUDA kernels for tensors of the current CUDA device.
+    """Whether the operators run their CUDA kernels for CUDA tensors.
+
+    Compiled code (:func:`torch.compile`) keeps the answer that it got when it was compiled.
 
     Returns:
-        True if the kernels are turned on, built, loaded (which the first call does), and the device can run them.
+        True if the kernels are turned on, built, loaded (which the first call does), and the device can run them. What
+        was found is not looked for again, but for the variable.
     """
-    return why_not() is None
+    return _is_turned_on() and (_library.is_usable or why_not() is None)
 
 
 def why_not() -> str | None:
@@ -113,11 +118,13 @@ def why_not() -> str | None:
         least = ".".join(map(str, _LEAST_CAPABILITY))
         found = "ROCm" if torch.version.hip is not None else f"compute capability {'.'.join(map(str, capability))}"
         return f"the device has {found}; the kernels need an NVIDIA GPU of compute capability {least} or later"
+    _library.is_usable = True
     return None
 
 
-# torch.compile takes the answer that it gets as it compiles: it cannot follow the loading of a library. This is what
+# torch.compile takes the answers that it gets as it compiles: it cannot follow the loading of a library. This is what
 # torch.compiler.assume_constant_result does, but that imports the whole compiler.
+is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
