@@ -21,8 +21,8 @@ struct Stream {};
 template <class... Arguments>
 void launch(void (*kernel)(Arguments...), Dim3 grid, int threads, size_t shared_bytes, Stream,
             std::type_identity_t<Arguments>... arguments) {
-  emulator::launch(grid, static_cast<unsigned>(threads), shared_bytes, [=] { kernel(arguments...); },
-                   std::source_location::current());
+  const auto thread = [=] { kernel(arguments...); };
+  emulator::launch(grid, static_cast<unsigned>(threads), shared_bytes, thread, std::source_location::current());
 }
 
 #else

@@ -8,9 +8,10 @@
 //   C (16 x 8, float32):  c[0], c[1] = C[g][2t, 2t+1],   c[2], c[3] = C[g+8][2t, 2t+1]
 // ldmatrix loads 8 x 8 matrices: lane l says where row l % 8 of matrix l / 8 lies in shared memory (16 bytes, 16-byte
 // aligned); then r[i] of lane l is M_i[g][2t, 2t+1], transposed M_i[2t, 2t+1][g].
-// So with the rows of A stored one after the other, a = ldmatrix_x4 where lane l gives &A[l % 16][8 * (l / 16)]; with
-// the columns of B stored one after the other (B = K^T), b = ldmatrix_x2 where lane l < 16 gives &K[l % 8][8 * (l / 8)];
-// with its rows stored one after the other (B = V), b = ldmatrix_x2_trans where lane l < 16 gives &V[l][0].
+// So
+//   A stored by rows:               a = ldmatrix_x4, lane l gives &A[l % 16][8 * (l / 16)]
+//   B stored by columns (B = K^T):  b = ldmatrix_x2, lane l < 16 gives &K[l % 8][8 * (l / 8)]
+//   B stored by rows (B = V):       b = ldmatrix_x2_trans, lane l < 16 gives &V[l][0]
 #pragma once
 
 #include "common/platform.cuh"

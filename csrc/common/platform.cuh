@@ -24,7 +24,7 @@ using float2v = ::float2;
 
 #ifdef MLBENCH_HOST
 
-#define MLBENCH_SITE , const std::source_location &site = std::source_location::current()
+#define MLBENCH_SITE , const std::source_location& site = std::source_location::current()
 
 // The block's dynamic shared memory, 16-byte aligned; its content is undefined.
 inline unsigned char* shared_memory() { return emulator::Block::current().shared().data(); }
@@ -155,8 +155,8 @@ __device__ __forceinline__ float2v unpack2<bfloat>(uint32_t bits) {
   return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xFFFF0000u)};
 }
 
-// One instruction each. PTX manual: ex2 and lg2 are wrong by at most 2^-22.5 (relative, absolute), tanh by a relative
-// 2^-11; ftz: subnormal inputs and outputs count as zero. 2^-infinity = 0, log2(0) = -infinity.
+// One instruction each, with relative errors of about 2^-22 (ex2, lg2) and 2^-11 (tanh) by the PTX manual; with ftz
+// subnormal inputs and outputs count as zero. exp2_fast(-infinity) = 0 and log2_fast(0) = -infinity.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

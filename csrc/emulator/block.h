@@ -7,20 +7,18 @@
 
 #include <array>
 #include <bit>
-#include <cstdarg>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <deque>
 #include <functional>
-#include <memory>
-#include <source_location>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "emulator/failure.h"
 #include "emulator/fiber.h"
+#include "emulator/memory.h"
+#include "emulator/schedule.h"
 #include "emulator/watch.h"
 
 struct dim3 {
@@ -31,143 +29,7 @@ inline dim3 threadIdx{0, 0, 0}, blockIdx{0, 0, 0}, blockDim, gridDim;
 
 namespace mlbench::emulator {
 
-inline constexpr unsigned kWarpSize = 32;
 inline constexpr unsigned kMaxThreads = 1024;
-// What a block may have on compute capability 8.0, the smallest that the binary is compiled for.
-inline constexpr size_t kMaxSharedBytes = 163 * 1024;
-
-using Site = std::source_location;
-
-// A launch that went wrong, and why.
-struct Failure {
-  std::string message;
-};
-
-// Ends the launch with a message that names the place and, in a kernel, the block and the thread.
-[[noreturn]] __attribute__((format(printf, 3, 4))) inline void fail(const char* file, unsigned line, const char* format,
-                                                                    ...) {
-  char text[1024];
-  va_list arguments;
-  va_start(arguments, format);
-  std::vsnprintf(text, sizeof text, format, arguments);
-  va_end(arguments);
-  abandon(std::string(file) + ":" + std::to_string(line) + ": " + text);
-}
-
-#define MLBENCH_FAIL(site, ...) \
-  ::mlbench::emulator::fail((site).file_name(), static_cast<unsigned>((site).line()), __VA_ARGS__)
-
-// Chooses who runs next: seed 0 always the lowest index, 1 always the highest, any other at random.
-//
-// At random the choice among warps stays with a favourite until it must wait, 64 choices on average at most, so that one
-// warp can run far ahead of another; lanes are chosen anew each time.
-class Schedule {
- public:
-  explicit Schedule(uint64_t seed) : seed_(seed), state_(seed) {}
-
-  bool random() const { return seed_ > 1; }
-
-  // SplitMix64 (Steele, Lea and Flood 2014).
-  uint32_t draw() {
-    uint64_t z = (state_ += 0x9E3779B97F4A7C15u);
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    return static_cast<uint32_t>((z ^ (z >> 31)) >> 32);
-  }
-
-  unsigned choose_warp(uint32_t candidates) {
-    if (!random()) return choose(candidates);
-    if (draw() % 64 == 0 || !((candidates >> favourite_) & 1u)) favourite_ = choose(candidates);
-    return favourite_;
-  }
-
-  unsigned choose_lane(uint32_t candidates) { return choose(candidates); }
-
-  // The order of `count` blocks: ascending, descending or shuffled.
-  std::vector<uint64_t> order(uint64_t count) {
-    std::vector<uint64_t> result(count);
-    for (uint64_t i = 0; i < count; ++i) result[i] = seed_ == 1 ? count - 1 - i : i;
-    for (uint64_t i = count; random() && i > 1; --i) std::swap(result[i - 1], result[draw() % i]);
-    return result;
-  }
-
- private:
-  // The index of the lowest, of the highest or of any set bit.
-  unsigned choose(uint32_t candidates) {
-    if (seed_ == 1) return 31u - static_cast<unsigned>(std::countl_zero(candidates));
-    const unsigned skipped = random() ? draw() % static_cast<unsigned>(std::popcount(candidates)) : 0;
-    for (unsigned i = 0; i < skipped; ++i) candidates &= candidates - 1;
-    return static_cast<unsigned>(std::countr_zero(candidates));
-  }
-
-  uint64_t seed_;
-  uint64_t state_;
-  unsigned favourite_ = 0;
-};
-
-// Memory between two guards, as a block sees its dynamic shared memory. Both hold NaNs in every format: what was never
-// written is 0xFFFF.., the guards are 0xFFFE.., so that reading either poisons a result and writing a guard shows.
-class SharedMemory {
- public:
-  static constexpr size_t kGuardBytes = 4096;
-
-  explicit SharedMemory(size_t bytes) : bytes_(bytes), words_((bytes + 2 * kGuardBytes + 15) / 16 + 1) {
-    fill(data() - kGuardBytes, kGuardBytes, 0xFFFEu);
-    fill(data() + bytes_, kGuardBytes, 0xFFFEu);
-    poison();
-  }
-
-  unsigned char* data() { return reinterpret_cast<unsigned char*>(words_.data()) + kGuardBytes; }
-  size_t size() const { return bytes_; }
-  void poison() { std::memset(data(), 0xFF, bytes_); }
-
-  bool contains(const void* pointer, size_t bytes) {
-    const auto at = reinterpret_cast<uintptr_t>(pointer), begin = reinterpret_cast<uintptr_t>(data());
-    return at >= begin && at + bytes <= begin + bytes_;
-  }
-
-  bool intact() {
-    return is_filled(data() - kGuardBytes, kGuardBytes, 0xFFFEu) && is_filled(data() + bytes_, kGuardBytes, 0xFFFEu);
-  }
-
- private:
-  struct alignas(16) Word {
-    unsigned char bytes[16];
-  };
-
-  static void fill(unsigned char* at, size_t bytes, uint16_t pattern) {
-    for (size_t i = 0; i + 1 < bytes; i += 2) std::memcpy(at + i, &pattern, 2);
-  }
-  static bool is_filled(const unsigned char* at, size_t bytes, uint16_t pattern) {
-    for (size_t i = 0; i + 1 < bytes; i += 2) {
-      if (std::memcmp(at + i, &pattern, 2) != 0) return false;
-    }
-    return true;
-  }
-
-  size_t bytes_;
-  std::vector<Word> words_;
-};
-
-// One cp.async of 16 bytes that was issued and not yet waited for; `source` is null for zeros.
-struct Copy {
-  void* target;
-  const void* source;
-  unsigned group;
-  Place place;
-  bool done = false;
-
-  MLBENCH_UNWATCHED void run() {
-    if (done) return;
-    done = true;
-    watch.touch(target, 16, true, place);
-    if (source != nullptr) {
-      std::memcpy(target, source, 16);
-    } else {
-      std::memset(target, 0, 16);
-    }
-  }
-};
 
 class Block {
  public:
@@ -276,14 +138,15 @@ class Block {
 
   // Ends the running thread: it counts as arrived at every later barrier of the block.
   [[noreturn]] void leave() {
-    if (!copies().empty()) MLBENCH_FAIL(Site::current(), "returns with %zu cp.async it never waited for", copies().size());
+    if (!copies().empty())
+      MLBENCH_FAIL(Site::current(), "returns with %zu cp.async it never waited for", copies().size());
     stop(State::kReturned);
     ++finished_;
     const unsigned first = running_ / kWarpSize * kWarpSize;
     for (unsigned i = first; i < first + kWarpSize && i < threads_.size(); ++i) {
       if (threads_[i].state == State::kWarp && ((threads_[i].at.mask >> (running_ - first)) & 1u)) {
-        MLBENCH_FAIL(threads_[i].at.site, "returned, but thread %u waits for it in %s with mask 0x%08x", i, threads_[i].at.name,
-             threads_[i].at.mask);
+        MLBENCH_FAIL(threads_[i].at.site, "returned, but thread %u waits for it in %s with mask 0x%08x", i,
+                     threads_[i].at.name, threads_[i].at.mask);
       }
     }
     if (finished_ == threads_.size()) {
@@ -310,8 +173,8 @@ class Block {
       MLBENCH_FAIL(own.site, "%s with mask 0x%08x, which does not name the calling lane", own.name, own.mask);
     }
     if ((own.mask & gone_[warp]) != 0) {
-      MLBENCH_FAIL(own.site, "%s with mask 0x%08x, but the lanes 0x%08x have returned or do not exist", own.name, own.mask,
-           own.mask & gone_[warp]);
+      MLBENCH_FAIL(own.site, "%s with mask 0x%08x, but the lanes 0x%08x have returned or do not exist", own.name,
+                   own.mask, own.mask & gone_[warp]);
     }
     for (uint32_t others = own.mask & waiting_[warp]; others != 0; others &= others - 1) {
       const unsigned other = warp * kWarpSize + static_cast<unsigned>(std::countr_zero(others));
@@ -326,13 +189,12 @@ class Block {
   void check_fit(const char* what, const Arrival& own, unsigned other) const {
     const Arrival& at = threads_[other].at;
     if (own.fits(at)) return;
-    MLBENCH_FAIL(own.site, "%s: arrives at %s with mask 0x%08x while thread %u waits in %s with mask 0x%08x at %s:%u", what,
-         own.name, own.mask, other, at.name, at.mask, at.site.file_name(), static_cast<unsigned>(at.site.line()));
+    MLBENCH_FAIL(own.site, "%s: arrives at %s with mask 0x%08x while thread %u waits in %s with mask 0x%08x at %s:%u",
+                 what, own.name, own.mask, other, at.name, at.mask, at.site.file_name(),
+                 static_cast<unsigned>(at.site.line()));
   }
 
-  bool all_lanes_arrived() const {
-    return (threads_[running_].at.mask & ~waiting_[running_ / kWarpSize]) == 0;
-  }
+  bool all_lanes_arrived() const { return (threads_[running_].at.mask & ~waiting_[running_ / kWarpSize]) == 0; }
 
   // Opens the block's barrier if all threads that have not returned wait at it.
   void release_block() {

@@ -52,9 +52,7 @@ inline unsigned __brev(unsigned bits) {
   for (int i = 0; i < 32; ++i) result |= ((bits >> i) & 1u) << (31 - i);
   return result;
 }
-inline unsigned __umulhi(unsigned a, unsigned b) {
-  return static_cast<unsigned>((static_cast<uint64_t>(a) * b) >> 32);
-}
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>((static_cast<uint64_t>(a) * b) >> 32); }
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 template <class T>
@@ -79,7 +77,8 @@ T shuffle(const char* name, uint32_t mask, T value, unsigned source, const Site&
   Block::current().collective(name, mask, own, site, [&](auto& lanes) {
     for (Shuffle<T>* lane : lanes) {
       if (lane == nullptr) continue;
-      if (lanes[lane->source] == nullptr) MLBENCH_FAIL(site, "%s reads lane %u, which mask 0x%08x lacks", name, lane->source, mask);
+      if (lanes[lane->source] == nullptr)
+        MLBENCH_FAIL(site, "%s reads lane %u, which mask 0x%08x lacks", name, lane->source, mask);
       lane->result = lanes[lane->source]->value;
     }
   });
@@ -95,7 +94,8 @@ inline unsigned ballot(const char* name, uint32_t mask, bool value, const Site& 
   Vote own{value, 0};
   Block::current().collective(name, mask, own, site, [](auto& lanes) {
     unsigned result = 0;
-    for (unsigned i = 0; i < kWarpSize; ++i) result |= static_cast<unsigned>(lanes[i] != nullptr && lanes[i]->value) << i;
+    for (unsigned i = 0; i < kWarpSize; ++i)
+      result |= static_cast<unsigned>(lanes[i] != nullptr && lanes[i]->value) << i;
     for (Vote* lane : lanes) {
       if (lane != nullptr) lane->result = result;
     }
@@ -114,16 +114,16 @@ inline void __syncthreads(const std::source_location& site = std::source_locatio
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu,
                        const std::source_location& site = std::source_location::current()) {
   char nothing = 0;
-  mlbench::emulator::Block::current().collective(
-      "__syncwarp", mask, nothing, site, [](auto&) { mlbench::emulator::watch.pass_warp(threadIdx.x / 32); });
+  mlbench::emulator::Block::current().collective("__syncwarp", mask, nothing, site,
+                                                 [](auto&) { mlbench::emulator::watch.pass_warp(threadIdx.x / 32); });
 }
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32,
               const std::source_location& site = std::source_location::current()) {
   const unsigned lane = mlbench::emulator::this_lane(), size = static_cast<unsigned>(width);
-  return mlbench::emulator::shuffle("__shfl_sync", mask, value, lane / size * size + static_cast<unsigned>(source) % size,
-                                    site);
+  return mlbench::emulator::shuffle("__shfl_sync", mask, value,
+                                    lane / size * size + static_cast<unsigned>(source) % size, site);
 }
 
 template <class T>
@@ -199,7 +199,8 @@ class GlobalMemory {
 namespace emulator {
 
 inline void check_aligned(const char* name, const void* pointer, const Site& site) {
-  if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) MLBENCH_FAIL(site, "%s of %p, which is not 16-byte aligned", name, pointer);
+  if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0)
+    MLBENCH_FAIL(site, "%s of %p, which is not 16-byte aligned", name, pointer);
 }
 
 inline void check_shared(const char* name, const void* pointer, const Site& site) {
@@ -207,7 +208,7 @@ inline void check_shared(const char* name, const void* pointer, const Site& site
   SharedMemory& shared = Block::current().shared();
   if (!shared.contains(pointer, 16)) {
     MLBENCH_FAIL(site, "%s at byte %td of the block's %zu bytes of shared memory", name,
-         static_cast<const unsigned char*>(pointer) - shared.data(), shared.size());
+                 static_cast<const unsigned char*>(pointer) - shared.data(), shared.size());
   }
 }
 
@@ -231,7 +232,8 @@ inline void check_launch(const dim3& grid, unsigned threads, size_t shared_bytes
     MLBENCH_FAIL(site, "launch with a grid of (%u, %u, %u) blocks", grid.x, grid.y, grid.z);
   }
   if (threads == 0 || threads > kMaxThreads) MLBENCH_FAIL(site, "launch with %u threads in a block", threads);
-  if (shared_bytes > kMaxSharedBytes) MLBENCH_FAIL(site, "launch with %zu bytes of shared memory in a block", shared_bytes);
+  if (shared_bytes > kMaxSharedBytes)
+    MLBENCH_FAIL(site, "launch with %zu bytes of shared memory in a block", shared_bytes);
 }
 
 // Runs `kernel` for every block of the grid, one block after the other.

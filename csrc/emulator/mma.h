@@ -29,8 +29,8 @@ void load_matrices(const char* name, uint32_t (&result)[kMatrices], const void* 
       const unsigned group = lane / 4, place = 2 * (lane % 4);
       for (unsigned i = 0; i < kMatrices; ++i) {
         const auto at = [&](unsigned r, unsigned c) { return element(lanes[8 * i + r]->row, c); };
-        lanes[lane]->result[i] = kTransposed ? at(place, group) | at(place + 1, group) << 16
-                                             : at(group, place) | at(group, place + 1) << 16;
+        lanes[lane]->result[i] =
+            kTransposed ? at(place, group) | at(place + 1, group) << 16 : at(group, place) | at(group, place + 1) << 16;
       }
     }
   });

@@ -43,8 +43,9 @@ struct SanitizerShift {
 #define MLBENCH_HANDLER extern "C" __attribute__((used, noreturn)) inline void
 
 MLBENCH_HANDLER __ubsan_handle_type_mismatch_v1_abort(mlbench::emulator::SanitizerMismatch* what, uintptr_t address) {
-  mlbench::emulator::fail(what->place.file, what->place.line, "address %p for %s, which needs a multiple of %u, not null",
-                          reinterpret_cast<void*>(address), what->type->name, 1u << what->log_alignment);
+  mlbench::emulator::fail(what->place.file, what->place.line,
+                          "address %p for %s, which needs a multiple of %u, not null", reinterpret_cast<void*>(address),
+                          what->type->name, 1u << what->log_alignment);
 }
 
 MLBENCH_HANDLER __ubsan_handle_out_of_bounds_abort(mlbench::emulator::SanitizerBounds* what, uintptr_t index) {
@@ -52,7 +53,8 @@ MLBENCH_HANDLER __ubsan_handle_out_of_bounds_abort(mlbench::emulator::SanitizerB
                           static_cast<ptrdiff_t>(index), what->array->name);
 }
 
-MLBENCH_HANDLER __ubsan_handle_shift_out_of_bounds_abort(mlbench::emulator::SanitizerShift* what, uintptr_t, uintptr_t) {
+MLBENCH_HANDLER __ubsan_handle_shift_out_of_bounds_abort(mlbench::emulator::SanitizerShift* what, uintptr_t,
+                                                         uintptr_t) {
   mlbench::emulator::fail(what->place.file, what->place.line, "shift by too many bits");
 }
 

@@ -9,42 +9,16 @@
 // with a partial mask counts as one of the whole warp; what it leaves unordered is not found.
 #pragma once
 
-#include <dlfcn.h>
-
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <source_location>
 #include <string>
 #include <vector>
+
+#include "emulator/failure.h"
 
 // Not watched itself.
 #define MLBENCH_UNWATCHED __attribute__((no_sanitize("thread")))
 
 namespace mlbench::emulator {
-
-// Ends the launch with a message; block.h has it.
-[[noreturn]] void abandon(std::string message);
-
-// A place in the source: a file and line or, where only that is known, an address of code.
-struct Place {
-  const char* file;
-  uint32_t line;
-  const void* code;
-
-  static Place of(const std::source_location& site) { return {site.file_name(), site.line(), nullptr}; }
-
-  // "file:line", or "[0x1234]" with the offset in the library, which addr2line turns into a line.
-  std::string text() const {
-    if (file != nullptr) return std::string(file) + ":" + std::to_string(line);
-    Dl_info library{};
-    dladdr(code, &library);
-    const auto offset = static_cast<const char*>(code) - static_cast<const char*>(library.dli_fbase) - 1;
-    char text[32];
-    std::snprintf(text, sizeof text, "[0x%tx]", offset);
-    return text;
-  }
-};
 
 class Watch {
  public:
@@ -66,7 +40,8 @@ class Watch {
   void pass_warp(unsigned warp) { ++warp_intervals_[warp]; }
 
   // The running thread reads or writes; far from the block's shared memory nothing happens.
-  MLBENCH_UNWATCHED __attribute__((noinline)) void touch(const void* pointer, size_t count, bool writes, const Place& place) {
+  MLBENCH_UNWATCHED __attribute__((noinline)) void touch(const void* pointer, size_t count, bool writes,
+                                                         const Place& place) {
     const uintptr_t first = reinterpret_cast<uintptr_t>(pointer) - begin_;
     if (begin_ == 0 || first + guard_bytes_ >= bytes_ + 2 * guard_bytes_) return;
     if (first + count > bytes_) report_outside(static_cast<ptrdiff_t>(first), writes, place);
@@ -87,7 +62,7 @@ class Watch {
   static constexpr uint32_t kSeveral = 0xFFFFFFFFu;
 
   struct Access {
-    uint32_t interval;       // counts the barriers of the blocks; 0 is before all
+    uint32_t interval;  // counts the barriers of the blocks; 0 is before all
     uint32_t warp_interval;  // counts the __syncwarps of the warp
     uint32_t warp;
     uint32_t lane;
@@ -147,9 +122,9 @@ inline Watch watch;
 
 }  // namespace mlbench::emulator
 
-#define MLBENCH_HOOK(name, bytes, writes)                                                                           \
-  extern "C" __attribute__((used)) MLBENCH_UNWATCHED inline void __tsan_##name(const void* pointer) {              \
-    mlbench::emulator::watch.touch(pointer, bytes, writes, {nullptr, 0, __builtin_return_address(0)});             \
+#define MLBENCH_HOOK(name, bytes, writes)                                                              \
+  extern "C" __attribute__((used)) MLBENCH_UNWATCHED inline void __tsan_##name(const void* pointer) {  \
+    mlbench::emulator::watch.touch(pointer, bytes, writes, {nullptr, 0, __builtin_return_address(0)}); \
   }
 MLBENCH_HOOK(read1, 1, false)
 MLBENCH_HOOK(read2, 2, false)

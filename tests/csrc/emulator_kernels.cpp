@@ -93,7 +93,7 @@ __global__ void multiply_fragments(Fragments p) {
 struct Rows {
   const uint16_t* a;  // 16 x 16
   const uint16_t* b;  // kTransposed ? 16 x 8 : 8 x 16
-  float* c;           // 16 x 8
+  float* c;  // 16 x 8
 };
 
 // C = A B or C = A B^T by the addresses that the head of mma.cuh says.
@@ -305,7 +305,9 @@ void reverse_warps(const int* in, int* out, int threads, int barrier) {
 }
 
 void copy(const int* in, int* out, int threads, int pending) {
-  const auto kernel = pending == 0 ? copy_asynchronously<0> : pending == 1 ? copy_asynchronously<1> : copy_asynchronously<2>;
+  const auto kernel = pending == 0   ? copy_asynchronously<0>
+                      : pending == 1 ? copy_asynchronously<1>
+                                     : copy_asynchronously<2>;
   run(kernel, Integers{in, out}, threads, 32 * threads);
 }
 
