@@ -7,8 +7,6 @@ import logging
 import os
 import pickle
 import random
-import subprocess
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from mlbench_core.errors import CheckpointError
 from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.utils.tracker import Tracker
-
-ROOT = Path(__file__).parents[3]
+from tests.helpers.forked import run_script
 
 
 @pytest.fixture(autouse=True)
@@ -288,14 +285,15 @@ except CheckpointError as error:
 
 
 def test_a_write_that_the_system_refuses(tmp_path: Path) -> None:
-    output = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=True,
-    ).stdout  # fmt: skip
-    assert "0_0.pth.tar could not be written" in output
-    assert os.strerror(errno.EFBIG) in output
-    assert os.listdir(tmp_path) == ["0_0.pth.tar"]
-    Checkpointer.load(tmp_path, 0, torch.nn.Linear(1, 1), None, None)
+    script, folder = tmp_path / "script.py", tmp_path / "checkpoints"
+    script.write_text(FULL_DISK)
+    folder.mkdir()
+    run = run_script([str(script), str(folder)], timeout_s=60)
+    assert run.returncode == 0, run.stderr
+    assert "0_0.pth.tar could not be written" in run.stdout
+    assert os.strerror(errno.EFBIG) in run.stdout
+    assert os.listdir(folder) == ["0_0.pth.tar"]
+    Checkpointer.load(folder, 0, torch.nn.Linear(1, 1), None, None)
 
 
 KILLS = """
@@ -366,17 +364,17 @@ print(done, interrupted)
 
 
 def test_killed_a_hundred_times_while_saving(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", KILLS, str(tmp_path), "100"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    script, folder = tmp_path / "script.py", tmp_path / "checkpoints"
+    script.write_text(KILLS)
+    folder.mkdir()
+    run = run_script([str(script), str(folder), "100"], timeout_s=120)
     assert run.returncode == 0, run.stderr
     epochs, interrupted = map(int, run.stdout.split())
     assert epochs >= 100
     assert interrupted > 0  # kills did hit the writing of a file
-    _save(tmp_path, epochs + 1, 5.0)
-    assert _load(tmp_path) == 5.0
-    assert ".saving_0.tmp" not in os.listdir(tmp_path)
+    _save(folder, epochs + 1, 5.0)
+    assert _load(folder) == 5.0
+    assert ".saving_0.tmp" not in os.listdir(folder)
 
 
 def test_states_are_made_plain_or_refused(tmp_path: Path) -> None:
