@@ -3,7 +3,7 @@
 Two steps of nvcc, and nothing else is needed but the headers of torch (its CPU build will do; torch itself is not
 imported)::
 
-    nvcc FLAGS -c csrc/NAME/NAME.cu          for each source, as many at a time as there are cores
+    nvcc FLAGS -c csrc/NAME/FILE.cu          for each source, as many at a time as there are cores
     nvcc -shared -cudart static *.o ...      libmlbench_cuda.so
 
 The library uses torch's stable ABI alone, so one binary serves every Python and every torch from 2.11 on, and it
@@ -112,7 +112,7 @@ def build(
 
     A source is compiled again when it, any header under ``csrc``, the compiler or a flag changed (by content, not by
     time). The library appears under its name only when it is whole. What ptxas reports about each source stays beside
-    its object file (``build/cuda/NAME/NAME.ptxas.txt``); a function that spills registers is an error unless
+    its object file (``build/cuda/NAME/FILE.ptxas.txt``); a function that spills registers is an error unless
     ``MLBENCH_CUDA_ALLOW_SPILLS=1``, for then it was compiled otherwise than it was designed.
 
     Args:
