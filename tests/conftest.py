@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,14 +16,23 @@ import pytest
 SET_BY_IMPORTS = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_CACHE_DIR")
 
 
+@pytest.fixture(scope="session")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """New folders, one after the other: ``mktemp`` would look through those of all tests so far for each."""
+    folder = tmp_path_factory.mktemp("homes")
+    return (folder / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def no_leaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def no_leaks(homes: Iterator[Path]) -> Iterator[None]:
     """Fail a test that leaks an environment variable, a thread, or a process group.
 
     Every test gets folders of its own for the user's data and settings, and no master.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLBENCH_HOME", str(tmp_path_factory.mktemp("home")))
+        home = next(homes)
+        home.mkdir()
+        patch.setenv("MLBENCH_HOME", str(home))
         for name in ("MLBENCH_MASTER_URL", "MLBENCH_TOKEN", "MLBENCH_RUN_ID"):
             patch.delenv(name, raising=False)
         environment = dict(os.environ)
