@@ -12,8 +12,10 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <optional>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -26,9 +28,14 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using torch::stable::accelerator::DeviceGuard;
 
-// Throws std::runtime_error with the message if the condition does not hold.
-inline void require(bool condition, const std::string& message) {
-  if (!condition) throw std::runtime_error("mlbench: " + message);
+// Throws std::runtime_error with the message, put together from its parts only then, if the condition does not hold.
+template <class... Parts>
+void require(bool condition, const Parts&... parts) {
+  if (condition) return;
+  std::ostringstream message;
+  message << "mlbench: ";
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
 }
 
 // The stream that torch.cuda.current_stream(device) is.
@@ -50,23 +57,29 @@ inline Stream current_stream(int32_t device_index) {
 
 // Throws unless the tensor is on the CUDA device of that index.
 inline void require_device(const Tensor& tensor, int32_t device_index, const char* name) {
-  require(tensor.is_cuda() && tensor.get_device_index() == device_index,
-          std::string(name) + " must be on CUDA device " + std::to_string(device_index));
+  require(tensor.is_cuda() && tensor.get_device_index() == device_index, name, " must be on CUDA device ",
+          device_index);
 }
 
 // Throws unless the tensor has that dtype.
 inline void require_dtype(const Tensor& tensor, ScalarType dtype, const char* name) {
-  require(tensor.scalar_type() == dtype, std::string(name) + " must be of " + torch::headeronly::toString(dtype) +
-                                             ", not " + torch::headeronly::toString(tensor.scalar_type()));
+  require(tensor.scalar_type() == dtype, name, " must be of ", torch::headeronly::toString(dtype), ", not ",
+          torch::headeronly::toString(tensor.scalar_type()));
+}
+
+// "(2, 3)" of the sizes 2 and 3.
+template <class Sizes>
+std::string shape_text(const Sizes& sizes) {
+  std::string text;
+  for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "(" + text + ")";
 }
 
 // Throws unless the tensor has that shape.
 inline void require_shape(const Tensor& tensor, std::initializer_list<int64_t> shape, const char* name) {
-  bool equal = tensor.dim() == static_cast<int64_t>(shape.size());
-  std::string wanted, given;
-  for (const int64_t size : shape) wanted += (wanted.empty() ? "" : ", ") + std::to_string(size);
-  for (const int64_t size : tensor.sizes()) given += (given.empty() ? "" : ", ") + std::to_string(size);
-  require(equal && wanted == given, std::string(name) + " must be of shape (" + wanted + "), not (" + given + ")");
+  const auto sizes = tensor.sizes();
+  if (std::equal(shape.begin(), shape.end(), sizes.begin(), sizes.end())) return;
+  require(false, name, " must be of shape ", shape_text(shape), ", not ", shape_text(sizes));
 }
 
 // An uninitialised contiguous tensor on the device of `like`.

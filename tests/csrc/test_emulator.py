@@ -320,6 +320,11 @@ def test_a_write_outside_of_shared_memory_shows_in_the_guard_too(kernels: HostLi
         kernels.wrong_write_outside()
 
 
+def test_a_launch_of_no_block_fails_as_in_cuda(kernels: HostLibrary) -> None:
+    with pytest.raises(KernelError, match=r"launch with a grid of \(0, 1, 1\) blocks"):
+        kernels.indices(pointer(numbers(1)), 0, 1, 1, 32)
+
+
 def test_a_failed_launch_leaves_the_next_one_alone(kernels: HostLibrary) -> None:
     with pytest.raises(KernelError):
         kernels.wrong_write_outside()
