@@ -1,7 +1,7 @@
 // Products of 16 x 16 tiles on the tensor cores.
 //
-// Operands of mma.m16n8k16 (layouts: common/mma.cuh): A is 16 x 16 (rows x depth), B is 16 x 16 (depth x columns), which
-// is two mma side by side, as are the two halves of an Accumulator.
+// Operands of mma.m16n8k16 (layouts: common/mma.cuh): A is 16 x 16 (rows x depth), B is 16 x 16 (depth x columns) or
+// two mma side by side, as are the two halves of an Accumulator.
 #pragma once
 
 #include "attention/block.cuh"
