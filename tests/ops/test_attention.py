@@ -154,6 +154,18 @@ def test_rows_that_see_nothing_are_exactly_zero_and_so_are_gradients_of_padding(
         assert part.grad.masked_select(~HOLES[:, :, None, None]).ne(0).any()
 
 
+def test_what_lies_at_padding_is_not_read() -> None:
+    """Not even NaN, in tensors and in the gradient of the output."""
+    parts = tensors(5, 5)
+    hole = HOLES[:, :, None, None]
+    spoiled = [part.detach().masked_fill(hole, math.nan).requires_grad_() for part in parts]
+    results = []
+    for operands, grad in ((parts, torch.ones(())), (spoiled, torch.ones(()).masked_fill(hole, math.nan))):
+        output = short_attention(*operands, key_padding=HOLES, query_padding=HOLES)
+        results.append((output, *torch.autograd.grad(output, operands, grad.expand_as(output).double())))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_rows_are_padded_ones(is_causal: bool) -> None:
     """With dropout too: positions are counted from a sentence's first row."""

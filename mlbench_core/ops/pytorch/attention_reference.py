@@ -145,11 +145,12 @@ class _Sentences:
         return cls(hidden, lengths, starts)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Shape (batch, heads, positions, features), in the dtype to compute in."""
+        """Shape (batch, heads, positions, features), in the dtype to compute in; 0 at padding, whatever is there."""
         if self.starts is not None:
             position = torch.arange(self.hidden.shape[1], device=tensor.device)
             tensor = tensor[(self.starts[:-1, None] + position).masked_fill(self.hidden, 0)]
-        return tensor.transpose(1, 2).to(torch.promote_types(tensor.dtype, torch.float32))
+        dense = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        return dense.masked_fill(self.hidden[:, :, None, None], 0.0).transpose(1, 2)
 
     def put(self, dense: Tensor, target: Tensor) -> None:
         """Write what :meth:`take` would have read; zeros at padding."""

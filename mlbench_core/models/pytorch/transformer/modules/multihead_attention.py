@@ -233,6 +233,8 @@ class MultiheadAttention(nn.Module):
 
         A fused projection gets its gradient in one piece, and nothing is transposed in memory.
         """
+        if self.backend in ("reference", "fused"):
+            return None
         heads = (self.num_heads, self.head_dim)
         views = [
             part.unflatten(-1, heads if part.shape[-1] == self.embed_dim else (-1, *heads)).transpose(0, 1)
