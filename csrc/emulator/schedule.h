@@ -12,8 +12,8 @@ inline constexpr unsigned kWarpSize = 32;
 
 // Chooses who runs next: seed 0 always the lowest index, 1 always the highest, any other at random.
 //
-// At random the choice among warps stays with a favourite until it must wait, for 64 choices on average at most, so that
-// one warp can run far ahead of another; lanes are chosen anew each time.
+// At random the choice among warps stays with a favourite until it must wait, for 64 choices on average at most, so
+// that one warp can run far ahead of another; lanes are chosen anew each time.
 class Schedule {
  public:
   explicit Schedule(uint64_t seed) : seed_(seed), state_(seed) {}

@@ -44,7 +44,7 @@ class Watch {
                                                          const Place& place) {
     const uintptr_t first = reinterpret_cast<uintptr_t>(pointer) - begin_;
     if (begin_ == 0 || first + guard_bytes_ >= bytes_ + 2 * guard_bytes_) return;
-    if (first + count > bytes_) report_outside(static_cast<ptrdiff_t>(first), writes, place);
+    if (first >= bytes_ || count > bytes_ - first) report_outside(static_cast<ptrdiff_t>(first), writes, place);
     const Access now{interval_, warp_intervals_[thread_ / 32], thread_ / 32, thread_ % 32, place};
     Byte* byte = shadow_data_ + first;
     for (size_t i = 0; i < count; ++i, ++byte) {
