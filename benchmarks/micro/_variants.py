@@ -18,6 +18,7 @@ from torch.optim import SGD
 from mlbench_core.models.pytorch.resnet import get_resnet_model, resnet18_bkj
 from mlbench_core.models.pytorch.vgg import VGG
 from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
+from mlbench_core.utils.pytorch.memory import keep_freed_memory
 from mlbench_core.utils.pytorch.topology import ring
 
 LR, MOMENTUM = 1e-3, 0.9
@@ -124,12 +125,14 @@ class Variant:
         make: Makes it.
         is_ours: Whether it is this library's.
         is_default: Whether it runs where nobody names it. (Convolutions in fp16 take a CPU many seconds.)
+        needs_own_process: Whether it changes the whole process, and so is no neighbour for others.
     """
 
     title: str
     make: Callable[[Context], Trainee]
     is_ours: bool = True
     is_default: bool = True
+    needs_own_process: bool = False
 
 
 def alone(context: Context, fused: bool | None = None) -> Trainee:
@@ -204,6 +207,16 @@ def periodic(name: str, **options: Any) -> Callable[[Context], Trainee]:
     return lambda context: ours(name, context, period=context.steps, **options)
 
 
+def kept(make: Callable[[Context], Trainee]) -> Callable[[Context], Trainee]:
+    """A variant whose process keeps the memory that tensors free, as those of the library's tasks do."""
+
+    def make_kept(context: Context) -> Trainee:
+        keep_freed_memory()
+        return make(context)
+
+    return make_kept
+
+
 def half(context: Context, dtype: torch.dtype) -> Trainee:
     """A network in half precision with float32 master weights."""
     model = context.model.to(dtype)
@@ -238,6 +251,14 @@ VARIANTS = {
             is_default=False,
         )
         for size_mb in (1, 4, 25, 1000)
+    },
+    **{
+        f"{name}_kept": Variant(f"{title}, freed memory kept", kept(make), name != "ddp", False, True)
+        for name, title, make in (
+            ("ddp", "DDP + SGD", ddp),
+            ("sgd_overlap", "CentralizedSGD, overlap", partial(sgd, overlap=True)),
+            ("sgd_step", "CentralizedSGD, overlap until the step", partial(sgd, overlap="step")),
+        )
     },
     "power1": Variant("PowerSGD, rank 1", partial(power, rank=1)),
     "power2": Variant("PowerSGD, rank 2", partial(power, rank=2)),

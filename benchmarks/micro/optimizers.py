@@ -195,6 +195,9 @@ def parse(argv: Iterable[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1, not {getattr(arguments, name)}")
     if min(arguments.workers) < 2:
         parser.error(f"--workers must be at least 2 each, not {min(arguments.workers)}")
+    alone = [name for name in arguments.variants if VARIANTS[name].needs_own_process]
+    if alone and not arguments.apart:
+        parser.error(f"{', '.join(alone)}: only with --apart")
     if arguments.network and arguments.apart:
         parser.error("--apart is for loopback; leave --network out")
     if arguments.network and (reason := EmulatedNetwork.why_not()):

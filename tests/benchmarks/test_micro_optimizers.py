@@ -127,6 +127,22 @@ def test_every_block_has_all_variants_in_another_order(modules: dict[str, Module
     assert len(set(map(tuple, orders))) == 4
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--variants sgd_step_kept", "sgd_step_kept: only with --apart"),
+        ("--apart --network 100mbit", "--apart is for loopback; leave --network out"),
+    ],
+)
+def test_what_needs_processes_of_its_own_is_told(
+    modules: dict[str, ModuleType], options: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        modules["optimizers"].parse(options.split())
+    assert message in capsys.readouterr().err
+    assert modules["optimizers"].parse(["--variants", "sgd_step_kept", "--apart"]).apart
+
+
 def test_the_variant_that_was_reached_first_is_blamed(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     progress = modules["_worker"].Progress
     progress(tmp_path / "progress0.json").at(0, 3, "sign", "RuntimeError: connection closed")
