@@ -34,7 +34,7 @@ class Task:
         max_epochs: Budget in epochs, or None.
         backends: Communication backends it runs on, the default first.
         stand_ins: Goals of small data sets that stand in for the task's own: name to (goal, light goal). Reaching one
-            is no result of the task.
+            is no result of the task. ``DATASET-PRESET`` is a data set with ``--preset PRESET``.
         goal_loss: Validation loss that belongs to the goal, where the task names one; it is recorded, nothing stops
             there.
 

@@ -246,8 +246,10 @@ def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goa
     """What the progress display compares with; none where the data set is not one the task knows."""
     if task is None or task.metric is None:
         return None
+    dataset, preset = _option(arguments, "--dataset"), _option(arguments, "--preset")
+    smaller = f"{dataset or task.dataset}-{preset}"
     try:
-        threshold = task.goal_on(_option(arguments, "--dataset"), light)
+        threshold = task.goal_on(smaller if smaller in task.stand_ins else dataset, light)
     except ValueError:
         threshold = None
     return _wait.Goal(task.metric, threshold, task.minimize)

@@ -12,6 +12,7 @@ import pytest
 from mlbench_core.cli import _settings, _wait
 from mlbench_core.cli import run as run_module
 from mlbench_core.errors import MasterRequestError
+from mlbench_core.tasks import get_task
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster, entry
 
@@ -147,6 +148,23 @@ def test_wait_hides_the_goal_of_data_it_does_not_know(fake: FakeMaster, call: Ca
     result = call(*call_, "--dataset", "faces")
     assert "Prec@1 60\n" in result.stderr
     assert json.loads(result.stdout)["results"][0]["total_s"] == 81.5
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "threshold"),
+    [
+        ("1a", "--dataset digits", 95.0),
+        ("3a", "", 70.0),
+        ("3a", "--preset full", 70.0),
+        ("3a", "--preset=small", 300.0),
+        ("4b", "--dataset multi30k --preset small", 20.0),
+        ("4b", "--dataset faces", None),
+    ],
+)
+def test_the_goal_shown_is_that_of_the_data_and_the_preset(key: str, options: str, threshold: float | None) -> None:
+    goal = run_module._goal(get_task(key), False, options.split())
+    assert goal is not None
+    assert goal.threshold == threshold
 
 
 def test_wait_fails_with_the_end_of_the_log(
