@@ -30,7 +30,7 @@ CHECKS = (
 ASCENDING, DESCENDING = 0, 1
 SCHEDULES = (ASCENDING, DESCENDING, 2, 3)
 
-_folder: list[Path] = []  # where this session's libraries are, once `use_folder` has said so
+_folder: list[Path] = []  # where the libraries of this test run are, once `use_folder` has said so
 _loaded: dict[Path, HostLibrary] = {}
 
 
@@ -67,7 +67,7 @@ class HostLibrary(ctypes.CDLL):
 
 
 def use_folder(factory: pytest.TempPathFactory) -> None:
-    """Keep this session's libraries in pytest's temporary folder, the one that all workers of the session share."""
+    """Keep this test run's libraries in pytest's temporary folder, the one that all of pytest's workers share."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cuda_host"
     folder.mkdir(exist_ok=True)
