@@ -75,7 +75,7 @@ def use_folder(factory: pytest.TempPathFactory) -> None:
 
 
 def host_library(name: str) -> HostLibrary:
-    """The kernels of ``csrc/<name>`` on the host, compiled once per session and state of the sources.
+    """The kernels of ``csrc/<name>`` on the host, compiled once per test run and state of the sources.
 
     Args:
         name: The operator's folder in ``csrc``, e.g. ``"attention"``.
@@ -102,7 +102,7 @@ def compile_host(source: Path, *flags: str) -> HostLibrary:
 def build_host(source: Path, *flags: str) -> Path:
     """Compile like `compile_host` and return the library's path.
 
-    Its name holds a hash of the sources and flags; the workers of one session share the file and one of them compiles.
+    Its name holds a hash of the sources and flags; the workers of one run share the file and one of them compiles.
     """
     compiler = shutil.which("g++")
     if compiler is None:
