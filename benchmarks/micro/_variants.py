@@ -225,6 +225,7 @@ def half(context: Context, dtype: torch.dtype) -> Trainee:
     return Trainee(model, optimizer, optimizer.backward_loss, dtype, is_tracked=True)
 
 
+SHARED = "CentralizedSGD, shared memory"
 VARIANTS = {
     ALONE: Variant("no communication", alone, False),
     "alone_fused": Variant("no communication, fused SGD", partial(alone, fused=True), False),
@@ -241,6 +242,8 @@ VARIANTS = {
     ),
     "sgd_overlap": Variant("CentralizedSGD, overlap", partial(sgd, overlap=True)),
     "sgd_step": Variant("CentralizedSGD, overlap until the step", partial(sgd, overlap="step")),
+    "shared_overlap": Variant(f"{SHARED}, overlap", partial(sgd, overlap=True, shared_memory=True)),
+    "shared_step": Variant(f"{SHARED}, overlap until the step", partial(sgd, overlap="step", shared_memory=True)),
     "sgd_overlap_fp16": Variant(
         "CentralizedSGD, overlap, fp16 transfer", partial(sgd, overlap=True, comm_dtype=torch.float16)
     ),
@@ -258,6 +261,8 @@ VARIANTS = {
             ("ddp", "DDP + SGD", ddp),
             ("sgd_overlap", "CentralizedSGD, overlap", partial(sgd, overlap=True)),
             ("sgd_step", "CentralizedSGD, overlap until the step", partial(sgd, overlap="step")),
+            ("shared_overlap", f"{SHARED}, overlap", partial(sgd, overlap=True, shared_memory=True)),
+            ("shared_step", f"{SHARED}, overlap until the step", partial(sgd, overlap="step", shared_memory=True)),
         )
     },
     "power1": Variant("PowerSGD, rank 1", partial(power, rank=1)),

@@ -206,6 +206,21 @@ def ways(rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
+SHARED = {
+    "at the end": {},
+    "while passing": {"overlap": True, "bucket_size_bytes": 300, "fused": False},
+    "until the step": {"overlap": "step", "bucket_size_bytes": 0, "fused": False},
+}
+
+
+def shared_ways(rank: int, world_size: int) -> dict[str, Any]:
+    """Weights and gradients at the end, of sums through shared memory."""
+    return {
+        way: {name: train(way, rank, world_size, shared_memory=True, **options) for name, options in SHARED.items()}
+        for way in WAYS
+    }
+
+
 # -- single claims -------------------------------------------------------------------------------------------------
 
 
@@ -433,7 +448,9 @@ def after_an_error(rank: int, world_size: int) -> list[list[Tensor]]:
 def copies(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
     result = {}
     for name, copying in {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}.items():
-        model, optimizer = make(world_size, overlap=True if name == "pickle" else "step")
+        model, optimizer = make(
+            world_size, overlap=True if name == "pickle" else "step", shared_memory=name == "pickle"
+        )
         plainly(model, optimizer, rank, 0)
         twin, twins_optimizer = copying((model, optimizer))
         for step in (1, 2):
@@ -472,11 +489,17 @@ class Recorder:
 
 
 def reports(rank: int, world_size: int) -> list[tuple[list[tuple[float, float, int]], int, int]]:
-    return [report(rank, world_size, overlap) for overlap in (True, "step")]
+    return [
+        report(rank, world_size, overlap, shared_memory)
+        for overlap in (True, "step")
+        for shared_memory in (False, True)
+    ]
 
 
-def report(rank: int, world_size: int, overlap: Any) -> tuple[list[tuple[float, float, int]], int, int]:
-    model, optimizer = make(world_size, overlap=overlap)
+def report(
+    rank: int, world_size: int, overlap: Any, shared_memory: bool
+) -> tuple[list[tuple[float, float, int]], int, int]:
+    model, optimizer = make(world_size, overlap=overlap, shared_memory=shared_memory)
     tracker = Recorder()
     for step in range(3):
         optimizer.zero_grad()
@@ -530,6 +553,7 @@ def sparse(rank: int, world_size: int) -> str:
 SCENARIOS = (
     ways,
     fused_ways,
+    shared_ways,
     gradients_after_backward,
     order_of_messages,
     half_precision,

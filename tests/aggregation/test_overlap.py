@@ -58,6 +58,16 @@ def test_a_fused_update_divides_the_sums(results: Results, way: str) -> None:
                 assert_same(values, expected, exactly=exactly)
 
 
+@pytest.mark.parametrize("way", workers.WAYS)
+@pytest.mark.parametrize("name", workers.SHARED)
+def test_shared_memory_gives_what_the_backend_gives(results: Results, way: str, name: str) -> None:
+    exactly = len(results) == 2 and (name == "at the end" or way not in ("several_passes", "never_clearing"))
+    for result in results:
+        for values, expected in zip(result["shared_ways"][way][name], result["ways"][way]["plain"], strict=True):
+            assert_same(values, expected, exactly=exactly)
+        assert_same(result["shared_ways"][way][name][0], results[0]["shared_ways"][way][name][0], exactly=True)
+
+
 def test_averages_are_there_when_backward_returns(results: Results) -> None:
     for result in results:
         got = result["gradients_after_backward"]
@@ -194,6 +204,10 @@ def test_what_does_not_fit_is_refused() -> None:
         CentralizedAdam(1, model, lr=0.1, comm_dtype=torch.int8)
     with pytest.raises(ValueError, match="overlap must be True, False or 'step', not 'forward'"):
         CentralizedSGD(1, model, lr=0.1, overlap="forward")
+    with pytest.raises(ValueError, match="shared_memory is True, but an aggregation is given too"):
+        CentralizedSGD(1, model, lr=0.1, shared_memory=True, aggregation=PowerAggregation(model))
+    with pytest.raises(ValueError, match="sums in the host's memory, but the model is on meta"):
+        CentralizedSGD(1, nn.Linear(8, 8, device="meta"), lr=0.1, shared_memory=True)
     with pytest.raises(ValueError, match="bucket_size_bytes is -1; it must be at least 0"):
         CentralizedSGD(1, model, lr=0.1, overlap=True, bucket_size_bytes=-1)
 

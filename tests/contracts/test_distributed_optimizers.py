@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
+from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
 from mlbench_core.optim.pytorch import (
     CentralizedAdam,
     CentralizedSGD,
@@ -132,6 +133,9 @@ MEMBERS: dict[str, Member] = {
         lambda m, r, k: CentralizedAdam(k, m, lr=0.01, overlap="step", bucket_size_bytes=100)
     ),
     "adam overlapped": Member(lambda m, r, k: CentralizedAdam(k, m, lr=0.01, overlap=True)),
+    "adam through shared memory": Member(
+        lambda m, r, k: CentralizedAdam(k, m, lr=0.01, overlap=True, bucket_size_bytes=100, shared_memory=True)
+    ),
     "adam": Member(lambda m, r, k: CentralizedAdam(k, m, lr=0.01, amsgrad=True)),
     "custom": Member(custom),
     "fp16": Member(half, dtype=torch.float16),
@@ -184,6 +188,8 @@ class Recorder:
         with pytest.MonkeyPatch.context() as patch:
             for name, position in SENT.items():
                 patch.setattr(dist, name, self._listen(name, getattr(dist, name), position))
+            start = SharedMemorySum.start
+            patch.setattr(SharedMemorySum, "start", self._listen("a sum through shared memory", start, 1))
             yield
 
     def _listen(self, name: str, original: Callable[..., Any], position: int | None) -> Callable[..., Any]:

@@ -33,7 +33,9 @@ def main() -> None:
         shared = dist.FileStore(store, world_size)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=world_size, timeout=timeout)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
-    optimizer = CentralizedSGD(world_size, model, lr=0.01, overlap=how != "plain", bucket_size_bytes=0)
+    optimizer = CentralizedSGD(
+        world_size, model, lr=0.01, overlap=how != "plain", bucket_size_bytes=0, shared_memory=how == "shared"
+    )
     step = 0
 
     def end(gradient: Tensor) -> None:

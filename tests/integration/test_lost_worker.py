@@ -32,7 +32,7 @@ def run(world_size: int, store: str, lost: int, how: str, limit_s: float) -> dic
     return {rank: (process.returncode, process.stdout, process.stderr) for rank, process in ended.items()}
 
 
-@pytest.mark.parametrize("how", ["overlap", "plain"])
+@pytest.mark.parametrize("how", ["overlap", "plain", "shared"])
 @pytest.mark.parametrize(("world_size", "lost"), [(2, 1), (4, 2), (2, 0)])
 def test_a_killed_worker_is_named(tmp_path: Path, world_size: int, lost: int, how: str) -> None:
     store = f"tcp:{free_port()}" if lost == 0 else str(tmp_path / "store")

@@ -17,6 +17,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     check_denominator,
 )
 from mlbench_core.aggregation.pytorch.messages import by_dtype_and_device, divide, pack, unpack
+from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
 from mlbench_core.utils.pytorch import distributed
 
 __all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "Transfer", "check_world_size"]
@@ -70,10 +71,15 @@ class AllReduceAggregation(Aggregation):
         comm_dtype: The dtype in which tensors travel, for example ``torch.bfloat16``; None for each tensor's own. A
             message that is converted is divided before it is sent, so that its sum stays in range. Workers that send
             half precision get the same values as one another, rounded to it.
+        shared_memory: Sum through memory that the workers share instead of the backend's all-reduce, where all run on
+            one machine and their tensors are in its memory. Two workers get the same sums to the last bit, more get
+            them to rounding. Every worker then makes its aggregations in the same order. See
+            :mod:`mlbench_core.aggregation.pytorch.shared_memory`.
 
     Raises:
         ValueError: ``world_size`` is not the number of workers in the process group, or ``comm_dtype`` is no
             floating-point type that travels.
+        BackendError: ``shared_memory`` is asked for, but the workers share none.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -91,13 +97,18 @@ class AllReduceAggregation(Aggregation):
         use_cuda: bool = False,
         *,
         comm_dtype: torch.dtype | None = None,
+        shared_memory: bool = False,
     ) -> None:
         super().__init__(use_cuda=use_cuda)
+        self.shared_memory = shared_memory
         if comm_dtype is not None and comm_dtype not in COMM_DTYPES:
             raise ValueError(f"comm_dtype must be None or one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype}")
         self._world_size = check_world_size(world_size)
         self.divide_before = divide_before
         self.comm_dtype = comm_dtype
+        self._shared: SharedMemorySum | None = None
+        if shared_memory and self._world_size > 1:
+            self._shared = SharedMemorySum()
 
     @property
     def world_size(self) -> int:
@@ -143,9 +154,22 @@ class AllReduceAggregation(Aggregation):
     def start(self, message: Tensor) -> Transfer:
         """Begin to sum a flat message over the workers; it must not be touched before :meth:`finish`."""
         sent = distributed.get_backend_tensor(message if self.comm_dtype is None else message.to(self.comm_dtype))
-        transfer = Transfer(message, sent, distributed.dist.all_reduce(sent, async_op=True))
+        if self.shared_memory:
+            work: Any = self._shared_sum().start(sent)
+        else:
+            work = distributed.dist.all_reduce(sent, async_op=True)
         self._count_bytes(sent)
-        return transfer
+        return Transfer(message, sent, work)
+
+    def _shared_sum(self) -> SharedMemorySum:
+        """What sums through shared memory; a copy of an aggregation gets its own with the first message."""
+        if self._shared is None:
+            self._shared = SharedMemorySum()
+        return self._shared
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings: what is shared with other processes belongs to this one."""
+        return {**self.__dict__, "_shared": None}
 
     def finish(self, transfer: Transfer) -> None:
         """Wait until the sum is in the message. On a GPU the stream waits, not the host."""

@@ -31,6 +31,7 @@ class _Pass:
         graph_task: Autograd's number of the pass.
         missing: By bucket, how many gradients are still to come.
         interval: Its time and bytes.
+        is_own_work: Whether looking after transfers does what they consist of, and so takes time.
         transfers: What was sent, in the buckets' order.
         landed: How many of them are known to have arrived.
         absent: By bucket, the positions of parameters that have no gradient here.
@@ -39,14 +40,17 @@ class _Pass:
     graph_task: int
     missing: list[int]
     interval: Interval
+    is_own_work: bool = False
     transfers: list[Transfer] = field(default_factory=list)
     landed: int = 0
     absent: list[list[int]] = field(default_factory=list)
 
     def note_arrivals(self) -> None:
         """Look which transfers have arrived; the first that has not holds up the count."""
-        while self.landed < len(self.transfers) and self.transfers[self.landed].work.is_completed():
-            self.note_arrival()
+        if self.landed < len(self.transfers):
+            with self.interval.exposed() if self.is_own_work else contextlib.nullcontext():
+                while self.landed < len(self.transfers) and self.transfers[self.landed].work.is_completed():
+                    self.note_arrival()
 
     def note_arrival(self) -> None:
         self.landed += 1
@@ -188,8 +192,7 @@ class OverlappedReduction:
                 "run another backward pass inside?): use overlap=False, or checkpoint(..., use_reentrant=False)"
             )
         current.missing[bucket] -= 1
-        if current.landed < len(current.transfers):
-            current.note_arrivals()
+        current.note_arrivals()
         self._send_full(current)
 
     def _before_gradient(self, gradient: Tensor) -> None:
@@ -210,7 +213,8 @@ class OverlappedReduction:
             self._aggregation.last_bytes = 0
             self._counts_anew = False
         within = "backprop" if graph_task >= 0 and self.waits_in_backward else None
-        self._pass = _Pass(graph_task, [len(b.parameters) for b in self._buckets], Interval(self._device, within))
+        missing = [len(bucket.parameters) for bucket in self._buckets]
+        self._pass = _Pass(graph_task, missing, Interval(self._device, within), self._aggregation.shared_memory)
         return self._pass
 
     def _send_full(self, current: _Pass) -> None:
@@ -252,10 +256,10 @@ class OverlappedReduction:
         are_sums = as_sums and not self._aggregation.divides_early
         there: list[Tensor] = []
         for i, bucket in enumerate(self._buckets):
-            current.note_arrivals()
             self._await(current, i, divides)
             there += [p for j, p in enumerate(bucket.parameters) if j not in current.absent[i]]
-            if there and i < len(self._buckets) - 1 and not current.transfers[i + 1].work.is_completed():
+            current.note_arrivals()
+            if there and current.landed <= i + 1 < len(self._buckets):
                 yield there, are_sums
                 there = []
         there += self._adopt(current)

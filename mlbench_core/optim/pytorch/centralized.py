@@ -55,6 +55,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         aggregation: How to aggregate, instead of a plain all-reduce.
         overlap: Average gradients during the backward pass, see :class:`GenericCentralizedOptimizer`.
         comm_dtype: The dtype in which gradients travel; None for their own.
+        shared_memory: Sum through memory that the workers of one machine share, see the base class.
 
     Raises:
         ValueError: ``grad_clip`` is not positive, both averages are asked for, or as in the base class.
@@ -86,6 +87,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         aggregation: Aggregation | None = None,
         overlap: Overlap = False,
         comm_dtype: torch.dtype | None = None,
+        shared_memory: bool = False,
     ) -> None:
         if average_world and average_custom:
             raise ValueError("average_world and average_custom are both True: set the one to divide by")
@@ -104,6 +106,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
             aggregation=aggregation,
             overlap=overlap,
             comm_dtype=comm_dtype,
+            shared_memory=shared_memory,
         )
         self.grad_clip = grad_clip
         if average_custom:
@@ -149,6 +152,8 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         overlap: Average gradients during the backward pass, or until the step with ``"step"``, see
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
         comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
+        shared_memory: Sum through memory that the workers of one machine share instead of the backend's all-reduce, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
         bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
         fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
             ``overlap`` and leaves it to torch otherwise.
@@ -180,6 +185,7 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         aggregation: Aggregation | None = None,
         overlap: Overlap = False,
         comm_dtype: torch.dtype | None = None,
+        shared_memory: bool = False,
         bucket_size_bytes: int = BUCKET_SIZE_BYTES,
         fused: bool | None = None,
     ) -> None:
@@ -203,6 +209,7 @@ class CentralizedSGD(GenericCentralizedOptimizer):
             aggregation=aggregation,
             overlap=overlap,
             comm_dtype=comm_dtype,
+            shared_memory=shared_memory,
             bucket_size_bytes=bucket_size_bytes,
         )
 
@@ -226,6 +233,8 @@ class CentralizedAdam(GenericCentralizedOptimizer):
         overlap: Average gradients during the backward pass, or until the step with ``"step"``, see
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
         comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
+        shared_memory: Sum through memory that the workers of one machine share instead of the backend's all-reduce, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
         bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
         fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
             ``overlap`` and leaves it to torch otherwise.
@@ -260,6 +269,7 @@ class CentralizedAdam(GenericCentralizedOptimizer):
         aggregation: Aggregation | None = None,
         overlap: Overlap = False,
         comm_dtype: torch.dtype | None = None,
+        shared_memory: bool = False,
         bucket_size_bytes: int = BUCKET_SIZE_BYTES,
         fused: bool | None = None,
     ) -> None:
@@ -283,6 +293,7 @@ class CentralizedAdam(GenericCentralizedOptimizer):
             aggregation=aggregation,
             overlap=overlap,
             comm_dtype=comm_dtype,
+            shared_memory=shared_memory,
             bucket_size_bytes=bucket_size_bytes,
         )
 

@@ -74,11 +74,15 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             :meth:`synchronize` is called first, and the optimizer inside must update each parameter by itself, as
             torch's do. See :class:`~mlbench_core.aggregation.pytorch.overlap.OverlappedReduction`.
         comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
+        shared_memory: Sum through memory that the workers share instead of the backend's all-reduce, where all run on
+            one machine and train on its processors; see
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
         bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
 
     Raises:
         ValueError: ``model`` is missing or without parameters, ``world_size`` is not that of the process group, or
-            ``overlap`` or ``comm_dtype`` does not fit the aggregation.
+            ``overlap``, ``comm_dtype`` or ``shared_memory`` does not fit the aggregation or the model.
+        BackendError: ``shared_memory`` is asked for, but the workers share none.
         TypeError: An argument has the wrong type.
 
     Example:
@@ -107,6 +111,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         aggregation: Aggregation | None = None,
         overlap: Overlap = False,
         comm_dtype: torch.dtype | None = None,
+        shared_memory: bool = False,
         bucket_size_bytes: int = BUCKET_SIZE_BYTES,
     ) -> None:
         model = _check_model(model)
@@ -115,8 +120,14 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         self.agg_grad = agg_grad
         self.agg_mode = AVG_WORLD
         if aggregation is None:
-            aggregation = AllReduceAggregation(world_size, divide_before, use_cuda, comm_dtype=comm_dtype)
-        self.aggregation = _check_aggregation(aggregation, world_size, comm_dtype)
+            aggregation = AllReduceAggregation(
+                world_size,
+                divide_before,
+                use_cuda,
+                comm_dtype=comm_dtype,
+                shared_memory=_check_shared_memory(shared_memory, model),
+            )
+        self.aggregation = _check_aggregation(aggregation, world_size, comm_dtype, shared_memory)
         self.world_size = self.aggregation.world_size
         make = self.aggregation.agg_grad if agg_grad else self.aggregation.agg_model
         self.agg = make(by_layer=by_layer)
@@ -354,8 +365,20 @@ def _make_optimizer(optimizer: OptimizerOrFactory, model: nn.Module) -> Optimize
     return optimizer(model.parameters())
 
 
-def _check_aggregation(aggregation: Aggregation, world_size: int | None, comm_dtype: torch.dtype | None) -> Aggregation:
-    """Return the aggregation once it fits the number of workers and the dtype that travels."""
+def _check_shared_memory(shared_memory: bool, model: nn.Module) -> bool:
+    """Return whether memory is to be shared, once the model lies in the host's."""
+    others = {str(parameter.device) for parameter in model.parameters() if parameter.device.type != "cpu"}
+    if shared_memory and others:
+        raise ValueError(
+            f"shared_memory=True sums in the host's memory, but the model is on {', '.join(sorted(others))}"
+        )
+    return shared_memory
+
+
+def _check_aggregation(
+    aggregation: Aggregation, world_size: int | None, comm_dtype: torch.dtype | None, shared_memory: bool
+) -> Aggregation:
+    """Return the aggregation once it fits the number of workers and what was said of how gradients travel."""
     if not isinstance(aggregation, Aggregation):
         raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
     if world_size is not None and world_size != aggregation.world_size:
@@ -364,6 +387,11 @@ def _check_aggregation(aggregation: Aggregation, world_size: int | None, comm_dt
         raise ValueError(
             f"comm_dtype is {comm_dtype}, but an aggregation is given too, which decides on that itself: give "
             f"{type(aggregation).__name__} its own comm_dtype, or leave comm_dtype out"
+        )
+    if shared_memory and not getattr(aggregation, "shared_memory", False):
+        raise ValueError(
+            "shared_memory is True, but an aggregation is given too, which decides on that itself: make an "
+            "AllReduceAggregation(..., shared_memory=True), or leave shared_memory out"
         )
     return aggregation
 

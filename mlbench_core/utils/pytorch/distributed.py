@@ -20,7 +20,9 @@ __all__ = [
     "is_distributed",
     "rank",
     "smallest",
+    "store",
     "sum_over_workers",
+    "timeout_s",
     "world_size",
 ]
 
@@ -66,6 +68,33 @@ def backend() -> str | None:
         True
     """
     return dist.get_backend() if is_distributed() else None
+
+
+def store() -> Any:
+    """The process group's store, where workers leave each other a few bytes under a key.
+
+    Raises:
+        RuntimeError: There is no process group, or it has none, as that of an MPI built into torch.
+    """
+    if not is_distributed():
+        raise RuntimeError("there is no process group")
+    if backend() == "mpi":  # torch's is an abstract one there, and fails
+        found = getattr(dist.group.WORLD, "signs", None)
+    else:
+        found = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    if found is None:
+        raise RuntimeError("the process group has no store")
+    return found
+
+
+def timeout_s() -> float:
+    """Seconds after which a collective operation that others do not come for has failed.
+
+    Raises:
+        RuntimeError: There is no process group, or it has no store, which knows.
+    """
+    of_group = getattr(dist.group.WORLD, "timeout_s", None) if is_distributed() else None  # our MPI's
+    return float(store().timeout.total_seconds() if of_group is None else of_group)
 
 
 def barrier() -> None:

@@ -79,7 +79,7 @@ def introduce() -> None:
     _, started = _state_and_start(os.getpid())
     card = _Card(socket.gethostname(), os.getpid(), started, _machine())
     with contextlib.suppress(RuntimeError, ValueError):
-        _store().set(_key("card", distributed.rank()), json.dumps(asdict(card)))
+        distributed.store().set(_key("card", distributed.rank()), json.dumps(asdict(card)))
 
 
 def forget() -> None:
@@ -129,7 +129,7 @@ def _who_is_lost() -> str:
     Workers that notice the loss say so before they end, which may be before another one looks: they are not the cause.
     """
     try:
-        store = _store()
+        store = distributed.store()
     except RuntimeError:
         two = distributed.world_size() == 2
         return f"communication with worker {1 - distributed.rank()} failed" if two else "communication failed"
@@ -157,30 +157,13 @@ def _read_cards() -> None:
     """Read all workers' cards; who took part in a collective has left one."""
     keys = [_key("card", rank) for rank in range(distributed.world_size())]
     with contextlib.suppress(RuntimeError):
-        if _store().check(keys):
-            _known.cards = {rank: _Card(**json.loads(_store().get(key))) for rank, key in enumerate(keys)}
+        if distributed.store().check(keys):
+            _known.cards = {rank: _Card(**json.loads(distributed.store().get(key))) for rank, key in enumerate(keys)}
 
 
 def _name(rank: int) -> str:
     card = _known.cards.get(rank)
     return f"worker {rank}" if card is None else f"worker {rank} ({card})"
-
-
-def _store() -> Any:
-    """The process group's store.
-
-    Raises:
-        RuntimeError: It has none.
-    """
-    if not distributed.is_distributed():
-        store = None
-    elif distributed.backend() == "mpi":  # torch's is an abstract one there, and fails
-        store = getattr(dist.group.WORLD, "signs", None)
-    else:
-        store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-    if store is None:
-        raise RuntimeError("the process group has no store")
-    return store
 
 
 def _key(what: str, rank: int) -> str:

@@ -1,0 +1,233 @@
+"""What the tests of sums through shared memory run in each worker process."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mlbench_core.aggregation.pytorch import shared_memory
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
+from mlbench_core.errors import BackendError
+
+SIZES = (0, 1, 2, 5, 1000, 200_003)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)
+MANY = 2000
+CLONE_NEWNET = 0x40000000
+
+
+def values(rank: int, number: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(100_000 * rank + number)
+    return torch.randn(size, generator=generator).mul(8).to(dtype)
+
+
+def sums(rank: int, world_size: int) -> dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]]:
+    """By size and dtype: the sum, Gloo's, and that of all workers' values in float64."""
+    shared, result = SharedMemorySum(), {}
+    for number, (size, dtype) in enumerate((size, dtype) for size in SIZES for dtype in DTYPES):
+        message = values(rank, number, size, dtype)
+        gloo = message.clone()
+        dist.all_reduce(gloo)
+        shared.start(message).wait()
+        summands = [values(i, number, size, dtype).double() for i in range(world_size)]
+        result[size, dtype] = (message, gloo, torch.stack(summands).sum(0))
+    return result
+
+
+def many_on_their_way(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Worker 0 starts everything before the others start anything: more signs than a socket takes."""
+    shared = SharedMemorySum()
+    if rank != 0:
+        dist.barrier()
+    messages = [values(rank, number, 7) for number in range(MANY)]
+    exchanges = [shared.start(message) for message in messages]
+    were_kept_back = all(peer.unsent for peer in shared._peers)
+    if rank == 0:
+        dist.barrier()
+    for exchange in reversed(exchanges):
+        exchange.wait()
+    expected = [sum(values(i, number, 7) for i in range(world_size)) for number in range(MANY)]
+    are_right = all(torch.allclose(m, e, atol=1e-4) for m, e in zip(messages, expected, strict=True))
+    dist.barrier()
+    return were_kept_back, are_right
+
+
+def memory_is_used_again(rank: int, world_size: int) -> int:
+    """Bytes of memory after a hundred messages of a MiB, three of which are on their way at a time."""
+    shared = SharedMemorySum()
+    for _ in range(100):
+        for exchange in [shared.start(torch.ones(1 << 18)) for _ in range(3)]:
+            exchange.wait()
+    return len(shared._arena._bytes)
+
+
+def one_is_slow_to_collect(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    """Worker 0 starts a second message when the others have summed up the first, and not collected it."""
+    shared = SharedMemorySum()
+    first, second = (torch.full((6,), float(factor * (rank + 1))) for factor in (1, 10))
+    if rank == 0:
+        exchange = shared.start(first)
+    dist.barrier()
+    if rank != 0:
+        exchange = shared.start(first)
+    dist.barrier()
+    if rank != 0:
+        shared.progress()
+    dist.barrier()
+    if rank == 0:
+        exchange.wait()
+        last = shared.start(second)
+    dist.barrier()
+    if rank != 0:
+        assert not exchange.is_there
+        exchange.wait()
+        last = shared.start(second)
+    last.wait()
+    dist.barrier()
+    return first.tolist(), second.tolist()
+
+
+def copies(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    """An average by an aggregation and by its copy, in turns."""
+    original = AllReduceAggregation(world_size, shared_memory=True)
+    twin = copy.deepcopy(original)
+    averages: list[list[float]] = [[], []]
+    for step in range(2):
+        for aggregation, seen in zip((original, twin), averages, strict=True):
+            tensor = torch.tensor([float(rank + step)])
+            aggregation.aggregate({"x": tensor}, AVG_WORLD)
+            seen.append(tensor.item())
+    return averages[0], averages[1]
+
+
+def weights_and_layers(rank: int, world_size: int) -> list[Tensor]:
+    """Weights averaged in one message and layer by layer, beside the average itself."""
+    result = []
+    for by_layer in (False, True):
+        torch.manual_seed(rank)
+        model = torch.nn.Linear(3, 2)
+        AllReduceAggregation(world_size, shared_memory=True).agg_model(by_layer)(model, AVG_WORLD)
+        result.append(model.weight.detach())
+    drawn = []
+    for i in range(world_size):
+        torch.manual_seed(i)
+        drawn.append(torch.nn.Linear(3, 2).weight.detach())
+    return [*result, torch.stack(drawn).mean(0)]
+
+
+def other_sizes(rank: int, world_size: int) -> str:
+    """Workers whose models differ."""
+    shared = SharedMemorySum()
+    try:
+        shared.start(torch.zeros(4 + rank)).wait()
+    except ValueError as error:
+        dist.barrier()
+        return str(error)
+    return "no error"
+
+
+def who_does_not_come(rank: int, world_size: int) -> str:
+    """The last worker is late."""
+    shared = SharedMemorySum()
+    if rank < world_size - 1:
+        shared._timeout_s = 0.3
+        try:
+            shared.start(torch.ones(10)).wait()
+        except RuntimeError as error:
+            dist.barrier()
+            return str(error)
+    dist.barrier()
+    return "no error"
+
+
+def who_ends_while_a_child_goes_on(rank: int, world_size: int) -> tuple[str, bool]:
+    """The last worker lets go; a process that it has forked, as a DataLoader does, lives on."""
+    shared = SharedMemorySum()
+    if rank == world_size - 1:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.2)  # until the child has run what it runs after a fork
+        del shared
+        gc.collect()
+        dist.barrier()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return "", True
+    start, message = time.monotonic(), ""
+    try:
+        shared.start(torch.ones(10)).wait()
+    except RuntimeError as error:
+        message = str(error)
+    is_soon = time.monotonic() - start < 30
+    dist.barrier()
+    return message, is_soon
+
+
+def files_stay_open(rank: int, world_size: int) -> int:
+    """How many more files are open after a sum was made, used and dropped."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    shared = SharedMemorySum()
+    shared.start(torch.ones(10)).wait()
+    dist.barrier()
+    del shared
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+def other_machine(rank: int, world_size: int) -> str:
+    """The last worker runs elsewhere."""
+    original = shared_memory._machine
+    if rank == world_size - 1:
+        shared_memory._machine = lambda: "elsewhere"
+    try:
+        SharedMemorySum()
+    except BackendError as error:
+        return str(error)
+    finally:
+        shared_memory._machine = original
+    return "no error"
+
+
+def other_network(rank: int, world_size: int) -> str:
+    """Worker 1 has moved into a network namespace of its own, as an emulated host has; it must come last."""
+    if rank == 1 and ctypes.CDLL(None).unshare(CLONE_NEWNET) != 0:
+        raise PermissionError("only root may")
+    try:
+        SharedMemorySum()
+    except BackendError as error:
+        return str(error)
+    return "no error"
+
+
+SCENARIOS = (
+    sums,
+    many_on_their_way,
+    memory_is_used_again,
+    one_is_slow_to_collect,
+    copies,
+    weights_and_layers,
+    other_sizes,
+    who_does_not_come,
+    who_ends_while_a_child_goes_on,
+    files_stay_open,
+    other_machine,
+)
+
+
+def run_all(rank: int, world_size: int) -> dict[str, Any]:
+    result: dict[str, Any] = {scenario.__name__: scenario(rank, world_size) for scenario in SCENARIOS}
+    if os.geteuid() == 0:
+        result["other_network"] = other_network(rank, world_size)
+    return result
