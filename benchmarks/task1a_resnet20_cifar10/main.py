@@ -96,6 +96,7 @@ def train(
             by_layer=False,
             use_cuda=gpu,
             overlap=args.overlap,
+            shared_memory=args.shared_memory,
         )
     elif optimizer is None:
         optimizer = variants.make_optimizer(model, plan.lr, args, gpu)

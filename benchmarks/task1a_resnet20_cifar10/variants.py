@@ -107,6 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
         help=f"{', '.join(OPTIMIZERS)} (default: {optimizer})",
     )  # fmt: skip
     switch("--overlap", help="average gradients during the backward pass")
+    switch("--shared-memory", help="sum gradients through memory that the workers of one machine share")
     group.add_argument("--settings", choices=("reference", "2018"), default="reference", help="batch size and schedule")
     group.add_argument("--batch-size", type=int, metavar="N", help="images a worker; the rates grow with it")
     group.add_argument("--seed", type=int, default=SEED, help=f"of weights, order and augmentation (default: {SEED})")
@@ -132,6 +133,8 @@ def check(args: argparse.Namespace) -> None:
     optimizer, precision = f"--optimizer {args.optimizer}", f"--precision {args.precision}"
     refusals = (
         (args.overlap and not alone, f"--overlap is a way of centralized_sgd: it does not go with {optimizer}"),
+        (args.shared_memory and not alone, f"--shared-memory is of centralized_sgd: it does not go with {optimizer}"),
+        (halves and args.shared_memory, f"{precision} sends by the backend: it does not go with --shared-memory"),
         (halves and not alone, f"{precision} takes the steps of centralized_sgd: it does not go with {optimizer}"),
         (halves and args.overlap, f"{precision} sends all gradients at once: it does not go with --overlap"),
         (halves and args.autocast, f"--autocast keeps weights in float32: it does not go with {precision}"),

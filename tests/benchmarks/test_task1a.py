@@ -149,7 +149,7 @@ def results(main: ModuleType) -> list[dict[str, dict[str, Any]]]:
     """Short runs of two workers, by worker and name."""
     runs = {name: [*SHORT, "--batch-size", "32", "--optimizer", name] for name in main.variants.OPTIMIZERS}
     runs |= {
-        "overlap": [*SHORT, "--batch-size", "32", "--overlap"],
+        "overlap": [*SHORT, "--batch-size", "32", "--overlap", "--shared-memory"],
         "autocast": [*SHORT, "--batch-size", "32", "--autocast", "bf16", "--channels-last"],
         "bf16": [*SHORT, "--batch-size", "32", "--precision", "bf16"],
         "one curve": [*ONE_CURVE, "--batch-size", "32"],
@@ -245,6 +245,8 @@ def test_schedule_of_2018(main: ModuleType) -> None:
     ("arguments", "named"),
     [
         (["--overlap", "--optimizer", "power_sgd"], ("--overlap", "power_sgd")),
+        (["--shared-memory", "--optimizer", "ddp"], ("--shared-memory", "ddp")),
+        (["--shared-memory", "--precision", "bf16"], ("--shared-memory", "--precision bf16")),
         (["--precision", "bf16", "--optimizer", "sign_sgd"], ("--precision bf16", "sign_sgd")),
         (["--precision", "fp16", "--overlap"], ("--precision fp16", "--overlap")),
         (["--precision", "bf16", "--autocast", "bf16"], ("--autocast", "--precision")),
