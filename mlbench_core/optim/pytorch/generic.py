@@ -86,6 +86,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         TypeError: An argument has the wrong type.
 
     Example:
+        >>> from functools import partial
         >>> model = nn.Linear(2, 1)
         >>> optimizer = GenericCentralizedOptimizer(None, model, optimizer=partial(torch.optim.RMSprop, lr=0.01))
         >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
