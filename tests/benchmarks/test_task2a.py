@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -26,20 +25,12 @@ from tests.helpers.data import test_data
 from tests.helpers.forked import run_script, run_scripts
 from tests.helpers.processes import environment, free_port
 from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import load_script
 
 SCRIPT = get_task("2a").script
 L2 = 2.5e-6
 ACCURACY, LOSS = "val_global_Prec@1", "val_global_loss"
 TRAIN_ACCURACY, TRAIN_LOSS = "val_global_full_train_Prec@1", "val_global_full_train_loss"
-
-
-def load_script(name: str = "main") -> ModuleType:
-    specification = importlib.util.spec_from_file_location(f"task2a_{name}", SCRIPT.parent / f"{name}.py")
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
-    return module
 
 
 def options(main: ModuleType, *arguments: str) -> argparse.Namespace:
@@ -50,7 +41,7 @@ def options(main: ModuleType, *arguments: str) -> argparse.Namespace:
 
 def train(rank: int, world_size: int, folder: str, arguments: tuple[str, ...]) -> dict[str, Any]:
     """One worker's run of the script's training, as ``main`` starts it; what it ended with."""
-    main = load_script()
+    main = load_script("2a")
     torch.manual_seed(42)
     checkpoints = Path(folder) / f"checkpoints-{world_size}-{'-'.join(arguments).replace('/', '_')}"
     checkpoints.mkdir(parents=True, exist_ok=True)
@@ -105,7 +96,7 @@ def joined_batches(folder: Path, epochs: int) -> np.ndarray:
 
 
 def test_one_and_two_workers_reach_the_optimum_and_two_are_one_on_joined_batches(tmp_path: Path) -> None:
-    check_optimum = load_script("check_optimum")
+    check_optimum = load_script("2a", "check_optimum")
     data = str(test_data("libsvm"))
     # Rows of length 1: with longer ones the first steps amplify rounding, and no two orders of a sum stay together.
     write_text(tmp_path / "epsilon_normalized", 1_001, 2_000, seed=0)
@@ -140,7 +131,7 @@ def test_one_and_two_workers_reach_the_optimum_and_two_are_one_on_joined_batches
 
 
 def test_settings_of_2018() -> None:
-    main = load_script()
+    main = load_script("2a")
     assert [main.settings("2018", k).lr for k in (1, 2, 3, 4, 8, 15, 16, 32)] == [
         200,
         400,
@@ -167,7 +158,7 @@ def test_settings_of_2018() -> None:
 
 
 def test_the_rate_is_halved_after_two_epochs_without_improvement() -> None:
-    main = load_script()
+    main = load_script("2a")
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=4.0)
     schedule = main.settings("reference", 1).schedule(optimizer)
     rates = []

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import random
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,19 +21,10 @@ from tests.benchmarks.test_task1a import assert_equal
 from tests.helpers.forked import run_script
 from tests.helpers.processes import free_port
 from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import load_script
 
 WORDS = [f"w{i}" for i in range(30)]
 STREAMS = 7  # of validation: two workers do not get equally many
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("task3a_main", get_task("3a").script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["task3a_main"] = module  # where its dataclass looks for its annotations
-    spec.loader.exec_module(module)
-    return module
 
 
 def write_text(folder: Path, valid_is_train: bool) -> Path:
@@ -53,7 +41,7 @@ def train(
     folder: Path, text: Path, *arguments: str, rank: int = 0, world_size: int = 1, stops: bool = False
 ) -> Tracker:
     """What the script does on one worker once the backend is there, with a tiny model; a run stops at a goal or not."""
-    script = load_script()
+    script = load_script("3a")
     small = script.PRESETS["small"]
     script.PRESETS["small"] = dataclasses.replace(small, model=small.model | {"ninp": 8, "nhid": 12})
     script.VALIDATION_SEQUENCES = STREAMS
@@ -131,7 +119,7 @@ def test_missing_text_is_one_clear_line(tmp_path: Path) -> None:
 
 
 def test_task_3a_is_as_specified() -> None:
-    task, script = get_task("task3a"), load_script()
+    task, script = get_task("task3a"), load_script("3a")
     assert (task.goal, task.light_goal, task.metric, task.minimize, task.max_epochs) == (
         70,
         90,

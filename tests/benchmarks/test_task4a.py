@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import random
 import shlex
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +25,7 @@ from mlbench_core.utils.task_args import _make_parser
 from tests.benchmarks.test_task1a import assert_equal
 from tests.helpers.forked import run_script
 from tests.helpers.processes import free_port
+from tests.helpers.scripts import load_script
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,19 +66,6 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("task4a_main", get_task("4a").script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(get_task("4a").script.parent))  # where python finds what lies beside a script
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
-    return module
-
-
 def arguments(script: ModuleType, *words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     script.add_arguments(parser)
@@ -102,7 +88,7 @@ def tiny(script: ModuleType) -> None:
 
 def test_resumed_run_is_bit_identical(tmp_path: Path, text: Path) -> None:
     words = ("--checkpoint", "--epochs", "2", "--batch-size", "10", "--global-batch", "30", "--max-batches", "7")
-    script = load_script()
+    script = load_script("4a")
     tiny(script)
     train(script, tmp_path / "whole", text, *words)
     rounds: list[int] = []
@@ -126,7 +112,7 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, text: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_accumulated_batches_are_one_big_batch(text: Path, precision: str) -> None:
-    script = load_script()
+    script = load_script("4a")
     pairs = Multi30k(text, train=True)
     models = []
     for order in ([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3, 4, 5, 6, 7]]):
@@ -173,12 +159,12 @@ def test_two_workers_score_the_whole_text(tmp_path: Path, text: Path) -> None:
         assert state["tracker"]["state"]["best_metric_value"] == pytest.approx(expected, abs=1e-3)
     assert 20 < expected < 100, translations
 
-    again = train(load_script(), files[0].parent, text, validation_only=True)
+    again = train(load_script("4a"), files[0].parent, text, validation_only=True)
     assert again.best_metric_value == pytest.approx(expected, abs=1e-3)
 
 
 def test_readme_commands_are_understood() -> None:
-    script = load_script()
+    script = load_script("4a")
     parser = _make_parser()
     script.add_arguments(parser)
     readme = get_task("4a").script.with_name("README.md").read_text(encoding="utf-8")
@@ -197,11 +183,11 @@ def test_readme_commands_are_understood() -> None:
     ("world_size", "expected"), [(1, (128, 16)), (2, (128, 8)), (4, (128, 4)), (16, (128, 1)), (32, (64, 1))]
 )
 def test_workers_share_an_update(world_size: int, expected: tuple[int, int]) -> None:
-    assert load_script().presets.PRESETS["big"].divided(world_size) == expected
+    assert load_script("4a").presets.PRESETS["big"].divided(world_size) == expected
 
 
 def test_arguments_change_a_preset_and_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    script = load_script()
+    script = load_script("4a")
     small = script.presets.chosen(arguments(script, "--global-batch", "96", "--batch-size", "16"))
     assert (small.divided(2), small.epochs, small.lr) == ((16, 3), 10, 2e-3)
     with pytest.raises(SystemExit):
@@ -212,7 +198,7 @@ def test_arguments_change_a_preset_and_are_checked(capsys: pytest.CaptureFixture
 
 
 def test_task_4a_is_as_specified() -> None:
-    task, script = get_task("task4a"), load_script()
+    task, script = get_task("task4a"), load_script("4a")
     assert (task.goal, task.light_goal, task.metric, task.minimize) == (24, 20, "BLEU-Score", False)
     assert (task.max_epochs, task.goal_on("wmt16"), task.goal_on("multi30k")) == (8, 24, 15)
     big = script.presets.PRESETS["big"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import random
 import re
 import shlex
@@ -24,6 +23,7 @@ from mlbench_core.utils.task_args import task_main
 from tests.benchmarks.test_task1a import assert_equal
 from tests.helpers.forked import run_script
 from tests.helpers.processes import free_port
+from tests.helpers.scripts import load_script
 
 SCRIPT = get_task("4b").script
 ENGLISH = ["the", "dog", "sees", "a", "small", "house", "and", "two", "red", "trees"]
@@ -32,19 +32,9 @@ SIZES = {"embed_dim": 16, "ffn_embed_dim": 32, "layers": 1, "attention_heads": 2
 TINY: dict[str, Any] = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIZES.items()}
 
 
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("task4b_main", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["task4b_main"] = module  # where its dataclass looks for its annotations
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def script() -> Iterator[ModuleType]:
-    yield load_script()
+    yield load_script("4b")
     del sys.modules["task4b_main"]
 
 
