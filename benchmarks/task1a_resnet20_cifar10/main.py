@@ -29,7 +29,7 @@ from mlbench_core.utils import Tracker
 from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.utils.pytorch.memory import fits_on_gpu
 from mlbench_core.utils.pytorch.worker import worker_main
-from mlbench_core.utils.task_args import task_main
+from mlbench_core.utils.task_args import add_run_arguments, task_main
 
 logger = logging.getLogger("mlbench.task1a")
 
@@ -144,7 +144,7 @@ def train(
             return tracker
         if not args.resume:
             tracker.start()
-        for epoch in tracker.epochs(args.epochs):
+        for epoch in tracker.epochs(args.epochs, args.past_goal):
             batches.set_epoch(epoch)
             train_round(
                 batches, network, optimizer, loss_function, metrics, scheduler, args.precision,
@@ -165,9 +165,7 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str = "centralized
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="cifar10", help="data set (default: cifar10)")
     parser.add_argument("--data", metavar="FOLDER", help="folder that holds its files (default: below --root-dataset)")
     parser.add_argument("--partial", action="store_true", help="take what files of the data set there are")
-    parser.add_argument("--epochs", type=int, default=TASK.max_epochs, help="at most so many epochs")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run")
-    parser.add_argument("--checkpoint", action="store_true", help="write one after every epoch, not of the best")
+    add_run_arguments(parser, TASK.max_epochs)
     variants.add_arguments(parser, optimizer)
 
 

@@ -24,11 +24,11 @@ from mlbench_core.models.pytorch.batch_norm import convert_batch_norm
 from mlbench_core.optim.pytorch import FP16Optimizer, get_optimizer
 from mlbench_core.utils.pytorch.distributed import world_size
 from mlbench_core.utils.pytorch.topology import ring
+from mlbench_core.utils.task_args import count
 
 logger = logging.getLogger("mlbench.task1a")
 
 REFERENCE, DDP = "centralized_sgd", "ddp"
-SEED = 42
 NESTEROV: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
 
 
@@ -109,8 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
     switch("--overlap", help="average gradients during the backward pass")
     switch("--shared-memory", help="sum gradients through memory that the workers of one machine share")
     group.add_argument("--settings", choices=("reference", "2018"), default="reference", help="batch size and schedule")
-    group.add_argument("--batch-size", type=int, metavar="N", help="images a worker; the rates grow with it")
-    group.add_argument("--seed", type=int, default=SEED, help=f"of weights, order and augmentation (default: {SEED})")
+    group.add_argument("--batch-size", type=count, metavar="N", help="images a worker; the rates grow with it")
     switch("--no-augment", help="train on the images as they are")
     switch("--deal-anew", help="deal the training set out to the workers anew in each epoch")
     switch("--sync-batch-norm", help="normalise over the batches of all workers together")
@@ -140,12 +139,6 @@ def check(args: argparse.Namespace) -> None:
         (halves and args.autocast, f"--autocast keeps weights in float32: it does not go with {precision}"),
         (args.sync_batch_norm and args.compile, "--sync-batch-norm does not go with --compile: it sends messages"),
         (args.partial and args.dataset != "cifar10", f"--partial does not go with --dataset {args.dataset}"),
-        (args.epochs < 1, f"--epochs is {args.epochs}; it must be at least 1"),
-        (
-            args.batch_size is not None and args.batch_size < 1,
-            f"--batch-size is {args.batch_size}; it must be at least 1",
-        ),
-        (args.seed < 0, f"--seed is {args.seed}; it must be at least 0"),
     )
     for is_refused, message in refusals:
         if is_refused:

@@ -252,15 +252,21 @@ def test_schedule_of_2018(main: ModuleType) -> None:
         (["--precision", "bf16", "--autocast", "bf16"], ("--autocast", "--precision")),
         (["--sync-batch-norm", "--compile"], ("--sync-batch-norm", "--compile")),
         (["--partial", "--dataset", "mnist"], ("--partial", "mnist")),
-        (["--epochs", "0"], ("--epochs", "0")),
-        (["--batch-size", "0"], ("--batch-size", "0")),
-        (["--seed", "-1"], ("--seed", "-1")),
     ],
 )
 def test_what_does_not_go_together_is_refused(main: ModuleType, arguments: list[str], named: tuple[str, ...]) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         main.variants.check(parse(main, *arguments))
     assert all(word in str(refusal.value) for word in named)
+
+
+@pytest.mark.parametrize("arguments", [["--epochs", "0"], ["--batch-size", "0"], ["--seed", "-1"]])
+def test_numbers_out_of_range_are_refused(
+    main: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(main, *arguments)
+    assert f"argument {arguments[0]}: '{arguments[1]}' is no whole number" in capsys.readouterr().err
 
 
 def test_reference_and_variants_are_accepted(main: ModuleType) -> None:
