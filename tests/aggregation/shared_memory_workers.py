@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import gc
 import os
+import resource
 import signal
+import socket
 import time
 from typing import Any
 
@@ -18,6 +21,7 @@ from mlbench_core.aggregation.pytorch import shared_memory
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
 from mlbench_core.errors import BackendError
+from mlbench_core.utils.pytorch import distributed
 
 SIZES = (0, 1, 2, 5, 1000, 200_003)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)
@@ -124,6 +128,85 @@ def weights_and_layers(rank: int, world_size: int) -> list[Tensor]:
     return [*result, torch.stack(drawn).mean(0)]
 
 
+def small_sockets(rank: int, world_size: int) -> int:
+    """Sockets have room for a few signs only, and after the last message nobody looks at shared memory again."""
+    shared, late = SharedMemorySum(), 0
+    for peer in shared._peers:
+        peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2304)
+    for number in range(20):
+        messages = [values(rank, i, 5) for i in range(40)]
+        if (rank + number) % world_size == 0:
+            time.sleep(0.01)
+        exchanges = [shared.start(message) for message in messages]
+        for exchange in exchanges if number % 2 else reversed(exchanges):
+            late += not exchange.is_there
+            exchange.wait()
+        dist.barrier()
+        expected = [sum(values(j, i, 5) for j in range(world_size)) for i in range(40)]
+        assert all(torch.allclose(m, e, atol=1e-4) for m, e in zip(messages, expected, strict=True))
+    return late
+
+
+def in_another_order(rank: int, world_size: int) -> list[float]:
+    """Two sums, whose messages some workers wait for in the one and some in the other order."""
+    pair = [SharedMemorySum(), SharedMemorySum()]
+    messages = [torch.tensor([float(rank)]), torch.tensor([10.0 * rank])]
+    exchanges = [shared.start(message) for shared, message in zip(pair, messages, strict=True)]
+    for exchange in exchanges if rank % 2 else reversed(exchanges):
+        exchange.wait()
+    dist.barrier()
+    return [message.item() for message in messages]
+
+
+def other_dtypes(rank: int, world_size: int) -> str:
+    """Workers whose gradients have other types of one size."""
+    shared = SharedMemorySum()
+    try:
+        shared.start(torch.zeros(4, dtype=torch.bfloat16 if rank == 0 else torch.float16)).wait()
+    except ValueError as error:
+        dist.barrier()
+        return str(error)
+    return "no error"
+
+
+def too_many_files(rank: int, world_size: int) -> str:
+    """The limit of open files is reached on all workers."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, limits[1]))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(1))
+        SharedMemorySum()
+    except (BackendError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
+        dist.barrier()
+    return "no error"
+
+
+def second_group(rank: int, world_size: int) -> tuple[str, float]:
+    """An aggregation without a process group, and in the next one, in which ranks are others."""
+    aggregation = AllReduceAggregation(world_size, shared_memory=True)
+    path = distributed.store().underlying_store.path
+    dist.barrier()
+    dist.destroy_process_group()
+    tensor, said = torch.tensor([float(rank)]), ""
+    try:
+        aggregation.aggregate({"x": tensor}, AVG_WORLD)
+    except BackendError as error:
+        said = str(error)
+    store = dist.FileStore(f"{path}-of-the-second", world_size)
+    dist.init_process_group("gloo", store=store, rank=world_size - 1 - rank, world_size=world_size)
+    aggregation.aggregate({"x": tensor}, AVG_WORLD)
+    return said, tensor.item()
+
+
 def other_sizes(rank: int, world_size: int) -> str:
     """Workers whose models differ."""
     shared = SharedMemorySum()
@@ -201,7 +284,7 @@ def other_machine(rank: int, world_size: int) -> str:
 
 
 def other_network(rank: int, world_size: int) -> str:
-    """Worker 1 has moved into a network namespace of its own, as an emulated host has; it must come last."""
+    """Worker 1 has moved into a network namespace of its own, as an emulated host has, and stays there."""
     if rank == 1 and ctypes.CDLL(None).unshare(CLONE_NEWNET) != 0:
         raise PermissionError("only root may")
     try:
@@ -218,7 +301,11 @@ SCENARIOS = (
     one_is_slow_to_collect,
     copies,
     weights_and_layers,
+    small_sockets,
+    in_another_order,
     other_sizes,
+    other_dtypes,
+    too_many_files,
     who_does_not_come,
     who_ends_while_a_child_goes_on,
     files_stay_open,
@@ -228,6 +315,7 @@ SCENARIOS = (
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:
     result: dict[str, Any] = {scenario.__name__: scenario(rank, world_size) for scenario in SCENARIOS}
+    result["second_group"] = second_group(rank, world_size)
     if os.geteuid() == 0:
         result["other_network"] = other_network(rank, world_size)
     return result

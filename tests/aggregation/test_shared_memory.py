@@ -75,9 +75,37 @@ def test_messages_of_other_sizes_are_refused(results: Results) -> None:
     for rank, result in enumerate(results):
         other = 1 if rank == 0 else 0
         assert result["other_sizes"] == (
-            f"worker {other} sends a message of {16 + 4 * other} bytes where this worker sends one of {16 + 4 * rank}: "
-            "all workers need the same model and settings"
+            f"worker {other} sends a message of {16 + 4 * other} bytes of float32 where this worker sends one of "
+            f"{16 + 4 * rank} bytes of float32: all workers need the same model and settings"
         )
+
+
+def test_messages_of_other_dtypes_are_refused(results: Results) -> None:
+    assert "8 bytes of float16 where this worker sends one of 8 bytes of bfloat16" in results[0]["other_dtypes"]
+    for result in results[1:]:
+        assert "8 bytes of bfloat16 where this worker sends one of 8 bytes of float16" in result["other_dtypes"]
+
+
+def test_who_is_done_has_told_all_that_others_need(results: Results) -> None:
+    """Also where sockets were full: it may never look at shared memory again."""
+    assert all(result["small_sockets"] > 0 for result in results)
+
+
+def test_sums_are_waited_for_in_any_order(results: Results) -> None:
+    total = sum(range(len(results)))
+    assert [result["in_another_order"] for result in results] == [[total, 10 * total]] * len(results)
+
+
+def test_too_many_open_files_are_called_so(results: Results) -> None:
+    for result in results:
+        assert "Too many open files" in result["too_many_files"]
+
+
+def test_a_new_process_group_shares_anew(results: Results) -> None:
+    for result in results:
+        said, average = result["second_group"]
+        assert said.startswith("there is no process group")
+        assert average == pytest.approx((len(results) - 1) / 2)
 
 
 def test_who_does_not_come_in_time_is_named(results: Results) -> None:

@@ -162,8 +162,8 @@ class AllReduceAggregation(Aggregation):
         return Transfer(message, sent, work)
 
     def _shared_sum(self) -> SharedMemorySum:
-        """What sums through shared memory; a copy of an aggregation gets its own with the first message."""
-        if self._shared is None:
+        """What sums through shared memory; a copy, or a new process group, gets its own with the first message."""
+        if self._shared is None or not self._shared.is_of_this_group():
             self._shared = SharedMemorySum()
         return self._shared
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import itertools
+import errno
 import json
 import mmap
 import os
@@ -40,14 +40,14 @@ from mlbench_core.utils.pytorch.lost_workers import naming_lost_workers
 __all__ = ["Arena", "Exchange", "SharedMemorySum"]
 
 _OFFERED, _SUMMED, _COLLECTED = range(3)
-_SIGN = struct.Struct("<BQQ")  # what was done; of an offer, where in the teller's memory it lies and its bytes
+_SIGN = struct.Struct("<BQQ16s")  # what was done; of an offer, its place in the teller's memory, its bytes and dtype
 _GREETING = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 _ALIGNMENT_BYTES = 64
 _GROWTH_BYTES = 1 << 21
+_LONGEST_SLEEP_S = 60.0
 _BLOCK_ELEMENTS = 1 << 16  # what is summed and shown at a time, so that it stays in the processor's cache
 
-_meetings = itertools.count()
 _in_use: weakref.WeakSet[SharedMemorySum] = weakref.WeakSet()
 
 
@@ -89,11 +89,11 @@ class Arena:
             if begin - offset >= size_bytes:
                 break
             offset = end
-        bisect.insort(self._taken, (offset, offset + size_bytes))
         if offset + size_bytes > len(self._bytes):
             wanted = max(offset + size_bytes, 2 * len(self._bytes))
             os.ftruncate(self.descriptor, -(-wanted // _GROWTH_BYTES) * _GROWTH_BYTES)
             self._map()
+        bisect.insort(self._taken, (offset, offset + size_bytes))
         return offset
 
     def release(self, offset: int) -> None:
@@ -121,8 +121,10 @@ class _Peer:
         socket: Where signs come from and go to; it does not block.
         arena: Its memory.
         told: How often it has told each kind of sign.
-        offers: Where its messages lie and how long they are, from the first that was not collected here.
-        unsent: Signs that the socket had no room for.
+        heard: How often each kind of sign was sent to it.
+        offers: Where its messages lie, their bytes and dtypes, from the first that was not collected here.
+        unsent: Signs that the socket had no room for, with their kinds.
+        listens: Whether it has not closed its end.
         is_gone: Whether it has closed its end, and all it had told was read.
     """
 
@@ -130,20 +132,26 @@ class _Peer:
     socket: socket.socket
     arena: Arena
     told: list[int] = field(default_factory=lambda: [0, 0, 0])
-    offers: deque[tuple[int, int]] = field(default_factory=deque)
-    unsent: deque[bytes] = field(default_factory=deque)
+    heard: list[int] = field(default_factory=lambda: [0, 0, 0])
+    offers: deque[tuple[int, int, str]] = field(default_factory=deque)
+    unsent: deque[tuple[int, bytes]] = field(default_factory=deque)
+    listens: bool = True
     is_gone: bool = False
 
     def flush(self) -> None:
         """Send what the socket has room for."""
         try:
             while self.unsent:
-                self.socket.send(self.unsent[0])
+                kind, sign = self.unsent[0]
+                self.socket.send(sign)
                 self.unsent.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:  # it has closed its end; who waits for it will find out
+                self.heard[kind] += 1
+        except (BrokenPipeError, ConnectionResetError):  # who waits for it will find out
+            self.listens = False
             self.unsent.clear()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM):
+                raise
 
     def listen(self) -> None:
         """Read what it has told."""
@@ -157,10 +165,10 @@ class _Peer:
             if not sign:
                 self.is_gone = True
                 return
-            kind, offset, size_bytes = _SIGN.unpack(sign)
+            kind, offset, size_bytes, dtype = _SIGN.unpack(sign)
             self.told[kind] += 1
             if kind == _OFFERED:
-                self.offers.append((offset, size_bytes))
+                self.offers.append((offset, size_bytes, dtype.rstrip(b"\0").decode()))
 
 
 class Exchange:
@@ -181,7 +189,11 @@ class Exchange:
         self._owner = owner
 
     def is_completed(self) -> bool:
-        """Whether the sum is in the message. Does what can be done for that without waiting."""
+        """Whether the sum is in the message. Does what can be done for that without waiting.
+
+        Raises:
+            ValueError: Another worker's message has another size or dtype.
+        """
         if not self.is_there:
             self._owner.progress()
         return self.is_there
@@ -191,6 +203,7 @@ class Exchange:
 
         Raises:
             RuntimeError: A worker that it needs has ended, or did not come in time.
+            ValueError: Another worker's message has another size or dtype.
         """
         self._owner.finish(self)
 
@@ -199,7 +212,9 @@ class SharedMemorySum:
     """Sums flat messages over all workers of the process group, who must run on one machine.
 
     Making one is a collective operation. Afterwards all workers start messages of the same sizes in the same order; how
-    many are on their way is limited by memory alone. Every worker gets the same bits: a sum is computed once.
+    many are on their way is limited by memory alone. Every worker gets the same bits: a sum is computed once. Since
+    workers only work on messages while they start, look after or wait for one, they wait for messages and call other
+    collective operations in one order.
 
     Raises:
         BackendError: The system is not Linux, the process group has no store, or the workers do not run on one machine
@@ -211,16 +226,20 @@ class SharedMemorySum:
         _check_system()
         self._rank, self._world_size = distributed.rank(), distributed.world_size()
         self._timeout_s = distributed.timeout_s()
+        self._group = weakref.ref(distributed.dist.group.WORLD)
         self._arena = Arena.make()
         with naming_lost_workers():
             try:
                 self._peers = _meet(self._arena, self._timeout_s)
             except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise BackendError(f"workers cannot share memory: {error}") from error
                 raise RuntimeError(f"no connection with the other workers: {error}") from error
         self._close = weakref.finalize(self, _close, self._arena, self._peers)
         self._started = self._collected = self._released = 0
         self._offered: deque[Exchange] = deque()
         self._summed: deque[Exchange] = deque()
+        self._untold: deque[Exchange] = deque()
         self._places: deque[int] = deque()
         _in_use.add(self)
 
@@ -244,15 +263,19 @@ class SharedMemorySum:
         self._started += 1
         self._offered.append(exchange)
         self._places.append(offset)
-        self._tell(_OFFERED, offset, message.numel() * message.element_size())
+        self._tell(_OFFERED, offset, message)
         self.progress()
         return exchange
+
+    def is_of_this_group(self) -> bool:
+        """Whether it was made in the process group that there is now."""
+        return distributed.is_distributed() and self._group() is distributed.dist.group.WORLD
 
     def progress(self) -> None:
         """Do what can be done without waiting.
 
         Raises:
-            ValueError: Another worker's message has another size.
+            ValueError: Another worker's message has another size or dtype.
         """
         for peer in self._peers:
             if peer.unsent:
@@ -262,7 +285,10 @@ class SharedMemorySum:
             self._sum(self._offered[0])
             self._summed.append(self._offered.popleft())
         while self._summed and self._all_have(_SUMMED, self._summed[0].number):
-            self._collect(self._summed.popleft())
+            self._collect(self._summed[0])
+            self._untold.append(self._summed.popleft())
+        while self._untold and not self._deaf_to(self._untold[0]):  # a worker that has all may never come here again
+            self._untold.popleft().is_there = True
         while self._places and self._all_have(_COLLECTED, self._released):
             self._arena.release(self._places.popleft())
             self._released += 1
@@ -278,7 +304,10 @@ class SharedMemorySum:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise RuntimeError(f"timed out: {_names(missing)} did not come within {self._timeout_s:g} s")
-            self._sleep(left_s)
+            others = [other for other in _in_use if other is not self]
+            _sleep([self, *others], left_s)
+            for other in others:  # may wait for this worker's part in what this one waits for after that
+                other.progress()
 
     # ------------------------------------------------------------------ the three steps
 
@@ -294,11 +323,13 @@ class SharedMemorySum:
         shown = self._arena.view(exchange.offset, message.numel(), message.dtype)[part]
         others = []
         for peer in self._peers:
-            offset, size_bytes = peer.offers[exchange.number - self._collected]
-            if size_bytes != message.numel() * message.element_size():
+            offset, *theirs = peer.offers[exchange.number - self._collected]
+            own = [message.numel() * message.element_size(), _name(message.dtype)]
+            if theirs != own:
+                _in_use.discard(self)  # nothing can become of it
                 raise ValueError(
-                    f"worker {peer.rank} sends a message of {size_bytes:,} bytes where this worker sends one of "
-                    f"{message.numel() * message.element_size():,}: all workers need the same model and settings"
+                    f"worker {peer.rank} sends a message of {theirs[0]:,} bytes of {theirs[1]} where this worker sends "
+                    f"one of {own[0]:,} bytes of {own[1]}: all workers need the same model and settings"
                 )
             others.append(peer.arena.view(offset, message.numel(), message.dtype)[part])
         blocks = (tensor.split(_BLOCK_ELEMENTS) for tensor in (message[part], shown, *others))
@@ -312,37 +343,52 @@ class SharedMemorySum:
         """Copy the sums of the other parts into the message."""
         message = exchange.message
         for peer in self._peers:
-            offset, _ = peer.offers.popleft()
+            offset, *_ = peer.offers.popleft()
             part = self._part(message, peer.rank)
             message[part].copy_(peer.arena.view(offset, message.numel(), message.dtype)[part])
         self._collected += 1
-        exchange.is_there = True
         self._tell(_COLLECTED)
 
     # ------------------------------------------------------------------ signs
 
-    def _tell(self, kind: int, offset: int = 0, size_bytes: int = 0) -> None:
+    def _tell(self, kind: int, offset: int = 0, message: Tensor | None = None) -> None:
         """Tell all others what this worker has done."""
+        size_bytes, dtype = 0, ""
+        if message is not None:
+            size_bytes, dtype = message.numel() * message.element_size(), _name(message.dtype)
+        sign = _SIGN.pack(kind, offset, size_bytes, dtype.encode())
         for peer in self._peers:
-            peer.unsent.append(_SIGN.pack(kind, offset, size_bytes))
+            peer.unsent.append((kind, sign))
             peer.flush()
 
     def _all_have(self, kind: int, number: int) -> bool:
         """Whether all others have told of the message with this number."""
         return all(peer.told[kind] > number for peer in self._peers)
 
+    def _deaf_to(self, exchange: Exchange) -> list[_Peer]:
+        """Who could not be told yet that this worker has summed up its part of a message."""
+        return [peer for peer in self._peers if peer.listens and peer.heard[_SUMMED] <= exchange.number]
+
     def _missing(self) -> list[_Peer]:
         """Who holds up the oldest message on its way."""
+        if self._untold:
+            return self._deaf_to(self._untold[0])
         kind, exchange = (_SUMMED, self._summed[0]) if self._summed else (_OFFERED, self._offered[0])
         return [peer for peer in self._peers if peer.told[kind] <= exchange.number]
 
-    def _sleep(self, at_most_s: float) -> None:
-        """Sleep until another worker tells something, or takes what it was told."""
-        poll = select.poll()
-        for peer in self._peers:
+
+def _sleep(sums: Iterable[SharedMemorySum], at_most_s: float) -> None:
+    """Sleep until another worker tells something, or takes what it was told."""
+    poll = select.poll()
+    for one in sums:
+        for peer in one._peers:
             if not peer.is_gone:
                 poll.register(peer.socket, select.POLLIN | (select.POLLOUT if peer.unsent else 0))
-        poll.poll(1000 * at_most_s)
+    poll.poll(1000 * min(at_most_s, _LONGEST_SLEEP_S))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _close(arena: Arena, peers: Iterable[_Peer]) -> None:
@@ -357,6 +403,7 @@ def _close_in_child() -> None:
     """Let a forked process, such as a DataLoader's, keep nothing open that would look like a sign of life."""
     for user in list(_in_use):
         user._close()
+    _in_use.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -388,13 +435,16 @@ def _machine() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         return ""
 
 
 def _meet(arena: Arena, timeout_s: float) -> list[_Peer]:
     """Connect with all other workers, and exchange memory."""
-    rank, store, key = distributed.rank(), distributed.store(), f"mlbench/shared_memory/{next(_meetings)}"
+    rank, store = distributed.rank(), distributed.store()
+    meeting = distributed.get_backend_tensor(torch.tensor(secrets.randbits(62)))
+    distributed.dist.broadcast(meeting, 0)  # a store may still have what an earlier group left in it
+    key = f"mlbench/shared_memory/{meeting.item():x}"
     with contextlib.closing(_socket(timeout_s)) as listener:
         address = f"\0mlbench-{secrets.token_hex(16)}"
         listener.bind(address)
@@ -444,7 +494,10 @@ def _is_own_user(connection: socket.socket) -> bool:
 def _greet(connection: socket.socket, rank: int, arena: Arena) -> _Peer:
     """Tell who this is and hand over the memory, and learn the same."""
     socket.send_fds(connection, [_GREETING.pack(rank)], [arena.descriptor])
-    greeting, descriptors, _, _ = socket.recv_fds(connection, _GREETING.size, 1)
+    greeting, descriptors, flags, _ = socket.recv_fds(connection, _GREETING.size, 1)
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if not descriptors:
         raise RuntimeError("connection closed while workers met")
+    os.set_inheritable(descriptors[0], False)
     return _Peer(_GREETING.unpack(greeting)[0], connection, Arena(descriptors[0]))

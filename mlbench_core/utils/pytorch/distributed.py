@@ -6,6 +6,7 @@ rank is 0 and whose collectives do nothing.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -91,10 +92,16 @@ def timeout_s() -> float:
     """Seconds after which a collective operation that others do not come for has failed.
 
     Raises:
-        RuntimeError: There is no process group, or it has no store, which knows.
+        RuntimeError: There is no process group, or it does not tell.
     """
-    of_group = getattr(dist.group.WORLD, "timeout_s", None) if is_distributed() else None  # our MPI's
-    return float(store().timeout.total_seconds() if of_group is None else of_group)
+    if is_distributed():
+        group: Any = dist.group.WORLD
+        if hasattr(group, "timeout_s"):  # our MPI's
+            return float(group.timeout_s)
+        with contextlib.suppress(AttributeError, RuntimeError):
+            device = torch.device("cuda" if backend() == dist.Backend.NCCL else "cpu")
+            return float(group._get_backend(device).options._timeout.total_seconds())
+    return float(store().timeout.total_seconds())
 
 
 def barrier() -> None:
