@@ -68,6 +68,7 @@ def many_on_their_way(rank: int, world_size: int) -> tuple[bool, bool]:
 def memory_is_used_again(rank: int, world_size: int) -> int:
     """Bytes of memory after a hundred messages of a MiB, three of which are on their way at a time."""
     shared = SharedMemorySum()
+    shared._timeout_s = 1e9  # more than a system call takes
     for _ in range(100):
         for exchange in [shared.start(torch.ones(1 << 18)) for _ in range(3)]:
             exchange.wait()
@@ -263,6 +264,7 @@ def files_stay_open(rank: int, world_size: int) -> int:
     before = len(os.listdir("/proc/self/fd"))
     shared = SharedMemorySum()
     shared.start(torch.ones(10)).wait()
+    assert not any(os.get_inheritable(arena.descriptor) for arena in (shared._arena, *(p.arena for p in shared._peers)))
     dist.barrier()
     del shared
     gc.collect()

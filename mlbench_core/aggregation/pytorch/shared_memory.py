@@ -8,6 +8,10 @@ there. With k workers a message is split into k parts, and worker j sums up part
 2. *sum*: once all have told, it adds the others' values to its own part, and puts the sum into its memory;
 3. *collect*: once all have summed, it copies the sums of the other parts into its message.
 
+So an all-reduce is a reduce-scatter (1, 2) and an all-gather (3), as for long messages in R. Thakur, R. Rabenseifner and
+W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005, doi:10.1177/1094342005051521. Of a message
+of n bytes a worker writes n into its memory and reads 2 n (k - 1) / k in that of the others.
+
 There is no thread for that. A worker takes the steps whenever it starts, looks after or waits for a message; during a
 backward pass that is after each gradient.
 """
@@ -78,10 +82,13 @@ class Arena:
         return cls(os.memfd_create("mlbench", os.MFD_CLOEXEC))
 
     def reserve(self, size_bytes: int) -> int:
-        """Take the first free memory that is large enough.
+        """Take the first free memory that is large enough; the file grows where none is.
 
         Returns:
-            Where it lies.
+            Where it lies: the number of bytes before it, a multiple of 64.
+
+        Raises:
+            OSError: The file cannot grow or be mapped.
         """
         size_bytes = max(1, -(-size_bytes // _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
         offset = 0
@@ -101,7 +108,7 @@ class Arena:
         del self._taken[bisect.bisect_left(self._taken, (offset,))]
 
     def view(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """The ``count`` numbers that lie at ``offset``."""
+        """The ``count`` numbers that lie at ``offset``: one-dimensional, and the memory itself, no copy."""
         end = offset + count * dtype.itemsize
         if end > len(self._bytes):  # its owner has taken more since
             self._map()
@@ -247,7 +254,10 @@ class SharedMemorySum:
         """Begin to sum a flat message; it must not be touched until its sum is there.
 
         Args:
-            message: One-dimensional, contiguous, in the host's memory.
+            message: One-dimensional, contiguous, of any dtype that can be added, in the host's memory.
+
+        Returns:
+            Its handle.
 
         Raises:
             ValueError: The message is on another device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -88,3 +89,21 @@ def test_tensors_go_to_the_gpu_for_nccl_only() -> None:
         assert get_backend_tensor(tensor) is tensor.cuda.return_value
         dist.get_backend.return_value = "gloo"
         assert get_backend_tensor(tensor) is tensor
+
+
+def limit(rank: int, world_size: int) -> tuple[float, bytes]:
+    """The time limit, and what worker 0 has left in the store."""
+    if rank == 0:
+        distributed.store().set("left", "here")
+    return distributed.timeout_s(), distributed.store().get("left")
+
+
+def test_the_time_limit_is_the_process_groups_and_not_its_stores() -> None:
+    """The store is made before the group, with a limit of its own."""
+    assert run_ranks(2, limit, timeout_s=77.0) == [(77.0, b"here")] * 2
+
+
+@pytest.mark.parametrize("ask", [distributed.store, distributed.timeout_s])
+def test_without_a_process_group_there_is_neither_store_nor_limit(ask: Any) -> None:
+    with pytest.raises(RuntimeError, match="there is no process group"):
+        ask()
