@@ -1,11 +1,12 @@
-"""Distributed training of a small network on MNIST, written by hand: where the tutorial starts.
+"""Tutorial, step 1: ``initialize_backends`` sets up the process group and closes it.
 
-After the well-known example of the PyTorch tutorial "Writing Distributed Applications with PyTorch". Every worker
-computes gradients on its part of the data; ``average_gradients`` averages them over all workers.
+Start one process per worker::
+
+    python step1.py --hosts 127.0.0.1,127.0.0.1 --rank 0
+    python step1.py --hosts 127.0.0.1,127.0.0.1 --rank 1
 """
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn, optim
 from torch.utils.data import DataLoader, Subset
 from torchvision import datasets, transforms
+
+from mlbench_core.utils.pytorch import initialize_backends
 
 
 class Net(nn.Module):
@@ -40,16 +43,15 @@ def average_gradients(model: nn.Module) -> None:
             parameter.grad /= dist.get_world_size()
 
 
-def run(rank: int, size: int, folder: str) -> None:
-    """Train for ten epochs."""
-    torch.manual_seed(1234)
+def run(rank: int, size: int, folder: str, epochs: int) -> None:
+    """Train for a number of epochs."""
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
     data = datasets.MNIST(folder, train=True, download=True, transform=transform)
     part = Subset(data, range(rank, len(data), size))
     train_set = DataLoader(part, batch_size=128 // size, shuffle=True)
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-    for epoch in range(10):
+    for epoch in range(epochs):
         epoch_loss = 0.0
         for images, target in train_set:
             optimizer.zero_grad()
@@ -58,17 +60,15 @@ def run(rank: int, size: int, folder: str) -> None:
             loss.backward()
             average_gradients(model)
             optimizer.step()
-        print("Rank", rank, "epoch", epoch, "loss", epoch_loss / len(train_set))
+        print("rank", rank, "epoch", epoch, "loss", epoch_loss / len(train_set))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world-size", type=int, required=True)
-    parser.add_argument("--data", default="data")
+    parser = argparse.ArgumentParser(description="Train a small network on MNIST")
+    parser.add_argument("--rank", type=int, required=True, help="rank of this worker")
+    parser.add_argument("--hosts", required=True, help="hosts of all workers, separated by commas")
+    parser.add_argument("--data", default="data", help="folder of the data set")
+    parser.add_argument("--epochs", type=int, default=10, help="number of epochs")
     args = parser.parse_args()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")
-    dist.init_process_group("gloo", rank=args.rank, world_size=args.world_size)
-    run(args.rank, args.world_size, args.data)
-    dist.destroy_process_group()
+    with initialize_backends(comm_backend="gloo", hosts=args.hosts, rank=args.rank, seed=1234) as (rank, size, _):
+        run(rank, size, args.data, args.epochs)

@@ -1,9 +1,9 @@
-"""Distributed training of a small network on MNIST with MLBench: where the tutorial ends.
+"""Tutorial, step 5: train until a metric on held-out data reaches a goal. The end of the tutorial.
 
 Start one process per worker::
 
-    python train_dist.py --hosts 127.0.0.1,127.0.0.1 --rank 0 --run_id 1
-    python train_dist.py --hosts 127.0.0.1,127.0.0.1 --rank 1 --run_id 1
+    python step5.py --hosts 127.0.0.1,127.0.0.1 --rank 0 --run_id 1
+    python step5.py --hosts 127.0.0.1,127.0.0.1 --rank 1 --run_id 1
 """
 
 import argparse
@@ -46,59 +46,55 @@ class Net(nn.Module):
 
 
 def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
-    """Train until 80 % of the test images are recognised."""
-    # --- data: each worker its part ---
-    train_data = MNIST(folder, train=True, download=True, channels=1, pad=0)
+    """Train until 80 % of the test images are recognized, for at most a number of epochs."""
+    train_data = MNIST(folder, train=True, download=True, channels=1, pad=0, augment=False)
+    part = partition_dataset_by_rank(train_data, rank, size)
+    train_set = DataLoader(part, batch_size=128 // size, shuffle=True)
     test_data = MNIST(folder, train=False, download=True, channels=1, pad=0)
-    train_set = DataLoader(partition_dataset_by_rank(train_data, rank, size), batch_size=128 // size, shuffle=True)
     val_set = DataLoader(partition_dataset_by_rank(test_data, rank, size), batch_size=128)
-
-    # --- model and optimizer: the optimizer averages the gradients ---
     model = Net()
     optimizer = CentralizedSGD(world_size=size, model=model, lr=0.01, momentum=0.5)
-    loss_func = nn.NLLLoss()
     metrics = [TopKAccuracy(topk=1)]
-
-    # --- measurement: where the time goes, and when the goal is reached ---
     tracker = Tracker(metrics, run_id, rank, goal=task1_time_to_accuracy_goal())
     tracker.start()
-
-    for _ in range(epochs):
+    for epoch in range(epochs):
+        epoch_loss = 0.0
         model.train()
         tracker.train()
-        for batch_idx, (data, target) in enumerate(train_set):
+        for batch_idx, (images, target) in enumerate(train_set):
             tracker.batch_start()
             optimizer.zero_grad()
             tracker.record_batch_init()
-            output = model(data)
+            output = model(images)
             tracker.record_batch_fwd_pass()
-            loss = loss_func(output, target)
+            loss = F.nll_loss(output, target)
+            epoch_loss += loss.item()
             tracker.record_batch_comp_loss()
             loss.backward()
             tracker.record_batch_backprop()
-            optimizer.step(tracker=tracker)  # marks aggregation and update itself
+            optimizer.step(tracker=tracker)  # marks the aggregation and the update
             results = compute_train_batch_metrics(output, target, metrics)
             tracker.record_batch_comp_metrics()
             tracker.batch_end()
             record_train_batch_stats(batch_idx, loss.item(), output, results, tracker, len(train_set))
-
-        values, val_loss = validation_round(val_set, model, loss_func, metrics, "fp32", tracker=tracker)
+        print("rank", rank, "epoch", epoch, "loss", epoch_loss / len(train_set))
+        values, val_loss = validation_round(val_set, model, F.nll_loss, metrics, "fp32", tracker=tracker)
         record_validation_stats(values, val_loss, tracker, rank)
         tracker.epoch_end()
-        if rank == 0:
-            print(tracker)
         if tracker.goal_reached:
             break
+    if rank == 0:
+        print(tracker)
     tracker.close()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a small network on MNIST")
-    parser.add_argument("--run_id", required=True, help="the id of this run")
-    parser.add_argument("--rank", type=int, required=True, help="the rank of this worker")
-    parser.add_argument("--hosts", required=True, help="the hosts of all workers, separated by commas")
+    parser.add_argument("--run_id", required=True, help="id of this run")
+    parser.add_argument("--rank", type=int, required=True, help="rank of this worker")
+    parser.add_argument("--hosts", required=True, help="hosts of all workers, separated by commas")
     parser.add_argument("--data", default="data", help="folder of the data set")
-    parser.add_argument("--epochs", type=int, default=10, help="at most so many epochs")
+    parser.add_argument("--epochs", type=int, default=10, help="largest number of epochs")
     args = parser.parse_args()
     with initialize_backends(comm_backend="gloo", hosts=args.hosts, rank=args.rank, seed=1234) as (rank, size, _):
         run(rank, size, args.run_id, args.data, args.epochs)

@@ -1,0 +1,81 @@
+"""Tutorial, step 4: a tracker that measures where the time goes.
+
+Start one process per worker::
+
+    python step4.py --hosts 127.0.0.1,127.0.0.1 --rank 0 --run_id 1
+    python step4.py --hosts 127.0.0.1,127.0.0.1 --rank 1 --run_id 1
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mlbench_core.dataset.imagerecognition.pytorch import MNIST
+from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
+from mlbench_core.optim.pytorch.centralized import CentralizedSGD
+from mlbench_core.utils import Tracker
+from mlbench_core.utils.pytorch import initialize_backends
+
+
+class Net(nn.Module):
+    """Two convolutions and two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 10, kernel_size=5)
+        self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
+        self.fc1 = nn.Linear(320, 50)
+        self.fc2 = nn.Linear(50, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2(x), 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        return F.log_softmax(self.fc2(x), dim=1)
+
+
+def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
+    """Train for a number of epochs."""
+    train_data = MNIST(folder, train=True, download=True, channels=1, pad=0, augment=False)
+    part = partition_dataset_by_rank(train_data, rank, size)
+    train_set = DataLoader(part, batch_size=128 // size, shuffle=True)
+    model = Net()
+    optimizer = CentralizedSGD(world_size=size, model=model, lr=0.01, momentum=0.5)
+    tracker = Tracker([], run_id, rank)
+    tracker.start()
+    for epoch in range(epochs):
+        epoch_loss = 0.0
+        tracker.train()
+        for images, target in train_set:
+            tracker.batch_start()
+            optimizer.zero_grad()
+            tracker.record_batch_init()
+            output = model(images)
+            tracker.record_batch_fwd_pass()
+            loss = F.nll_loss(output, target)
+            epoch_loss += loss.item()
+            tracker.record_batch_comp_loss()
+            loss.backward()
+            tracker.record_batch_backprop()
+            optimizer.step(tracker=tracker)  # marks the aggregation and the update
+            tracker.batch_end()
+        tracker.epoch_end()
+        print("rank", rank, "epoch", epoch, "loss", epoch_loss / len(train_set))
+    if rank == 0:
+        print(tracker)
+    tracker.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train a small network on MNIST")
+    parser.add_argument("--run_id", required=True, help="id of this run")
+    parser.add_argument("--rank", type=int, required=True, help="rank of this worker")
+    parser.add_argument("--hosts", required=True, help="hosts of all workers, separated by commas")
+    parser.add_argument("--data", default="data", help="folder of the data set")
+    parser.add_argument("--epochs", type=int, default=10, help="number of epochs")
+    args = parser.parse_args()
+    with initialize_backends(comm_backend="gloo", hosts=args.hosts, rank=args.rank, seed=1234) as (rank, size, _):
+        run(rank, size, args.run_id, args.data, args.epochs)
