@@ -1,0 +1,65 @@
+"""Links of the README and of the documentation lead somewhere, without building the pages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(DOCS.rglob("*.md")),
+    *sorted(ROOT.glob("benchmarks/*/*.md")),
+]
+PAGES = [page for page in PAGES if "_build" not in page.parts]
+
+
+def targets(text: str) -> list[str]:
+    """Where the links of a Markdown text lead: of ``[text](target)`` and of definitions ``[name]: target``."""
+    without_code = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    inline = re.findall(r"\]\(([^)\s]+)\)", without_code)
+    return inline + [target for _, target in definitions(text).items()]
+
+
+def definitions(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", text, re.MULTILINE))
+
+
+def labels() -> set[str]:
+    """Names that pages of the documentation give to places, as ``(name)=``."""
+    return {
+        label for page in DOCS.rglob("*.md") for label in re.findall(r"^\(([\w-]+)\)=$", page.read_text(), re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_within_the_repository_lead_to_something(page: Path) -> None:
+    for target in targets(page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        assert (page.parent / file).exists(), target
+        if not file and not re.search(rf"^#+ .*{anchor.split('-')[0]}", page.read_text(), re.MULTILINE | re.IGNORECASE):
+            assert anchor in labels(), target
+
+
+def test_getting_started_gives_every_link_of_the_readme_a_page_of_the_documentation() -> None:
+    """The README is included there, where links relative to the README would be dead."""
+    readme = (ROOT / "README.md").read_text()
+    included = readme[readme.index("## Two commands") : readme.index("## Documentation")]
+    prose = re.sub(r"```.*?```", "", included, flags=re.DOTALL)
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", prose) == []
+    used = set(re.findall(r"\]\[([\w-]+)\]", prose))
+    assert len(used) >= 10
+    page = definitions((DOCS / "getting_started.md").read_text())
+    assert used == set(page) == set(definitions(readme))
+    for target in page.values():
+        assert target.removeprefix("#") in labels() or (DOCS / target).is_file(), target
+
+
+def test_no_warning_of_dead_links_is_suppressed() -> None:
+    assert "xref_missing" not in (DOCS / "conf.py").read_text()
