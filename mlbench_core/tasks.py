@@ -12,7 +12,29 @@ from pathlib import Path
 
 from mlbench_core.errors import ConfigurationError
 
-__all__ = ["TASKS", "Task", "get_task"]
+__all__ = ["TASKS", "Image", "Task", "find_image", "get_task"]
+
+
+@dataclass(frozen=True)
+class Image:
+    """A container image of version 3.0, and how its task's script does the same.
+
+    Attributes:
+        title: Entry in the menu of images, for example ``"PyTorch Cifar-10 ResNet-20 (DDP)"``.
+        name: Name in the registry, without user and tag, for example ``"pytorch-cifar10-resnet20-ddp"``.
+        arguments: Arguments of the task's script that make it the program of the image.
+        other_names: More names and menu entries of the same image.
+    """
+
+    title: str
+    name: str
+    arguments: tuple[str, ...] = ()
+    other_names: tuple[str, ...] = ()
+
+    @property
+    def reference(self) -> str:
+        """The full name of the image: ``mlbench/NAME:latest``."""
+        return f"mlbench/{self.name}:latest"
 
 
 @dataclass(frozen=True)
@@ -37,6 +59,7 @@ class Task:
             is no result of the task. ``DATASET-PRESET`` is a data set with ``--preset PRESET``.
         goal_loss: Validation loss that belongs to the goal, where the task names one; it is recorded, nothing stops
             there.
+        images: Images of version 3.0 that the task stands for. The script runs in their place.
 
     Raises:
         ValueError: Some of metric, goal, light goal and budget are given and others are not.
@@ -55,6 +78,7 @@ class Task:
     backends: tuple[str, ...] = ("gloo", "nccl", "mpi")
     stand_ins: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     goal_loss: float | None = None
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         given = [value is not None for value in (self.metric, self.goal, self.light_goal, self.max_epochs)]
@@ -137,6 +161,7 @@ TASKS: dict[str, Task] = {
             title="Communication backends",
             model="none",
             data="random tensors",
+            images=(Image("PyTorch Backend Benchmark", "pytorch-backend-benchmark"),),
         ),
         Task(
             key="1a",
@@ -150,6 +175,19 @@ TASKS: dict[str, Task] = {
             minimize=False,
             max_epochs=164,
             stand_ins={"digits": (95.0, 90.0), "mnist": (98.0, 95.0)},
+            images=(
+                Image(
+                    "PyTorch Cifar-10 ResNet-20",
+                    "pytorch-cifar10-resnet20-all-reduce",
+                    other_names=("pytorch-cifar10-resnet", "pytorch-cifar10-resnet20"),
+                ),
+                Image(
+                    "PyTorch Cifar-10 ResNet-20 (DDP)",
+                    "pytorch-cifar10-resnet20-ddp",
+                    arguments=("--optimizer", "ddp"),
+                    other_names=("pytorch-cifar10-resnet-ddp",),
+                ),
+            ),
         ),
         Task(
             key="2a",
@@ -171,6 +209,13 @@ TASKS: dict[str, Task] = {
                 "synthetic_dense": (87.0, 80.0),
                 "webspam": (98.0, 95.0),
             },
+            images=(
+                Image(
+                    "PyTorch Linear Logistic Regression",
+                    "pytorch-epsilon-logistic-regression-all-reduce",
+                    other_names=("pytorch-epsilon-logistic-regression", "PyTorch Epsilon Logistic Regression"),
+                ),
+            ),
         ),
         Task(
             key="3a",
@@ -184,6 +229,13 @@ TASKS: dict[str, Task] = {
             minimize=True,
             max_epochs=750,
             stand_ins={"wikitext2-small": (300.0, 400.0)},
+            images=(
+                Image(
+                    "PyTorch Language Modeling",
+                    "pytorch-wikitext2-lstm-all-reduce",
+                    other_names=("pytorch-wikitext2-lstm", "PyTorch WikiText-2 AWD-LSTM"),
+                ),
+            ),
         ),
         Task(
             key="4a",
@@ -196,6 +248,13 @@ TASKS: dict[str, Task] = {
             light_goal=20.0,
             max_epochs=8,
             stand_ins={"multi30k": (15.0, 10.0)},
+            images=(
+                Image(
+                    "PyTorch Machine Translation GNMT",
+                    "pytorch-wmt16-gnmt-all-reduce",
+                    other_names=("pytorch-wmt16-gnmt", "PyTorch WMT16 GNMT"),
+                ),
+            ),
         ),
         Task(
             key="4b",
@@ -208,6 +267,13 @@ TASKS: dict[str, Task] = {
             light_goal=20.0,
             max_epochs=10,
             stand_ins={"multi30k": (20.0, 15.0)},
+            images=(
+                Image(
+                    "PyTorch Machine Translation Transformer",
+                    "pytorch-wmt17-transformer-all-reduce",
+                    other_names=("pytorch-wmt17-transformer", "PyTorch WMT17 Transformer"),
+                ),
+            ),
         ),
     )
 }
@@ -234,3 +300,33 @@ def get_task(key: str) -> Task:
         if wanted in (task.key, f"task{task.key}", task.folder):
             return task
     raise ValueError(f"unknown task {key!r}; known: {', '.join(sorted(TASKS))}")
+
+
+def find_image(image: str) -> tuple[Task, Image]:
+    """Look up the task that an image of version 3.0 stands for.
+
+    Args:
+        image: Its name or its menu entry, in any case: ``"mlbench/pytorch-cifar10-resnet20-ddp:latest"``,
+            ``"pytorch-cifar10-resnet20-ddp"``, ``"PyTorch Cifar-10 ResNet-20 (DDP)"``. An image of another user is
+            not one of these, whatever its name.
+
+    Returns:
+        The task, and the image with the arguments that the task's script needs.
+
+    Raises:
+        ValueError: There is no such image; the message lists the known ones.
+
+    Example:
+        >>> task, image = find_image("mlbench/pytorch-cifar10-resnet20-ddp:latest")
+        >>> task.key, image.arguments
+        ('1a', ('--optimizer', 'ddp'))
+    """
+    wanted = image.strip().lower().removeprefix("docker.io/")
+    name = wanted.removeprefix("mlbench/").partition(":")[0]
+    for task in TASKS.values():
+        for candidate in task.images:
+            names = [known.lower() for known in (candidate.name, candidate.title, *candidate.other_names)]
+            if wanted in names or name in names:
+                return task, candidate
+    known = ", ".join(candidate.reference for task in TASKS.values() for candidate in task.images)
+    raise ValueError(f"image must be one of {known}, not {image[:80]!r}: or give a task")

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import shlex
+from collections.abc import Sequence
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.tasks import TASKS, Task, get_task
+from mlbench_core.tasks import TASKS, Task, find_image, get_task
 from mlbench_master.schemas import BACKENDS, RunIn, allowed
 
 __all__ = ["resolve_backend", "resolve_command"]
-
-# Images of 3.0 (mlbench_core.api.MLBENCH_IMAGES) and the tasks that stand for them where there are no containers.
-_TASKS_OF_IMAGES = {
-    "pytorch-backend-benchmark": "0",
-    "pytorch-cifar10-resnet": "1a",
-    "pytorch-cifar10-resnet-ddp": "1a",
-    "pytorch-epsilon-logistic-regression": "2a",
-    "pytorch-wikitext2-lstm": "3a",
-    "pytorch-wmt16-gnmt": "4a",
-    "pytorch-wmt17-transformer": "4b",
-}
 
 
 def resolve_command(run: RunIn) -> tuple[str, str]:
@@ -48,13 +37,8 @@ def resolve_command(run: RunIn) -> tuple[str, str]:
         if run.custom_image_command is None:
             raise ValueError("custom_image_command: is required with image_name=custom_image")
         return run.custom_image_name or run.image_name, run.custom_image_command
-    task = _task_of_image(run.image_name)
-    if task is None:
-        raise ValueError(
-            f"image_name: unknown image {run.image_name[:80]!r}; known: {allowed(t.folder for t in TASKS.values())}, "
-            "or custom_image with custom_image_name and custom_image_command"
-        )
-    return run.image_name, _task_command(task, run)[1]
+    task, arguments = _task_of_image(run.image_name)
+    return run.image_name, _task_command(task, run, arguments)[1]
 
 
 def resolve_backend(run: RunIn) -> str:
@@ -79,8 +63,9 @@ def resolve_backend(run: RunIn) -> str:
     raise ValueError(f"backend: unknown backend {run.backend!r}; known: {allowed(BACKENDS)}, custom_backend")
 
 
-def _task_command(task: Task, run: RunIn) -> tuple[str, str]:
-    arguments = [shlex.quote(argument) for argument in run.arguments]
+def _task_command(task: Task, run: RunIn, of_image: Sequence[str] = ()) -> tuple[str, str]:
+    """Folder and command of a task; the arguments that the user gave come last and win."""
+    arguments = [shlex.quote(argument) for argument in (*of_image, *run.arguments)]
     arguments += ["--light"] if run.light_target and "--light" not in run.arguments else []
     arguments += ["--gpu"] if run.gpu_enabled and "--gpu" not in run.arguments else []
     try:
@@ -89,13 +74,19 @@ def _task_command(task: Task, run: RunIn) -> tuple[str, str]:
         raise ValueError(str(error)) from None
 
 
-def _task_of_image(image: str) -> Task | None:
-    """The task of an image such as ``mlbench/pytorch-cifar10-resnet:latest``, or of a task's own name."""
+def _task_of_image(image: str) -> tuple[Task, tuple[str, ...]]:
+    """The task of an image of 3.0, or of a task's own name, and the arguments that make it the image's program."""
+    try:
+        task, known = find_image(image)
+        return task, known.arguments
+    except ValueError:
+        pass
     name = image.rsplit("/", 1)[-1].partition(":")[0].lower()
-    folder = re.sub(r"^pytorch_", "", name.replace("-", "_"))
-    for candidate in (_TASKS_OF_IMAGES.get(name, name), folder):
-        try:
-            return get_task(candidate)
-        except ValueError:
-            continue
-    return None
+    try:
+        return get_task(name.replace("-", "_").removeprefix("pytorch_")), ()
+    except ValueError:
+        raise ValueError(
+            f"image_name: unknown image {image[:80]!r}; known: {allowed(t.folder for t in TASKS.values())}, "
+            f"{allowed(i.reference for t in TASKS.values() for i in t.images)}, "
+            "or custom_image with custom_image_name and custom_image_command"
+        ) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlbench_core.tasks import TASKS, Task, get_task
+from mlbench_core.tasks import TASKS, Task, find_image, get_task
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.key)
@@ -63,3 +63,37 @@ def test_unknown_names_list_the_known_ones() -> None:
 def test_command_has_the_placeholders_of_the_launchers() -> None:
     command = get_task("1a").command("--dataset", "digits")
     assert command.endswith("--run_id {run_id} --backend {backend} --dataset digits")
+
+
+@pytest.mark.parametrize(
+    ("image", "key", "arguments"),
+    [
+        ("mlbench/pytorch-backend-benchmark:latest", "0", ()),
+        ("mlbench/pytorch-cifar10-resnet20-all-reduce:latest", "1a", ()),
+        ("mlbench/pytorch-cifar10-resnet20-ddp:latest", "1a", ("--optimizer", "ddp")),
+        ("docker.io/mlbench/pytorch-cifar10-resnet20-ddp", "1a", ("--optimizer", "ddp")),
+        ("pytorch cifar-10 resnet-20 (ddp)", "1a", ("--optimizer", "ddp")),
+        ("mlbench/pytorch-epsilon-logistic-regression-all-reduce:latest", "2a", ()),
+        ("PyTorch Linear Logistic Regression", "2a", ()),
+        ("mlbench/pytorch-wikitext2-lstm-all-reduce:latest", "3a", ()),
+        ("mlbench/pytorch-wmt16-gnmt-all-reduce:latest", "4a", ()),
+        ("mlbench/pytorch-wmt17-transformer-all-reduce:latest", "4b", ()),
+    ],
+)
+def test_images_of_3_0_and_their_tasks(image: str, key: str, arguments: tuple[str, ...]) -> None:
+    task, found = find_image(image)
+    assert (task.key, found.arguments) == (key, arguments)
+
+
+def test_no_two_images_share_a_name() -> None:
+    images = [image for task in TASKS.values() for image in task.images]
+    names = [name.lower() for image in images for name in (image.title, image.name, *image.other_names)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("image", ["me/pytorch-cifar10-resnet20-ddp:latest", "mlbench/tensorflow-cifar10", ""])
+def test_other_images_are_not_a_task(image: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"image must be one of mlbench/pytorch-backend-benchmark:latest, .*give a task"
+    ):
+        find_image(image)

@@ -143,6 +143,17 @@ def test_a_task_becomes_its_command(client: Any, monkeypatch: pytest.MonkeyPatch
         assert (made["image"], made["command"].split()[-1]) == (image, "{backend}")
 
 
+@pytest.mark.parametrize("image", ["mlbench/pytorch-cifar10-resnet20-ddp:latest", "PyTorch Cifar-10 ResNet-20 (DDP)"])
+def test_the_image_of_ddp_starts_ddp(client: Any, image: str) -> None:
+    body = {"image_name": image, "name": "ddp", "num_workers": 1, "light_target": True}
+    made = client.post("/api/runs/", json=body).json()
+    assert made["command"].endswith("--backend {backend} --optimizer ddp --light")
+    body = {"name": "plain", "num_workers": 1, "image_name": "mlbench/pytorch-cifar10-resnet20-all-reduce:latest"}
+    assert (
+        client.post("/api/runs/", json=body).json()["command"].endswith("main.py --run_id {run_id} --backend {backend}")
+    )
+
+
 def test_refused_runs_say_which_field(client: Any, run: dict[str, Any]) -> None:
     good = {"name": "good", "num_workers": 1, "command": "sleep 1"}
     for change, status, word in (
