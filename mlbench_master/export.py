@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlbench_master.dates import format_date
-from mlbench_master.store import GOAL_METRIC, Point, Store, pod_owner, run_owner
+from mlbench_master.store import GOAL_METRIC, Point, Run, Store, pod_owner, run_owner
 
 __all__ = ["Selection", "all_metrics_json", "metrics_json", "metrics_zip", "safe_file_name", "summarize"]
 
@@ -103,17 +103,15 @@ def all_metrics_json(store: Store) -> Iterator[str]:
     return _in_chunks(_object((("pod_metrics", owners(pods)), ("run_metrics", owners(runs)))))
 
 
-def metrics_zip(
-    store: Store, owner: str, pods: Sequence[str], with_result: bool, selection: Selection
-) -> Iterator[bytes]:
+def metrics_zip(store: Store, owner: str, run: Run | None, selection: Selection) -> Iterator[bytes]:
     """The download: a zip archive, in pieces, made while it is sent.
 
     Args:
         store: The database.
         owner: Whose metrics.
-        pods: The run's workers; each gets a file ``pod_<name>.json`` with its own metrics.
-        with_result: Whether ``official_result.txt`` belongs in it: the value of ``TaskResult @ 0``, empty if the
-            goal was not reached.
+        run: The run, if the owner is one. Its record (state, number of workers, backend, command, ...) is the file
+            ``run.json``, as the API shows it. Each of its workers has a file ``pod_<name>.json`` with its own metrics.
+            ``official_result.txt`` is the value of ``TaskResult @ 0``, empty if the goal was not reached.
         selection: Which entries.
 
     Yields:
@@ -121,7 +119,10 @@ def metrics_zip(
     """
     sink = _Sink()
     names: set[str] = set()
+    pods = [] if run is None else run.worker_names()
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as archive:  # type: ignore[call-overload]
+        if run is not None:
+            archive.writestr("run.json", json.dumps(run.to_json(), indent=1))
         files = ((f"result_{name}", _list(map(_short, points))) for name, points in selection.of(store, owner))
         pod_files = ((f"pod_{pod}", metrics_json(store, pod_owner(pod), selection)) for pod in pods)
         for source in (files, pod_files):
@@ -130,7 +131,7 @@ def metrics_zip(
                     for text in _in_chunks(content):
                         file.write(text.encode())
                         yield sink.take()
-        if with_result:
+        if run is not None:
             archive.writestr("official_result.txt", _last_value(store, owner, GOAL_METRIC))
     yield sink.take()
 

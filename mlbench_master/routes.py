@@ -70,17 +70,17 @@ def _add_metric_routes(router: APIRouter, store: Store, events: EventBus) -> Non
     @router.get("/metrics/{owner_id}/", summary="The metrics of a pod or a run")
     def metrics(owner_id: str, request: Request) -> StreamingResponse:
         query = _validated(MetricQuery, dict(request.query_params))
-        pods: list[str] = []
+        run: Run | None = None
         if query.metric_type == "run":
             run = _run_or_404(store, owner_id)
-            owner, pods = run_owner(run.id), run.worker_names()
+            owner = run_owner(run.id)
         else:
             owner = pod_owner(owner_id)
             _pod_or_404(store, owner_id)
         selection = export.Selection(query.since, query.metric_filter, query.last_n, query.summarize)
         if query.format != "zip":
             return _StreamedResponse(export.metrics_json(store, owner, selection), media_type="application/json")
-        archive = export.metrics_zip(store, owner, pods, query.metric_type == "run", selection)
+        archive = export.metrics_zip(store, owner, run, selection)
         name = export.safe_file_name(owner.replace(":", "_"), set())
         headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
         return _StreamedResponse(archive, media_type="application/zip", headers=headers)

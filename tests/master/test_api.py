@@ -251,6 +251,7 @@ def test_the_zip_holds_safe_names_and_the_official_result(client: Any, run: dict
     archive = zipfile.ZipFile(io.BytesIO(response.content))
     assert archive.testzip() is None
     assert archive.namelist() == [
+        "run.json",
         "result_.._.._evil_x @ 0.json",
         "result_TaskResult @ 0.json",
         "pod_my-run-worker-0.json",
@@ -259,7 +260,12 @@ def test_the_zip_holds_safe_names_and_the_official_result(client: Any, run: dict
     ]
     assert archive.read("official_result.txt") == b"Reached 80 in 12.5 s"
     assert json.loads(archive.read("result_TaskResult @ 0.json"))[0]["value"] == "Reached 80 in 12.5 s"
-    assert client.get(f"/api/runs/{run['id']}/").json()["goal_result"] == "Reached 80 in 12.5 s"
+    shown = client.get(f"/api/runs/{run['id']}/").json()
+    assert shown["goal_result"] == "Reached 80 in 12.5 s"
+    record = json.loads(archive.read("run.json"))
+    assert {**record, "job_metadata": None} == {**shown, "job_metadata": None}
+    of_pod = client.get("/api/metrics/my-run-worker-0/?format=zip").content
+    assert zipfile.ZipFile(io.BytesIO(of_pod)).namelist() == []
 
 
 def test_deleting_takes_the_metrics_and_never_reuses_the_id(client: Any, run: dict[str, Any]) -> None:
