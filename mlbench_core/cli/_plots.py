@@ -1,7 +1,8 @@
 """Charts of results, as PNG and CSV.
 
-Runs with the same number of workers count as repeats and are averaged. With :math:`T_k` the time of :math:`k` workers
-and :math:`k_0` the fewest workers there are::
+Runs of the same setup with the same number of workers count as repeats and are averaged. Runs of one setup with
+different numbers of workers are a series: one line, or one block of bars. With :math:`T_k` the time of :math:`k`
+workers and :math:`k_0` the fewest workers in the series::
 
     speed-up      S_k = T_{k_0} / T_k                       ideal: k / k_0
     price index   I_k = (price_k / price_{k_0}) / S_k       price_k proportional to k T_k
@@ -20,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.cli._results import PHASES, STEPS, RunResult
 from mlbench_core.cli._settings import replacing
+from mlbench_core.cli._setups import labels
 from mlbench_core.errors import ConfigurationError, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Point", "draw_all", "draw_overview", "summarize"]
+__all__ = ["Point", "Series", "draw_all", "draw_overview", "in_series", "summarize"]
 
 COLORS = {"compute": "#3569a8", "communication": "#e0862b", "metrics": "#6ea15a", "data": "#8a6bb0"}
 STEP_LABELS = {
@@ -39,11 +41,12 @@ STEP_LABELS = {
     "comp_metrics": "metrics",
 }
 _GREY = "#6b7280"
+_SERIES_COLORS = ("#3569a8", "#e0862b", "#6ea15a", "#8a6bb0", "#c0504d", "#4bacc6", "#8c6d31", "#637381")
 
 
 @dataclass(frozen=True)
 class Point:
-    """The mean over all runs with one number of workers; times in seconds.
+    """The mean over all runs of one setup with one number of workers; times in seconds.
 
     Attributes:
         workers: Number of workers.
@@ -64,8 +67,41 @@ class Point:
     reached: bool
 
 
+@dataclass(frozen=True)
+class Series:
+    """The runs of one setup.
+
+    Attributes:
+        label: The part of the setup that the other series do not share.
+        setup: All of the setup, in words.
+        points: One for each number of workers, fewest first.
+    """
+
+    label: str
+    setup: str
+    points: tuple[Point, ...]
+
+
+def in_series(results: Sequence[RunResult]) -> list[Series]:
+    """Divide results into one series for each setup.
+
+    Args:
+        results: Runs whose number of workers is known.
+
+    Example:
+        >>> [(series.label, len(series.points)) for series in in_series([RunResult("a", 1), RunResult("b", 2)])]
+        [('default', 2)]
+    """
+    named = labels(result.setup for result in results)
+    series = []
+    for setup, label in named.items():
+        points = summarize([result for result in results if result.setup == setup])
+        series.append(Series(label, str(setup), tuple(points)))
+    return series
+
+
 def summarize(results: Sequence[RunResult]) -> list[Point]:
-    """Average the runs of each number of workers, fewest workers first.
+    """Average the runs of each number of workers, fewest workers first; all of them have the same setup.
 
     Example:
         >>> a, b = RunResult("a-1", 1, train_s=8.0), RunResult("b-1", 1, train_s=10.0)
@@ -73,7 +109,7 @@ def summarize(results: Sequence[RunResult]) -> list[Point]:
         9.0
     """
     points = []
-    for workers in sorted({result.workers for result in results}):
+    for workers in sorted({result.workers for result in results if result.workers is not None}):
         same = [result for result in results if result.workers == workers]
         points.append(
             Point(
@@ -139,12 +175,12 @@ def draw_overview(results: Sequence[RunResult], path: Path) -> Path:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    points = summarize(results)
-    figure = _figure(11.0)
+    every = in_series(results)
+    figure = _figure(2 * _width(every))
     left, right = figure.subplots(1, 2)
-    _draw_phases(left, points)
-    _draw_speedup(right, points)
-    return _save(figure, path, points)
+    _draw_phases(left, every)
+    _draw_speedup(right, every)
+    return _save(figure, path, every)
 
 
 def draw_all(results: Sequence[RunResult], folder: Path, price_per_hour: float | None = None) -> list[Path]:
@@ -162,48 +198,56 @@ def draw_all(results: Sequence[RunResult], folder: Path, price_per_hour: float |
         ConfigurationError: No run reported any time.
         MissingDependencyError: matplotlib is not installed.
     """
-    points = summarize(results)
-    if not any(point.total_s for point in points):
+    every = in_series(results)
+    if not any(point.total_s for series in every for point in series.points):
         raise ConfigurationError("none of the runs reported a time: nothing to draw")
     written = [draw_overview(results, folder / "overview.png")]
-    charts: dict[str, tuple[Callable[[Axes, Sequence[Point]], None], list[list[Any]]]] = {
-        "total_time_by_phase": (_draw_phases, _phase_rows(points)),
-        "speedup": (_draw_speedup, _speedup_rows(points)),
-        "time_all_phases": (_draw_steps, _step_rows(points)),
-        "price_index": (_draw_price, _price_rows(points, price_per_hour)),
+    charts: dict[str, tuple[Callable[[Axes, Sequence[Series]], None], list[list[Any]]]] = {
+        "total_time_by_phase": (_draw_phases, _phase_rows(every)),
+        "speedup": (_draw_speedup, _speedup_rows(every)),
+        "time_all_phases": (_draw_steps, _step_rows(every)),
+        "price_index": (_draw_price, _price_rows(every, price_per_hour)),
     }
     for name, (draw, rows) in charts.items():
-        figure = _figure(6.5)
-        draw(figure.subplots(), points)
-        written.append(_save(figure, folder / f"{name}.png", points))
+        figure = _figure(_width(every) + 1.0)
+        draw(figure.subplots(), every)
+        written.append(_save(figure, folder / f"{name}.png", every))
         written.append(_write_csv(folder / f"{name}.csv", rows))
     return written
 
 
-def _phase_rows(points: Sequence[Point]) -> list[list[Any]]:
-    header = ["workers", "runs", "total_s", *(f"{phase}_s" for phase in PHASES), "goal_reached"]
+def _phase_rows(every: Sequence[Series]) -> list[list[Any]]:
+    header = ["setup", "workers", "runs", "total_s", *(f"{phase}_s" for phase in PHASES), "goal_reached"]
     return [header] + [
-        [p.workers, p.runs, p.total_s, *(p.phases_s.get(phase) for phase in PHASES), p.reached] for p in points
+        [series.setup, p.workers, p.runs, p.total_s, *(p.phases_s.get(phase) for phase in PHASES), p.reached]
+        for series in every
+        for p in series.points
     ]
 
 
-def _speedup_rows(points: Sequence[Point]) -> list[list[Any]]:
-    columns = zip(points, speedup(points, _total), speedup(points, _without), strict=True)
-    rows = [[p.workers, p.workers / points[0].workers, with_, without] for p, with_, without in columns]
-    return [["workers", "ideal", "speedup", "speedup_without_communication"], *rows]
+def _speedup_rows(every: Sequence[Series]) -> list[list[Any]]:
+    rows: list[list[Any]] = [["setup", "workers", "ideal", "speedup", "speedup_without_communication"]]
+    for series in every:
+        points = series.points
+        columns = zip(points, speedup(points, _total), speedup(points, _without), strict=True)
+        rows += [[series.setup, p.workers, p.workers / points[0].workers, with_, out] for p, with_, out in columns]
+    return rows
 
 
-def _step_rows(points: Sequence[Point]) -> list[list[Any]]:
-    header = ["workers", *(f"{step}_s" for step in STEPS)]
-    return [header] + [[p.workers, *(p.steps_s.get(step) for step in STEPS)] for p in points]
+def _step_rows(every: Sequence[Series]) -> list[list[Any]]:
+    header = ["setup", "workers", *(f"{step}_s" for step in STEPS)]
+    return [header] + [
+        [series.setup, p.workers, *(p.steps_s.get(step) for step in STEPS)] for series in every for p in series.points
+    ]
 
 
-def _price_rows(points: Sequence[Point], price_per_hour: float | None) -> list[list[Any]]:
-    rows: list[list[Any]] = [["workers", "total_s", "price", "price_index"]]
-    for point, index in zip(points, price_index(points), strict=True):
-        known = price_per_hour is not None and point.total_s is not None
-        price = point.workers * point.total_s / 3600 * price_per_hour if known else None  # type: ignore[operator]
-        rows.append([point.workers, point.total_s, price, index])
+def _price_rows(every: Sequence[Series], price_per_hour: float | None) -> list[list[Any]]:
+    rows: list[list[Any]] = [["setup", "workers", "total_s", "price", "price_index"]]
+    for series in every:
+        for point, index in zip(series.points, price_index(series.points), strict=True):
+            known = price_per_hour is not None and point.total_s is not None
+            price = point.workers * point.total_s / 3600 * price_per_hour if known else None  # type: ignore[operator]
+            rows.append([series.setup, point.workers, point.total_s, price, index])
     return rows
 
 
@@ -213,6 +257,11 @@ def _write_csv(path: Path, rows: Sequence[Sequence[Any]]) -> Path:
     return path
 
 
+def _width(every: Sequence[Series]) -> float:
+    """Inches for a chart with so many bars."""
+    return max(5.5, 0.6 * (len(every) + sum(len(series.points) for series in every)))
+
+
 def _figure(width: float) -> Figure:
     require("matplotlib", "charts")
     from matplotlib.figure import Figure
@@ -220,86 +269,154 @@ def _figure(width: float) -> Figure:
     return Figure(figsize=(width, 4.4), dpi=150, layout="constrained")
 
 
-def _save(figure: Figure, path: Path, points: Sequence[Point]) -> Path:
-    if not all(point.reached for point in points):
+def _save(figure: Figure, path: Path, every: Sequence[Series]) -> Path:
+    if not all(point.reached for series in every for point in series.points):
         figure.supxlabel("* the goal was not reached: all training time is shown", fontsize=8, color=_GREY)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
     return path
 
 
-def _style(axes: Axes, points: Sequence[Point], title: str, y_label: str) -> None:
+def _style(axes: Axes, title: str, y_label: str) -> None:
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("workers")
     axes.set_ylabel(y_label)
-    axes.set_xticks(range(len(points)), [f"{p.workers}{'' if p.reached else '*'}" for p in points])
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_ylim(bottom=0)
 
 
-def _draw_phases(axes: Axes, points: Sequence[Point]) -> None:
+def _blocks(axes: Axes, every: Sequence[Series]) -> list[tuple[int, Point]]:
+    """Places of the bars: one block for each series, a gap between them, the series' label below its first bar."""
+    places: list[tuple[int, Point]] = []
+    ticks: list[str] = []
+    for series in every:
+        start = places[-1][0] + 2 if places else 0
+        for index, point in enumerate(series.points):
+            places.append((start + index, point))
+            label = f"\n{_wrapped(series.label)}" if len(every) > 1 and index == 0 else ""
+            ticks.append(f"{point.workers}{'' if point.reached else '*'}{label}")
+    axes.set_xticks([x for x, _ in places], ticks)
+    axes.set_xlim(-0.6, places[-1][0] + 0.6)
+    return places
+
+
+def _wrapped(label: str) -> str:
+    import textwrap
+
+    return "\n".join(textwrap.wrap(label, 18)[:4])
+
+
+def _draw_phases(axes: Axes, every: Sequence[Series]) -> None:
     """Stacked bars: training time by phase for each number of workers."""
-    bottom = [0.0] * len(points)
+    places = _blocks(axes, every)
+    bottom = [0.0] * len(places)
     for phase in PHASES:
-        heights = [point.phases_s.get(phase, 0.0) for point in points]
+        heights = [point.phases_s.get(phase, 0.0) for _, point in places]
         if any(heights):
-            axes.bar(range(len(points)), heights, bottom=bottom, width=0.6, color=COLORS[phase], label=phase)
+            axes.bar([x for x, _ in places], heights, bottom=bottom, width=0.6, color=COLORS[phase], label=phase)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    for x, top in enumerate(bottom):
+    for (x, _), top in zip(places, bottom, strict=True):
         axes.annotate(f"{top:,.1f} s", (x, top), (0, 3), textcoords="offset points", ha="center", fontsize=9)
-    _style(axes, points, "Training time by phase", "seconds")
+    _style(axes, "Training time by phase", "seconds")
     axes.margins(y=0.12)
-    axes.set_xlim(-0.6, len(points) - 0.4)
     _legend(axes)
 
 
-def _draw_speedup(axes: Axes, points: Sequence[Point]) -> None:
-    """Lines: speed-up with and without communication, and the ideal one."""
-    x = range(len(points))
-    ideal = [point.workers / points[0].workers for point in points]
-    axes.plot(x, ideal, "--", color=_GREY, linewidth=1.2, label="ideal")
-    _line(axes, speedup(points, _without), COLORS["compute"], "without communication", "s")
-    _line(axes, speedup(points, _total), COLORS["communication"], "with communication", "o", labelled=True)
-    _style(axes, points, f"Speed-up over {_count(points[0].workers)}", "times faster")
+def _draw_steps(axes: Axes, every: Sequence[Series]) -> None:
+    """Grouped bars: time of every step for each number of workers."""
+    places = _blocks(axes, every)
+    steps = [step for step in STEPS if any(step in point.steps_s for _, point in places)]
+    width = 0.8 / max(len(steps), 1)
+    shades = {"batch_load": 1.0, "fwd_pass": 0.45, "comp_loss": 0.6, "backprop": 0.8, "opt_step": 1.0}
+    for index, step in enumerate(steps):
+        x = [place - 0.4 + (index + 0.5) * width for place, _ in places]
+        heights = [point.steps_s.get(step, 0.0) for _, point in places]
+        color = COLORS[STEPS[step]]
+        axes.bar(x, heights, width=width * 0.92, color=color, alpha=shades.get(step, 1.0), label=STEP_LABELS[step])
+    _style(axes, "Training time by step", "seconds")
+    _legend(axes)
+
+
+def _draw_speedup(axes: Axes, every: Sequence[Series]) -> None:
+    """Lines: speed-up with and without communication, and the ideal one for each number to start from."""
+    ticks = _shared_ticks(axes, every)
+    starts = sorted({series.points[0].workers for series in every})
+    for start in starts:
+        ideal = {k: k / start for k in ticks if k >= start}
+        axes.plot([ticks[k] for k in ideal], list(ideal.values()), "--", color=_GREY, linewidth=1.2)
+    axes.lines[0].set_label("ideal")
+    single = len(every) == 1
+    for series, color in zip(every, _colors(len(every)), strict=True):
+        names = ("without communication", "with communication") if single else (None, series.label)
+        _line(
+            axes,
+            ticks,
+            series,
+            speedup(series.points, _without),
+            COLORS["compute"] if single else color,
+            names[0],
+            "s:",
+        )
+        _line(
+            axes,
+            ticks,
+            series,
+            speedup(series.points, _total),
+            COLORS["communication"] if single else color,
+            names[1],
+            "o-",
+        )
+    if not single:
+        axes.plot([], [], "s:", color=_GREY, label="without communication")
+    over = _count(starts[0]) if len(starts) == 1 else "the fewest workers of each series"
+    _style(axes, f"Speed-up over {over}", "times faster")
     axes.margins(x=0.12, y=0.12)
     _legend(axes)
 
 
-def _draw_steps(axes: Axes, points: Sequence[Point]) -> None:
-    """Grouped bars: time of every step for each number of workers."""
-    steps = [step for step in STEPS if any(step in point.steps_s for point in points)]
-    width = 0.8 / max(len(steps), 1)
-    shades = {"batch_load": 1.0, "fwd_pass": 0.45, "comp_loss": 0.6, "backprop": 0.8, "opt_step": 1.0}
-    for index, step in enumerate(steps):
-        x = [position - 0.4 + (index + 0.5) * width for position in range(len(points))]
-        heights = [point.steps_s.get(step, 0.0) for point in points]
-        color = COLORS[STEPS[step]]
-        axes.bar(x, heights, width=width * 0.92, color=color, alpha=shades.get(step, 1.0), label=STEP_LABELS[step])
-    _style(axes, points, "Training time by step", "seconds")
-    _legend(axes)
-
-
-def _draw_price(axes: Axes, points: Sequence[Point]) -> None:
+def _draw_price(axes: Axes, every: Sequence[Series]) -> None:
     """Line: the price index, with the limit below which more workers pay for themselves."""
+    ticks = _shared_ticks(axes, every)
     axes.axhline(1.0, linestyle="--", color=_GREY, linewidth=1.2, label="workers pay for themselves below")
-    _line(axes, price_index(points), COLORS["compute"], "price index", "o", labelled=True)
-    _style(axes, points, "Price index", "price increase / performance increase")
+    for series, color in zip(every, _colors(len(every)), strict=True):
+        name = "price index" if len(every) == 1 else series.label
+        _line(axes, ticks, series, price_index(series.points), color, name, "o-")
+    _style(axes, "Price index", "price increase / performance increase")
     axes.margins(x=0.12, y=0.15)
     _legend(axes)
 
 
+def _shared_ticks(axes: Axes, every: Sequence[Series]) -> dict[int, int]:
+    """Places of the numbers of workers on the axis that all series share."""
+    workers = sorted({point.workers for series in every for point in series.points})
+    missed = {point.workers for series in every for point in series.points if not point.reached}
+    axes.set_xticks(range(len(workers)), [f"{k}{'*' if k in missed else ''}" for k in workers])
+    return {k: place for place, k in enumerate(workers)}
+
+
+def _colors(count: int) -> list[str]:
+    return [_SERIES_COLORS[index % len(_SERIES_COLORS)] for index in range(count)]
+
+
 def _line(
-    axes: Axes, values: Sequence[float | None], color: str, label: str, marker: str, labelled: bool = False
+    axes: Axes,
+    ticks: Mapping[int, int],
+    series: Series,
+    values: Sequence[float | None],
+    color: str,
+    label: str | None,
+    style: str,
 ) -> None:
-    known = [(x, value) for x, value in enumerate(values) if value is not None]
+    """A line through the values of a series; a full line has its values written below it."""
+    pairs = zip(series.points, values, strict=True)
+    known = [(ticks[point.workers], value) for point, value in pairs if value is not None]
     if not known:
         return
-    axes.plot(*zip(*known, strict=True), marker=marker, color=color, linewidth=2, label=label)
-    if labelled:
-        for x, value in known:
-            axes.annotate(f"{value:.2f}", (x, value), (0, -14), textcoords="offset points", ha="center", fontsize=9)
+    axes.plot(*zip(*known, strict=True), style, color=color, linewidth=2, label=label)
+    for x, value in known if style.endswith("-") else ():
+        axes.annotate(f"{value:.2f}", (x, value), (0, -14), textcoords="offset points", ha="center", fontsize=9)
 
 
 def _legend(axes: Axes) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mlbench_core.cli import _settings
-from mlbench_core.cli._output import number, print_table
+from mlbench_core.cli._output import clean, number, print_table, remark
+from mlbench_core.cli._setups import Setup
 from mlbench_core.errors import ConfigurationError
 
-__all__ = ["PHASES", "STEPS", "RunResult", "load_folder", "print_results", "save"]
+__all__ = ["PHASES", "STEPS", "RunResult", "comparable", "load_folder", "matches", "print_results", "save"]
 
 Metrics = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -34,7 +35,14 @@ STEPS: dict[str, str] = {
 PHASES = ("compute", "communication", "metrics", "data")
 """Phases of the training time, in the order in which charts stack them."""
 
+UNKNOWN = "unknown"
+"""State of a run that came without its record: a zip file of an earlier version."""
+
 _NAME_IN_ZIP = re.compile(r"(?:^|/)result_(.+)\.json$")
+_NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
+# "80% Top 1 Validation Accuracy reached in 407.123 seconds, Compute: 300.000 seconds, Communication: 80.500 seconds"
+_TIME_IN_RESULT = re.compile(rf"\b(?:in|after) {_NUMBER} seconds", re.IGNORECASE)
+_PHASE_IN_RESULT = re.compile(rf"\b(Compute|Communication|Metrics|Preprocess): {_NUMBER} seconds")
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,9 @@ class RunResult:
 
     Attributes:
         name: The run's name.
-        workers: How many workers it had.
-        state: State in the master.
+        workers: Number of its workers.
+        state: State in the master, ``"unknown"`` without the run's record.
+        setup: What it executed; only runs with equal setups can be compared.
         goal_reached: Whether it reached its goal.
         time_to_goal_s: Training time until then.
         train_s: All training time, validation left out.
@@ -59,8 +68,9 @@ class RunResult:
     """
 
     name: str
-    workers: int
+    workers: int | None
     state: str = "finished"
+    setup: Setup = field(default_factory=Setup)
     goal_reached: bool | None = None
     time_to_goal_s: float | None = None
     train_s: float | None = None
@@ -94,29 +104,32 @@ class RunResult:
     def from_metrics(cls, metrics: Metrics, run: Mapping[str, Any]) -> RunResult:
         """Read the result from a run's metrics.
 
-        The metric ``summary @ 0``, which a training script posts at its end, is believed first; the cumulative times
-        of the steps fill in for a run without one.
+        The metric ``summary @ 0``, which a training script posts at its end, is believed first. A run without one has
+        reached its goal if there is a ``TaskResult @ 0``: its text names the times, and the cumulative times of the
+        steps at that moment fill in.
 
         Args:
             metrics: Entries of every metric, oldest first: ``{name: [{"date", "value", ...}, ...]}``.
-            run: The run as the master describes it; ``name``, ``num_workers`` and ``state`` are used.
+            run: The run as the master describes it: ``name``, ``num_workers``, ``state``, and what :class:`Setup`
+                reads. A run without a state counts as unknown.
         """
         summary = _summary(metrics)
-        steps = {step: s for step in STEPS if (s := _last(metrics, f"global_cum_{step} @ 0")) is not None}
-        phases = _phases(_times(summary), steps)
         times = _times(summary)
-        result = _last(metrics, "TaskResult @ 0")
-        to_goal = _float(summary.get("time_to_goal_s")) if summary else result
+        steps = _steps(metrics, "global_cum") or _steps(metrics, "cum")
+        result = _last_text(metrics, "TaskResult @ 0")
         reached = summary.get("goal_reached")
-        name = str(run.get("name") or "run")
+        if not isinstance(reached, bool):
+            reached = True if result else None
+        workers = _workers(run, summary, metrics)
         return cls(
-            name=name,
-            workers=_workers(run, summary, name, metrics),
-            state=str(run.get("state") or "finished"),
-            goal_reached=reached if isinstance(reached, bool) else (True if result is not None else None),
-            time_to_goal_s=to_goal,
+            name=str(run.get("name") or "run"),
+            workers=workers,
+            state=str(run.get("state") or UNKNOWN),
+            setup=Setup.of(run, workers),
+            goal_reached=reached,
+            time_to_goal_s=_time_to_goal(summary, result, metrics) if reached else None,
             train_s=_first(_float(times.get("train")), _last(metrics, "TotalCumulativeTrainTime @ 0")),
-            phases_s=phases,
+            phases_s=_phases(times, steps) or _phases(_times_in(result), {}),
             exposed_communication_s=_float(times.get("exposed_communication")),
             validation_s=_float(times.get("validation")),
             steps_s=steps,
@@ -164,15 +177,38 @@ def _phases(times: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, f
     return {phase: phases[phase] for phase in PHASES if phase in phases}
 
 
-def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], name: str, metrics: Metrics) -> int:
+def _steps(metrics: Metrics, prefix: str) -> dict[str, float]:
+    return {step: s for step in STEPS if (s := _last(metrics, f"{prefix}_{step} @ 0")) is not None}
+
+
+def _time_to_goal(summary: Mapping[str, Any], result: str, metrics: Metrics) -> float | None:
+    in_text = _TIME_IN_RESULT.search(result)
+    return _first(
+        _float(summary.get("time_to_goal_s")),
+        _float(result),  # a goal may answer with the bare number of seconds
+        _float(in_text[1]) if in_text else None,
+        _last(metrics, "TotalCumulativeTrainTime @ 0"),
+    )
+
+
+def _times_in(result: str) -> dict[str, str]:
+    """The times of the phases that the text of a goal names."""
+    return {match[1].lower(): match[2] for match in _PHASE_IN_RESULT.finditer(result)}
+
+
+def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], metrics: Metrics) -> int | None:
+    """The number of workers; the name of a run says nothing about it (``exp-2024``)."""
     for value in (run.get("num_workers"), summary.get("workers")):
-        if isinstance(value, int | float) and value >= 1:
+        if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1:
             return int(value)
     ranks = {match[1] for metric in metrics if (match := re.search(r" @ (\d+)$", metric))}
-    if len(ranks) > 1:
-        return len(ranks)
-    suffix = re.search(r"-(\d+)$", name)
-    return max(int(suffix[1]), 1) if suffix else 1
+    return len(ranks) if len(ranks) > 1 else None
+
+
+def _last_text(metrics: Metrics, name: str) -> str:
+    entries = metrics.get(name) or ()
+    value = entries[-1].get("value") if entries else None
+    return "" if value is None else str(value).strip()
 
 
 def _last(metrics: Metrics, name: str) -> float | None:
@@ -211,36 +247,44 @@ def save(path: Path, run: Mapping[str, Any], metrics: Metrics) -> None:
         temporary.write_text(json.dumps({"run": dict(run), "metrics": dict(metrics)}, indent=1), encoding="utf-8")
 
 
-def load_folder(folder: Path, pattern: str | None = None) -> list[RunResult]:
+def load_folder(folder: Path) -> list[RunResult]:
     """Read every result in a folder: JSON files of ``run --wait`` and zip files of ``download``.
 
     Args:
-        folder: Where they lie.
-        pattern: Only runs whose name matches: a pattern of the shell, or a part of the name.
+        folder: Where they lie; a folder that does not exist has none.
 
     Returns:
-        Results, fewest workers first, then by name. JSON files of another kind are passed over.
+        Results, fewest workers first, then by name. Files of another kind are passed over.
 
     Raises:
-        ConfigurationError: There is no result, or a zip file is damaged.
+        ConfigurationError: A zip file is damaged.
     """
-    results = []
-    for path in sorted(folder.iterdir()):
-        loaded = {".json": _load_json, ".zip": _load_zip}.get(path.suffix, lambda _: None)(path)
-        if loaded is not None and _matches(loaded.name, pattern):
-            results.append(loaded)
-    if not results:
-        which = f" of a run that matches {pattern!r}" if pattern else ""
-        raise ConfigurationError(
-            f"no result{which} in {folder}: it needs files of 'mlbench run --wait' (.json) or 'mlbench download' (.zip)"
-        )
-    return sorted(results, key=lambda result: (result.workers, result.name))
+    if not folder.is_dir():
+        return []
+    readers = {".json": _load_json, ".zip": _load_zip}
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix in readers]
+    results = [result for path in paths if (result := readers[path.suffix](path)) is not None]
+    return sorted(results, key=lambda result: (result.workers or 0, result.name))
 
 
-def _matches(name: str, pattern: str | None) -> bool:
+def matches(name: str, pattern: str | None) -> bool:
+    """Whether a run's name matches: a pattern of the shell, or a part of the name. No pattern matches all."""
     if not pattern:
         return True
     return fnmatch.fnmatchcase(name, pattern) if any(c in pattern for c in "*?[") else pattern in name
+
+
+def comparable(results: Sequence[RunResult]) -> list[RunResult]:
+    """The results that charts may show; the reason why another one is left out goes to standard error."""
+    kept = []
+    for result in results:
+        if result.state not in ("finished", UNKNOWN):
+            remark(f"{clean(result.name)} is {clean(result.state)}, which is not a result: left out of the charts")
+        elif result.workers is None:
+            remark(f"{clean(result.name)} does not say how many workers it had: left out of the charts")
+        else:
+            kept.append(result)
+    return kept
 
 
 def _load_json(path: Path) -> RunResult | None:
@@ -254,31 +298,41 @@ def _load_json(path: Path) -> RunResult | None:
     return RunResult.from_metrics(content["metrics"], run if isinstance(run, dict) else {"name": path.stem})
 
 
-def _load_zip(path: Path) -> RunResult:
+def _load_zip(path: Path) -> RunResult | None:
     metrics: dict[str, Any] = {}
     run: dict[str, Any] = {"name": path.stem.removeprefix("results_")}
+    workers = 0
     try:
         with zipfile.ZipFile(path) as archive:
-            for name in archive.namelist():
+            names = archive.namelist()
+            for name in names:
                 if name == "run.json":
-                    run.update(json.loads(archive.read(name)))
-                match = _NAME_IN_ZIP.search(name)
-                if match:
+                    record = json.loads(archive.read(name))
+                    run.update(record if isinstance(record, dict) else {})
+                elif name == "official_result.txt":
+                    text = archive.read(name).decode("utf-8", errors="replace")
+                    metrics.setdefault("TaskResult @ 0", [{"value": text}])
+                elif name.startswith("pod_"):
+                    workers += 1
+                elif match := _NAME_IN_ZIP.search(name):
                     content = json.loads(archive.read(name))
                     metrics.update(content if isinstance(content, dict) else {match[1]: content})
     except (zipfile.BadZipFile, ValueError) as error:
         raise ConfigurationError(f"{path} is damaged ({error}); download it again") from error
+    if not any(_NAME_IN_ZIP.search(name) or name == "run.json" for name in names):
+        return None
+    if workers:  # one file for each worker
+        run.setdefault("num_workers", workers)
     return RunResult.from_metrics(metrics, run)
 
 
 def print_results(results: Sequence[RunResult]) -> None:
     """Write the table of results: one row a run, ``-`` for what it did not report."""
-    reached = {True: "yes", False: "no", None: "-"}
     rows = [
         (
             result.name,
-            result.workers,
-            result.state if result.state != "finished" else reached[result.goal_reached],
+            "-" if result.workers is None else result.workers,
+            _outcome(result),
             number(result.total_s),
             *(number(result.phases_s.get(phase)) for phase in PHASES),
             number(result.samples_per_s, 0),
@@ -287,3 +341,10 @@ def print_results(results: Sequence[RunResult]) -> None:
     ]
     header = ("RUN", "WORKERS", "REACHED", "SECONDS", "COMPUTE", "COMMUNICATION", "METRICS", "DATA", "SAMPLES/S")
     print_table(header, rows, right=(1, 3, 4, 5, 6, 7, 8))
+
+
+def _outcome(result: RunResult) -> str:
+    """Whether the goal was reached, or why that cannot be said."""
+    if result.state != "finished" and not (result.state == UNKNOWN and result.goal_reached is not None):
+        return result.state
+    return {True: "yes", False: "no", None: "-"}[result.goal_reached]

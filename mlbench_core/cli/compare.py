@@ -14,6 +14,7 @@ from mlbench_core.cli._client import FINAL_STATES, MasterClient
 from mlbench_core.cli._embedded import connect
 from mlbench_core.cli._output import dashboard_option, json_option, number, print_json, print_table, remark
 from mlbench_core.cli._results import RunResult
+from mlbench_core.cli._setups import Setup
 from mlbench_core.errors import MasterRequestError
 
 __all__ = ["compare", "confidence_95"]
@@ -63,12 +64,12 @@ def confidence_95(values: Sequence[float]) -> tuple[float, float] | None:
 def compare(names: tuple[str, ...], dashboard_url: str | None, as_json: bool) -> None:
     """Compare the runs NAME... (patterns with *?[] too).
 
-    Runs of the same command with the same workers, backend and target are repeats: their mean, standard deviation and
-    the 95 % confidence interval of the mean are shown.
+    Runs of the same task or command with the same arguments (but for the seed), workers, backend, resources and target
+    are repeats: their mean, standard deviation and the 95 % confidence interval of the mean are shown.
     """
     with connect(dashboard_url) as client:
         runs = _select(client, names)
-        groups: dict[tuple[Any, ...], list[RunResult]] = {}
+        groups: dict[tuple[Setup, int | None], list[RunResult]] = {}
         for run in runs:
             if run.get("state") not in FINAL_STATES:
                 remark(f"{run['name']} has not ended: left out")
@@ -76,11 +77,11 @@ def compare(names: tuple[str, ...], dashboard_url: str | None, as_json: bool) ->
                 remark(f"{run['name']} is {run.get('state')}, which is no result: left out")
             else:
                 result = RunResult.from_metrics(client.metrics(run["id"]), run)
-                groups.setdefault(_kind(run), []).append(result)
+                groups.setdefault((result.setup, result.workers), []).append(result)
     if not groups:
         raise MasterRequestError("none of these runs has finished: nothing to compare")
-    rows = [_row(groups[kind]) for kind in sorted(groups, key=str)]
-    rows.sort(key=lambda row: row["workers"])
+    kinds = sorted(groups, key=lambda kind: (kind[1] or 0, str(kind[0])))
+    rows = [_row(groups[kind]) for kind in kinds]
     if as_json:
         print_json(rows)
     else:
@@ -96,26 +97,11 @@ def _select(client: MasterClient, names: Sequence[str]) -> list[dict[str, Any]]:
     return list(chosen.values())
 
 
-def _kind(run: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two runs must have in common to be repeats of each other."""
-    keys = (
-        "num_workers",
-        "backend",
-        "image",
-        "command",
-        "gpu_enabled",
-        "light_target",
-        "num_cpus",
-        "task",
-        "arguments",
-    )
-    return tuple(str(run.get(key)) for key in keys)
-
-
 def _row(results: Sequence[RunResult]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "runs": [result.name for result in results],
         "workers": results[0].workers,
+        "setup": str(results[0].setup),
         "reached": sum(result.goal_reached is True for result in results),
     }
     for measure, get in MEASURES.items():
@@ -137,7 +123,7 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
         table.append(
             (
                 _short(row["runs"]),
-                row["workers"],
+                "-" if row["workers"] is None else row["workers"],
                 f"{row['reached']}/{len(row['runs'])}",
                 number(row["seconds"]["mean"]),
                 number(row["seconds"]["spread"], 2),

@@ -295,7 +295,7 @@ def _follow(
 
 def _draw(folder: Path, results: Sequence[_results.RunResult]) -> Path | None:
     """Draw the overview of the runs that came to something; without matplotlib only say so."""
-    drawable = [result for result in results if result.phases_s]
+    drawable = [result for result in _results.comparable(results) if result.phases_s]
     if not drawable:
         return None
     try:

@@ -12,7 +12,9 @@ import pytest
 
 from mlbench_core.cli import _plots
 from mlbench_core.cli._results import RunResult, load_folder, save
+from mlbench_core.cli._setups import Setup, labels
 from mlbench_core.cli.compare import confidence_95
+from mlbench_core.evaluation.goals import time_to_accuracy_goal
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster, entry, summary
 
@@ -52,10 +54,57 @@ def test_steps_fill_in_for_a_missing_summary() -> None:
     metrics["TotalCumulativeTrainTime @ 0"] = [entry(50.0)]
     result = RunResult.from_metrics(metrics, {"name": "a-2", "state": "finished"})
     assert result.phases_s == {"compute": 40.0, "communication": 8.0, "data": 2.0}
-    assert (result.workers, result.total_s, result.goal_reached) == (2, 50.0, None)
+    assert (result.workers, result.total_s, result.goal_reached) == (None, 50.0, None)
     metrics["TaskResult @ 0"] = [entry(45.0)]
     result = RunResult.from_metrics(metrics, {"name": "a", "state": "finished"})
-    assert (result.workers, result.total_s, result.goal_reached) == (1, 45.0, True)
+    assert (result.total_s, result.goal_reached) == (45.0, True)
+
+
+def reached(train_s: float, accuracy: float = 80.2) -> str:
+    """What a script of version 3.0 posts as ``TaskResult``: its goal's text."""
+
+    class Clock:
+        get_total_train_time = staticmethod(lambda: train_s)
+        get_total_compute_time = staticmethod(lambda: 300.0)
+        get_total_communication_time = staticmethod(lambda: 80.5)
+        get_total_metrics_time = staticmethod(lambda: 20.0)
+        get_total_preprocess_time = staticmethod(lambda: 6.5)
+
+    text = time_to_accuracy_goal(80)("val_global_Prec@1", accuracy, Clock())  # type: ignore[arg-type]
+    assert text is not None
+    return text
+
+
+def test_the_text_of_a_goal_counts_as_reached() -> None:
+    metrics: dict[str, list[dict[str, object]]] = {"TaskResult @ 0": [entry(reached(407.123))]}
+    result = RunResult.from_metrics(metrics, {"name": "a", "num_workers": 2, "state": "finished"})
+    assert (result.goal_reached, result.time_to_goal_s, result.samples_per_s) == (True, 407.123, None)
+    assert result.phases_s == {"compute": 300.0, "communication": 80.5, "metrics": 20.0, "data": 6.5}
+    metrics |= {"TotalCumulativeTrainTime @ 0": [entry(407.1234)], "global_cum_agg @ 0": [entry(80.0)]}
+    result = RunResult.from_metrics(metrics, {"name": "a", "num_workers": 2, "state": "finished"})
+    assert (result.time_to_goal_s, result.train_s, result.phases_s) == (407.123, 407.1234, {"communication": 80.0})
+    after = [entry("71.5% Top 1 Validation Accuracy after 7201.5 seconds, Compute: 1.0 seconds")]
+    assert RunResult.from_metrics({"TaskResult @ 0": after}, {"name": "a"}).time_to_goal_s == 7201.5
+
+
+def test_the_text_of_a_goal_of_ones_own_counts_as_reached() -> None:
+    metrics = {"TaskResult @ 0": [entry("done")], "TotalCumulativeTrainTime @ 0": [entry(12.5)]}
+    result = RunResult.from_metrics(metrics, {"name": "a", "state": "finished"})
+    assert (result.goal_reached, result.time_to_goal_s, result.total_s) == (True, 12.5, 12.5)
+    assert RunResult.from_metrics({"TaskResult @ 0": [entry("")]}, {"name": "a"}).goal_reached is None
+
+
+def test_cumulative_times_fill_in_for_a_goal_that_was_not_reached() -> None:
+    metrics = {"cum_agg @ 0": [entry(4.0), entry(8.0)], "cum_fwd_pass @ 0": [entry(5.0), entry(10.0)]}
+    result = RunResult.from_metrics(metrics | {"cum_agg @ 1": [entry(9.0)]}, {"name": "a"})
+    assert (result.phases_s, result.total_s) == ({"compute": 10.0, "communication": 8.0}, 18.0)
+    assert result.workers == 2, "each worker sends its own"
+
+
+@pytest.mark.parametrize("name", ["exp-2024", "a-4", "run"])
+def test_the_number_of_workers_is_never_read_from_the_name(name: str) -> None:
+    assert RunResult.from_metrics({}, {"name": name}).workers is None
+    assert RunResult.from_metrics({}, {"name": name, "num_workers": 3}).workers == 3
 
 
 def test_flat_summary_of_the_tracker() -> None:
@@ -84,12 +133,137 @@ def test_damaged_summary_counts_as_missing(damaged: str) -> None:
 
 def test_zip_and_json_give_the_same_result(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "zips"
-    target.mkdir()
-    with zipfile.ZipFile(target / "demo-2.zip", "w") as archive:
-        archive.writestr("result_summary @ 0.json", json.dumps(metrics_of(2, 40.0, 8.0)["summary @ 0"]))
-        archive.writestr("pod_demo-2-worker-0.json", "{}")
-        archive.writestr("official_result.txt", "49.5")
-    assert load_folder(target) == load_folder(folder, "demo-2")
+    run = {"name": "demo-2", "num_workers": 2, "state": "finished"}
+    metrics = {"summary @ 0": metrics_of(2, 40.0, 8.0)["summary @ 0"]}
+    write_zip(target / "any name.zip", run, **metrics)
+    assert load_folder(target) == [result for result in load_folder(folder) if result.name == "demo-2"]
+
+
+def write_zip(path: Path, run: dict[str, object] | None, result: str = "", pods: int = 2, **metrics: object) -> None:
+    """A download; ``run=None`` is one of an earlier version."""
+    path.parent.mkdir(exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        if run is not None:
+            archive.writestr("run.json", json.dumps(run))
+        for name, entries in metrics.items():
+            archive.writestr(f"result_{name}.json", json.dumps(entries))
+        for rank in range(pods):
+            archive.writestr(f"pod_x-worker-{rank}.json", "{}")
+        archive.writestr("official_result.txt", result)
+
+
+def test_a_zip_tells_the_state_of_its_run(tmp_path: Path, call: Call) -> None:
+    times: dict[str, object] = {"cum_agg @ 0": [entry(8.0)], "cum_fwd_pass @ 0": [entry(40.0)]}
+    write_zip(tmp_path / "a.zip", {"name": "bad", "num_workers": 1, "state": "failed"}, **times)
+    write_zip(tmp_path / "b.zip", {"name": "good", "num_workers": 2, "state": "finished"}, **times)
+    shown = call("charts", str(tmp_path))
+    table = [line.split()[:4] for line in shown.stdout.splitlines()]
+    assert table[1:3] == [["bad", "1", "failed", "48.0"], ["good", "2", "-", "48.0"]]
+    assert "bad is failed, which is not a result: left out of the charts" in shown.stderr
+    assert [row["workers"] for row in rows(tmp_path / "speedup.csv")] == ["2"]
+
+
+def test_a_zip_without_a_record_is_honest(tmp_path: Path, call: Call) -> None:
+    times: dict[str, object] = {"cum_agg @ 0": [entry(8.0)]}
+    write_zip(tmp_path / "exp-2024.zip", None, **times)
+    write_zip(tmp_path / "results.zip", None, reached(407.123), **times)
+    write_zip(tmp_path / "none.zip", None, pods=0, **times)
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+        archive.writestr("me.png", "")
+    shown = call("charts", str(tmp_path))
+    table = [line.split()[:4] for line in shown.stdout.splitlines()]
+    assert table[1:4] == [
+        ["none", "-", "unknown", "8.0"],
+        ["exp-2024", "2", "unknown", "8.0"],
+        ["results", "2", "yes", "407.1"],
+    ]
+    assert "none does not say how many workers it had: left out of the charts" in shown.stderr
+    written = [(row["setup"], row["runs"]) for row in rows(tmp_path / "total_time_by_phase.csv")]
+    assert written == [("exp-2024", "1"), ("results", "1")], "unknown runs of other names are never averaged"
+
+
+TASK = "/opt/benchmarks/task1a_resnet20_cifar10/main.py --run_id {run_id} --backend {backend}"
+
+
+def a_run(name: str, workers: int, command: str = TASK, **fields: object) -> dict[str, object]:
+    fields = {
+        "backend": "gloo",
+        "gpu_enabled": False,
+        "light_target": False,
+        "num_cpus": 1.0,
+        "state": "finished",
+    } | fields
+    return {"name": name, "num_workers": workers, "command": command, "image": "task1a_resnet20_cifar10", **fields}
+
+
+def test_charts_average_only_what_is_comparable(tmp_path: Path, call: Call) -> None:
+    runs = [
+        (a_run("a-1", 1), 80.0),
+        (a_run("again-1", 1, f"{TASK} --seed 7", image="other/name"), 90.0),
+        (a_run("a-2", 2), 40.0),
+        (a_run("ddp-1", 1, f"{TASK} --optimizer ddp"), 60.0),
+        (a_run("ddp-2", 2, f"{TASK} --optimizer ddp"), 20.0),
+        (a_run("mpi-2", 2, backend="mpi"), 30.0),
+        (a_run("light-2", 2, f"{TASK} --light", light_target=True), 10.0),
+        (a_run("own-2", 2, "python own.py --depth 3", image="custom_image"), 5.0),
+        (a_run("cores-2", 2, num_cpus=4.0), 25.0),
+    ]
+    for run, compute in runs:
+        save(tmp_path / f"{run['name']}.json", run, metrics_of(int(str(run["num_workers"])), compute, 0.0))
+    call("charts", str(tmp_path))
+    plain = "task 1a, gloo, CPU, 1 core"
+    phases = {(row["setup"], row["workers"]): row for row in rows(tmp_path / "total_time_by_phase.csv")}
+    assert {key: (row["runs"], float(row["compute_s"])) for key, row in phases.items()} == {
+        (plain, "1"): ("2", 85.0),
+        (plain, "2"): ("1", 40.0),
+        ("task 1a, --optimizer ddp, gloo, CPU, 1 core", "1"): ("1", 60.0),
+        ("task 1a, --optimizer ddp, gloo, CPU, 1 core", "2"): ("1", 20.0),
+        ("task 1a, mpi, CPU, 1 core", "2"): ("1", 30.0),
+        ("task 1a, gloo, CPU, light goal, 1 core", "2"): ("1", 10.0),
+        ("own.py, --depth 3, gloo, CPU, 1 core", "2"): ("1", 5.0),
+        ("task 1a, gloo, CPU, 4 cores", "2"): ("1", 25.0),
+    }
+    gains = {(row["setup"], row["workers"]): float(row["speedup"]) for row in rows(tmp_path / "speedup.csv")}
+    assert gains[plain, "2"] == pytest.approx(86.5 / 41.5)
+    assert gains["task 1a, --optimizer ddp, gloo, CPU, 1 core", "2"] == pytest.approx(61.5 / 21.5)
+    assert gains["task 1a, mpi, CPU, 1 core", "2"] == 1.0, "a series of its own starts at its fewest workers"
+
+
+def test_labels_name_what_differs() -> None:
+    setups = [Setup.of(a_run("a", 1)), Setup.of(a_run("b", 1, f"{TASK} --optimizer ddp --epochs 3", backend="mpi"))]
+    assert list(labels(setups).values()) == ["--optimizer ddp, --epochs 3, mpi", "gloo"]
+    assert list(labels(setups[:1]).values()) == ["default"]
+    twice = [Setup("/a/x.py"), Setup("/b/x.py")]
+    assert sorted(labels(twice).values()) == ["default", "default #2"]
+
+
+def test_charts_ask_the_master_when_the_folder_has_no_results(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
+    fake.add("a-1", 1, summary=json.dumps(summary(1, 80.0, 0.0)))
+    fake.add("a-2", 2, summary=json.dumps(summary(2, 40.0, 8.0)))
+    fake.add("bad-2", 2, "failed", summary=json.dumps(summary(2, 1.0, 1.0)))
+    fake.add("b-4", 4, summary=json.dumps(summary(4, 2.0, 2.0)))
+    folder = tmp_path / "new" / "charts"
+    told = call("charts", str(folder), "-f", "a-").stdout
+    assert [line.split()[0] for line in told.splitlines()[1:3]] == ["a-1", "a-2"]
+    assert [float(row["speedup"]) for row in rows(folder / "speedup.csv")] == pytest.approx([1.0, 81.5 / 49.5])
+    call("charts", str(folder), "-u", fake.url)
+    assert [row["workers"] for row in rows(folder / "speedup.csv")] == ["1", "2", "4"], "failed runs are not asked for"
+    error = call("charts", str(folder), "-f", "bad", code=1).stderr
+    assert error == "mlbench: no run that matches 'bad' at the master has finished: nothing to draw\n"
+
+
+def test_an_address_wins_over_the_results_in_the_folder(fake: FakeMaster, call: Call, folder: Path) -> None:
+    fake.add("a-8", 8, summary=json.dumps(summary(8, 80.0, 0.0)))
+    call("charts", str(folder))
+    assert [row["workers"] for row in rows(folder / "speedup.csv")] == ["1", "2", "4"]
+    call("charts", str(folder), "-u", fake.url)
+    assert [row["workers"] for row in rows(folder / "speedup.csv")] == ["8"]
+
+
+def test_no_results_and_no_master(call: Call, tmp_path: Path) -> None:
+    error = call("charts", str(tmp_path / "none"), code=1).stderr
+    assert "no result in" in error and "and no master is running: start one with 'mlbench master'" in error
+    assert not (tmp_path / "none").exists()
 
 
 def test_charts_are_written_with_their_figures(folder: Path, call: Call) -> None:
@@ -120,8 +294,7 @@ def test_published_price_index() -> None:
 def test_filter_and_output(folder: Path, call: Call, tmp_path: Path) -> None:
     call("charts", str(folder), "--filter", "demo-[12]", "--output", str(tmp_path / "c"))
     assert [row["workers"] for row in rows(tmp_path / "c" / "speedup.csv")] == ["1", "2"]
-    assert "no result of a run that matches 'x'" in call("charts", str(folder), "--filter", "x", code=1).stderr
-    call("charts", str(folder / "missing"), code=2)
+    assert "no run that matches 'x' in" in call("charts", str(folder), "--filter", "x", code=1).stderr
 
 
 def test_damaged_zip(tmp_path: Path, call: Call) -> None:
@@ -130,7 +303,7 @@ def test_damaged_zip(tmp_path: Path, call: Call) -> None:
 
 
 def test_results_without_times(tmp_path: Path, call: Call) -> None:
-    save(tmp_path / "a.json", {"name": "a"}, {"x @ 0": [entry(1)]})
+    save(tmp_path / "a.json", {"name": "a", "num_workers": 1}, {"x @ 0": [entry(1)]})
     assert "none of the runs reported a time" in call("charts", str(tmp_path), code=1).stderr
 
 
