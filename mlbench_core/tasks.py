@@ -322,7 +322,7 @@ def find_image(image: str) -> tuple[Task, Image]:
         ('1a', ('--optimizer', 'ddp'))
     """
     wanted = image.strip().lower().removeprefix("docker.io/")
-    name = wanted.removeprefix("mlbench/").partition(":")[0]
+    name = wanted.removeprefix("mlbench/").partition(":")[0].replace("_", "-")
     for task in TASKS.values():
         for candidate in task.images:
             names = [known.lower() for known in (candidate.name, candidate.title, *candidate.other_names)]

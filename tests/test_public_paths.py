@@ -37,6 +37,8 @@ mlbench_core.api
     get_worker_pods()
     post_metric(run_id, name, value, cumulative=False, metadata='', date=None)
 mlbench_core.cli
+  cli, cli_group   (importable from here)
+mlbench_core.cli.cli
   cli_group   (importable from here)
 mlbench_core.controlflow.pytorch
   compute_train_batch_metrics, prepare_batch, record_train_batch_stats, record_validation_stats, validation_round   (importable from here)

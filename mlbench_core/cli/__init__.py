@@ -11,9 +11,10 @@ Example:
 
 from __future__ import annotations
 
+from mlbench_core.cli import cli
 from mlbench_core.cli._group import cli_group
 
-__all__ = ["cli_group", "main"]
+__all__ = ["cli", "cli_group", "main"]
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import click
 
 from mlbench_core.errors import MLBenchError
 
-__all__ = ["COMMANDS", "LazyGroup", "cli_group"]
+__all__ = ["COMMANDS", "MOVED", "LazyGroup", "cli_group"]
 
 
 class LazyCommand(NamedTuple):
@@ -39,6 +39,17 @@ COMMANDS: dict[str, LazyCommand] = {
     "stop": LazyCommand(_HERE + "runs", "stop", "Stop runs and keep their metrics."),
     "tasks": LazyCommand(_HERE + "tasks", "tasks", "List the benchmark tasks with their goals."),
 }
+
+
+_ADDRESS = "name the master with --dashboard-url or MLBENCH_MASTER_URL"
+MOVED: dict[str, str] = {
+    "create-cluster": "on one machine 'mlbench run' needs no cluster; create one with the tools of its provider, start "
+    f"'mlbench master' on it and {_ADDRESS}",
+    "delete-cluster": "delete a cluster with the tools of its provider; 'mlbench master --stop' ends the master here",
+    "list-clusters": f"{_ADDRESS}; 'mlbench get-dashboard-url' prints the address in use",
+    "set-cluster": _ADDRESS,
+}
+"""Commands of version 3.0 that are gone, and what to do instead."""
 
 
 class CommandFailed(click.ClickException):
@@ -69,6 +80,14 @@ class LazyGroup(click.Group):
             return super().get_command(ctx, cmd_name)
         command: click.Command = getattr(importlib.import_module(lazy.module), lazy.attribute)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the subcommand; one that version 3.0 had says what to do instead."""
+        if args and args[0] in MOVED:
+            ctx.fail(f"'{args[0]}' was removed in version 4: {MOVED[args[0]]}.")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of subcommands from the static help lines, loading none of them."""

@@ -39,6 +39,8 @@ UNKNOWN = "unknown"
 """State of a run that came without its record: a zip file of an earlier version."""
 
 _NAME_IN_ZIP = re.compile(r"(?:^|/)result_(.+)\.json$")
+# Metrics of the workers themselves: of this master, of its earlier versions, and of version 3.0.
+_WORKER_IN_ZIP = re.compile(r"(?:pod_)?(.+-worker-\d+)(?:_.*)?\.json$")
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 # "80% Top 1 Validation Accuracy reached in 407.123 seconds, Compute: 300.000 seconds, Communication: 80.500 seconds"
 _TIME_IN_RESULT = re.compile(rf"\b(?:in|after) {_NUMBER} seconds", re.IGNORECASE)
@@ -301,7 +303,7 @@ def _load_json(path: Path) -> RunResult | None:
 def _load_zip(path: Path) -> RunResult | None:
     metrics: dict[str, Any] = {}
     run: dict[str, Any] = {"name": path.stem.removeprefix("results_")}
-    workers = 0
+    workers: set[str] = set()
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -312,17 +314,17 @@ def _load_zip(path: Path) -> RunResult | None:
                 elif name == "official_result.txt":
                     text = archive.read(name).decode("utf-8", errors="replace")
                     metrics.setdefault("TaskResult @ 0", [{"value": text}])
-                elif name.startswith("pod_"):
-                    workers += 1
                 elif match := _NAME_IN_ZIP.search(name):
                     content = json.loads(archive.read(name))
                     metrics.update(content if isinstance(content, dict) else {match[1]: content})
+                elif match := _WORKER_IN_ZIP.match(name):
+                    workers.add(match[1])
     except (zipfile.BadZipFile, ValueError) as error:
         raise ConfigurationError(f"{path} is damaged ({error}); download it again") from error
     if not any(_NAME_IN_ZIP.search(name) or name == "run.json" for name in names):
         return None
-    if workers:  # one file for each worker
-        run.setdefault("num_workers", workers)
+    if workers:
+        run.setdefault("num_workers", len(workers))
     return RunResult.from_metrics(metrics, run)
 
 

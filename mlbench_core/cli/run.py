@@ -14,7 +14,7 @@ from mlbench_core.cli import _embedded, _results, _settings, _wait
 from mlbench_core.cli._client import MasterClient
 from mlbench_core.cli._output import clean, dashboard_option, json_option, log_line, print_json, print_table, remark
 from mlbench_core.errors import MasterRequestError, MissingDependencyError, MLBenchError
-from mlbench_core.tasks import Task, get_task
+from mlbench_core.tasks import TASKS, Task, get_task
 
 __all__ = ["run"]
 
@@ -52,12 +52,12 @@ class _RunCommand(click.Command):
 @click.argument("name", required=False)
 @click.argument("num_workers", nargs=-1, type=click.IntRange(min=1))
 @click.option("--task", type=_TaskType(), metavar="TASK", help="A benchmark task; see 'mlbench tasks'.")
-@click.option("--image", help="Container image of a program of your own; needs --command.")
+@click.option("--image", help="Container image of a program of your own, for a master that starts containers.")
 @click.option("--command", help="A worker's command line; {run_id} {rank} {hosts} {backend} are filled in.")
 @click.option("--backend", type=click.Choice(BACKENDS, case_sensitive=False), help="How workers communicate.")
-@click.option("--gpu", is_flag=True, help="One GPU for each worker.")
-@click.option("--num-cpus", type=click.FloatRange(min=0, min_open=True), help="Cores for each worker.")
-@click.option("--light", is_flag=True, help="Stop at the task's light goal.")
+@click.option("--gpu", "-g", is_flag=True, help="One GPU for each worker.")
+@click.option("--num-cpus", "-c", type=click.FloatRange(min=0, min_open=True), help="Cores for each worker.")
+@click.option("--light", "-l", is_flag=True, help="Stop at the task's light goal.")
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")
 @click.option(
@@ -105,9 +105,10 @@ def run(
     num_workers = tuple(dict.fromkeys(num_workers or _ask_workers(last.get("num_workers"))))
     _check_names(name, num_workers)
     if asked:
-        task = _TaskType().convert(_ask("the task", "--task or --image and --command", last.get("task")), None, ctx)
-    if image and not command:
-        command = _ask(f"the command of image {image}", "--command", last.get("command"))
+        task = _ask_task(ctx, last.get("task"))
+    if task is None and not command:
+        what = f"the command of image {image}" if image else "the command"
+        command = _ask(what, "--command", last.get("command"))
     if backend is None and asked:
         backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=last.get("backend") or BACKENDS[0])
     backend = backend or (task.backends[0] if task else BACKENDS[0])
@@ -145,6 +146,20 @@ def _ask(what: str, option: str, default: str | None) -> str:
         raise click.UsageError(f"{what} is missing: give {option}")
     answer: str = click.prompt(what.removeprefix("the ").capitalize(), default=default, type=str, err=True)
     return answer
+
+
+def _ask_task(ctx: click.Context, default: str | None) -> Task | None:
+    """Let the user choose a task by its number or its key; None is a command of one's own."""
+    if _interactive():
+        for index, task in enumerate(TASKS.values()):
+            remark(f"  [{index}] task {task.key:3} {task.title} ({task.model}, {task.data})")
+        remark(f"  [{len(TASKS)}] a command of your own")
+    answer = _ask("the task", "--task TASK (see 'mlbench tasks') or --command COMMAND", default)
+    if answer == str(len(TASKS)):
+        return None
+    if answer.isdecimal() and int(answer) < len(TASKS):
+        return list(TASKS.values())[int(answer)]
+    return _TaskType().convert(answer, None, ctx)
 
 
 def _ask_workers(default: Sequence[int] | None) -> tuple[int, ...]:
@@ -192,6 +207,7 @@ def _request(
     light: bool,
 ) -> dict[str, Any]:
     """The body of ``POST /api/runs/``, less the name and the number of workers."""
+    # --gpu and --light are passed on for every kind of run: the master adds them to the workers' command line.
     request: dict[str, Any] = {"backend": backend, "gpu_enabled": gpu, "light_target": light}
     if num_cpus is not None:
         request["num_cpus"] = num_cpus
@@ -202,12 +218,9 @@ def _request(
     import shlex
 
     line = shlex.join([*_with_absolute_script(shlex.split(command)), *arguments])
-    return {
-        **request,
-        "image_name": CUSTOM_IMAGE,
-        "custom_image_name": image or CUSTOM_IMAGE,
-        "custom_image_command": line,
-    }
+    if image in (None, CUSTOM_IMAGE):
+        return {**request, "command": line}
+    return {**request, "image_name": CUSTOM_IMAGE, "custom_image_name": image, "custom_image_command": line}
 
 
 def _with_absolute_script(words: list[str]) -> list[str]:
@@ -235,11 +248,19 @@ def _start(
     for run_name, workers in names.items():
         try:
             started.append(client.create({**request, "name": run_name, "num_workers": workers}))
+            _show_notes(started[-1])
         except MLBenchError:
             if started:
                 remark(f"started before the failure: {', '.join(str(item['name']) for item in started)}")
             raise
     return started
+
+
+def _show_notes(item: Mapping[str, Any]) -> None:
+    """Write what the master cannot do as it was asked for."""
+    job = item.get("job_metadata")
+    for note in (job.get("notes") if isinstance(job, Mapping) else None) or ():
+        remark(f"{clean(item['name'])}: {clean(note)}")
 
 
 def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goal | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -13,18 +14,21 @@ import click
 
 from mlbench_core.cli._client import FINAL_STATES, MasterClient
 from mlbench_core.cli._embedded import connect
-from mlbench_core.cli._output import clean, dashboard_option, json_option, log_line, print_json, print_table
+from mlbench_core.cli._output import clean, dashboard_option, json_option, log_line, print_json, print_table, remark
 from mlbench_core.cli._settings import replacing
 from mlbench_core.errors import MasterRequestError
 
 __all__ = ["delete", "download", "logs", "status", "stop"]
 
 FOLLOW_POLL_S = 0.5
+_METRIC_NAME = re.compile(r"(?:train_|val_)?(?:global_)?(.*?)(?: @ \d+)?", re.DOTALL)
 
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("--metric", "-m", metavar="M", help="Show every value of this metric, for example 'val_loss @ 0'.")
+@click.option(
+    "--metric", "-m", metavar="M", help="Show every value of this metric, for example 'Prec@1' or 'val_loss @ 0'."
+)
 @dashboard_option
 @json_option
 def status(name: str | None, metric: str | None, dashboard_url: str | None, as_json: bool) -> None:
@@ -66,14 +70,30 @@ def _show_run(run: Mapping[str, Any], metrics: Mapping[str, Sequence[Mapping[str
 
 
 def _show_metric(client: MasterClient, run: Mapping[str, Any], metric: str, as_json: bool) -> None:
-    found = client.metrics(run["id"], metric_filter=metric)
-    if metric not in found:
-        known = ", ".join(sorted(client.metrics(run["id"], last_n=1))) or "none yet"
-        raise MasterRequestError(f"run {run['name']} has no metric {metric!r}; it has: {known}")
+    name = _full_name(metric, sorted(client.metrics(run["id"], last_n=1)), str(run["name"]))
+    entries = client.metrics(run["id"], metric_filter=name).get(name, [])
     if as_json:
-        print_json({metric: found[metric]})
+        print_json({name: entries})
     else:
-        print_table(("DATE", "VALUE"), [(_cell(entry.get("date")), entry.get("value")) for entry in found[metric]])
+        if name != metric:
+            remark(f"{clean(metric)} is {clean(name)}")
+        print_table(("DATE", "VALUE"), [(_cell(entry.get("date")), entry.get("value")) for entry in entries])
+
+
+def _full_name(metric: str, known: Sequence[str], run: str) -> str:
+    """The name of a metric at the master, found with or without its prefix and its rank.
+
+    A validation metric over all workers comes before the others of the same name: that is the one with the goal.
+    """
+    for name in (metric, f"{metric} @ 0", f"val_global_{metric} @ 0"):
+        if name in known:
+            return name
+    found = [name for name in known if _METRIC_NAME.fullmatch(name)[1] == metric]  # type: ignore[index]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise MasterRequestError(f"run {run} has several metrics {metric!r}: give one of {', '.join(found)}")
+    raise MasterRequestError(f"run {run} has no metric {metric!r}; it has: {', '.join(known) or 'none yet'}")
 
 
 def _cell(value: object) -> str:

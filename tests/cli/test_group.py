@@ -53,6 +53,30 @@ def test_unknown_command_is_wrong_use(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("list-clusters",), "name the master with --dashboard-url"),
+        (("set-cluster", "kind", "-n", "x"), "name the master with --dashboard-url or MLBENCH_MASTER_URL."),
+        (("create-cluster", "gcloud", "--help"), "on one machine 'mlbench run' needs no cluster"),
+        (("delete-cluster", "aws", "name"), "'mlbench master --stop' ends the master here"),
+    ],
+)
+def test_commands_of_3_0_that_are_gone_say_what_to_do(arguments: tuple[str, ...], told: str, call: Call) -> None:
+    result = call(*arguments, code=2)
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith(f"Error: '{arguments[0]}' was removed in version 4: ")
+    assert told in error
+    assert result.stdout == ""
+    assert arguments[0] not in call("--help").stdout
+
+
+def test_the_path_of_3_0() -> None:
+    from mlbench_core.cli.cli import cli_group as old
+
+    assert old is cli_group
+
+
+@pytest.mark.parametrize(
     ("error", "line"),
     [
         (MasterError("it broke\nin two lines"), "mlbench: it broke in two lines\n"),

@@ -163,6 +163,16 @@ def test_a_zip_tells_the_state_of_its_run(tmp_path: Path, call: Call) -> None:
     assert [row["workers"] for row in rows(tmp_path / "speedup.csv")] == ["2"]
 
 
+def test_a_zip_of_version_3_0_has_a_file_for_each_metric_of_a_worker(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "results.zip", "w") as archive:
+        for pod in ("rel-mlbench-worker-0", "rel-mlbench-worker-1", "rel-mlbench-worker-12"):
+            for metric in ("cpu", "mem_ory"):
+                archive.writestr(f"{pod}_{metric}.json", "[]")
+        archive.writestr("result_TaskResult @ 0.json", json.dumps([entry(reached(407.123))]))
+    (result,) = load_folder(tmp_path)
+    assert (result.workers, result.state, result.time_to_goal_s) == (3, "unknown", 407.123)
+
+
 def test_a_zip_without_a_record_is_honest(tmp_path: Path, call: Call) -> None:
     times: dict[str, object] = {"cum_agg @ 0": [entry(8.0)]}
     write_zip(tmp_path / "exp-2024.zip", None, **times)

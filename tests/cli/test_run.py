@@ -45,8 +45,25 @@ def test_custom_image(fake: FakeMaster, call: Call) -> None:
     assert request["custom_image_name"] == "me/img:1"
     assert request["custom_image_command"] == "python x.py --a 'b c'"
     assert request["backend"] == "mpi"
-    call("run", "bare", "1", "--command", "true")
-    assert fake.requests[1]["custom_image_name"] == "custom_image"
+
+
+def test_custom_command_without_an_image(fake: FakeMaster, call: Call) -> None:
+    call("run", "bare", "1", "--command", "true", "-g", "-l", "-c", "3")
+    call("run", "same", "1", "--image", "custom_image", "--command", "true", "-g", "-l", "-c", "3")
+    wanted = {"command": "true", "num_workers": 1, "backend": "gloo", "gpu_enabled": True, "light_target": True}
+    assert fake.requests == [wanted | {"name": name, "num_cpus": 3.0} for name in ("bare-1", "same-1")]
+
+
+def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+    create = fake._create
+
+    def create_with_note(body: dict[str, Any]) -> tuple[int, Any]:
+        status, made = create(body)
+        return status, {**made, "job_metadata": {"notes": ["the image me/img:1 is not used"]}}
+
+    patch.setattr(fake, "_create", create_with_note)
+    result = call("run", "own", "1", "--image", "me/img:1", "--command", "true")
+    assert "own-1: the image me/img:1 is not used\n" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -54,7 +71,7 @@ def test_custom_image(fake: FakeMaster, call: Call) -> None:
     [
         ([], "the name is missing: give NAME"),
         (["demo"], "the number of workers is missing: give NUM_WORKERS"),
-        (["demo", "1"], "the task is missing: give --task or --image and --command"),
+        (["demo", "1"], "the task is missing: give --task TASK (see 'mlbench tasks') or --command COMMAND"),
         (["demo", "0", "--task", "1a"], "0 is not in the range"),
         (["demo", "two", "--task", "1a"], "'two' is not a valid integer"),
         (["demo", "1", "--task", "9z"], "unknown task '9z'; known: 0, 1a"),
@@ -87,6 +104,23 @@ def test_asks_on_a_terminal_and_remembers(fake: FakeMaster, call: Call, patch: p
         ("second-1", "1a", "mpi"),
         ("second-2", "1a", "mpi"),
     ]
+
+
+@pytest.mark.parametrize(("answer", "key"), [("0", "0"), ("1", "1a"), ("task2a", "2a")])
+def test_a_terminal_shows_a_menu_of_tasks(
+    answer: str, key: str, fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch
+) -> None:
+    patch.setattr(run_module, "_interactive", lambda: True)
+    shown = call("run", "demo", "1", input=f"{answer}\n\n").stderr
+    assert "  [1] task 1a  Image classification (ResNet-20 (v1), CIFAR-10)" in shown
+    assert fake.requests[0]["task"] == key
+
+
+def test_the_last_entry_of_the_menu_asks_for_a_command(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(run_module, "_interactive", lambda: True)
+    assert "[6] a command of your own" in call("run", "demo", "1", input="6\nsleep 1\n\n").stderr
+    assert fake.requests[0]["command"] == "sleep 1"
+    assert "unknown task '7'" in call("run", "more", "1", input="7\n\n", code=2).stderr
 
 
 def test_damaged_memory_counts_as_empty(fake: FakeMaster, call: Call) -> None:

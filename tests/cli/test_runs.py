@@ -40,8 +40,30 @@ def test_status_of_one_metric_shows_its_history(fake: FakeMaster, call: Call) ->
     fake.metrics[run_id]["train_loss @ 0"].append(entry(0.25))
     found = json.loads(call("status", "a-1", "--metric", "train_loss @ 0", "--json").stdout)
     assert [item["value"] for item in found["train_loss @ 0"]] == ["0.5", "0.25"]
-    assert "it has: train_loss @ 0" in call("status", "a-1", "--metric", "loss", code=1).stderr
+    assert "it has: train_loss @ 0" in call("status", "a-1", "--metric", "lost", code=1).stderr
     assert "--metric needs" in call("status", "--metric", "loss", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("Prec@1", "val_global_Prec@1 @ 0"),
+        ("val_Prec@1", "val_Prec@1 @ 0"),
+        ("val_Prec@1 @ 0", "val_Prec@1 @ 0"),
+        ("loss", "loss @ 1"),
+        ("lr", "train_lr @ 0"),
+        ("summary", "summary @ 0"),
+    ],
+)
+def test_a_metric_is_found_without_prefix_and_rank(asked: str, name: str, fake: FakeMaster, call: Call) -> None:
+    run_id = fake.add("a-1")
+    names = ("train_Prec@1", "val_Prec@1", "val_global_Prec@1", "train_lr", "summary", "train_x", "val_x")
+    fake.metrics[run_id] = {f"{known} @ 0": [entry(known)] for known in names} | {"loss @ 1": [entry("loss")]}
+    assert list(json.loads(call("status", "a-1", "-m", asked, "--json").stdout)) == [name]
+    told = call("status", "a-1", "-m", asked)
+    assert (f"{asked} is {name}\n" == told.stderr) == (asked != name)
+    error = call("status", "a-1", "-m", "x", code=1).stderr
+    assert error == "mlbench: run a-1 has several metrics 'x': give one of train_x @ 0, val_x @ 0\n"
 
 
 def test_unknown_run_names_the_known_ones(fake: FakeMaster, call: Call) -> None:

@@ -1,0 +1,7 @@
+"""The path under which version 3.0 had the command; see :mod:`mlbench_core.cli`."""
+
+from __future__ import annotations
+
+from mlbench_core.cli._group import cli_group
+
+__all__ = ["cli_group"]
