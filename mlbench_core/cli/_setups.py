@@ -13,6 +13,7 @@ from mlbench_core.tasks import TASKS
 
 __all__ = ["Setup", "labels"]
 
+_NOT_LIMITED = 1000.0  # the default of 3.0, which no launcher enforces
 _PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
 
 
@@ -84,7 +85,7 @@ class Setup:
             *({True: ["GPU"], False: ["CPU"], None: []}[self.gpu]),
             *(["light goal"] if self.light else []),
             *([f"{self.num_cpus:g} core{'' if self.num_cpus == 1 else 's'}"] if self.num_cpus is not None else []),
-            *([f"{self.max_bandwidth:g} Mbit/s"] if self.max_bandwidth is not None else []),
+            *([f"{self.max_bandwidth:g} Mbit/s"] if self.max_bandwidth not in (None, _NOT_LIMITED) else []),
         )
 
     def __str__(self) -> str:

@@ -6,6 +6,7 @@ import csv
 import json
 import statistics
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -131,15 +132,9 @@ def test_damaged_summary_counts_as_missing(damaged: str) -> None:
     assert result.total_s is None
 
 
-def test_zip_and_json_give_the_same_result(folder: Path, tmp_path: Path) -> None:
-    target = tmp_path / "zips"
-    run = {"name": "demo-2", "num_workers": 2, "state": "finished"}
-    metrics = {"summary @ 0": metrics_of(2, 40.0, 8.0)["summary @ 0"]}
-    write_zip(target / "any name.zip", run, **metrics)
-    assert load_folder(target) == [result for result in load_folder(folder) if result.name == "demo-2"]
-
-
-def write_zip(path: Path, run: dict[str, object] | None, result: str = "", pods: int = 2, **metrics: object) -> None:
+def write_zip(
+    path: Path, run: dict[str, object] | None, metrics: Mapping[str, object], result: str = "", pods: int = 2
+) -> None:
     """A download; ``run=None`` is one of an earlier version."""
     path.parent.mkdir(exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
@@ -152,10 +147,17 @@ def write_zip(path: Path, run: dict[str, object] | None, result: str = "", pods:
         archive.writestr("official_result.txt", result)
 
 
+def test_zip_and_json_give_the_same_result(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "zips"
+    run = {"name": "demo-2", "num_workers": 2, "state": "finished"}
+    write_zip(target / "any name.zip", run, metrics_of(2, 40.0, 8.0))
+    assert load_folder(target) == [result for result in load_folder(folder) if result.name == "demo-2"]
+
+
 def test_a_zip_tells_the_state_of_its_run(tmp_path: Path, call: Call) -> None:
     times: dict[str, object] = {"cum_agg @ 0": [entry(8.0)], "cum_fwd_pass @ 0": [entry(40.0)]}
-    write_zip(tmp_path / "a.zip", {"name": "bad", "num_workers": 1, "state": "failed"}, **times)
-    write_zip(tmp_path / "b.zip", {"name": "good", "num_workers": 2, "state": "finished"}, **times)
+    write_zip(tmp_path / "a.zip", {"name": "bad", "num_workers": 1, "state": "failed"}, times)
+    write_zip(tmp_path / "b.zip", {"name": "good", "num_workers": 2, "state": "finished"}, times)
     shown = call("charts", str(tmp_path))
     table = [line.split()[:4] for line in shown.stdout.splitlines()]
     assert table[1:3] == [["bad", "1", "failed", "48.0"], ["good", "2", "-", "48.0"]]
@@ -175,9 +177,9 @@ def test_a_zip_of_version_3_0_has_a_file_for_each_metric_of_a_worker(tmp_path: P
 
 def test_a_zip_without_a_record_is_honest(tmp_path: Path, call: Call) -> None:
     times: dict[str, object] = {"cum_agg @ 0": [entry(8.0)]}
-    write_zip(tmp_path / "exp-2024.zip", None, **times)
-    write_zip(tmp_path / "results.zip", None, reached(407.123), **times)
-    write_zip(tmp_path / "none.zip", None, pods=0, **times)
+    write_zip(tmp_path / "exp-2024.zip", None, times)
+    write_zip(tmp_path / "results.zip", None, times, reached(407.123))
+    write_zip(tmp_path / "none.zip", None, times, pods=0)
     with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
         archive.writestr("me.png", "")
     shown = call("charts", str(tmp_path))
