@@ -258,7 +258,7 @@ def _write_csv(path: Path, rows: Sequence[Sequence[Any]]) -> Path:
 
 
 def _width(every: Sequence[Series]) -> float:
-    """Inches for a chart with so many bars."""
+    """Return the width in inches of a chart with the bars of all series."""
     return max(5.5, 0.6 * (len(every) + sum(len(series.points) for series in every)))
 
 
@@ -288,7 +288,7 @@ def _style(axes: Axes, title: str, y_label: str) -> None:
 
 
 def _blocks(axes: Axes, every: Sequence[Series]) -> list[tuple[int, Point]]:
-    """Places of the bars: one block for each series, a gap between them, the series' label below its first bar."""
+    """Place the bars: one block for each series, a gap between them, the label below the first bar of a block."""
     places: list[tuple[int, Point]] = []
     ticks: list[str] = []
     for series in every:
@@ -389,7 +389,7 @@ def _draw_price(axes: Axes, every: Sequence[Series]) -> None:
 
 
 def _shared_ticks(axes: Axes, every: Sequence[Series]) -> dict[int, int]:
-    """Places of the numbers of workers on the axis that all series share."""
+    """Place the numbers of workers on the axis that all series share."""
     workers = sorted({point.workers for series in every for point in series.points})
     missed = {point.workers for series in every for point in series.points if not point.reached}
     axes.set_xticks(range(len(workers)), [f"{k}{'*' if k in missed else ''}" for k in workers])
@@ -409,7 +409,7 @@ def _line(
     label: str | None,
     style: str,
 ) -> None:
-    """A line through the values of a series; a full line has its values written below it."""
+    """Draw a line through the values of a series; a full line has its values written below it."""
     pairs = zip(series.points, values, strict=True)
     known = [(ticks[point.workers], value) for point, value in pairs if value is not None]
     if not known:

@@ -194,12 +194,12 @@ def _time_to_goal(summary: Mapping[str, Any], result: str, metrics: Metrics) -> 
 
 
 def _times_in(result: str) -> dict[str, str]:
-    """The times of the phases that the text of a goal names."""
+    """Read the times of the phases from the text of a goal."""
     return {match[1].lower(): match[2] for match in _PHASE_IN_RESULT.finditer(result)}
 
 
 def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], metrics: Metrics) -> int | None:
-    """The number of workers; the name of a run says nothing about it (``exp-2024``)."""
+    """Find the number of workers; the name of a run says nothing about it (``exp-2024``)."""
     for value in (run.get("num_workers"), summary.get("workers")):
         if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1:
             return int(value)
@@ -270,14 +270,14 @@ def load_folder(folder: Path) -> list[RunResult]:
 
 
 def matches(name: str, pattern: str | None) -> bool:
-    """Whether a run's name matches: a pattern of the shell, or a part of the name. No pattern matches all."""
+    """Match a run's name with a pattern of the shell, or with a part of the name; no pattern matches all."""
     if not pattern:
         return True
     return fnmatch.fnmatchcase(name, pattern) if any(c in pattern for c in "*?[") else pattern in name
 
 
 def comparable(results: Sequence[RunResult]) -> list[RunResult]:
-    """The results that charts may show; the reason why another one is left out goes to standard error."""
+    """Select the results that charts may show; standard error gets the reason for each other one."""
     kept = []
     for result in results:
         if result.state not in ("finished", UNKNOWN):
@@ -346,7 +346,7 @@ def print_results(results: Sequence[RunResult]) -> None:
 
 
 def _outcome(result: RunResult) -> str:
-    """Whether the goal was reached, or why that cannot be said."""
+    """Say whether the goal was reached, or why that is unknown."""
     if result.state != "finished" and not (result.state == UNKNOWN and result.goal_reached is not None):
         return result.state
     return {True: "yes", False: "no", None: "-"}[result.goal_reached]

@@ -74,7 +74,7 @@ class Setup:
         )
 
     def parts(self) -> tuple[str, ...]:
-        """The words that describe it, one kind after the other."""
+        """Describe the setup: one text for each thing in which two setups can differ."""
         if self.program is None:
             return tuple(part for part in (self.series, self.backend) if part)
         return (
@@ -93,7 +93,7 @@ class Setup:
 
 
 def labels(setups: Iterable[Setup]) -> dict[Setup, str]:
-    """A short label for each setup: the parts that it does not share with all the others.
+    """Give each setup a short label: the parts that it does not share with all the others.
 
     Args:
         setups: The setups.
@@ -117,7 +117,7 @@ def labels(setups: Iterable[Setup]) -> dict[Setup, str]:
 
 
 def _split(command: str) -> tuple[str, list[str]]:
-    """The program of a command line and its arguments; placeholders and the seed are left out."""
+    """Split a command line into program and arguments, without placeholders and seed."""
     try:
         words = shlex.split(command)
     except ValueError:

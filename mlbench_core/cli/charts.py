@@ -70,7 +70,7 @@ def charts(
 
 
 def _from_master(folder: Path, dashboard_url: str | None, pattern: str | None) -> list[_results.RunResult]:
-    """The results of the master's finished runs."""
+    """Read the results of the master's finished runs."""
     try:
         client = connect(dashboard_url)
     except MasterNotFoundError as error:

@@ -81,7 +81,7 @@ def _show_metric(client: MasterClient, run: Mapping[str, Any], metric: str, as_j
 
 
 def _full_name(metric: str, known: Sequence[str], run: str) -> str:
-    """The name of a metric at the master, found with or without its prefix and its rank.
+    """Find the name of a metric at the master, with or without its prefix and its rank.
 
     A validation metric over all workers comes before the others of the same name: that is the one with the goal.
     """

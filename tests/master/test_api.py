@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.cli._results import load_folder
+from mlbench_core.cli._setups import Setup
 from mlbench_core.tasks import get_task
 from mlbench_master import create_app
 from mlbench_master.launchers import Job, JobStatus, Launcher, LogPage
@@ -266,6 +268,18 @@ def test_the_zip_holds_safe_names_and_the_official_result(client: Any, run: dict
     assert {**record, "job_metadata": None} == {**shown, "job_metadata": None}
     of_pod = client.get("/api/metrics/my-run-worker-0/?format=zip").content
     assert zipfile.ZipFile(io.BytesIO(of_pod)).namelist() == []
+
+
+def test_the_command_reads_the_zip(client: Any, run: dict[str, Any], tmp_path: Path) -> None:
+    post(
+        client, run, "TaskResult @ 0", ["80% Top 1 Validation Accuracy reached in 12.500 seconds, Compute: 9.0 seconds"]
+    )
+    (tmp_path / "exp-2024.zip").write_bytes(client.get(f"/api/metrics/{run['id']}/?metric_type=run&format=zip").content)
+    (result,) = load_folder(tmp_path)
+    shown = client.get(f"/api/runs/{run['id']}/").json()
+    assert (result.name, result.workers, result.state) == ("my-run", run["num_workers"], shown["state"])
+    assert (result.goal_reached, result.time_to_goal_s) == (True, 12.5)
+    assert result.setup == Setup.of(shown)
 
 
 def test_deleting_takes_the_metrics_and_never_reuses_the_id(client: Any, run: dict[str, Any]) -> None:
