@@ -26,7 +26,7 @@ class LazyCommand(NamedTuple):
 _HERE = "mlbench_core.cli."
 
 COMMANDS: dict[str, LazyCommand] = {
-    "charts": LazyCommand(_HERE + "charts", "charts", "Draw the charts of downloaded results."),
+    "charts": LazyCommand(_HERE + "charts", "charts", "Draw charts of downloaded results, or of a master's runs."),
     "compare": LazyCommand(_HERE + "compare", "compare", "Compare runs: mean, spread, confidence interval."),
     "delete": LazyCommand(_HERE + "runs", "delete", "Delete runs and their metrics."),
     "download": LazyCommand(_HERE + "runs", "download", "Download the metrics of a run as a zip file."),

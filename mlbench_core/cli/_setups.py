@@ -75,18 +75,19 @@ class Setup:
 
     def parts(self) -> tuple[str, ...]:
         """Describe the setup: one text for each thing in which two setups can differ."""
-        if self.program is None:
-            return tuple(part for part in (self.series, self.backend) if part)
-        return (
-            self.program if self.program.startswith("task ") else Path(self.program.split()[-1]).name,
+        program = self.program or ""
+        known = (
+            self.series,
+            program if program.startswith("task ") else Path(program.rsplit(" ", 1)[-1]).name,
             *self.arguments,
-            *([self.image] if self.image else []),
-            *([self.backend] if self.backend else []),
-            *({True: ["GPU"], False: ["CPU"], None: []}[self.gpu]),
-            *(["light goal"] if self.light else []),
-            *([f"{self.num_cpus:g} core{'' if self.num_cpus == 1 else 's'}"] if self.num_cpus is not None else []),
-            *([f"{self.max_bandwidth:g} Mbit/s"] if self.max_bandwidth not in (None, _NOT_LIMITED) else []),
+            self.image,
+            self.backend,
+            {True: "GPU", False: "CPU", None: ""}[self.gpu],
+            "light goal" if self.light else "",
+            f"{self.num_cpus:g} core{'' if self.num_cpus == 1 else 's'}" if self.num_cpus is not None else "",
+            f"{self.max_bandwidth:g} Mbit/s" if self.max_bandwidth not in (None, _NOT_LIMITED) else "",
         )
+        return tuple(part for part in known if part)
 
     def __str__(self) -> str:
         return ", ".join(self.parts()) or "unknown"

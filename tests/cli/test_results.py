@@ -245,6 +245,8 @@ def test_labels_name_what_differs() -> None:
     setups = [Setup.of(a_run("a", 1)), Setup.of(a_run("b", 1, f"{TASK} --optimizer ddp --epochs 3", backend="mpi"))]
     assert list(labels(setups).values()) == ["--optimizer ddp, --epochs 3, mpi", "gloo"]
     assert list(labels(setups[:1]).values()) == ["default"]
+    assert str(Setup.of(a_run("a", 1, "''", image="custom_image"))) == "gloo, CPU, 1 core"
+    assert str(Setup.of({"name": "a-2"}, 2)) == "a"
     twice = [Setup("/a/x.py"), Setup("/b/x.py")]
     assert sorted(labels(twice).values()) == ["default", "default #2"]
 
