@@ -8,9 +8,10 @@ there. With k workers a message is split into k parts, and worker j sums up part
 2. *sum*: once all have told, it adds the others' values to its own part, and puts the sum into its memory;
 3. *collect*: once all have summed, it copies the sums of the other parts into its message.
 
-So an all-reduce is a reduce-scatter (1, 2) and an all-gather (3), as for long messages in R. Thakur, R. Rabenseifner and
-W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005, doi:10.1177/1094342005051521. Of a message
-of n bytes a worker writes n into its memory and reads 2 n (k - 1) / k in that of the others.
+An all-reduce is therefore a reduce-scatter (1, 2) and an all-gather (3), as for long messages in R. Thakur,
+R. Rabenseifner and W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005,
+doi:10.1177/1094342005051521. Of a message of n bytes a worker writes n bytes into its memory and reads
+2 n (k - 1) / k bytes from the memory of the others.
 
 There is no thread for that. A worker takes the steps whenever it starts, looks after or waits for a message; during a
 backward pass that is after each gradient.
