@@ -126,7 +126,8 @@ def test_workers_times_accumulation_are_one_batch_of_the_same_tokens() -> None:
             assert float((weights - reference).norm()) < tolerance * moved, precision
     # Validation: each worker's share counts with its tokens and n-grams.
     texts = [translate(batch) for batch in BATCHES[:5]]
-    whole = sacrebleu.corpus_bleu([t for out, _ in texts for t in out], [[t for _, ref in texts for t in ref]])
+    translations, references = [t for out, _ in texts for t in out], [t for _, ref in texts for t in ref]
+    whole = sacrebleu.corpus_bleu(translations, [references], tokenize="intl", lowercase=True)
     model = make_model().eval()
     with torch.no_grad():
         loss = sum(LOSS(model(**batch["net_input"]), batch["target"]) for batch in BATCHES[:5])

@@ -98,7 +98,16 @@ METRICS: dict[str, tuple[Callable[[], MLBenchMetric], Callable[[], list[Any]], C
     "Perplexity": (Perplexity, batches_of_classes, expected_perplexity),
     "F1-Score": (F1Score, batches_of_masks, expected_f1),
     "Dice Coefficient": (DiceCoefficient, batches_of_masks, expected_dice),
-    "BLEU-Score": (BLEUScore, batches_of_sentences, lambda: sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES]).score),
+    "BLEU-Score": (
+        BLEUScore,
+        batches_of_sentences,
+        lambda: sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES], tokenize="intl", lowercase=True).score,
+    ),
+    "BLEU-Score cased": (
+        lambda: BLEUScore(tokenize="13a", lowercase=False),
+        batches_of_sentences,
+        lambda: sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES]).score,
+    ),
     "BLEU-Score raw": (
         lambda: BLEUScore(use_raw=True),
         batches_of_sentences,
@@ -140,7 +149,7 @@ def test_without_a_process_group_the_world_is_one_worker(key: str) -> None:
     for output, target in batches():
         metric.update(metric(output, target).item(), len(output))  # a number instead of the tensor
     assert metric.average().item() == pytest.approx(expected(), rel=1e-6)
-    assert metric.name == key.removesuffix(" raw")
+    assert metric.name == key.removesuffix(" raw").removesuffix(" cased")
 
 
 @pytest.mark.parametrize("key", METRICS)
@@ -232,6 +241,40 @@ def test_bleu_refuses_what_is_no_list_of_pairs() -> None:
         BLEUScore()("one sentence", ["one sentence"])
     with pytest.raises(ValueError, match="2 translations but 1"):
         BLEUScore()(["a", "b"], ["a"])
+
+
+def test_bleu_compares_lower_case_unless_text_is_raw_or_case_is_asked_for() -> None:
+    pair = (["the cat sat on THE mat"], ["The cat sat on the mat"])
+    assert BLEUScore()(*pair).item() == pytest.approx(100.0)
+    assert BLEUScore(use_raw=True, lowercase=True)(*pair).item() == pytest.approx(100.0)
+    for cased in (BLEUScore(lowercase=False), BLEUScore(use_raw=True), BLEUScore(True, lowercase=False)):
+        assert cased(*pair).item() < 50.0
+
+
+def test_bleu_divides_text_as_the_tokenizer_says() -> None:
+    pair = (["das alte haus \u00abgarten\u00bb"], ["das alte haus \u00ab garten \u00bb"])
+    assert BLEUScore()(*pair).item() == pytest.approx(100.0)
+    thirteen = BLEUScore(tokenize="13a", lowercase=False)(*pair).item()  # it leaves guillemets on their word
+    assert thirteen == pytest.approx(sacrebleu.corpus_bleu(pair[0], [pair[1]]).score)
+    assert thirteen < 50.0
+
+
+def test_raw_bleu_of_sentences_shorter_than_four_words_counts_the_orders_there_are() -> None:
+    """The effective order of ``sacrebleu.raw_corpus_bleu``; without it every corpus of short sentences has 0."""
+    metric = BLEUScore(use_raw=True)
+    pairs = [(["guten tag"], ["guten tag"]), (["auf wiedersehen"], ["auf bald"])]
+    for output, target in pairs:
+        metric.update(metric(output, target), 1)
+    expected = sacrebleu.raw_corpus_bleu([o for (o,), _ in pairs], [[t for _, (t,) in pairs]]).score
+    assert expected > 50.0
+    assert metric.average().item() == pytest.approx(expected)
+
+
+def test_bleu_refuses_a_tokenizer_that_it_could_not_use() -> None:
+    with pytest.raises(ValueError, match=r"tokenize must be one of .*'intl'.* not 'moses'"):
+        BLEUScore(tokenize="moses")
+    with pytest.raises(ValueError, match="tokenize must be left out with use_raw=True, not '13a'"):
+        BLEUScore(use_raw=True, tokenize="13a")
 
 
 def test_bleu_says_how_to_install_sacrebleu(monkeypatch) -> None:

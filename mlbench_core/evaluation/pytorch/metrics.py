@@ -374,13 +374,20 @@ class BLEUScore(_StatisticsMetric):
     The matches and counts of n-grams (n = 1 to 4) and both lengths are summed over all batches and workers, and the
     score is computed from the sums: a mean of batches' scores would be another number.
 
+    The default is the measure for which the goals of the translation tasks were set: lower case, international
+    tokenization. Papers mostly report ``BLEUScore(tokenize="13a", lowercase=False)``; numbers of different measures
+    cannot be compared, see :attr:`signature`.
+
     Args:
-        use_raw: False: sacrebleu's tokenizer 13a and exponential smoothing (``sacrebleu.corpus_bleu``). True: the text
-            is tokenized already; no tokenizer, floor smoothing of 0.1 and effective order
-            (``sacrebleu.raw_corpus_bleu``).
+        use_raw: Whether the text is tokenized already. If so, there is no tokenizer, the case counts unless
+            ``lowercase`` is True, and the score has floor smoothing of 0.1 and effective order
+            (``sacrebleu.raw_corpus_bleu``). Otherwise the smoothing is exponential (``sacrebleu.corpus_bleu``).
+        tokenize: Name of sacrebleu's tokenizer, such as ``"intl"`` or ``"13a"``. None means ``"intl"``.
+        lowercase: Whether both texts are compared in lower case. None means yes, but no with ``use_raw``.
 
     Raises:
         MissingDependencyError: sacrebleu is not installed.
+        ValueError: sacrebleu has no such tokenizer, or the text is raw.
 
     References:
         Papineni et al. 2002, BLEU: a Method for Automatic Evaluation of Machine Translation;
@@ -389,18 +396,31 @@ class BLEUScore(_StatisticsMetric):
 
     _MAX_ORDER = 4
 
-    def __init__(self, use_raw: bool = False) -> None:
+    def __init__(self, use_raw: bool = False, *, tokenize: str | None = None, lowercase: bool | None = None) -> None:
         super().__init__()
         bleu = cast(Any, require("sacrebleu.metrics", "text")).BLEU
+        if use_raw and tokenize is not None:
+            raise ValueError(
+                f"tokenize must be left out with use_raw=True, not {tokenize!r}: raw text is tokenized already"
+            )
         self.use_raw = use_raw
+        self.tokenize = "none" if use_raw else (tokenize or "intl")
+        self.lowercase = (not use_raw) if lowercase is None else lowercase
+        if self.tokenize not in bleu.TOKENIZERS:
+            raise ValueError(f"tokenize must be one of {sorted(bleu.TOKENIZERS)}, not {tokenize!r}: pass one of them")
         self._smoothing: dict[str, Any]
         if use_raw:
             self._smoothing = {"smooth_method": "floor", "smooth_value": 0.1, "effective_order": True}
-            self._bleu = bleu(tokenize="none", force=True, max_ngram_order=self._MAX_ORDER, **self._smoothing)
         else:
             self._smoothing = {"smooth_method": "exp", "effective_order": False}
-            # force: sacrebleu would warn of a trailing " ." in tokenized text, once for every batch
-            self._bleu = bleu(tokenize="13a", force=True, max_ngram_order=self._MAX_ORDER, **self._smoothing)
+        # force: sacrebleu would warn of a trailing " ." in tokenized text, once for every batch
+        self._bleu = bleu(
+            tokenize=self.tokenize,
+            lowercase=self.lowercase,
+            force=True,
+            max_ngram_order=self._MAX_ORDER,
+            **self._smoothing,
+        )
 
     def __call__(self, output: Sequence[str], target: Sequence[str]) -> Tensor:
         """BLEU of one batch as if it were the whole corpus.
@@ -438,6 +458,8 @@ class BLEUScore(_StatisticsMetric):
 
         Example:
             >>> BLEUScore().signature.split("|version")[0]
+            'nrefs:1|case:lc|eff:no|tok:intl|smooth:exp'
+            >>> BLEUScore(tokenize="13a", lowercase=False).signature.split("|version")[0]
             'nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp'
         """
         self._bleu.num_refs = 1  # which sacrebleu itself knows only after a score
