@@ -36,14 +36,16 @@ every_metric = pytest.mark.parametrize(("make", "batch"), FAMILY)
 
 
 @every_metric
-def test_values_are_float32_without_dimensions(make, batch) -> None:
+def test_values_are_float32_numbers(make, batch) -> None:
     metric = make()
     value = metric(*batch)
     metric.update(value, len(batch[0]))
     for tensor in (value, metric.average()):
         assert tensor.dtype == torch.float32
-        assert tensor.shape == ()
+        assert tensor.numel() == 1
         assert not tensor.requires_grad
+    assert value.shape == ((1,) if isinstance(metric, TopKAccuracy) else ())
+    assert metric.average().shape == ()
 
 
 @every_metric
@@ -60,7 +62,7 @@ def test_the_average_of_one_batch_is_its_value(make, batch) -> None:
     metric = make()
     value = metric(*batch)
     metric.update(value, len(batch[0]))
-    torch.testing.assert_close(metric.average(), value)
+    torch.testing.assert_close(metric.average(), value.reshape(()))
 
 
 @every_metric

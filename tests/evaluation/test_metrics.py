@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -180,7 +181,7 @@ def test_an_average_costs_one_all_reduce(mocker) -> None:
 def test_counts_beyond_float32_are_exact() -> None:
     metric = F1Score()
     ones = 2**24
-    metric._add(torch.tensor([0.0, float(ones)], dtype=torch.float64))
+    metric._totals += torch.tensor([0.0, float(ones)], dtype=torch.float64)
     for _ in range(3):
         metric.update(metric(torch.tensor([1.0]), torch.tensor([0.0])), 1)
     assert metric._totals[1].item() == ones + 3
@@ -215,6 +216,73 @@ def test_perplexity_weighs_tokens_not_batches_and_skips_ignored_ones() -> None:
     assert metric.average().item() == pytest.approx(math.exp(F.cross_entropy(scores, target).item()), rel=1e-6)
 
 
+def test_perplexity_of_large_losses_does_not_overflow() -> None:
+    metric = Perplexity()
+    metric.update(metric(torch.tensor(100.0)), 1)
+    metric.update(metric(torch.tensor(0.0)), 9)
+    assert metric.average().item() == pytest.approx(math.exp(10), rel=1e-6)
+    metric.reset()
+    metric.update(metric(torch.tensor(100.0)).item(), 1)  # infinite as a float32, but known
+    metric.update(1.0, 9)  # a perplexity from elsewhere
+    metric.update(metric(torch.tensor(math.nan)), 0)  # the mean loss of no sample
+    assert metric.average().item() == pytest.approx(math.exp(10), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_perplexity_of_half_precision_is_computed_in_float32(dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    scores, target = (4 * torch.randn(64, 500, generator=generator)).to(dtype), torch.arange(64)
+    expected = math.exp(F.cross_entropy(scores.float(), target).item())
+    assert Perplexity()(scores, target).item() == pytest.approx(expected, rel=1e-5)
+    loss = torch.tensor(12.0, dtype=dtype)  # its perplexity, 162,755, is no float16
+    assert Perplexity()(loss).item() == pytest.approx(math.exp(12), rel=1e-5)
+
+
+@pytest.mark.parametrize(("output", "target"), [((4, 5, 3), (5, 4)), ((2, 12, 6), (4, 6)), ((2, 5, 7), (2, 7, 5))])
+def test_perplexity_refuses_targets_that_do_not_fit(output, target) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"not {output} and {target}")):
+        Perplexity()(torch.zeros(output), torch.zeros(target, dtype=torch.long))
+
+
+def test_perplexity_reads_classes_in_the_second_dimension_as_torch_does() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for shape in ((4, 5, 3), (2, 3, 4, 4), (6, 6, 2)):
+        scores = torch.randn(shape, generator=generator)
+        target = torch.randint(0, shape[1], (shape[0], *shape[2:]), generator=generator)
+        expected = math.exp(F.cross_entropy(scores, target).item())
+        assert Perplexity()(scores, target).item() == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="second or the last"):
+        Perplexity()(torch.zeros(2, 5, 5), torch.zeros(2, 5, dtype=torch.long))
+    # A language model's scores of (time, batch, words) with the targets in one row.
+    scores, target = torch.randn(4, 2, 5, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+    expected = math.exp(F.cross_entropy(scores.reshape(8, 5), target).item())
+    assert Perplexity()(scores, target).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        ([([0, 0, 1, 0], [0, 0, 0, 1])], 0.0),
+        ([([0, 0], [0, 0]), ([1, 0], [0, 1])], 0.0),
+        ([([0], [0]), ([0], [0]), ([0], [0]), ([1, 1], [1, 0])], 2 / 3),
+        ([([0, 0], [0, 0]), ([0], [0])], 1.0),
+        ([([], [])], 0.0),
+        ([], 0.0),
+    ],
+)
+def test_dice_does_not_depend_on_how_the_data_was_cut(batches, expected) -> None:
+    metric = DiceCoefficient()
+    for output, target in batches:
+        metric.update(metric(torch.tensor(output), torch.tensor(target)), len(output))
+    assert metric.average().item() == pytest.approx(expected)
+
+
+def test_f1_counts_an_output_at_the_threshold_as_positive() -> None:
+    output, target = torch.tensor([0.5, 0.75, 0.25]), torch.tensor([1, 1, 0])
+    assert F1Score()(output, target).item() == 1.0
+    assert F1Score(threshold=0.75)(output, target).item() == pytest.approx(2 / 3)
+
+
 def test_f1_sums_counts_over_batches() -> None:
     """The mean of these two batches' scores is 0.333; over all of their elements it is 0.667."""
     metric = F1Score()
@@ -223,17 +291,109 @@ def test_f1_sums_counts_over_batches() -> None:
     assert metric.average().item() == pytest.approx(2 / 3)
 
 
-def test_a_value_from_elsewhere_is_a_weighted_mean() -> None:
+def pieces(metric: MLBenchMetric) -> list[tuple[Any, Any]]:
+    """Two batches of different value and size for a metric of statistics."""
+    if isinstance(metric, BLEUScore):
+        return [(HYPOTHESES[:2], REFERENCES[:2]), (HYPOTHESES[2:], REFERENCES[2:])]
+    if isinstance(metric, Perplexity):
+        return batches_of_classes()[:2]
+    return batches_of_masks()[5:7]
+
+
+STATISTICS_METRICS = [F1Score, DiceCoefficient, BLEUScore, Perplexity]
+
+
+@pytest.mark.parametrize("make", STATISTICS_METRICS)
+def test_calls_may_come_before_updates_in_any_order(make) -> None:
+    metric = make()
+    one, two = pieces(metric)
+    expected = metric(*joined([one, two])).item()
+    for as_number, order in itertools.product((False, True), ((0, 1), (1, 0))):
+        metric.reset()
+        values = [metric(*one), metric(*two)]
+        assert values[0] != values[1]
+        for i in order:
+            metric.update(values[i].item() if as_number else values[i], 1)
+        assert metric.average().item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("make", [F1Score, DiceCoefficient, BLEUScore])
+def test_a_value_that_no_call_returned_is_refused(make) -> None:
+    metric = make()
+    value = metric(*pieces(metric)[0])
+    with pytest.raises(ValueError, match=r"perc must be what a call of this metric returned, not 0\.123"):
+        metric.update(0.123, 2)
+    metric.update(value, 1)
+    with pytest.raises(ValueError, match="perc must be"):
+        metric.update(value, 1)  # a second time
+    metric.reset()
+    metric(*pieces(metric)[0])
+    metric.reset()
+    with pytest.raises(ValueError, match="perc must be"):  # forgotten with the batches
+        metric.update(value.item(), 1)
+
+
+def test_calls_that_are_never_taken_in_are_not_all_kept() -> None:
     metric = F1Score()
-    metric(torch.tensor([0.9]), torch.tensor([1]))  # seen in training, never taken in
-    metric.update(0.5, 2)
-    metric.update(torch.tensor(0.8), 1)
-    assert metric.average().item() == pytest.approx(0.6)
+    for _ in range(1000):
+        metric(torch.ones(1), torch.ones(1))
+    assert len(metric._calls) == 256
 
 
-def test_bleu_of_a_batch_cannot_come_from_elsewhere() -> None:
-    with pytest.raises(ValueError, match=r"17\.5"):
-        BLEUScore().update(17.5, 4)
+class OwnMean(MLBenchMetric):
+    """As scripts of version 3.0 write one: it puts what it likes into the meter."""
+
+    name = "Own"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.topk = 1
+
+    def __call__(self, output: Any, target: Any) -> torch.Tensor:
+        return output.mean().unsqueeze(0)
+
+    def update(self, perc: Any, size: int) -> None:
+        self.average_meter.update(2 * perc, size)
+
+
+class OwnF1(F1Score):
+    """One that is derived from a metric with statistics of its own."""
+
+    def update(self, perc: Any, size: int) -> None:
+        self.average_meter.update(float(perc), size)
+
+
+def averages_of_own_metrics(rank: int, world_size: int) -> tuple[float, float, float]:
+    own, f1, plain = OwnMean(), OwnF1(), TopKAccuracy()
+    own.update(own(torch.tensor([float(rank + 1)], requires_grad=True), None), 1 + 2 * rank)  # 1 x 1, 2 x 3
+    f1.update(0.25, 1)
+    f1.update(0.5, 1)
+    plain.update(50.0, 1)
+    plain.update(torch.tensor([100.0]), 3)
+    assert plain.average_meter.avg == 87.5
+    assert plain.average_meter.count == 4
+    return own.average().item(), f1.average().item(), plain.average().item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_metrics_that_fill_the_meter_are_averaged_over_the_workers(world_size) -> None:
+    expected = {1: 2.0, 2: 2 * (1 * 1 + 2 * 3) / 4}[world_size]
+    for own, f1, plain in run_ranks(world_size, averages_of_own_metrics):
+        assert (own, f1, plain) == (pytest.approx(expected), 0.375, 87.5)
+
+
+def test_a_reset_empties_the_meter() -> None:
+    metric = OwnMean()
+    metric.update(3.0, 1)
+    metric.reset()
+    assert metric.average_meter.count == 0
+    assert metric.average().item() == 0.0
+
+
+def test_accuracy_of_a_batch_has_one_dimension() -> None:
+    value = TopKAccuracy()(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]))
+    assert value.shape == (1,)
+    assert value[0].item() == 50.0
 
 
 def test_bleu_refuses_what_is_no_list_of_pairs() -> None:

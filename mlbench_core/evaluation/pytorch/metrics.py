@@ -17,7 +17,10 @@ All sums are float64.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -25,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlbench_core.errors import require
+from mlbench_core.utils.meters import AverageMeter
 from mlbench_core.utils.pytorch import distributed
 
 __all__ = ["BLEUScore", "DiceCoefficient", "F1Score", "MLBenchMetric", "Perplexity", "TopKAccuracy"]
@@ -37,7 +41,11 @@ class MLBenchMetric:
 
     .. math:: \frac{\sum_k \sum_b n_{kb} v_{kb}}{\sum_k \sum_b n_{kb}}
 
-    over the batches :math:`b` of the workers :math:`k`, with values :math:`v` and sizes :math:`n`.
+    over the batches :math:`b` of the workers :math:`k`, with values :math:`v` and sizes :math:`n`. A subclass may
+    override :meth:`update`: what it puts into ``average_meter`` is averaged over the workers.
+
+    Attributes:
+        average_meter: Mean of the values of this worker's batches, weighted by their sizes.
 
     Example:
         >>> class Mean(MLBenchMetric):
@@ -52,7 +60,7 @@ class MLBenchMetric:
     """
 
     def __init__(self) -> None:
-        self._totals = self._no_statistics()
+        self.average_meter = AverageMeter()
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         """Value of one batch, without taking it into the average.
@@ -62,7 +70,7 @@ class MLBenchMetric:
             target: What was right.
 
         Returns:
-            The value, float32, no dimensions.
+            The value, float32, one element.
         """
         raise NotImplementedError(f"{type(self).__name__} has no __call__(output, target); a metric must define it")
 
@@ -82,8 +90,9 @@ class MLBenchMetric:
             ValueError: ``size`` is negative.
         """
         if size < 0:
-            raise ValueError(f"size is {size}; a batch has at least 0 samples")
-        self._add(self._as_statistics(perc, size))
+            raise ValueError(f"size must be at least 0, not {size}: pass the number of samples in the batch")
+        value = torch.as_tensor(perc).detach().to(torch.float64).sum()
+        self.average_meter.update(cast(float, value), size)  # a tensor stays one: no wait for the device
 
     def average(self) -> Tensor:
         """Value over everything taken in since the last reset, on all workers.
@@ -93,70 +102,117 @@ class MLBenchMetric:
         Returns:
             The value, float32, no dimensions; 0 if no worker took in a batch.
         """
-        totals = distributed.global_average(self._totals, 1) * distributed.world_size()
+        totals = distributed.global_average(self._local_totals(), 1) * distributed.world_size()
         return self._score(totals).to(torch.float32)
 
     def reset(self) -> None:
         """Forget every batch."""
-        self._totals = self._no_statistics()
+        self.average_meter = AverageMeter()
 
-    # What a subclass with other statistics than (weighted sum, weight) overrides.
-
-    def _no_statistics(self) -> Tensor:
-        """The statistics of no batch, all zero."""
-        return torch.zeros(2, dtype=torch.float64)
-
-    def _as_statistics(self, value: float | Tensor, size: int) -> Tensor:
-        """The statistics that ``size`` samples of this value add."""
-        weighted = torch.as_tensor(value).detach().to(torch.float64).sum() * size
-        return torch.stack([weighted, torch.as_tensor(float(size), dtype=torch.float64, device=weighted.device)])
+    def _local_totals(self) -> Tensor:
+        """What this worker adds to the sums over all workers: here (weighted sum of the values, their weight)."""
+        total = torch.as_tensor(self.average_meter.sum).detach().to(torch.float64).reshape(())
+        return torch.stack([total, total.new_tensor(float(self.average_meter.count))])
 
     def _score(self, totals: Tensor) -> Tensor:
-        """The metric's value from summed statistics."""
+        """The metric's value from the sums over all workers."""
         return _ratio(totals[0], totals[1])
 
-    def _add(self, statistics: Tensor) -> None:
-        self._totals = self._totals.to(statistics.device) + statistics
+
+_REMEMBERED_CALLS = 256
+"""Calls before an update whose statistics are kept. Training calls metrics without ever updating them."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call returned, and the statistics behind it."""
+
+    value: Tensor
+    statistics: Tensor
+    is_per_sample: bool
+    """Whether the statistics are those of one sample, to be multiplied by the size of the batch."""
+
+    def returned(self, value: float | Tensor) -> bool:
+        """Whether ``value`` is what the call returned, as the tensor (no synchronization) or as its number."""
+        if value is self.value:
+            return True
+        number, own = float(value), float(self.value)
+        return number == own or (math.isnan(number) and math.isnan(own))
 
 
 class _StatisticsMetric(MLBenchMetric):
     """A metric whose batches add statistics of their own instead of a weighted value.
 
-    The call remembers the statistics behind the value it returned until the next call; an update with that value adds
-    them. An update with any other value falls back to what :meth:`_as_statistics` makes of it.
+    A call remembers the statistics behind the value that it returned, and an update with this value adds them, in
+    whatever order calls and updates come. ``average_meter`` has the mean of the batches' values, which is not the
+    metric's value; it becomes the result only where a subclass puts its own values there instead of calling
+    :meth:`update` of this class.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._totals = self._no_statistics()
+        self._calls: deque[_Call] = deque(maxlen=_REMEMBERED_CALLS)
 
-    def _value_of(self, statistics: Tensor) -> Tensor:
+    def _no_statistics(self) -> Tensor:
+        """The statistics of no batch, all zero."""
+        return torch.zeros(2, dtype=torch.float64)
+
+    def _score_of(self, statistics: Tensor) -> Tensor:
+        """The metric's value from statistics."""
+        return _ratio(statistics[0], statistics[1])
+
+    def _statistics_of(self, value: float | Tensor, size: int) -> Tensor:
+        """The statistics of ``size`` samples with a value that no call returned."""
+        raise ValueError(
+            f"perc must be what a call of this metric returned, not {float(value)}: values of batches cannot be "
+            "averaged to a value of all data, so call the metric with each batch and pass on what it returned"
+        )
+
+    def _value_of(self, statistics: Tensor, is_per_sample: bool = False) -> Tensor:
         """The value of a batch with these statistics, which are remembered."""
-        value = self._score(statistics).to(torch.float32)
-        self._last = (value, statistics)
+        value = self._score_of(statistics).to(torch.float32)
+        self._calls.append(_Call(value, statistics, is_per_sample))
         return value
 
     def reset(self) -> None:
-        """Forget every batch."""
+        """Forget every batch, and every call."""
         super().reset()
-        self._last = None
+        self._totals = self._no_statistics()
+        self._calls.clear()
 
     def update(self, perc: float | Tensor, size: int) -> None:
-        """Take the batch of the last call into the average.
+        """Take the batch of a call into the average.
 
         Args:
-            perc: What the last call returned (the tensor or its number).
-            size: Number of samples in the batch. It weighs ``perc`` only if the last call did not return it: the
-                batch's own statistics say more than its size.
+            perc: What a call returned since the last reset (the tensor or its number), one of the last 256 that were
+                not taken in.
+            size: Number of samples in the batch.
 
         Raises:
-            ValueError: ``size`` is negative.
+            ValueError: ``size`` is negative, or no such call returned ``perc``.
         """
-        last, self._last = self._last, None
-        if last is not None and _is_same(perc, last[0]):
-            self._add(last[1])
-        else:
-            super().update(perc, size)
+        super().update(perc, size)
+        statistics = self._taken(perc, size)
+        self._totals = self._totals.to(statistics.device) + statistics
+
+    def _taken(self, perc: float | Tensor, size: int) -> Tensor:
+        """The statistics of the latest call that returned ``perc``, which is no longer remembered."""
+        for index in reversed(range(len(self._calls))):
+            call = self._calls[index]
+            if call.returned(perc):
+                del self._calls[index]
+                if not call.is_per_sample:
+                    return call.statistics
+                return call.statistics * size if size else self._no_statistics()  # the mean of nothing is nan
+        return self._statistics_of(perc, size)
+
+    def _local_totals(self) -> Tensor:
+        return torch.cat([self._totals, super()._local_totals().to(self._totals.device)])
+
+    def _score(self, totals: Tensor) -> Tensor:
+        statistics = totals[:-2]
+        return torch.where((statistics != 0).any(), self._score_of(statistics), super()._score(totals[-2:]))
 
 
 class TopKAccuracy(MLBenchMetric):
@@ -198,7 +254,7 @@ class TopKAccuracy(MLBenchMetric):
             target: Class numbers, shape (batch,) or (batch, 1).
 
         Returns:
-            Percentage, float32, no dimensions; 0 for an empty batch.
+            Percentage, float32, shape (1,); 0 for an empty batch.
 
         Raises:
             ValueError: ``topk`` is not below the number of classes, or the shapes do not fit.
@@ -221,8 +277,8 @@ class TopKAccuracy(MLBenchMetric):
             predicted = (output >= self.threshold).to(target.dtype)
         else:
             predicted = output.topk(self.topk, dim=1).indices
-        correct = (predicted == target).sum()
-        return _ratio(100.0 * correct.to(torch.float32), correct.new_tensor(len(output), dtype=torch.float32))
+        correct = (predicted == target).sum().reshape(1)
+        return _ratio(100.0 * correct.to(torch.float32), correct.new_tensor([len(output)], dtype=torch.float32))
 
     @property
     def name(self) -> str:
@@ -251,20 +307,24 @@ class Perplexity(_StatisticsMetric):
         Args:
             output: Scores or log-probabilities of shape (..., classes), or (batch, classes, ...) as torch's
                 cross-entropy takes them; or the batch's mean loss, without dimensions.
-            target: Token ids of shape (...); not used with a loss. Ids of -100 are left out.
+            target: Token ids of shape (...) or (batch, ...); not used with a loss. Where either of the two has its
+                tokens in a single dimension, the other may have any number of dimensions. Ids of -100 are left out.
 
         Returns:
-            The perplexity, float32, no dimensions. With scores, a following :meth:`update` counts the tokens itself;
-            with a loss, it weighs the loss by ``size``.
+            The perplexity, float32, no dimensions; infinite for a mean loss above 88.7. With scores, a following
+            :meth:`update` counts the tokens itself; with a loss, it weighs the loss by ``size``.
 
         Raises:
-            ValueError: The shapes do not fit.
+            ValueError: The shapes do not fit, or fit in two ways.
         """
         if output.dim() == 0:
-            self._last = None
-            return output.detach().to(torch.float32).exp()
+            loss = output.detach().to(torch.float64)
+            return self._value_of(torch.stack([loss, torch.ones_like(loss)]), is_per_sample=True)
         if target is None:
-            raise ValueError(f"output has shape {tuple(output.shape)}, so it needs a target of token ids")
+            raise ValueError(
+                f"target must be token ids for an output of shape {tuple(output.shape)}, not None: pass them, or the "
+                "mean loss without dimensions as the output"
+            )
         scores = _classes_last(output, target).to(torch.promote_types(output.dtype, torch.float32))
         losses = F.cross_entropy(scores, target.reshape(-1).long(), ignore_index=-100, reduction="sum")
         tokens = (target != -100).sum()
@@ -275,11 +335,13 @@ class Perplexity(_StatisticsMetric):
         """``Perplexity``."""
         return "Perplexity"
 
-    def _as_statistics(self, value: float | Tensor, size: int) -> Tensor:
-        return super()._as_statistics(torch.as_tensor(value).detach().to(torch.float64).log(), size)
+    def _statistics_of(self, value: float | Tensor, size: int) -> Tensor:
+        loss = torch.as_tensor(value).detach().to(torch.float64).log()
+        return torch.stack([loss, torch.ones_like(loss)]) * size
 
-    def _score(self, totals: Tensor) -> Tensor:
-        return torch.where(totals[1] == 0, torch.zeros_like(totals[0]), torch.exp(_ratio(totals[0], totals[1])))
+    def _score_of(self, statistics: Tensor) -> Tensor:
+        loss, tokens = statistics
+        return torch.where(tokens == 0, torch.zeros_like(loss), torch.exp(_ratio(loss, tokens)))
 
 
 class DiceCoefficient(_StatisticsMetric):
@@ -287,7 +349,7 @@ class DiceCoefficient(_StatisticsMetric):
 
     .. math:: \frac{2 \sum_i o_i t_i}{\sum_i o_i + \sum_i t_i}
 
-    with the sums over all elements of all batches and workers. Two masks that are both empty agree: 1.
+    with the sums over all elements of all batches and workers. Masks that are empty everywhere agree: 1.
 
     Example:
         >>> round(DiceCoefficient()(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[1, 0], [0, 1]])).item(), 6)
@@ -302,21 +364,28 @@ class DiceCoefficient(_StatisticsMetric):
             target: The true mask, the same number of elements.
 
         Returns:
-            The coefficient between 0 and 1, float32, no dimensions.
+            The coefficient between 0 and 1, float32, no dimensions; 0 for a batch without elements.
 
         Raises:
             ValueError: The numbers of elements differ.
         """
         predicted, true = _flat_pair(output, target)
-        overlap = 2.0 * (predicted * true).sum()
-        total = predicted.sum() + true.sum()
-        empty = total == 0  # counted as one element of full agreement
-        return self._value_of(torch.stack([overlap + empty, total + empty]))
+        elements = predicted.new_tensor(float(predicted.numel()))
+        return self._value_of(torch.stack([2.0 * (predicted * true).sum(), predicted.sum() + true.sum(), elements]))
 
     @property
     def name(self) -> str:
         """``Dice Coefficient``."""
         return "Dice Coefficient"
+
+    def _no_statistics(self) -> Tensor:
+        return torch.zeros(3, dtype=torch.float64)
+
+    def _score_of(self, statistics: Tensor) -> Tensor:
+        overlap, total, elements = statistics
+        # Only here: an empty batch among others says nothing about the overlap of the masks.
+        agree_on_nothing = (total == 0) & (elements > 0)
+        return torch.where(agree_on_nothing, torch.ones_like(total), _ratio(overlap, total))
 
 
 class F1Score(_StatisticsMetric):
@@ -364,8 +433,8 @@ class F1Score(_StatisticsMetric):
         """``F1-Score``."""
         return "F1-Score"
 
-    def _score(self, totals: Tensor) -> Tensor:
-        return totals[0] / (totals[1] + self.eps)
+    def _score_of(self, statistics: Tensor) -> Tensor:
+        return statistics[0] / (statistics[1] + self.eps)
 
 
 class BLEUScore(_StatisticsMetric):
@@ -468,32 +537,21 @@ class BLEUScore(_StatisticsMetric):
     def _no_statistics(self) -> Tensor:
         return torch.zeros(2 + 2 * self._MAX_ORDER, dtype=torch.float64)
 
-    def _as_statistics(self, value: float | Tensor, size: int) -> Tensor:
-        raise ValueError(
-            f"update() got {float(value)}, which the last call did not return; scores of batches cannot be averaged to "
-            "a corpus score: call the metric and update it with what it returned, batch by batch"
-        )
-
-    def _score(self, totals: Tensor) -> Tensor:
+    def _score_of(self, statistics: Tensor) -> Tensor:
         # Averages over workers times their number are whole only up to rounding.
-        sys_len, ref_len, *counts = (round(number) for number in totals.tolist())
+        sys_len, ref_len, *counts = (round(number) for number in statistics.tolist())
         matches, possible = counts[: self._MAX_ORDER], counts[self._MAX_ORDER :]
         if sys_len == 0:
-            return torch.zeros((), dtype=torch.float64)
+            return statistics.new_zeros(())
         score = self._bleu.compute_bleu(
             matches, possible, sys_len, ref_len, max_ngram_order=self._MAX_ORDER, **self._smoothing
         )
-        return torch.tensor(float(score.score), dtype=torch.float64)
+        return statistics.new_tensor(float(score.score))
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """``numerator / denominator``, 0 where the denominator is 0."""
     return torch.where(denominator == 0, torch.zeros_like(numerator), numerator / denominator)
-
-
-def _is_same(value: float | Tensor, returned: Tensor) -> bool:
-    """Whether ``value`` is what a call returned, as the tensor (no synchronisation) or as its number."""
-    return value is returned or float(value) == float(returned)
 
 
 def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -508,11 +566,19 @@ def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def _classes_last(output: Tensor, target: Tensor) -> Tensor:
     """Scores as a matrix (tokens, classes) in the order of ``target.reshape(-1)``."""
-    if output.shape[:-1] == target.shape or output.shape[:-1].numel() == target.numel():
-        return output.reshape(-1, output.shape[-1])
-    if output.dim() == target.dim() + 1 and output.shape[:1] + output.shape[2:] == target.shape:
+    is_second = output.dim() > 2 and output.shape[:1] + output.shape[2:] == target.shape
+    is_last = output.shape[:-1] == target.shape
+    if is_second and is_last:
+        raise ValueError(
+            f"output must not have shape {tuple(output.shape)} with a target of shape {tuple(target.shape)}: its "
+            "classes may be the second or the last dimension, so pass (tokens, classes) and (tokens,)"
+        )
+    if is_second:
         return output.movedim(1, -1).reshape(-1, output.shape[1])
+    is_flat = output.dim() == 2 or target.dim() == 1
+    if is_last or (is_flat and output.shape[:-1].numel() == target.numel()):
+        return output.reshape(-1, output.shape[-1])
     raise ValueError(
-        f"output has shape {tuple(output.shape)} and target {tuple(target.shape)}; "
-        "they must be (..., classes) and (...), or (batch, classes, ...) and (batch, ...)"
+        f"output must be (..., classes) and target (...), or output (batch, classes, ...) and target (batch, ...), not "
+        f"{tuple(output.shape)} and {tuple(target.shape)}: give each token one row of scores"
     )
