@@ -45,6 +45,15 @@ def test_subpackages_load_on_first_use() -> None:
     assert done.stdout.strip() == "mlbench_core.evaluation.goals"
 
 
+def test_parts_of_utils_load_on_first_use() -> None:
+    code = (
+        "import sys, mlbench_core; mlbench_core.utils.task_args.task_main; mlbench_core.utils.paths; "
+        "assert 'torch' not in sys.modules; print(mlbench_core.utils.pytorch.topology.FCGraph.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "FCGraph"), done.stderr
+
+
 def test_unknown_attribute_is_an_attribute_error() -> None:
     import mlbench_core
 

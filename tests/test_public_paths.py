@@ -41,7 +41,7 @@ mlbench_core.cli
 mlbench_core.cli.cli
   cli_group   (importable from here)
 mlbench_core.controlflow.pytorch
-  compute_train_batch_metrics, prepare_batch, record_train_batch_stats, record_validation_stats, validation_round   (importable from here)
+  CheckpointsEvaluationControlFlow, compute_train_batch_metrics, prepare_batch, record_train_batch_stats, record_validation_stats, validation_round   (importable from here)
 mlbench_core.controlflow.pytorch.checkpoints_evaluation
   class CheckpointsEvaluationControlFlow(ckpt_dir, rank, world_size, checkpointer, model, epochs, loss_function, metrics, use_cuda=False, dtype=None, max_batch_per_epoch=None)
     evaluate_by_epochs(dataloader)

@@ -10,7 +10,10 @@ Example:
 
 from __future__ import annotations
 
+from mlbench_core._lazy import lazy_subpackages
 from mlbench_core.utils.log_metrics import LogMetrics
 from mlbench_core.utils.tracker import AverageMeter, Tracker
 
 __all__ = ["AverageMeter", "LogMetrics", "Tracker"]
+
+__getattr__ = lazy_subpackages(__name__, "emulated_network", "paths", "pytorch", "task_args")

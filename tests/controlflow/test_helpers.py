@@ -35,6 +35,8 @@ def test_an_unknown_dtype_lists_the_known_ones() -> None:
         convert_dtype("int8", torch.zeros(1))
     with pytest.raises(ValueError, match="'fp23'"):
         prepare_batch(torch.zeros(1, dtype=torch.long), torch.zeros(1), "fp23")
+    with pytest.raises(NotImplementedError, match="'int8'"):  # what version 3.0 raised
+        convert_dtype("int8", torch.zeros(1))
 
 
 @pytest.mark.parametrize(("name", "dtype"), DTYPES)
@@ -56,6 +58,26 @@ def test_floats_are_converted_and_targets_on_request(name, dtype) -> None:
     assert target.dtype == dtype
     data, _ = prepare_batch(data, labels, None)
     assert data.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("name", "dtype"), DTYPES)
+def test_integer_images_become_numbers_that_a_model_takes(name, dtype) -> None:
+    for kind in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        images, labels = torch.tensor([[0, 100], [7, 1]], dtype=kind), torch.tensor([0, 1], dtype=kind)
+        ((data, target),) = iterate_dataloader([(images, labels)], name)
+        assert data.dtype == dtype
+        assert data.tolist() == images.tolist()
+        assert target.dtype == kind
+    (data, _) = prepare_batch(torch.zeros(2, dtype=torch.uint8), None, None)
+    assert data.dtype == torch.uint8
+
+
+def test_integers_inside_a_nested_batch_and_booleans_stay() -> None:
+    lengths, mask = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([True, False])
+    (data, _) = prepare_batch({"image": torch.zeros(1), "lengths": lengths}, None, "fp64")
+    assert data["image"].dtype == torch.float64
+    assert data["lengths"] is lengths
+    assert prepare_batch(mask, None, "fp64")[0] is mask
 
 
 class Source(NamedTuple):

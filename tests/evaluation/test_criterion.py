@@ -61,6 +61,24 @@ def test_the_model_is_no_part_of_the_loss(loss_class, plain, model) -> None:
     assert loss.state_dict() == {}
 
 
+@pytest.mark.parametrize(("loss_class", "plain"), CASES)
+def test_the_penalty_can_be_read_and_changed_at_the_loss(loss_class, plain, model) -> None:
+    output, target = torch.tensor([0.2, 0.7]), torch.tensor([0.0, 1.0])
+    loss = loss_class(l1=0.5, l2=0.2, model=model)
+    assert (loss.l1, loss.l2, loss.model) == (0.5, 0.2, model)
+    loss.l1 = 0.25
+    torch.testing.assert_close(loss(output, target), plain(output, target) + 2.5 + 3.0)
+    other = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(other.weight, 2.0)
+    loss.model = other
+    assert loss.model is other
+    torch.testing.assert_close(loss(output, target), plain(output, target) + 0.5 + 0.4)
+    assert list(loss.parameters()) == []
+    with pytest.raises(ValueError, match="l2 is -1"):
+        loss.l2 = -1
+    assert loss_class().model is None
+
+
 def test_weights_of_elements() -> None:
     output, target, weight = torch.tensor([0.2, 0.6]), torch.tensor([0.0, 1.0]), torch.tensor([1.0, 3.0])
     torch.testing.assert_close(

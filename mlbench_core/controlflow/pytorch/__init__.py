@@ -1,5 +1,6 @@
 """Training and validation rounds."""
 
+from mlbench_core.controlflow.pytorch.checkpoints_evaluation import CheckpointsEvaluationControlFlow
 from mlbench_core.controlflow.pytorch.controlflow import (
     compute_train_batch_metrics,
     prepare_batch,
@@ -10,6 +11,7 @@ from mlbench_core.controlflow.pytorch.controlflow import (
 from mlbench_core.controlflow.pytorch.train_validation import train_round
 
 __all__ = [
+    "CheckpointsEvaluationControlFlow",
     "compute_train_batch_metrics",
     "prepare_batch",
     "record_train_batch_stats",

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 __all__ = ["convert_dtype", "iterate_dataloader", "maybe_range", "prepare_batch"]
 
+_INTEGERS_OF_IMAGES = (torch.uint8, torch.int8, torch.int16, torch.int32)
+
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+class UnknownDtypeError(ValueError, NotImplementedError):
+    """The name of a floating-point type is unknown; also what version 3.0 raised, a ``NotImplementedError``."""
+
 
 _TensorOrModule = TypeVar("_TensorOrModule", Tensor, nn.Module)
 
@@ -53,7 +60,7 @@ def convert_dtype(dtype: str | None, obj: _TensorOrModule) -> _TensorOrModule:
         The converted tensor, or the module itself.
 
     Raises:
-        ValueError: ``dtype`` is none of these.
+        UnknownDtypeError: ``dtype`` is none of these; a ``ValueError`` and a ``NotImplementedError``.
 
     Example:
         >>> convert_dtype("fp64", torch.tensor([1, 2]))
@@ -66,7 +73,7 @@ def convert_dtype(dtype: str | None, obj: _TensorOrModule) -> _TensorOrModule:
 
 def _torch_dtype(dtype: str) -> torch.dtype:
     if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(map(repr, DTYPES))}")
+        raise UnknownDtypeError(f"dtype is {dtype!r}; it must be one of {', '.join(map(repr, DTYPES))}")
     return DTYPES[dtype]
 
 
@@ -79,7 +86,9 @@ def prepare_batch(
 ) -> tuple[Any, Any]:
     """Bring a batch into the type and onto the device of the model.
 
-    Floating-point data is converted; integers (token ids, lengths) and booleans stay what they are.
+    The type of the data decides: floating-point numbers, and 8-, 16- and 32-bit integers such as images of bytes, are
+    converted. 64-bit integers (token ids, of which a float32 holds only those below :math:`2^{24}`) and booleans stay
+    what they are, and so does every integer in a list, tuple or dict (lengths).
 
     Args:
         data: A tensor, or lists, tuples and dicts of tensors. What is no tensor is passed through.
@@ -93,16 +102,20 @@ def prepare_batch(
         ``(data, target)``.
 
     Raises:
-        ValueError: ``dtype`` is unknown.
+        UnknownDtypeError: ``dtype`` is unknown.
 
     Example:
         >>> data, target = prepare_batch(torch.ones(1, dtype=torch.float64), torch.tensor([1]), "fp32")
         >>> data.dtype, target.dtype
         (torch.float32, torch.int64)
+        >>> images, tokens = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+        >>> [prepare_batch(data, target, "fp32")[0].dtype for data in (images, tokens)]
+        [torch.float32, torch.int64]
     """
 
     def prepare_data(tensor: Tensor) -> Tensor:
-        return convert_dtype(dtype, tensor) if tensor.is_floating_point() else tensor
+        is_converted = tensor.is_floating_point() or (tensor is data and tensor.dtype in _INTEGERS_OF_IMAGES)
+        return convert_dtype(dtype, tensor) if is_converted else tensor
 
     def prepare_target(tensor: Tensor) -> Tensor:
         return convert_dtype(dtype, tensor) if transform_target_dtype else tensor
@@ -142,7 +155,7 @@ def iterate_dataloader(
 
     Args:
         dataloader: Gives pairs (data, target).
-        dtype: Type for floating-point data, as in :func:`prepare_batch`.
+        dtype: Type for the data, as in :func:`prepare_batch`.
         max_batch_per_epoch: Largest number of batches; no further one is drawn. None for all.
         use_cuda: Whether batches go to the current GPU.
         transform_target_type: Whether targets are converted to ``dtype`` too.
@@ -151,7 +164,8 @@ def iterate_dataloader(
         ``(data, target)``.
 
     Raises:
-        ValueError: ``dtype`` is unknown or ``max_batch_per_epoch`` negative.
+        UnknownDtypeError: ``dtype`` is unknown.
+        ValueError: ``max_batch_per_epoch`` is negative.
     """
     for _, (data, target) in zip(maybe_range(max_batch_per_epoch), dataloader, strict=False):
         yield prepare_batch(data, target, dtype, transform_target_type, use_cuda)

@@ -39,6 +39,35 @@ class _WeightPenalty:
         return penalty
 
 
+class _Penalized(nn.Module):
+    """A loss whose ``l1``, ``l2`` and ``model`` are those of its penalty."""
+
+    penalty: _WeightPenalty
+
+    @property
+    def l1(self) -> float:
+        """Weight of the l1 norm."""
+        return self.penalty.l1
+
+    @property
+    def l2(self) -> float:
+        """Weight of the squared l2 norm; half of it is a factor in the loss."""
+        return self.penalty.l2
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model whose weights are penalized; not a submodule of the loss."""
+        return self.penalty.model
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Not by setters of the properties: a module assigned to a module becomes a submodule before one is asked.
+        if name in ("l1", "l2", "model"):
+            own = self.penalty
+            self.penalty = _WeightPenalty(**{"l1": own.l1, "l2": own.l2, "model": own.model, name: value})
+        else:
+            super().__setattr__(name, value)
+
+
 def _as_output(output: Tensor, target: Tensor) -> Tensor:
     """The target in the shape and dtype of the output, where they differ by nothing else.
 
@@ -113,7 +142,7 @@ class ActivationRegularization(nn.Module):
         return f"alpha={self.alpha}, beta={self.beta}"
 
 
-class BCELossRegularized(nn.BCELoss):
+class BCELossRegularized(_Penalized, nn.BCELoss):
     r"""Binary cross-entropy with a penalty on the model's weights: the objective of regularised logistic regression.
 
     .. math::
@@ -195,7 +224,7 @@ class BCELossRegularized(nn.BCELoss):
         return data_loss + self.penalty()
 
 
-class MSELossRegularized(nn.MSELoss):
+class MSELossRegularized(_Penalized, nn.MSELoss):
     r"""Mean squared error with a penalty on the model's weights.
 
     .. math:: \mathrm{MSE}(x, y) + \lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2
