@@ -8,7 +8,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -64,6 +65,19 @@ class _NamedMetric:
     name: str
 
 
+@dataclass(frozen=True)
+class _Totals:
+    """Seconds since the start of the run."""
+
+    train_s: float = 0.0
+    validation_s: float = 0.0
+    steps_s: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, steps: Iterable[str]) -> float:
+        """Seconds of some of the steps."""
+        return sum(self.steps_s.get(name, 0.0) for name in steps)
+
+
 def _step_method(name: str) -> Callable[[Tracker], None]:
     """The method ``record_batch_step(name)`` for one name, in a single call where nothing special is to do."""
 
@@ -114,15 +128,19 @@ class Tracker:
         current_epoch: Epoch, from 0.
         best_epoch: Epoch of the best value of the primary metric.
         best_metric_value: That value; before any it is the worst there is (an infinity).
+        start_time: Wall-clock time of :meth:`start`, seconds since 1970; None before. No duration is taken from it.
+        train_prefix: What names of training statistics begin with, ``"train_"``.
+        val_prefix: What names of validation statistics begin with, ``"val_"``.
         primary_metric: The first metric, or None.
         goal_reached: Whether the goal was reached.
         goal_text: The text of the goal, once reached.
         time_to_goal_s: Training seconds until then.
-        epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch, metrics included.
-        epoch_metrics: The same meters for metrics alone.
+        epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch; those of the loss and the metrics are
+            there before the first value.
         is_training: Whether statistics are those of training.
         records: Prefixed name to {epoch: mean of the epoch}.
-        history: The most recent ``(epoch, name, value)``, with ``"batch_time_s"`` for each batch.
+        history: The most recent ``(epoch, name, value, batch, time_s)``, with the name ``"batch_time_s"`` for each
+            batch: the value, the number of batches finished before, and seconds since :meth:`start`.
         batches_per_epoch: Batches of an epoch for the progress bar; learnt from the first epoch unless set.
 
     Raises:
@@ -185,12 +203,20 @@ class Tracker:
         self.goal_reached = False
         self.goal_text: str | None = None
         self.time_to_goal_s: float | None = None
+        self.start_time: float | None = None
+        self.train_prefix = TRAIN_PREFIX
+        self.val_prefix = VALIDATION_PREFIX
         self.is_training = True
         self.epoch_stats: dict[str, AverageMeter] = {}
-        self.epoch_metrics: dict[str, AverageMeter] = {}
+        self.reset_epoch_stats()
         self.records: dict[str, dict[int, float]] = {}
-        self.history: deque[tuple[int, str, float]] = deque(maxlen=history_size)
+        self.history: deque[tuple[int, str, float, int, float]] = deque(maxlen=history_size)
         self.batches_per_epoch: int | None = None
+
+        # The primary metric in the validation that runs, as record_metric gets it.
+        self._validation_mean = AverageMeter()
+        self._best_before: tuple[float, int, bool] | None = None
+        self._is_primary_told = False
 
         self._start_s: float | None = None
         self._batch_start: float | None = None
@@ -198,6 +224,7 @@ class Tracker:
         self._validation_start: float | None = None
         self._earlier_wall_s = 0.0
         self._step_s: dict[str, float] = {}
+        self._epoch_ends: deque[_Totals] = deque(maxlen=history_size)
         self._train_s = 0.0
         self._validation_s = 0.0
         self._batches = 0
@@ -240,6 +267,7 @@ class Tracker:
         if self._start_s is not None:
             raise RuntimeError("the tracker was started before; start() is called once, before the first epoch")
         self._start_s = time.perf_counter()
+        self.start_time = time.time()
 
     def train(self) -> None:
         """Name the statistics that follow ``train_...``."""
@@ -248,9 +276,11 @@ class Tracker:
     def validation(self) -> None:
         """Name the statistics that follow ``val_...``."""
         self.is_training = False
+        self._expect_primary()
 
     def validation_start(self) -> None:
         """Start the clock of a validation."""
+        self._expect_primary()
         self._validation_start = time.perf_counter()
 
     def validation_end(self) -> None:
@@ -270,21 +300,27 @@ class Tracker:
                 self._device.skip()
 
     def epoch_end(self) -> None:
-        """End the epoch: send the steps' cumulative times, start new means.
+        """End the epoch: send the steps' times, start new means.
 
-        An epoch without batches sends none. Each worker sends its own, named ``cum_<step>``.
+        Each worker sends its own: ``<step>`` and ``CumulativeTrainTimeEpoch`` are seconds of the epoch, and
+        ``cum_<step>`` are seconds of the run so far. An epoch without batches sends none.
         """
-        self._drain()
+        before, now = self._epoch_ends[-1] if self._epoch_ends else _Totals(), self._totals()
+        self._epoch_ends.append(now)
         if self._batches_in_epoch:
-            for name, seconds in self._step_s.items():
-                self._send(f"cum_{name}", seconds)
-                self._to_sinks(f"cum_{name}", seconds)
+            numbers = {name: now.of([name]) - before.of([name]) for name in now.steps_s}
+            numbers["CumulativeTrainTimeEpoch"] = now.train_s - before.train_s
+            numbers.update({f"cum_{name}": total for name, total in now.steps_s.items()})
+            for name, value in numbers.items():
+                self._send(name, value)
+                self._to_sinks(name, value)
             self.batches_per_epoch = self._batches_in_epoch
         self._batches_in_epoch = 0
         if self._progress is not None:
             self._progress.clear()
         self._each_sink("flush")
         self.reset_epoch_stats()
+        self._expect_primary()
         self.current_epoch += 1
 
     def epochs(self, most: int, past_goal: bool = False) -> Iterator[int]:
@@ -311,8 +347,12 @@ class Tracker:
 
     def reset_epoch_stats(self) -> None:
         """Forget the means of the current epoch."""
-        self.epoch_stats = {}
-        self.epoch_metrics = {}
+        self.epoch_stats = self._empty_meters(self.metrics)
+
+    def _empty_meters(self, metrics: Iterable[Any]) -> dict[str, AverageMeter]:
+        names = ["loss", *(metric.name for metric in metrics)]
+        prefixes = (self.train_prefix, self.val_prefix, f"{self.val_prefix}global_")
+        return {f"{prefix}{name}": AverageMeter() for prefix in prefixes for name in names}
 
     # ------------------------------------------------------------------ batches and their steps
 
@@ -444,6 +484,10 @@ class Tracker:
     def record_metric(self, metric: Any, value: float, n: float = 1, log_to_api: bool = False) -> None:
         """Record a metric's value, see :meth:`record_stat`.
 
+        In validation the primary metric's value may become the best, see :meth:`is_best`: the weighted mean of what
+        was recorded since the validation began. A value told to :meth:`update_primary_metric` in the same validation
+        replaces it.
+
         Args:
             metric: The metric, or its name.
             value: Its mean over ``n`` samples.
@@ -451,8 +495,10 @@ class Tracker:
             log_to_api: Whether to send it to the master.
         """
         name = metric if isinstance(metric, str) else metric.name
-        meter = self.epoch_stats.setdefault(self._prefix + name, AverageMeter())
-        self.epoch_metrics[self._prefix + name] = meter
+        value = _number(self._prefix + name, value)
+        # Before it is recorded, so that a goal which looks at the best value sees this one.
+        if not self.is_training and self.primary_metric is not None and name == self.primary_metric.name:
+            self._judge_mean(value, n)
         self.record_stat(name, value, n, log_to_api)
 
     def record_stat(self, name: str, value: float, n: float = 1, log_to_api: bool = False) -> None:
@@ -479,7 +525,7 @@ class Tracker:
         by_epoch[self.current_epoch] = meter.avg
         if len(by_epoch) > (self.history.maxlen or 1):
             del by_epoch[next(iter(by_epoch))]
-        self.history.append((self.current_epoch, name, value))
+        self.history.append((self.current_epoch, name, value, self._batches, self._wall_s()))
         if log_to_api:
             self._send(name, value)
         if self._sinks:
@@ -497,11 +543,38 @@ class Tracker:
             new_metric_value: A number, or a tensor of one element.
         """
         value = _number("the primary metric", new_metric_value)
+        if self._best_before is not None:  # what was recorded in this validation counts no more
+            self.best_metric_value, self.best_epoch, self._is_latest_best = self._best_before
+            self._best_before = None
+        self._is_primary_told = True
+        self._judge(value)
+
+    def _judge(self, value: float) -> None:
+        """Take a value of the primary metric as the latest, and as the best if it is."""
         better = value < self.best_metric_value if self.minimize else value > self.best_metric_value
         self._is_latest_best = better
         if better:
             self.best_metric_value = value
             self.best_epoch = self.current_epoch
+
+    def _judge_mean(self, value: float, n: float) -> None:
+        """Add a recorded value to the mean of this validation, and judge that against the time before it."""
+        mean = self._validation_mean
+        is_first = mean.count == 0
+        mean.update(value, n)
+        if self._is_primary_told or mean.count == 0:
+            return
+        if self._best_before is None:
+            self._best_before = (self.best_metric_value, self.best_epoch, self._is_latest_best)
+        else:
+            self.best_metric_value, self.best_epoch, self._is_latest_best = self._best_before
+        self._judge(value if is_first else mean.avg)
+
+    def _expect_primary(self) -> None:
+        """Begin a validation: what is recorded from now on has a mean of its own."""
+        self._validation_mean.reset()
+        self._best_before = None
+        self._is_primary_told = False
 
     def is_best(self) -> bool:
         """Whether the latest value of the primary metric is of this epoch and the best so far."""
@@ -533,6 +606,50 @@ class Tracker:
     def get_total_preprocess_time(self) -> float:
         """Seconds of the preprocess steps."""
         return self._total_of(self.preprocess_steps)
+
+    @property
+    def epoch_metrics(self) -> dict[str, list[float]]:
+        """Step to its seconds in each epoch; the current one is last as soon as it has any.
+
+        Of a long run the last ``history_size`` epochs have an entry each, and the first entry has all before them.
+        """
+        return {name: self._by_epoch(lambda totals, name=name: totals.of([name])) for name in self._step_s}
+
+    @property
+    def cumulative_train_time(self) -> list[float]:
+        """Seconds inside training batches in each epoch, as in :attr:`epoch_metrics`; their sum is the total."""
+        return self._by_epoch(lambda totals: totals.train_s)
+
+    @property
+    def cumulative_val_time(self) -> list[float]:
+        """Seconds of validation in each epoch."""
+        return self._by_epoch(lambda totals: totals.validation_s)
+
+    @property
+    def cumulative_compute_time(self) -> list[float]:
+        """Seconds of the compute steps in each epoch."""
+        return self._by_epoch(lambda totals: totals.of(self.compute_steps))
+
+    @property
+    def cumulative_communication_time(self) -> list[float]:
+        """Seconds of the communication steps in each epoch."""
+        return self._by_epoch(lambda totals: totals.of(self.communication_steps))
+
+    @property
+    def cumulative_metrics_time(self) -> list[float]:
+        """Seconds of the metrics steps in each epoch."""
+        return self._by_epoch(lambda totals: totals.of(self.metrics_steps))
+
+    @property
+    def cumulative_preprocess_time(self) -> list[float]:
+        """Seconds of the preprocess steps in each epoch."""
+        return self._by_epoch(lambda totals: totals.of(self.preprocess_steps))
+
+    @property
+    def batch_times(self) -> list[float]:
+        """Seconds of the most recent batches, those in ``history``."""
+        self._drain()
+        return [entry[2] for entry in self.history if entry[1] == "batch_time_s"]
 
     def summary(self) -> TrackerSummary:
         """The run in numbers, so far; on CUDA without the batches that the device has not finished."""
@@ -616,7 +733,11 @@ class Tracker:
     def __str__(self) -> str:
         """One line: the epoch, the means of its statistics, the best value, the training time."""
         parts = [f"Epoch {self.current_epoch}"]
-        parts += [f"{name} {meter.avg:.4g}" for name, meter in self.epoch_stats.items()]
+        of_all = f"{self.val_prefix}global_"
+        for name, meter in self.epoch_stats.items():
+            twin = self.epoch_stats.get(of_all + name.removeprefix(self.val_prefix))
+            if meter.count and (twin is None or not twin.count):
+                parts.append(f"{name} {meter.avg:.4g}")
         if self._has_best:
             metric = getattr(self.primary_metric, "name", "metric")
             parts.append(f"best {metric} {self.best_metric_value:.4g} (epoch {self.best_epoch})")
@@ -669,8 +790,8 @@ class Tracker:
         state["wall_s"] = self._wall_s()
         state["energy_j"] = self._energy_j()
         state["batch_times"] = self._batch_times.state()
-        state["epoch_stats"] = {name: [m.val, m.sum, m.count] for name, m in self.epoch_stats.items()}
-        state["epoch_metrics"] = list(self.epoch_metrics)
+        state["epoch_stats"] = {name: [m.val, m.sum, m.count] for name, m in self.epoch_stats.items() if m.count}
+        state["epoch_ends"] = [asdict(totals) for totals in self._epoch_ends]
         state["records"] = {name: [[e, v] for e, v in values.items()] for name, values in self.records.items()}
         state["history"] = [list(entry) for entry in self.history]
         return state
@@ -713,16 +834,15 @@ class Tracker:
         if not self.metrics and state["metrics"]:
             new["metrics"] = [_NamedMetric(name) for name in state["metrics"]]
             new["primary_metric"] = new["metrics"][0]
-        meters: dict[str, AverageMeter] = {}
+        meters = self._empty_meters(new.get("metrics", self.metrics))
         for name, (val, total, count) in state["epoch_stats"].items():
             meters[name] = meter = AverageMeter()
             meter.val, meter.sum, meter.count = val, total, count
             meter.avg = total / count if count else 0
         new["epoch_stats"] = meters
-        new["epoch_metrics"] = {name: meters[name] for name in state["epoch_metrics"]}
         new["records"] = {name: {int(e): v for e, v in values} for name, values in state["records"].items()}
-        history = ((epoch, name, value) for epoch, name, value in state["history"])
-        new["history"] = deque(history, maxlen=self.history.maxlen)
+        new["history"] = deque(map(tuple, state["history"]), maxlen=self.history.maxlen)
+        new["_epoch_ends"] = deque((_Totals(**ends) for ends in state["epoch_ends"]), maxlen=self._epoch_ends.maxlen)
         new["_batch_times"] = sketch = QuantileSketch()
         sketch.load(state["batch_times"])
         new["_step_s"] = {str(name): float(seconds) for name, seconds in state["steps_s"].items()}
@@ -734,7 +854,7 @@ class Tracker:
 
     @property
     def _prefix(self) -> str:
-        return TRAIN_PREFIX if self.is_training else VALIDATION_PREFIX
+        return self.train_prefix if self.is_training else self.val_prefix
 
     @property
     def _worst(self) -> float:
@@ -771,15 +891,26 @@ class Tracker:
     def _book_batch(self, seconds: float) -> None:
         self._train_s += seconds
         self._batch_times.add(seconds)
-        self.history.append((self.current_epoch, "batch_time_s", seconds))
+        self.history.append((self.current_epoch, "batch_time_s", seconds, self._batches, self._wall_s()))
 
     def _drain(self) -> None:
         if self._device is not None:
             self._device.drain()
 
-    def _total_of(self, steps: Iterable[str]) -> float:
+    def _totals(self) -> _Totals:
+        """The totals so far, of what the device has finished."""
         self._drain()
-        return sum(self._step_s.get(name, 0.0) for name in steps)
+        return _Totals(self._train_s, self._validation_s, dict(self._step_s))
+
+    def _total_of(self, steps: Iterable[str]) -> float:
+        return self._totals().of(steps)
+
+    def _by_epoch(self, pick: Callable[[_Totals], float]) -> list[float]:
+        """How much one of the totals grew in each epoch."""
+        totals, now = list(self._epoch_ends), self._totals()
+        if now != (totals[-1] if totals else _Totals()):
+            totals.append(now)
+        return [pick(after) - pick(before) for before, after in pairwise([_Totals(), *totals])]
 
     def _wall_s(self) -> float:
         return self._earlier_wall_s + (0.0 if self._start_s is None else time.perf_counter() - self._start_s)

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import random
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,13 +114,17 @@ def test_a_step_may_come_first_in_a_later_epoch_and_an_epoch_may_be_empty(clock:
     tracker = make()
     run_batch(tracker, clock, {"fwd_pass": 1})
     tracker.epoch_end()
-    assert log.call_args_list == [call("7", 0, 0, "cum_fwd_pass", 1)]
+    first = {"fwd_pass": 1, "CumulativeTrainTimeEpoch": 1, "cum_fwd_pass": 1}
+    assert log.call_args_list == [call("7", 0, 0, name, value) for name, value in first.items()]
+    log.reset_mock()
     tracker.epoch_end()
-    assert log.call_count == 1  # nothing again for an epoch without batches
-    run_batch(tracker, clock, {"fwd_pass": 1, "agg": 2})
+    log.assert_not_called()  # nothing again for an epoch without batches
+    run_batch(tracker, clock, {"fwd_pass": 4, "agg": 2})
     tracker.epoch_end()
-    assert log.call_args_list[1:] == [call("7", 0, 2, "cum_fwd_pass", 2), call("7", 0, 2, "cum_agg", 2)]
+    third = {"fwd_pass": 4, "agg": 2, "CumulativeTrainTimeEpoch": 6, "cum_fwd_pass": 5, "cum_agg": 2}
+    assert log.call_args_list == [call("7", 0, 2, name, value) for name, value in third.items()]
     assert tracker.current_epoch == 3
+    assert tracker.epoch_metrics == {"fwd_pass": [1, 0, 4], "agg": [0, 0, 2]}
 
 
 def test_batch_end_and_marks_without_batch_start_book_nothing(clock: Clock) -> None:
@@ -141,6 +146,46 @@ def test_a_batch_left_open_gives_the_time_of_its_steps(clock: Clock) -> None:
     clock.tick(100)
     run_batch(tracker, clock, {"fwd_pass": 1})
     assert tracker.get_total_train_time() == tracker.get_total_compute_time() == 3
+
+
+def test_times_of_each_epoch_add_up_to_the_totals(clock: Clock, log: MagicMock) -> None:
+    tracker = make()
+    assert tracker.epoch_metrics == {}
+    assert tracker.cumulative_train_time == tracker.batch_times == []
+    assert tracker.start_time is None
+    tracker.start()
+    assert tracker.start_time == time.time()
+    for epoch in range(2):
+        for _ in range(2):
+            run_batch(tracker, clock, {"load": 1, "fwd_pass": 2 + epoch, "agg": 4, "comp_metrics": 8})
+        tracker.validation_start()
+        clock.tick(16)
+        tracker.validation_end()
+        tracker.epoch_end()
+    assert tracker.cumulative_train_time == [30, 32]
+    assert tracker.cumulative_val_time == [16, 16]
+    assert tracker.cumulative_compute_time == tracker.epoch_metrics["fwd_pass"] == [4, 6]
+    assert tracker.cumulative_communication_time == tracker.epoch_metrics["agg"] == [8, 8]
+    assert tracker.cumulative_metrics_time == [16, 16]
+    assert tracker.cumulative_preprocess_time == tracker.epoch_metrics["batch_load"] == [2, 2]
+    run_batch(tracker, clock, {"agg": 1})  # the epoch that runs
+    assert tracker.cumulative_communication_time == [8, 8, 1]
+    assert sum(tracker.cumulative_train_time) == tracker.get_total_train_time() == 63
+    assert tracker.batch_times == [15, 15, 16, 16, 1]
+    assert tracker.history[-1] == (2, "batch_time_s", 1, 5, 95)
+
+
+def test_times_of_epochs_are_bounded_and_go_on_after_a_resume(clock: Clock, log: MagicMock) -> None:
+    tracker = make(history_size=2)
+    for epoch in range(4):
+        run_batch(tracker, clock, {"agg": 2**epoch})
+        tracker.epoch_end()
+    resumed = make(history_size=2)
+    resumed.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
+    for one in (tracker, resumed):
+        assert one.epoch_metrics == {"agg": [1 + 2 + 4, 8]}
+        run_batch(one, clock, {"agg": 16})
+        assert one.cumulative_train_time == [1 + 2 + 4, 8, 16]
 
 
 def test_own_steps_and_single_strings(clock: Clock) -> None:
@@ -256,16 +301,16 @@ def test_statistics_are_prefixed_averaged_and_sent(log: MagicMock) -> None:
     tracker.record_metric(ACCURACY, 50, n=10, log_to_api=True)
     tracker.record_stat("global_Prec@1", 60, log_to_api=True)
     assert tracker.epoch_stats["train_loss"].avg == 2.0
-    assert tracker.epoch_metrics["val_Prec@1"].avg == tracker.epoch_stats["val_Prec@1"].avg == 50
+    assert tracker.epoch_stats["val_Prec@1"].avg == 50
     assert log.call_args_list == [
         call("7", 2, 0, "train_loss", 1.0),
         call("7", 2, 0, "val_Prec@1", 50),
         call("7", 2, 0, "val_global_Prec@1", 60),
     ]
     assert tracker.records["train_loss"] == {0: 2.0}
-    assert tracker.history[0] == (0, "train_loss", 1.0)
+    assert tracker.history[0] == (0, "train_loss", 1.0, 0, 0.0)
     tracker.epoch_end()
-    assert tracker.epoch_stats == tracker.epoch_metrics == {}
+    assert not any(meter.count for meter in tracker.epoch_stats.values())
     tracker.train()
     assert tracker.is_training
 
@@ -302,6 +347,69 @@ def test_equal_worse_and_nan_are_not_best() -> None:
     assert not tracker.is_best()
     tracker.update_primary_metric(1.0)
     assert not tracker.is_best()
+
+
+def test_statistics_of_loss_and_metrics_are_there_from_the_start() -> None:
+    tracker = make()
+    tracker.record_loss(3.0)
+    tracker.epoch_end()
+    names = [tracker.train_prefix, tracker.val_prefix, tracker.val_prefix + "global_"]
+    for name in (prefix + what for prefix in names for what in ("loss", "Prec@1")):
+        assert tracker.epoch_stats[name].avg == tracker.epoch_stats[name].val == 0
+    assert "train_loss" not in str(tracker)
+
+
+# Validation as scripts of version 3.0 write it: record_metric, then perhaps update_primary_metric, then is_best.
+
+
+@pytest.mark.parametrize(
+    "told",
+    ["recorded", "by name", "recorded and told", "told and recorded", "in parts", "in parts, then told"],
+)
+@pytest.mark.parametrize("begin", ["validation", "validation_start"])
+def test_a_metric_recorded_in_validation_may_be_the_best(told: str, begin: str) -> None:
+    tracker = make()
+    best = []
+    for value in (50.0, 60.0, 55.0, 60.0, 60.1):
+        tracker.train()
+        tracker.record_metric(ACCURACY, 99.0)
+        tracker.is_training = False
+        getattr(tracker, begin)()
+        if told == "told and recorded":
+            tracker.update_primary_metric(value)
+        if told.startswith("in parts"):
+            for part, n in ((value + 30, 1), (value - 10, 3)):
+                tracker.record_metric(ACCURACY, part, n)
+        elif told == "by name":
+            tracker.record_metric("Prec@1", value, n=3)
+        else:
+            tracker.record_metric(ACCURACY, value, n=3)
+        tracker.record_metric(SimpleNamespace(name="Prec@5"), 100.0)
+        if told.endswith("told"):
+            tracker.update_primary_metric(value)
+        best.append(tracker.is_best())
+        tracker.epoch_end()
+    assert best == [True, True, False, False, True]
+    assert tracker.best_epoch == 4
+    assert tracker.best_metric_value == pytest.approx(60.1)
+
+
+def test_validations_of_one_epoch_are_judged_one_by_one() -> None:
+    tracker = make(minimize=True)
+    tracker.validation()
+    tracker.record_metric(ACCURACY, 3.0)
+    tracker.validation()
+    tracker.record_metric(ACCURACY, 5.0)
+    assert not tracker.is_best()
+    tracker.validation()
+    tracker.record_metric(ACCURACY, 2.0)
+    assert tracker.is_best()
+    assert tracker.best_metric_value == 2.0
+    tracker.validation()
+    tracker.record_metric(ACCURACY, math.nan)
+    tracker.record_metric(ACCURACY, 0.0, n=0)
+    assert not tracker.is_best()
+    assert tracker.best_metric_value == 2.0
 
 
 def test_no_metrics() -> None:
@@ -626,6 +734,23 @@ def test_a_state_before_any_value_keeps_the_best_open() -> None:
     tracker.load_state_dict(make(minimize=True).state_dict())
     assert tracker.best_metric_value == math.inf
     assert tracker.primary_metric.name == "Prec@1"
+
+
+def test_a_state_has_means_and_communication(clock: Clock) -> None:
+    first = make()
+    first.record_loss(0.5)
+    first.record_loss(0.25, n=3)
+    first.record_communication(total_s=3.0, exposed_s=1.0, size_bytes=400)
+    second = make()
+    second.load_state_dict(first.state_dict())
+    meter = second.epoch_stats["train_loss"]
+    assert (meter.avg, meter.val, meter.count) == (0.3125, 0.25, 4)
+    second.record_loss(0.25, n=4)
+    assert meter.avg == 0.28125
+    second.record_communication(total_s=1.0, exposed_s=0.5, size_bytes=1)
+    summary = second.summary()
+    assert summary.communication_size_bytes == 401
+    assert (summary.communication_total_s, summary.communication_exposed_s) == (4.0, 1.5)
 
 
 def test_torch_reads_the_state_without_pickled_code(tmp_path: Path) -> None:
