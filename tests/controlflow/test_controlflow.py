@@ -231,7 +231,16 @@ def test_only_rank_0_sends_what_stands_for_all_workers(log) -> None:
     for rank in (0, 1):
         record_validation_stats({metric: 60.0}, 1.5, Tracker([metric], "run", rank), rank)
     assert {call.args[1] for call in log.call_args_list} == {0}
-    assert set(sent(log)) == {"val_loss", "val_global_loss", "val_global_Prec@1"}
+    assert sorted(sent(log)) == ["val_Prec@1", "val_global_Prec@1", "val_global_loss", "val_loss"]
+
+
+def test_goals_on_the_metric_without_global_see_its_values(log) -> None:
+    metric = TopKAccuracy()
+    tracker = Tracker([metric], "run", 0, goal=lambda name, value, _: name if name == "val_Prec@1" else None)
+    record_validation_stats({metric: 60.0}, 1.5, tracker)
+    assert tracker.epoch_stats["val_Prec@1"].avg == 60.0
+    assert tracker.goal_text == "val_Prec@1"
+    assert str(tracker).count("_Prec@1 60") == 1  # one of the two equal numbers is enough in the line of status
 
 
 def test_the_best_epoch_is_that_of_the_primary_metric(log) -> None:

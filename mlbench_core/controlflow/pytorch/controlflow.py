@@ -216,9 +216,9 @@ def record_validation_stats(
 ) -> bool:
     """Record the result of a validation round, and whether it is the best so far.
 
-    Every worker records ``val_loss``, ``val_global_loss`` and ``val_global_<metric>``; as the values are those of all
-    workers, only rank 0 sends them to the master. The tracker's goal sees each value, and the primary metric is told
-    to it.
+    Every worker records ``val_loss``, ``val_global_loss``, ``val_<metric>`` and ``val_global_<metric>``; as the values
+    are those of all workers, only rank 0 sends them to the master. The tracker's goal sees each value, and the primary
+    metric is told to it.
 
     Args:
         metrics_values: The first result of :func:`validation_round`; may be empty or None.
@@ -241,6 +241,7 @@ def record_validation_stats(
         if primary is not None and metric.name == primary.name:
             tracker.update_primary_metric(value)
             has_primary = True
-        tracker.record_stat(f"global_{metric.name}", value, log_to_api=rank == 0)
+        for name in (metric.name, f"global_{metric.name}"):
+            tracker.record_stat(name, value, log_to_api=rank == 0)
     logger.info("rank %d: %s", rank, tracker)
     return bool(has_primary and tracker.is_best())
