@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from types import TracebackType
 from typing import Any
@@ -140,7 +141,7 @@ class Tracker:
         is_training: Whether statistics are those of training.
         records: Prefixed name to {epoch: mean of the epoch}.
         history: The most recent ``(epoch, name, value, batch, time_s)``, with the name ``"batch_time_s"`` for each
-            batch: the value, the number of batches finished before, and seconds since :meth:`start`.
+            batch. ``batch`` is the number of batches finished by then, ``time_s`` the seconds since :meth:`start`.
         batches_per_epoch: Batches of an epoch for the progress bar; learnt from the first epoch unless set.
 
     Raises:
@@ -275,8 +276,9 @@ class Tracker:
 
     def validation(self) -> None:
         """Name the statistics that follow ``val_...``."""
+        if self.is_training:
+            self._expect_primary()
         self.is_training = False
-        self._expect_primary()
 
     def validation_start(self) -> None:
         """Start the clock of a validation."""
@@ -484,9 +486,9 @@ class Tracker:
     def record_metric(self, metric: Any, value: float, n: float = 1, log_to_api: bool = False) -> None:
         """Record a metric's value, see :meth:`record_stat`.
 
-        In validation the primary metric's value may become the best, see :meth:`is_best`: the weighted mean of what
-        was recorded since the validation began. A value told to :meth:`update_primary_metric` in the same validation
-        replaces it.
+        In validation the primary metric may become the best, see :meth:`is_best`, with the weighted mean of what was
+        recorded since the validation began: since :meth:`validation_start`, or since :meth:`validation` ended training.
+        A value given to :meth:`update_primary_metric` in the same validation counts instead of this mean.
 
         Args:
             metric: The metric, or its name.
@@ -613,7 +615,7 @@ class Tracker:
 
         Of a long run the last ``history_size`` epochs have an entry each, and the first entry has all before them.
         """
-        return {name: self._by_epoch(lambda totals, name=name: totals.of([name])) for name in self._step_s}
+        return {name: self._by_epoch(partial(_Totals.of, steps=[name])) for name in self._step_s}
 
     @property
     def cumulative_train_time(self) -> list[float]:
@@ -842,7 +844,9 @@ class Tracker:
         new["epoch_stats"] = meters
         new["records"] = {name: {int(e): v for e, v in values} for name, values in state["records"].items()}
         new["history"] = deque(map(tuple, state["history"]), maxlen=self.history.maxlen)
-        new["_epoch_ends"] = deque((_Totals(**ends) for ends in state["epoch_ends"]), maxlen=self._epoch_ends.maxlen)
+        new["_epoch_ends"] = deque(
+            (_Totals(**ends) for ends in state.get("epoch_ends", ())), maxlen=self._epoch_ends.maxlen
+        )
         new["_batch_times"] = sketch = QuantileSketch()
         sketch.load(state["batch_times"])
         new["_step_s"] = {str(name): float(seconds) for name, seconds in state["steps_s"].items()}

@@ -398,18 +398,31 @@ def test_validations_of_one_epoch_are_judged_one_by_one() -> None:
     tracker = make(minimize=True)
     tracker.validation()
     tracker.record_metric(ACCURACY, 3.0)
+    tracker.train()
     tracker.validation()
     tracker.record_metric(ACCURACY, 5.0)
     assert not tracker.is_best()
-    tracker.validation()
+    tracker.validation_start()
     tracker.record_metric(ACCURACY, 2.0)
+    tracker.validation_end()
     assert tracker.is_best()
     assert tracker.best_metric_value == 2.0
-    tracker.validation()
-    tracker.record_metric(ACCURACY, math.nan)
+    tracker.validation_start()
     tracker.record_metric(ACCURACY, 0.0, n=0)
+    tracker.record_metric(ACCURACY, math.nan)
     assert not tracker.is_best()
     assert tracker.best_metric_value == 2.0
+
+
+def test_the_value_of_all_workers_replaces_what_this_one_recorded() -> None:
+    tracker = make()
+    tracker.validation_start()
+    tracker.validation()
+    tracker.record_metric(ACCURACY, 81.0)  # of this worker's part
+    tracker.validation()  # as record_validation_stats does
+    tracker.update_primary_metric(80.0)
+    assert tracker.is_best()
+    assert tracker.best_metric_value == 80.0
 
 
 def test_no_metrics() -> None:
