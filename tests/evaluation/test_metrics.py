@@ -323,7 +323,11 @@ def test_a_value_that_no_call_returned_is_refused(make) -> None:
     value = metric(*pieces(metric)[0])
     with pytest.raises(ValueError, match=r"perc must be what a call of this metric returned, not 0\.123"):
         metric.update(0.123, 2)
+    assert metric.average().item() == 0.0
+    with pytest.raises(ValueError, match="size must be at least 0"):
+        metric.update(value, -1)
     metric.update(value, 1)
+    assert metric.average() == value
     with pytest.raises(ValueError, match="perc must be"):
         metric.update(value, 1)  # a second time
     metric.reset()
@@ -380,6 +384,16 @@ def test_metrics_that_fill_the_meter_are_averaged_over_the_workers(world_size) -
     expected = {1: 2.0, 2: 2 * (1 * 1 + 2 * 3) / 4}[world_size]
     for own, f1, plain in run_ranks(world_size, averages_of_own_metrics):
         assert (own, f1, plain) == (pytest.approx(expected), 0.375, 87.5)
+
+
+def test_sums_of_plain_numbers_are_not_rounded_to_float32() -> None:
+    metric = OwnMean()
+    metric.update(2.0**24 / 2, 1)
+    metric.update(0.5, 1)
+    assert metric._local_totals()[0].item() == 2**24 + 1
+    plain = TopKAccuracy()
+    plain.update(75.0, 4)
+    assert type(plain.average_meter.avg) is float
 
 
 def test_a_reset_empties_the_meter() -> None:

@@ -89,10 +89,10 @@ class MLBenchMetric:
         Raises:
             ValueError: ``size`` is negative.
         """
-        if size < 0:
-            raise ValueError(f"size must be at least 0, not {size}: pass the number of samples in the batch")
-        value = torch.as_tensor(perc).detach().to(torch.float64).sum()
-        self.average_meter.update(cast(float, value), size)  # a tensor stays one: no wait for the device
+        _check_size(size)
+        # A tensor stays one: reading its number would wait for the device.
+        value = perc.detach().to(torch.float64).sum() if isinstance(perc, Tensor) else float(perc)
+        self.average_meter.update(cast(float, value), size)
 
     def average(self) -> Tensor:
         """Value over everything taken in since the last reset, on all workers.
@@ -111,7 +111,7 @@ class MLBenchMetric:
 
     def _local_totals(self) -> Tensor:
         """What this worker adds to the sums over all workers: here (weighted sum of the values, their weight)."""
-        total = torch.as_tensor(self.average_meter.sum).detach().to(torch.float64).reshape(())
+        total = torch.as_tensor(self.average_meter.sum, dtype=torch.float64).detach().reshape(())
         return torch.stack([total, total.new_tensor(float(self.average_meter.count))])
 
     def _score(self, totals: Tensor) -> Tensor:
@@ -192,8 +192,9 @@ class _StatisticsMetric(MLBenchMetric):
         Raises:
             ValueError: ``size`` is negative, or no such call returned ``perc``.
         """
-        super().update(perc, size)
+        _check_size(size)
         statistics = self._taken(perc, size)
+        super().update(perc, size)
         self._totals = self._totals.to(statistics.device) + statistics
 
     def _taken(self, perc: float | Tensor, size: int) -> Tensor:
@@ -336,7 +337,7 @@ class Perplexity(_StatisticsMetric):
         return "Perplexity"
 
     def _statistics_of(self, value: float | Tensor, size: int) -> Tensor:
-        loss = torch.as_tensor(value).detach().to(torch.float64).log()
+        loss = torch.as_tensor(value, dtype=torch.float64).detach().log()
         return torch.stack([loss, torch.ones_like(loss)]) * size
 
     def _score_of(self, statistics: Tensor) -> Tensor:
@@ -547,6 +548,11 @@ class BLEUScore(_StatisticsMetric):
             matches, possible, sys_len, ref_len, max_ngram_order=self._MAX_ORDER, **self._smoothing
         )
         return statistics.new_tensor(float(score.score))
+
+
+def _check_size(size: int) -> None:
+    if size < 0:
+        raise ValueError(f"size must be at least 0, not {size}: pass the number of samples in the batch")
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
