@@ -41,7 +41,7 @@ BASE_LR = 30.0  # of one worker
 WEIGHT_DECAY = 1.2e-6
 GRAD_CLIP = 0.25
 WARMUP_EPOCHS = 3  # for each worker
-PATIENCE = 5  # validations without improvement until SGD averages
+NON_MONOTONE_INTERVAL = 5  # validations: SGD averages once one is worse than the best before the last 5
 VALIDATION_SEQUENCES = 10  # of all workers
 
 
@@ -120,7 +120,7 @@ def train(
         scaled_lr=BASE_LR * math.sqrt(world_size),
         warmup_duration=WARMUP_EPOCHS * world_size,  # it steps once an epoch
     )
-    averaging = NTASGD(optimizer, patience=PATIENCE)
+    averaging = NTASGD(optimizer, interval=NON_MONOTONE_INTERVAL)
     metrics = [Perplexity()]
     goal = task3_time_to_perplexity_goal(TASK.goal_on(preset.dataset, light))
     tracker = Tracker(metrics, run_id, rank, goal=goal, minimize=True)

@@ -128,7 +128,8 @@ def test_task_3a_is_as_specified() -> None:
         750,
     )
     assert task.goal_on("wikitext2") == 70
-    assert (script.BASE_LR, script.WEIGHT_DECAY, script.GRAD_CLIP, script.PATIENCE) == (30.0, 1.2e-6, 0.25, 5)
+    assert (script.BASE_LR, script.WEIGHT_DECAY, script.GRAD_CLIP) == (30.0, 1.2e-6, 0.25)
+    assert script.NON_MONOTONE_INTERVAL == 5
     full = script.PRESETS["full"]
     assert (full.sequences, full.bptt, full.dataset) == (80, 70, None)
     with torch.device("meta"):

@@ -106,6 +106,80 @@ def test_hooks_run_once(plain_too: bool) -> None:
     assert calls == ["before", "after"] * 2
 
 
+def algorithm_1(values: list[float], n: int) -> int | None:
+    """The check at which algorithm 1 of arXiv 1708.02182 starts to average, word by word; None for never."""
+    logs: list[float] = []
+    for t, v in enumerate(values):
+        if t > n and v > min(logs[: t - n]):
+            return t
+        logs.append(v)
+    return None
+
+
+def patience_runs_out(values: list[float], patience: int) -> int | None:
+    """The check at which the best value is as old as the patience."""
+    for t in range(len(values)):
+        seen = values[: t + 1]
+        if t - seen.index(min(seen)) >= patience:
+            return t
+    return None
+
+
+def when_it_averages(values: list[float], stop: int | None = None, **rule: int) -> int | None:
+    """The check at which NTASGD starts to average; with ``stop``, another object goes on from there."""
+    trigger = NTASGD(CentralizedSGD(model=nn.Linear(1, 1), lr=1.0), **rule)
+    for t, value in enumerate(values):
+        if t == stop:
+            state = copy.deepcopy(trigger.state_dict())
+            trigger = NTASGD(CentralizedSGD(model=nn.Linear(1, 1), lr=1.0), **rule)
+            trigger.load_state_dict(state)
+        if trigger.check(value):
+            return t
+    return None
+
+
+def noisy_curves(count: int) -> list[list[float]]:
+    """Perplexities that decay to 65."""
+    generator = torch.Generator().manual_seed(5)
+    noise = 0.3 * torch.randn(count, 160, generator=generator, dtype=torch.float64)
+    decay = 65 + 100 * torch.exp(-torch.arange(160, dtype=torch.float64) / 20)
+    return (decay + noise).tolist()
+
+
+@pytest.mark.parametrize(
+    ("values", "n", "expected"),
+    [
+        ([90.0, 80, 81, 80.5, 82], 2, 4),
+        ([90.0, 80, 85, 79, 84, 78, 83, 77, 86, 76], 2, 4),
+        ([80.0] * 6, 2, None),
+        ([100.0, 80, 81, 81, 81, 81, 81, 81, 81], 5, 7),
+        ([100.0, 90, 80, 79, 85, 85, 78, 80.5, 80.5, 80.4, 80.3, 80.2, 80.1], 5, 8),
+        ([90.0, 80, 79, math.nan, 78], 2, 3),
+        ([math.nan, math.nan, 79, 78, 77, 78, 80], 2, 6),
+    ],
+)
+def test_the_default_trigger_is_that_of_the_paper(values: list[float], n: int, expected: int | None) -> None:
+    assert when_it_averages(values, interval=n) == expected
+    assert all(when_it_averages(values, stop, interval=n) == expected for stop in range(1, len(values)))
+
+
+def test_the_trigger_agrees_with_algorithm_1_on_noisy_curves_also_when_resumed() -> None:
+    found = []
+    for i, values in enumerate(noisy_curves(100)):
+        n = 1 + i % 7
+        expected = algorithm_1(values, n)
+        assert when_it_averages(values, interval=n) == expected
+        assert when_it_averages(values, stop=(expected or 100) - i % 4, interval=n) == expected
+        found.append(expected == patience_runs_out(values, n))
+    assert sum(found) < 30, "the curves do not tell the two rules apart"
+    assert when_it_averages(values) == algorithm_1(values, 5), "the default interval is 5"
+
+
+def test_patience_is_the_other_rule() -> None:
+    for i, values in enumerate(noisy_curves(20)):
+        assert when_it_averages(values, patience=3 + i % 3) == patience_runs_out(values, 3 + i % 3)
+
+
 def test_it_averages_when_the_best_is_as_old_as_the_patience() -> None:
     trigger = NTASGD(CentralizedSGD(model=make_model(), lr=1.0), patience=3)
     values = [9.0, 8.0, 8.0, 8.5, 7.9, math.nan, 8.0, 7.9, 7.0]
@@ -194,13 +268,19 @@ def test_a_resumed_run_goes_on_exactly(stop: int, optimizer_first: bool) -> None
 
 def test_state_fits_a_checkpoint(tmp_path: Any) -> None:
     model = make_model()
-    trigger = NTASGD(CentralizedSGD(model=model, lr=0.1), patience=1)
-    trigger.check(1.0)
-    trigger.check(1.0)
+    trigger = NTASGD(CentralizedSGD(model=model, lr=0.1), interval=1)
+    for value in (1.0, 1.5, 2.0):
+        trigger.check(value)
     take_steps(model, trigger.optimizer, range(2))
     torch.save({"optimizer": trigger.optimizer.state_dict(), "trigger": trigger.state_dict()}, tmp_path / "state")
     loaded = torch.load(tmp_path / "state", weights_only=True)
-    assert loaded["trigger"] == {"best": 1.0, "checks_since_best": 1, "is_averaging": True}
+    assert loaded["trigger"] == {
+        "best": 1.0,
+        "checks_since_best": 2,
+        "recent": [2.0],
+        "best_before_recent": 1.0,
+        "is_averaging": True,
+    }
     assert loaded["optimizer"]["state"][0]["averaged"] == 3
 
 
@@ -210,13 +290,17 @@ def test_bad_arguments_are_named() -> None:
         NTASGD(SGD(model.parameters(), lr=1.0))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="around Adam"):
         NTASGD(GenericCentralizedOptimizer(None, model, optimizer=Adam(model.parameters())))
-    with pytest.raises(ValueError, match="patience is 0"):
+    with pytest.raises(ValueError, match="patience must be at least 1, not 0"):
         NTASGD(CentralizedSGD(model=model, lr=1.0), patience=0)
+    with pytest.raises(TypeError, match=r"interval must be an integer, not 2\.5"):
+        NTASGD(CentralizedSGD(model=model, lr=1.0), interval=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="interval and patience are both given"):
+        NTASGD(CentralizedSGD(model=model, lr=1.0), 5, patience=5)
     averaging = NTASGD(CentralizedSGD(model=model, lr=1.0), patience=1)
     early = averaging.state_dict()
     averaging.check(1.0)
     averaging.check(1.0)
-    with pytest.raises(ValueError, match="make both anew"):
+    with pytest.raises(ValueError, match="make both again"):
         averaging.load_state_dict(early)
 
 

@@ -1,4 +1,4 @@
-r"""Non-monotonically triggered averaged SGD: plain SGD until validation stands still, then SGD with averaged weights.
+r"""Non-monotonically triggered averaged SGD: plain SGD until validation stops improving, then averaged weights too.
 
 References:
     Merity, Keskar and Socher 2017, Regularizing and Optimizing LSTM Language Models, arXiv 1708.02182, algorithm 1.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,54 +90,72 @@ def _plain_step(optimizer: SGD) -> None:
 
 
 class NTASGD:
-    r"""Decides when SGD has come as far as it can, and lets it average from then on.
+    r"""Decide when SGD has come as far as it can, and let it average from then on.
 
-    It is told a value of each validation, smaller being better. When the best is ``patience`` values old, the SGD
-    inside the optimizer is swapped for an :class:`AveragedSGD` with the same groups and rates, for good. Validate
-    within :meth:`averaged_weights`; training goes on with the weights that are not averaged.
+    :meth:`check` gets one value per validation, smaller being better. With :math:`v_t` the value of validation
+    :math:`t = 0, 1, \dots` and the non-monotone interval :math:`n`, averaging starts at the first :math:`t` with
 
-    Every worker must tell it the same value, that of all workers. A run that goes on from a checkpoint restores both
-    this object and the optimizer, in any order, and goes on as if it had never stopped.
+    .. math:: t > n \quad \text{and} \quad v_t > \min_{l \in \{0, \dots, t - n - 1\}} v_l,
+
+    that is algorithm 1 of Merity et al.: a value is worse than the best of all but the last :math:`n` before it. With
+    ``patience`` another rule decides: averaging starts when the best value is ``patience`` validations old.
+
+    The :class:`torch.optim.SGD` in the optimizer is then replaced by an :class:`AveragedSGD` with the same groups and
+    rates, for good. Validate within :meth:`averaged_weights`; training goes on with the weights that are not averaged.
+
+    Every worker must give :meth:`check` the same value, that of all workers. A run that resumes from a checkpoint
+    restores both this object and the optimizer, in any order, and continues as if it had never stopped.
 
     Attributes:
         optimizer: As given.
+        interval: The non-monotone interval n; None with ``patience``.
         patience: As given.
         best: The best value so far; infinite before the first.
-        checks_since_best: How many values came since.
+        checks_since_best: Number of values since the best one.
         is_averaging: Whether the optimizer averages.
 
     Args:
-        optimizer: An optimizer of this package whose inside is a :class:`torch.optim.SGD`, for example a
+        optimizer: An optimizer of this package that wraps a :class:`torch.optim.SGD`, for example a
             :class:`~mlbench_core.optim.pytorch.centralized.CentralizedSGD`.
-        patience: How many values in a row may be no better than the best before them.
+        interval: Non-monotone interval n; None is 5.
+        patience: Use the rule of patience instead: the number of values in a row that are no better than the best
+            before them.
 
     Raises:
-        TypeError: The optimizer has no SGD inside.
-        ValueError: ``patience`` is not positive.
+        TypeError: The optimizer wraps no SGD, or ``interval`` or ``patience`` is not an integer.
+        ValueError: ``interval`` or ``patience`` is not positive, or both are given.
 
     Example:
         >>> from mlbench_core.optim.pytorch import CentralizedSGD
         >>> model = torch.nn.Linear(2, 1)
-        >>> trigger = NTASGD(CentralizedSGD(model=model, lr=30.0), patience=2)
-        >>> [trigger.check(perplexity) for perplexity in (90.0, 80.0, 81.0, 80.5)]
-        [False, False, False, True]
+        >>> trigger = NTASGD(CentralizedSGD(model=model, lr=30.0), interval=2)
+        >>> [trigger.check(perplexity) for perplexity in (90.0, 80.0, 81.0, 80.5, 82.0)]
+        [False, False, False, False, True]
         >>> type(trigger.optimizer.optimizer).__name__
         'AveragedSGD'
+
+    References:
+        Merity, Keskar and Socher: Regularizing and Optimizing LSTM Language Models. arXiv:1708.02182
     """
 
-    def __init__(self, optimizer: OptimizerWrapper, patience: int = 5) -> None:
+    def __init__(
+        self, optimizer: OptimizerWrapper, interval: int | None = None, *, patience: int | None = None
+    ) -> None:
         inside = getattr(optimizer, "optimizer", None)
         if not isinstance(optimizer, OptimizerWrapper) or not isinstance(inside, SGD):
             raise TypeError(
                 f"optimizer is a {type(optimizer).__name__} around {type(inside).__name__}; it must be one of "
                 "mlbench_core.optim.pytorch that has a torch.optim.SGD inside, as CentralizedSGD has"
             )
-        if patience < 1:
-            raise ValueError(f"patience is {patience}; it must be at least 1")
+        if interval is not None and patience is not None:
+            raise ValueError("interval and patience are both given: each is a rule of its own, give one of them")
         self.optimizer = optimizer
-        self.patience = patience
+        self.patience = None if patience is None else _positive("patience", patience)
+        self.interval = _positive("interval", 5 if interval is None else interval) if patience is None else None
         self.best = math.inf
         self.checks_since_best = 0
+        self._recent: list[float] = []  # the last n values: those that a new one is not compared with
+        self._best_before_recent = math.inf
 
     @property
     def is_averaging(self) -> bool:
@@ -147,20 +166,34 @@ class NTASGD:
         """Take the value of one validation, and start to average if it is time.
 
         Args:
-            value: For example the perplexity of all workers' data; a nan is no improvement.
+            value: For example the perplexity of all workers' data; a nan counts as infinite.
 
         Returns:
             Whether this value made the optimizer start to average.
         """
+        value = math.inf if math.isnan(value) else value
         if value < self.best:
             self.best, self.checks_since_best = value, 0
         else:
             self.checks_since_best += 1
-        if self.is_averaging or self.checks_since_best < self.patience:
+        if self.patience is not None:
+            is_time = self.checks_since_best >= self.patience
+        else:
+            is_time = self._is_worse_than_before(value)
+        if self.is_averaging or not is_time:
             return False
-        _log.info("no improvement on %g in %d validations: averaging from here on", self.best, self.patience)
+        _log.info("%g in a validation after a best of %g: averaging from here on", value, self.best)
         self._start_averaging()
         return True
+
+    def _is_worse_than_before(self, value: float) -> bool:
+        """Whether a value exceeds all but the last n before it; adds it to those."""
+        assert self.interval is not None
+        is_worse = value > self._best_before_recent
+        self._recent.append(value)
+        if len(self._recent) > self.interval:
+            self._best_before_recent = min(self._best_before_recent, self._recent.pop(0))
+        return is_worse
 
     def _start_averaging(self) -> None:
         """Swap the SGD inside for an averaging one with the same groups and state."""
@@ -194,10 +227,12 @@ class NTASGD:
         return {p: states[p]["average"] for p in parameters if "average" in states.get(p, {})}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what there is to remember beside the optimizer's own state."""
+        """Return what the trigger remembers; the averages are in the optimizer's own state."""
         return {
             "best": self.best,
             "checks_since_best": self.checks_since_best,
+            "recent": list(self._recent),
+            "best_before_recent": self._best_before_recent,
             "is_averaging": self.is_averaging,
         }
 
@@ -211,11 +246,24 @@ class NTASGD:
             ValueError: The state is from before the optimizer began to average, and this one has begun.
         """
         if self.is_averaging and not state_dict["is_averaging"]:
-            raise ValueError("the optimizer averages already, and the state is from before that: make both anew")
+            raise ValueError("the optimizer averages already, and the state is from before that: make both again")
         self.best = state_dict["best"]
         self.checks_since_best = state_dict["checks_since_best"]
+        self._recent = list(state_dict["recent"])
+        self._best_before_recent = state_dict["best_before_recent"]
         if state_dict["is_averaging"] and not self.is_averaging:
             self._start_averaging()
+
+
+def _positive(name: str, value: int) -> int:
+    """Return a positive integer."""
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {value!r}") from None
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+    return value
 
 
 @torch.no_grad()
