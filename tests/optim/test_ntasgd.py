@@ -94,6 +94,23 @@ def test_a_closure_is_evaluated_once_and_frozen_parameters_stay_out() -> None:
     assert set(optimizer.state) == {model.weight}
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_without_a_gradient_counts_for_the_average(late: bool) -> None:
+    """The average is over the weights after every step, also those in which a parameter stayed as it was."""
+    model, seen = make_model(), []
+    optimizer = AveragedSGD(model.parameters(), lr=0.1)
+    seen.append([p.detach().clone() for p in model.parameters()])
+    for step in range(6):
+        model.weight.grad, model.bias.grad = gradients(step)
+        if step < 2 if late else step in (1, 2, 5):
+            model.bias.grad = None
+        optimizer.step()
+        seen.append([p.detach().clone() for p in model.parameters()])
+    for i, p in enumerate(model.parameters()):
+        mean = torch.stack([weights[i] for weights in seen]).double().mean(0)
+        torch.testing.assert_close(optimizer.state[p]["average"].double(), mean, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("plain_too", [False, True])
 def test_hooks_run_once(plain_too: bool) -> None:
     model = make_model()

@@ -36,8 +36,10 @@ class AveragedSGD(SGD):
     the rate of the step before, which matters where the rate follows the length of each batch, forgets the first step,
     and reads numbers back from a GPU in every step; this one does neither.
 
-    The state of each parameter holds ``average`` and ``averaged``, how many weights are in it. Without a step there is
-    none, and the parameter is its own average.
+    The state of each parameter holds ``average`` and ``averaged``, the number of weights in it. A step in which a
+    parameter has no gradient counts too: its weights stay, and the average moves towards them. A parameter is averaged
+    from the first step on in which it requires a gradient; before, it is its own average. Within an optimizer with
+    ``overlap="step"``, a step counts only for parameters with a gradient on some worker.
 
     Args:
         params: Parameters or groups of them.
@@ -71,12 +73,13 @@ class AveragedSGD(SGD):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        stepping = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for parameter in stepping:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        averaged = [p for p in parameters if p.requires_grad or "average" in self.state.get(p, {})]
+        for parameter in averaged:
             if "average" not in self.state[parameter]:
                 self.state[parameter].update(average=parameter.detach().clone(), averaged=1)
         _plain_step(self)
-        for parameter in stepping:
+        for parameter in averaged:
             state = self.state[parameter]
             state["averaged"] += 1
             state["average"].lerp_(parameter, 1 / state["averaged"])
