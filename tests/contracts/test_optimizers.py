@@ -6,9 +6,11 @@ import copy
 import inspect
 import io
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
@@ -187,7 +189,7 @@ def test_is_a_torch_optimizer_that_learns(make: Make) -> None:
     first = loss_and_gradients(model, 0)
     for _ in range(60):
         loss_and_gradients(model, 0)
-        assert optimizer.step() is None
+        assert optimizer.step() is (True if isinstance(optimizer, CustomCentralizedOptimizer) else None)
     assert loss_and_gradients(model, 0) < 0.8 * first
 
 
@@ -267,6 +269,24 @@ def test_a_closure_is_evaluated_once_with_gradients_and_its_loss_returned(make: 
     make(plain).step()
     assert calls == [True]
     assert torch.equal(loss, expected)
+    assert same(snapshot(model), snapshot(plain))
+
+
+@every_member
+def test_gradients_can_be_accumulated_without_communication(make: Make) -> None:
+    model, plain = make_model(), make_model()
+    optimizer, reference = make(model), make(plain)
+    for step in range(3):
+        model.zero_grad()
+        inputs, targets = batch(step)
+        with optimizer.no_sync():
+            nn.functional.mse_loss(model(inputs[:4]), targets[:4]).backward()
+        nn.functional.mse_loss(model(inputs[4:]), targets[4:]).backward()
+        optimizer.step()
+        plain.zero_grad()
+        for part in (slice(4), slice(4, 8)):
+            nn.functional.mse_loss(plain(inputs[part]), targets[part]).backward()
+        reference.step()
     assert same(snapshot(model), snapshot(plain))
 
 
@@ -449,6 +469,35 @@ class TestByName:
             with pytest.raises(ValueError, match=r"empty parameter list"):
                 get_optimizer(name, params=[], lr=0.1)
 
+    @pytest.mark.parametrize(
+        ("lr", "error", "message"),
+        [
+            ("0.1", TypeError, "lr must be a number, not '0.1'"),
+            (True, TypeError, "lr must be a number, not True"),
+            (float("nan"), ValueError, "lr must be finite and at least 0, not nan"),
+            (float("inf"), ValueError, "lr must be finite and at least 0, not inf"),
+            (-0.1, ValueError, "lr must be finite and at least 0, not -0.1"),
+            (torch.tensor([0.1, 0.2]), ValueError, "lr must have one element, not shape (2,)"),
+            (torch.tensor(-0.1), ValueError, "lr must be finite and at least 0, not -0.1"),
+        ],
+    )
+    def test_a_learning_rate_that_is_none_is_refused_in_a_sentence(
+        self, name: str, lr: Any, error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error, match=re.escape(message)):
+            get_optimizer(name, **arguments(name), lr=lr)
+
+    def test_numpys_numbers_serve_as_arguments(self, name: str) -> None:
+        integers = {"world_size", "rank", "period", "sparse_grad_size", "seed", "start_after_steps"}
+        taken = inspect.signature(optimizers[name]).parameters
+        given = {key: np.int64(1) for key in integers.intersection(taken)}
+        if "neighbors" in taken:
+            given.update(rank=np.int64(0), neighbors=np.array([], dtype=int))
+        if "compression" in taken:
+            given.update(compression="random_k", ratio=np.float32(0.5))
+        optimizer = get_optimizer(name, **arguments(name), lr=np.float32(0.1), **given)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
     def test_a_world_that_is_not_there_is_refused(self, name: str) -> None:
         if "neighbors" in inspect.signature(optimizers[name]).parameters:
             with pytest.raises(ValueError, match=r"neighbors has \[1\]: rank 0's neighbours must be other ranks"):
@@ -471,3 +520,10 @@ class TestByName:
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown optimizer 'sdg'; known are centralized_adam, centralized_sgd"):
         get_optimizer("sdg", lr=0.1)
+
+
+def test_an_unknown_name_is_a_key_error_too() -> None:
+    """Version 3.0 looked names up in a dictionary."""
+    with pytest.raises(KeyError) as raised:
+        get_optimizer("sdg", lr=0.1)
+    assert str(raised.value).startswith("unknown optimizer 'sdg'; known are ")

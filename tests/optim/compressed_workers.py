@@ -257,6 +257,30 @@ def resume(rank: int, world_size: int) -> dict[str, Any]:
     return result
 
 
+def accumulation(rank: int, world_size: int) -> dict[str, Any]:
+    """Parameters after steps on two passes each and on their sum, and the collectives called between the passes."""
+    result = {}
+    for name, make in OPTIMIZERS.items():
+        passes, sums = make_params(), make_params()
+        optimizer, reference = make(passes.items()), make(sums.items())
+        for t in range(3):
+            optimizer.zero_grad()
+            with counted_collectives() as calls, optimizer.no_sync():
+                loss_of_pass(passes, rank, t, 0).backward()
+                loss_of_pass(passes, rank, t, 1).backward()
+            optimizer.step()
+            reference.zero_grad()
+            (loss_of_pass(sums, rank, t, 0) + loss_of_pass(sums, rank, t, 1)).backward()
+            reference.step()
+        result[name] = (values(passes), values(sums), calls)
+    return result
+
+
+def loss_of_pass(params: dict[str, nn.Parameter], rank: int, t: int, number: int) -> Tensor:
+    """A loss whose gradients are whole numbers and do not depend on the parameters."""
+    return sum(((t + 2 * rank - number) * (i + 1) * x).sum() for i, x in enumerate(params.values()))
+
+
 def errors(rank: int, world_size: int) -> dict[str, str]:
     """Messages that every worker sees."""
     makers: dict[str, Callable[[], Any]] = {
@@ -355,6 +379,7 @@ SCENARIOS = (
     partly_missing,
     by_layer,
     resume,
+    accumulation,
     errors,
     quadratics,
     digits,

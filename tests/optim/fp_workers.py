@@ -61,6 +61,20 @@ def exact_shares(rank: int, world_size: int) -> Tensor:
     return optimizer.fp32_params.detach()
 
 
+def exact_in_two_passes(rank: int, world_size: int) -> tuple[Tensor, list[int]]:
+    """Master weights where each share is accumulated in two passes, and what was sent between these."""
+    model = half_line()
+    optimizer = sgd(model, world_size, average_world=True)
+    inputs, factors = (share(whole, rank, world_size).chunk(2) for whole in power_of_two_batch())
+    for _ in range(3):
+        optimizer.zero_grad()
+        with optimizer.no_sync(), counted_all_reduces() as sizes:
+            for some_inputs, some_factors in zip(inputs, factors, strict=True):
+                optimizer.backward_loss((model(some_inputs.half()).float() * some_factors).mean())
+        assert optimizer.step(multiplier=2)
+    return optimizer.fp32_params.detach(), sizes
+
+
 def exact_alone() -> Tensor:
     model = half_line()
     optimizer = sgd(model)
@@ -296,6 +310,7 @@ def grad_scalers(rank: int, world_size: int) -> dict[str, Any]:
 
 SCENARIOS = (
     exact_shares,
+    exact_in_two_passes,
     adamw_on_shares,
     overflow_on_one,
     minimum_scale,

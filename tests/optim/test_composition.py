@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -140,6 +141,22 @@ def test_one_worker_divides_by_the_denominator_and_clips() -> None:
     nn.init.zeros_(model.weight)
     CustomCentralizedOptimizer(model, 1, inside, grad_clip=1.0).step()
     torch.testing.assert_close(model.weight.detach(), torch.full((1, 4), -0.5))
+
+
+def test_a_custom_optimizer_says_whether_it_stepped() -> None:
+    """``if optimizer.step(): scheduler.step()``, as scripts of version 3.0 have it."""
+    model = ones_gradient()
+    optimizer = CustomCentralizedOptimizer(model, 1, torch.optim.SGD(model.parameters(), lr=1.0), grad_clip=1.0)
+    assert optimizer.step() is True
+    assert optimizer.step(lambda: 7.0) == 7.0, "a closure's loss is returned, as by every torch optimizer"
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    stepped = []
+    for factor in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.full((1, model.in_features), factor)).sum()).backward()
+        stepped.append(scaler.step(optimizer))
+        scaler.update()
+    assert stepped == [True, False, True]
 
 
 def test_a_missing_denominator_is_named() -> None:

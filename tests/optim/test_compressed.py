@@ -15,9 +15,11 @@ from mlbench_core.aggregation.pytorch.sign import pack_bits, pack_with_torch, un
 from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_coordinates
 from mlbench_core.lr_scheduler.pytorch.lr import SparsifiedSGDLR
 from mlbench_core.optim.pytorch import (
+    NTASGD,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
     EFSignSGD,
+    GenericCentralizedOptimizer,
     SignSGD,
     SparsifiedSGD,
 )
@@ -463,10 +465,14 @@ def test_wrong_arguments_are_named() -> None:
     for size, error in sizes:
         with pytest.raises(error, match="sparse_grad_size"):
             SparsifiedSGD([x], lr=0.1, sparse_grad_size=size)
-    with pytest.raises(ValueError, match="lr is -1; it must not be negative"):
-        SignSGD([x], lr=-1)
-    with pytest.raises(ValueError, match=r"momentum is -0\.5"):
+    with pytest.raises(ValueError, match=r"momentum must be finite and at least 0, not -0\.5"):
         EFSignSGD([x], lr=1, momentum=-0.5)
+    with pytest.raises(ValueError, match="weight_decay must be finite and at least 0, not nan"):
+        SparsifiedSGD([x], lr=1, weight_decay=float("nan"))
+    with pytest.raises(TypeError, match=r"momentum must be a number, not '0\.9'"):
+        SignSGD([x], lr=1, momentum="0.9")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"dampening must be a number, not '0\.9'"):
+        SignSGD([x], lr=1, momentum=0.9, dampening="0.9")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nesterov=True needs a momentum above 0"):
         SignSGD([x], lr=1, nesterov=True)
     with pytest.raises(ValueError, match="op must be 'avg_world' or 'avg_custom', not 'sum'"):
@@ -475,5 +481,101 @@ def test_wrong_arguments_are_named() -> None:
         EFSignAggregation().aggregate({"x": torch.ones(2, dtype=torch.complex64)}, "avg_world")
     layer = nn.Embedding(4, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="only dense ones can be compressed"):
-        SignSGD(layer.parameters(), lr=0.1).step()
+    for params, name in ((layer.parameters(), "group0.0"), (layer.named_parameters(), "weight")):
+        with pytest.raises(ValueError, match=f"the gradient of '{name}' has layout torch.sparse_coo; only dense"):
+            SignSGD(params, lr=0.1).step()
+
+
+DIRECTIONS = [
+    {"momentum": 0.9},
+    {"momentum": 0.8, "dampening": 0.5},
+    {"momentum": 0.6, "nesterov": True},
+    {"momentum": 0.6, "weight_decay": 0.3, "dampening": 0.2},
+]
+
+
+@pytest.mark.parametrize("options", DIRECTIONS, ids=str)
+def test_less_what_is_owed_error_feedback_walks_like_torchs_sgd(options: dict[str, Any]) -> None:
+    """The compression loses nothing, so the direction with all its options can be read off."""
+    x, y = nn.Parameter(torch.linspace(-1, 1, 7)), nn.Parameter(torch.linspace(-1, 1, 7))
+    optimizer, plain = EFSignSGD([x], lr=0.1, **options), torch.optim.SGD([y], lr=0.1, **options)
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(8):
+        g = torch.randn(7, generator=generator)
+        owed = optimizer.aggregation.memory("group0.0")
+        with torch.no_grad():  # weight decay sees the same weights
+            y.copy_(x if owed is None else x - owed)
+            before = y.clone()
+        decay = options.get("weight_decay", 0)
+        x.grad, y.grad = g, g + decay * (x.detach() - y.detach())
+        optimizer.step()
+        plain.step()
+        assert not torch.equal(y, before)
+        torch.testing.assert_close(x.detach() - optimizer.aggregation.memory("group0.0"), y.detach())
+
+
+@pytest.mark.parametrize("options", DIRECTIONS, ids=str)
+def test_signs_are_those_of_torchs_direction(options: dict[str, Any]) -> None:
+    x, y = nn.Parameter(torch.linspace(-1, 1, 50)), nn.Parameter(torch.linspace(-1, 1, 50))
+    optimizer, plain = SignSGD([x], lr=0.1, **options), torch.optim.SGD([y], lr=1.0, **options)
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(8):
+        with torch.no_grad():
+            y.copy_(x)
+        before = x.detach().clone()
+        x.grad = torch.randn(50, generator=generator)
+        y.grad = x.grad.clone()
+        optimizer.step()
+        plain.step()
+        torch.testing.assert_close(before - x.detach(), 0.1 * torch.sign(before - y.detach()))
+
+
+def test_sign_sgd_is_a_torch_sgd_as_in_version_3() -> None:
+    x = nn.Parameter(torch.ones(2))
+    optimizer = SignSGD([x], lr=0.25, momentum=0.5)
+    assert isinstance(optimizer, torch.optim.SGD)
+    options = set(optimizer.param_groups[0])
+    x.grad = torch.tensor([0.1, -3.0])
+    optimizer.step()
+    assert x.tolist() == [0.75, 1.25]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert set(optimizer.param_groups[0]) == options
+    with pytest.raises(TypeError, match="SignSGD"):
+        NTASGD(GenericCentralizedOptimizer(None, nn.Linear(1, 1), optimizer=SignSGD([x], lr=0.1)))
+
+
+def test_a_step_that_a_scaler_skips_is_no_iterate() -> None:
+    def estimate(overflows: bool) -> list[float]:
+        x = nn.Parameter(torch.tensor([1.0, 2.0]))
+        optimizer = SparsifiedSGD([x], lr=0.1, sparse_grad_size=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in (1.0, float("inf"), 1.0, 2.0) if overflows else (1.0, 1.0, 2.0):
+            optimizer.zero_grad()
+            scaler.scale((factor * x * torch.tensor([1.0, 3.0])).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return optimizer.get_estimated_weights()[0].tolist()
+
+    assert estimate(overflows=True) == estimate(overflows=False)
+
+
+def test_the_estimate_needs_no_call_of_its_own() -> None:
+    """Scripts of version 3.0 call it after each step; the estimate is that of the paper with and without."""
+    estimates = []
+    for calls in (True, False):
+        x = nn.Parameter(torch.tensor([2.0, 1.0]))
+        optimizer = SparsifiedSGD([x], lr=1.0, sparse_grad_size=1)
+        for t in range(4):
+            x.grad = torch.tensor([1.0, 0.4])
+            optimizer.step()
+            if calls:
+                optimizer.update_estimated_weights(t, 1)
+        estimates.append(optimizer.get_estimated_weights()[0])
+    assert torch.equal(*estimates)
+
+
+def test_accumulated_gradients_are_sent_once(ranks: Ranks) -> None:
+    for result in ranks:
+        for name, (accumulated, summed, calls) in result["accumulation"].items():
+            assert calls == [], name
+            assert all(torch.equal(accumulated[key], summed[key]) for key in summed), name

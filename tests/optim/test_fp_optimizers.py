@@ -40,6 +40,12 @@ class TestSeveralWorkers:
         for result in ranks:
             assert torch.equal(result["exact_shares"], fp_workers.exact_alone())
 
+    def test_accumulated_passes_are_sent_once(self, ranks: Ranks) -> None:
+        for result in ranks:
+            master, sizes_between = result["exact_in_two_passes"]
+            assert torch.equal(master, fp_workers.exact_alone())
+            assert sizes_between == []
+
     def test_shares_give_what_one_worker_gives_on_the_whole_batch(self, ranks: Ranks) -> None:
         torch.testing.assert_close(ranks[0]["adamw_on_shares"][-1], fp_workers.adamw_alone(), rtol=0, atol=5e-3)
 

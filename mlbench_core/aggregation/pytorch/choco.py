@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -109,7 +110,7 @@ class RandomK(Compression):
 
     def __init__(self, ratio: float, seed: int = 0) -> None:
         self.ratio = _check_ratio(ratio)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(operator.index(seed))
 
     def compress(self, x: Tensor) -> Compressed:
         """Keep random entries of a tensor of shape (n,)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,7 +80,7 @@ class SparsifiedAggregation(CompressedAggregation):
         self.size = check_size(size, "size")
         self.random = random
         self.error_feedback = error_feedback
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(operator.index(seed))
         named = model.named_parameters() if isinstance(model, nn.Module) else ()
         self._shapes = {name: parameter.shape for name, parameter in named}
 
@@ -167,8 +169,9 @@ def check_size(size: int | float, name: str) -> int | float:
         TypeError: It is no number.
         ValueError: It is out of range.
     """
-    if isinstance(size, bool) or not isinstance(size, (int, float)):
+    if isinstance(size, bool) or not isinstance(size, numbers.Real):
         raise TypeError(f"{name} must be an integer (coordinates per tensor) or a float (their share), not {size!r}")
+    size = int(size) if isinstance(size, numbers.Integral) else float(size)  # numpy's numbers too
     if size <= 0 or (isinstance(size, float) and not size <= 1):
         raise ValueError(
             f"{name} is {size}; it must be an integer from 1 (coordinates per tensor) or a float in (0, 1] (a share)"

@@ -40,6 +40,7 @@ __all__ = [
     "PowerSGD",
     "SignSGD",
     "SparsifiedSGD",
+    "UnknownOptimizerError",
     "get_optimizer",
     "optimizers",
     "scaled_rate",
@@ -61,6 +62,13 @@ optimizers: dict[str, type[Optimizer]] = {
 """The optimizers that have a name."""
 
 
+class UnknownOptimizerError(ValueError, KeyError):
+    """There is no optimizer of that name; a KeyError too, as in version 3.0."""
+
+    def __str__(self) -> str:
+        return ValueError.__str__(self)  # KeyError's would put the message in quotes
+
+
 def get_optimizer(optimizer: str, **kwargs: Any) -> Optimizer:
     """Make an optimizer by name.
 
@@ -72,7 +80,7 @@ def get_optimizer(optimizer: str, **kwargs: Any) -> Optimizer:
         The optimizer.
 
     Raises:
-        ValueError: The name is unknown.
+        UnknownOptimizerError: The name is unknown. It is a ValueError and a KeyError.
 
     Example:
         >>> import torch
@@ -81,5 +89,5 @@ def get_optimizer(optimizer: str, **kwargs: Any) -> Optimizer:
         'CentralizedSGD'
     """
     if optimizer not in optimizers:
-        raise ValueError(f"unknown optimizer {optimizer!r}; known are {', '.join(sorted(optimizers))}")
+        raise UnknownOptimizerError(f"unknown optimizer {optimizer!r}; known are {', '.join(sorted(optimizers))}")
     return optimizers[optimizer](**kwargs)

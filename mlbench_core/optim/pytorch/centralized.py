@@ -67,6 +67,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         >>> before = model.weight.item()
         >>> model(torch.full((4, 1), 2.0)).sum().backward()
         >>> optimizer.step(denom=4)
+        True
         >>> round(before - model.weight.item(), 4)
         2.0
     """
@@ -118,6 +119,8 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
     ) -> Any:
         """Aggregate, clip and take one step.
 
+        A script can step its scheduler only after a step that was taken: ``if optimizer.step(): scheduler.step()``.
+
         Args:
             closure: As in the base class.
             tracker: As in the base class.
@@ -125,12 +128,14 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
                 one element, the same on every worker. Otherwise it is not used.
 
         Returns:
-            What the closure returned; None without a closure.
+            Without a closure, whether the step was taken: False if a :class:`torch.amp.GradScaler` found an overflow on
+            any worker. With a closure, what it returned, as for every torch optimizer.
 
         Raises:
             ValueError: ``average_custom`` without a positive ``denom``.
         """
-        return self._step(closure, tracker, denom, self.grad_clip)
+        loss = self._step(closure, tracker, denom, self.grad_clip)
+        return not self._was_skipped if closure is None else loss
 
 
 class CentralizedSGD(GenericCentralizedOptimizer):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
-from mlbench_core.optim.pytorch.generic import Closure, check_lr, evaluate
+from mlbench_core.optim.pytorch.generic import Closure, check_at_least_0, check_lr, check_number, evaluate
 from mlbench_core.optim.pytorch.grad_scaler import must_skip
 from mlbench_core.optim.pytorch.wrapper import state_without_hooks
 
@@ -46,7 +48,8 @@ class CompressedOptimizer(Optimizer):
         average: Divide sums over workers by their number; False leaves the sum.
 
     Raises:
-        ValueError: Parameters or ``lr`` are missing, an option is negative, or two parameters have one name.
+        TypeError: ``lr`` is not a number.
+        ValueError: Parameters or ``lr`` are missing, ``lr`` is negative or not finite, or two parameters have one name.
     """
 
     agg_grad = True
@@ -58,14 +61,11 @@ class CompressedOptimizer(Optimizer):
         if params is None:
             raise ValueError("params is missing: give params=, for example model.parameters()")
         check_lr(defaults["lr"], type(self).__name__)
-        for option in ("lr", "momentum", "weight_decay"):
-            if not defaults[option] >= 0:
-                raise ValueError(f"{option} is {defaults[option]}; it must not be negative")
         self.aggregation = aggregation
         self._aggregate_named = aggregation.agg_grad()
         self._average = average
         self._clock = CommunicationClock()
-        super().__init__(params, defaults)
+        Optimizer.__init__(self, params, defaults)  # a subclass may be a torch.optim.SGD too, whose options differ
 
     @property
     def world_size(self) -> int:
@@ -86,8 +86,10 @@ class CompressedOptimizer(Optimizer):
         """
         if must_skip(self, self.aggregation):
             return None
+        self._before_step()
         loss = evaluate(closure)
         named = dict(self._named_parameters())
+        refuse_sparse({name: parameter for name, (parameter, _) in named.items()})
         stand_ins = {name: self._stand_in(parameter, group) for name, (parameter, group) in named.items()}
         self._exchange(stand_ins, tracker)
         for name, (parameter, group) in named.items():
@@ -97,6 +99,18 @@ class CompressedOptimizer(Optimizer):
         if tracker is not None:
             tracker.record_batch_opt_step()
         return loss
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside accumulate gradients without communication.
+
+        Only :meth:`step` sends anything, so this changes nothing; it is here for scripts that accumulate gradients with
+        any optimizer. :meth:`step` compresses and sends the accumulated gradients.
+        """
+        yield
+
+    def _before_step(self) -> None:
+        """Look at the parameters before a step that is not skipped; a subclass may want to."""
 
     @abstractmethod
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
@@ -169,8 +183,6 @@ class CompressedOptimizer(Optimizer):
         """Make what the aggregation sees instead of a parameter: its ``grad`` is what this worker sends."""
         stand_in = parameter.detach().requires_grad_(parameter.requires_grad)
         if parameter.grad is not None and parameter.requires_grad:
-            if parameter.grad.layout != torch.strided:
-                raise ValueError(f"a gradient has layout {parameter.grad.layout}; only dense ones can be compressed")
             stand_in.grad = self._local(parameter, group)
         return stand_in
 
@@ -194,8 +206,13 @@ def sgd_defaults(
     """Return the options of a parameter group, as :class:`torch.optim.SGD` has them.
 
     Raises:
-        ValueError: Nesterov momentum without momentum, or with dampening.
+        TypeError: An option is not a number.
+        ValueError: ``momentum`` or ``weight_decay`` is negative or not finite, or ``nesterov`` is True without momentum
+            or with dampening.
     """
+    check_at_least_0("momentum", momentum)
+    check_at_least_0("weight_decay", weight_decay)
+    check_number("dampening", dampening)
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(
             f"nesterov=True needs a momentum above 0 and no dampening, not momentum={momentum}, dampening={dampening}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -184,6 +185,16 @@ class FP16Optimizer(OptimizerWrapper):
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss must be a tensor that depends on the model, not {loss!r}")
         (loss * self.loss_scaler.loss_scale).backward()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let calls of :meth:`backward_loss` inside accumulate gradients without communication.
+
+        Only :meth:`step` sends anything, so this changes nothing; it is here for scripts that accumulate gradients with
+        any optimizer. Gradients are summed in the model's half precision: use few or small ones, and divide by their
+        number through ``denom`` or ``multiplier``.
+        """
+        yield
 
     @torch.no_grad()
     def step(  # type: ignore[override]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -26,7 +27,16 @@ from mlbench_core.optim.pytorch.inner import (
 )
 from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
 
-__all__ = ["Closure", "GenericCentralizedOptimizer", "OptimizerOrFactory", "Overlap", "check_lr", "evaluate"]
+__all__ = [
+    "Closure",
+    "GenericCentralizedOptimizer",
+    "OptimizerOrFactory",
+    "Overlap",
+    "check_at_least_0",
+    "check_lr",
+    "check_number",
+    "evaluate",
+]
 
 Closure: TypeAlias = Callable[[], Any]
 Overlap: TypeAlias = "bool | Literal['step']"
@@ -133,6 +143,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         make = self.aggregation.agg_grad if agg_grad else self.aggregation.agg_model
         self.agg = make(by_layer=by_layer)
         self._clock = CommunicationClock()
+        self._was_skipped = False
         self._reduction = (
             _overlapped(model, self.aggregation, agg_grad, bucket_size_bytes, overlap) if overlap else None
         )
@@ -209,7 +220,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             raise ValueError(
                 "a GradScaler has looked at gradients that were on their way: use overlap=True with it, not 'step'"
             )
-        if must_skip(self, self.aggregation):
+        self._was_skipped = must_skip(self, self.aggregation)
+        if self._was_skipped:
             if self._reduction is not None:
                 self._reduction.forget()
             return None
@@ -426,11 +438,31 @@ def evaluate(closure: Closure | None) -> Any:
 
 
 def check_lr(lr: Any, optimizer: str) -> Any:
-    """Return a learning rate as given, if it was.
+    """Return a learning rate as given, if it is one.
 
     Raises:
-        ValueError: It is missing.
+        TypeError: It is not a number.
+        ValueError: It is missing, negative or not finite, or a tensor with several elements.
     """
     if lr is required or lr is None:
         raise ValueError(f"lr is missing: {optimizer} needs a learning rate, for example lr=0.1")
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr must have one element, not shape {tuple(lr.shape)}")
+        check_at_least_0("lr", lr.item())
+    else:
+        check_at_least_0("lr", lr)
     return lr
+
+
+def check_at_least_0(name: str, value: Any) -> None:
+    """Raise a TypeError if an option is not a number, and a ValueError if it is negative or not finite."""
+    check_number(name, value)
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be finite and at least 0, not {value}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise a TypeError if an option is not a real number; numpy's numbers are."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, not {value!r}")

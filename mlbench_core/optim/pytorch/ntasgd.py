@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
 from mlbench_core.optim.pytorch.generic import Closure
 from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
 
@@ -145,7 +146,8 @@ class NTASGD:
         self, optimizer: OptimizerWrapper, interval: int | None = None, *, patience: int | None = None
     ) -> None:
         inside = getattr(optimizer, "optimizer", None)
-        if not isinstance(optimizer, OptimizerWrapper) or not isinstance(inside, SGD):
+        is_sgd = isinstance(inside, SGD) and not isinstance(inside, CompressedOptimizer)  # SignSGD is one by name only
+        if not isinstance(optimizer, OptimizerWrapper) or not is_sgd:
             raise TypeError(
                 f"optimizer is a {type(optimizer).__name__} around {type(inside).__name__}; it must be one of "
                 "mlbench_core.optim.pytorch that has a torch.optim.SGD inside, as CentralizedSGD has"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.sign import EFSignAggregation, SignAggregation
 from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation, check_size, coordinates_sent
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer, Params, sgd_defaults
-from mlbench_core.optim.pytorch.generic import Closure
 
 __all__ = ["CentralizedSparsifiedSGD", "EFSignSGD", "SignSGD", "SparsifiedSGD"]
 
@@ -36,7 +35,7 @@ class _OneBitSGD(CompressedOptimizer):
         super().__init__(params, defaults, self._make_aggregation(world_size=world_size))
 
 
-class SignSGD(_OneBitSGD):
+class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a tracker too
     r"""SignSGD with majority vote: one bit a weight on the wire.
 
     Worker :math:`i` computes the direction :math:`d_i` of :class:`torch.optim.SGD` (gradient, weight decay, momentum)
@@ -46,7 +45,8 @@ class SignSGD(_OneBitSGD):
 
     With momentum this is Signum. A tie moves nothing. For zeros and bytes see
     :class:`~mlbench_core.aggregation.pytorch.sign.SignAggregation`. Every step has the size :math:`\eta`, so
-    the rate must decay for the parameters to settle.
+    the rate must decay for the parameters to settle. The class is a :class:`torch.optim.SGD`, since its options are
+    those of SGD; only the step is another one.
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.
@@ -61,6 +61,7 @@ class SignSGD(_OneBitSGD):
         ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
 
     Example:
+        >>> import torch
         >>> x = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
         >>> optimizer = SignSGD([x], lr=0.25)
         >>> x.grad = torch.tensor([0.001, -30.0])
@@ -74,6 +75,9 @@ class SignSGD(_OneBitSGD):
     """
 
     _make_aggregation = SignAggregation
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Optimizer.__setstate__(self, state)  # SGD's would add options that this one does not have
 
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         return self._direction(parameter, group)
@@ -112,6 +116,7 @@ class EFSignSGD(_OneBitSGD):
         ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
 
     Example:
+        >>> import torch
         >>> x = torch.nn.Parameter(torch.zeros(2))
         >>> optimizer = EFSignSGD([x], lr=1.0)
         >>> x.grad = torch.tensor([3.0, -1.0])
@@ -162,6 +167,7 @@ class SparsifiedSGD(CompressedOptimizer):
         TypeError: ``sparse_grad_size`` is no number.
 
     Example:
+        >>> import torch
         >>> x = torch.nn.Parameter(torch.zeros(3))
         >>> optimizer = SparsifiedSGD([x], lr=1.0, sparse_grad_size=1)
         >>> x.grad = torch.tensor([1.0, -3.0, 2.0])
@@ -189,19 +195,13 @@ class SparsifiedSGD(CompressedOptimizer):
         aggregation = SparsifiedAggregation(None, size=self._size, random=random_sparse, world_size=world_size)
         super().__init__(params, sgd_defaults(lr, momentum, weight_decay), aggregation, average_world)
 
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None, tracker: Any | None = None) -> Any:  # type: ignore[override]
-        """Exchange the largest coordinates and take one step; arguments and result as in the base class."""
-        self._average_iterates()
-        return super().step(closure, tracker)
-
     def get_estimated_weights(self) -> list[Tensor]:
         r"""Return the weighted average of the iterates, the estimate for which the paper proves convergence.
 
         .. math:: \bar{x}_T = \frac{1}{\sum_t w_t} \sum_{t=0}^{T-1} w_t x_t, \qquad w_t = (a + t)^2
 
         with :math:`x_t` the parameters before step :math:`t` and the shift :math:`a` = d/k of the tensor of which the
-        smallest share is sent, one for all parameters.
+        smallest share is sent, one for all parameters. A step that a gradient scaler skips is not counted.
 
         Returns:
             One tensor per parameter, in the order of the groups and their parameters, on its device in its dtype:
@@ -209,6 +209,7 @@ class SparsifiedSGD(CompressedOptimizer):
             parameters.
 
         Example:
+            >>> import torch
             >>> x = torch.nn.Parameter(torch.tensor([2.0]))
             >>> optimizer = SparsifiedSGD([x], lr=1.0)
             >>> for _ in range(2):  # x is 2, then 1
@@ -220,10 +221,18 @@ class SparsifiedSGD(CompressedOptimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return [self.state[p].get("estimated_weights", p.detach().clone()) for p in parameters]
 
+    def update_estimated_weights(self, iteration: int | None = None, sparse_vector_size: int | None = None) -> None:
+        """Do nothing: :meth:`step` keeps the estimate up to date. It is here for scripts of version 3.0.
+
+        Args:
+            iteration: Not used; the steps are counted here.
+            sparse_vector_size: Not used; the number of coordinates sent is known here.
+        """
+
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         return self._direction(parameter, group).mul_(group["lr"])
 
-    def _average_iterates(self) -> None:
+    def _before_step(self) -> None:
         """Let the averages take in the parameters as they are before a step."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.numel() > 0]
         a = max((p.numel() / coordinates_sent(self._size, p.numel()) for p in parameters), default=1.0)
@@ -256,6 +265,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         TypeError: ``sparse_grad_size`` is no number.
 
     Example:
+        >>> import torch
         >>> x = torch.nn.Parameter(torch.zeros(100))
         >>> optimizer = CentralizedSparsifiedSGD([x], lr=1.0, sparse_grad_size=0.05, random_sparse=True)
         >>> x.grad = torch.ones(100)
