@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch._dynamo  # the first optimizer would import it inside a test, and it sets an environment variable
 from torch import Tensor, nn
 
-from mlbench_core.aggregation.pytorch.centralized import AVG_CUSTOM, AVG_WORLD, PowerAggregation
+from mlbench_core.aggregation.pytorch.aggregation import Aggregation
+from mlbench_core.aggregation.pytorch.centralized import (
+    AVG_CUSTOM,
+    AVG_WORLD,
+    PowerAggregation,
+    SparsifiedAggregation,
+)
 from mlbench_core.optim.pytorch import CentralizedSGD, GenericCentralizedOptimizer, PowerSGD
 from tests.optim.workers import counted_all_reduces, weights
 
@@ -191,6 +199,38 @@ class Unusual(nn.Module):
         self.transposed = nn.Parameter(torch.ones(12, 7))
 
 
+WITHOUT_GRADIENT: dict[str, Callable[[nn.Module, int], Aggregation]] = {
+    "warm": lambda model, k: PowerAggregation(model, world_size=k, rank=1, reuse_query=True),
+    "cold": lambda model, k: PowerAggregation(model, world_size=k, rank=1),
+    "late": lambda model, k: PowerAggregation(model, world_size=k, rank=1, reuse_query=True, start_after_steps=2),
+    "random-k": lambda model, k: SparsifiedAggregation(model, size=4, random=True, world_size=k),
+}
+
+
+def steps_without_gradient(rank: int, world_size: int) -> dict[str, Any]:
+    """Weights, and all that is remembered of the tensors. Workers have equal gradients, and now and then none."""
+    result = {}
+    for name, make in WITHOUT_GRADIENT.items():
+        model = Matrices(SHAPE, SHAPE, (3,))
+        optimizer = GenericCentralizedOptimizer(
+            world_size,
+            model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            aggregation=make(model, world_size),
+        )
+        states = []
+        for step in range(STEPS):
+            for i, parameter in enumerate(model.items):
+                missing = (step + i) % 3 == 0 or (i == 0 and step < 2)
+                parameter.grad = None if missing else draw(*parameter.shape, seed=10 * step + i)
+            optimizer.step()
+            state = copy.deepcopy(optimizer.aggregation.state_dict())
+            del state["generator"]
+            states.append((weights(model), state))
+        result[name] = states
+    return result
+
+
 def unusual(rank: int, world_size: int) -> dict[bool, dict[str, Any]]:
     result = {}
     for by_layer in (False, True):
@@ -320,6 +360,7 @@ SCENARIOS = (
     growing_rank,
     messages,
     missing_gradients,
+    steps_without_gradient,
     unusual,
     resume,
     sums_and_denominators,

@@ -110,6 +110,25 @@ def test_parameters_without_gradient(ranks: Ranks, by_layer: bool) -> None:
         assert run["error kept"]
 
 
+@pytest.mark.parametrize("name", workers.WITHOUT_GRADIENT)
+def test_steps_without_gradient_are_alike_for_one_worker_and_several(ranks: Ranks, name: str) -> None:
+    """One worker with the gradient that all have: the same weights, memories, warm starts and counts."""
+    alone = workers.steps_without_gradient(0, 1)[name]
+    for result in ranks:
+        for (weights, state), (expected, its_state) in zip(result["steps_without_gradient"][name], alone, strict=True):
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(state, its_state, rtol=0, atol=1e-10)
+
+
+def test_a_warm_start_stays_where_no_worker_has_a_gradient(ranks: Ranks) -> None:
+    for result in ranks:
+        states = [state for _, state in result["steps_without_gradient"]["warm"]]
+        assert "items.0" not in states[1]["queries"], "two steps without a gradient are no start"
+        (before, at_step_3, after) = (states[step]["queries"]["items.0"] for step in (2, 3, 4))
+        assert torch.equal(before, at_step_3)
+        assert not torch.equal(before, after)
+
+
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_unusual_parameters(ranks: Ranks, by_layer: bool) -> None:
     for result in ranks:

@@ -178,11 +178,15 @@ class Aggregation(ABC):
         self.last_bytes = 0
         parameters = dict(trainable(model))
         refuse_sparse(parameters)
-        if self.world_size == 1:  # whoever is alone knows which gradients there are
-            self.aggregate({n: p.grad for n, p in parameters.items() if p.grad is not None}, op, denom)
+        if self.world_size == 1:
+            self._aggregate_alone(parameters, op, denom)
             return
         for names in [[name] for name in parameters] if by_layer else [list(parameters)]:
             self._aggregate_some_gradients({name: parameters[name] for name in names}, op, denom)
+
+    def _aggregate_alone(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
+        """Aggregate the gradients of the only worker, who knows which of them exist."""
+        self.aggregate({n: p.grad for n, p in parameters.items() if p.grad is not None}, op, denom)
 
     def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
         """Aggregate gradients in one message per dtype and device, with the flags of who has one."""

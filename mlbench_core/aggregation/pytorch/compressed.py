@@ -27,8 +27,8 @@ class LossyAggregation(Aggregation):
     r"""Base of aggregations that send less than the whole gradients and may remember what they left out.
 
     The error memory :math:`e` of each tensor is what this worker did not send yet, at least in float32. A parameter for
-    which no worker has a gradient is skipped and its memory stays. Only gradients (or steps) can be sent this way;
-    weights would be lost.
+    which no worker has a gradient is skipped, and everything remembered of it stays. Only gradients (or steps) can be
+    sent this way; weights would be lost.
 
     Args:
         uncompressed: Averages what is sent as it is, such as bookkeeping; its workers are this one's.
@@ -71,14 +71,34 @@ class LossyAggregation(Aggregation):
         """
         return self._memory.get(name)
 
+    def _remembered_by_name(self) -> list[dict[str, Any]]:
+        """Return all that is remembered of each tensor, by its name: of a skipped tensor it stays as it is."""
+        return [self._memory]
+
+    def _aggregate_alone(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
+        """Aggregate the gradients of the only worker as several would, who draw random numbers for missing ones too."""
+        if any(parameter.grad is None for parameter in parameters.values()):
+            self._aggregate_some_gradients(parameters, op, denom)
+        else:
+            super()._aggregate_alone(parameters, op, denom)
+
     def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
-        """Aggregate, and give the memory back of what was thrown away because no worker had a gradient."""
-        missing = [name for name, parameter in parameters.items() if parameter.grad is None and name in self._memory]
-        kept = {name: self._memory[name].clone() for name in missing}
+        """Aggregate, and undo what that did to tensors for which no worker had a gradient, as if they were left out."""
+        missing = [name for name, parameter in parameters.items() if parameter.grad is None]
+        before = [
+            {name: _copy(remembered[name]) for name in missing if name in remembered}
+            for remembered in self._remembered_by_name()
+        ]
         super()._aggregate_some_gradients(parameters, op, denom)
-        for name, error in kept.items():
-            if parameters[name].grad is None:
-                self._memory[name].copy_(error)
+        skipped = [name for name in missing if parameters[name].grad is None]
+        for remembered, kept in zip(self._remembered_by_name(), before, strict=True):
+            for name in skipped:
+                if name not in kept:
+                    remembered.pop(name, None)
+                elif isinstance(kept[name], Tensor):
+                    remembered[name].copy_(kept[name])
+                else:
+                    remembered[name] = kept[name]
 
 
 class CompressedAggregation(LossyAggregation):
@@ -183,6 +203,10 @@ class CompressedAggregation(LossyAggregation):
         if op == AVG_CUSTOM:
             return check_denominator(denom)
         raise UnknownOperationError(f"op must be '{AVG_WORLD}' or '{AVG_CUSTOM}', not {op!r}")
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _check_real(name: str, tensor: Tensor) -> None:

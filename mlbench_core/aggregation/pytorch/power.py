@@ -191,6 +191,10 @@ class PowerAggregation(LossyAggregation):
         self._uncompressed_steps = dict(state_dict["uncompressed_steps"])
         self._generator.set_state(state_dict["generator"].cpu())
 
+    def _remembered_by_name(self) -> list[dict[str, Any]]:
+        """Return error memories, warm starts and counts of uncompressed steps."""
+        return [self._memory, self._queries, self._uncompressed_steps]
+
     def _scale(self, op: str, denom: Denominator | None) -> Denominator | None:
         """What to multiply an average over workers by to get what ``op`` asks for; None for nothing."""
         if op == AVG_WORLD:
