@@ -139,6 +139,10 @@ mlbench_core.evaluation.pytorch.metrics
     name (a property)
   class TopKAccuracy(topk=1)
     name (a property)
+mlbench_core.lr_scheduler.pytorch
+  ExponentialWarmupMultiStepLR, LRLinearWarmUp, MultiStepLRLinearWarmUp, PolyDecayLRLinearWarmup   (importable from here)
+  ReduceLROnPlateauWithWarmup, SQRTTimeDecayLR, SQRTTimeDecayLRWithWarmup, SparsifiedSGDLR   (importable from here)
+  TimeDecayLR, lr   (importable from here)
 mlbench_core.lr_scheduler.pytorch.lr
   class ExponentialWarmupMultiStepLR(optimizer, iterations, warmup_steps=0, remain_steps=1.0, decay_interval=None, decay_steps=4, decay_factor=0.5)
   class LRLinearWarmUp(optimizer, init_lr, scaled_lr, warmup_duration)
@@ -196,6 +200,7 @@ mlbench_core.models.pytorch.vgg
   class VGG(vgg_name)
     forward(x)
 mlbench_core.optim.pytorch
+  optimizers   (importable from here)
   get_optimizer(optimizer)
 mlbench_core.optim.pytorch.centralized
   class CentralizedAdam(world_size=None, model=None, lr=required, betas=(0.9, 0.999), eps=1e-08, weight_decay=0, amsgrad=False, use_cuda=False, by_layer=False, agg_grad=True)
@@ -227,6 +232,7 @@ mlbench_core.optim.pytorch.optim
   class SparsifiedSGD(params, lr=required, weight_decay=0, sparse_grad_size=10)
     get_estimated_weights()
     step(closure=None)
+    update_estimated_weights()
 mlbench_core.utils
   AverageMeter, LogMetrics, Tracker   (importable from here)
 mlbench_core.utils.log_metrics

@@ -225,6 +225,56 @@ def test_plateau_counts_the_epoch_it_is_given(optimizer) -> None:
     assert schedule.last_epoch == 20
 
 
+def test_verbose_plateau_logs_each_reduction_as_torch_printed_it(optimizer, caplog) -> None:
+    schedule = ReduceLROnPlateauWithWarmup(optimizer, 0.0, 0.4, 2, factor=0.5, patience=1, verbose=True)
+    with caplog.at_level(logging.INFO):
+        for _ in range(6):
+            schedule.step(1.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Epoch 5: reducing learning rate of group 0 to 2.0000e-01.",
+        "Epoch 5: reducing learning rate of group 1 to 2.0000e-01.",
+    ]
+
+
+VERBOSE = {
+    "linear": lambda o, **v: LRLinearWarmUp(o, 0.1, 0.3, 2, **v),
+    "multi-step": lambda o, **v: MultiStepLRLinearWarmUp(o, 0.1, [3], 0.3, **v),
+    "sparsified": lambda o, **v: SparsifiedSGDLR(o, 1.0, 1.0, 2.0, **v),
+    "time": lambda o, **v: TimeDecayLR(o, 1.0, **v),
+    "root of time": lambda o, **v: SQRTTimeDecayLR(o, **v),
+    "exponential": lambda o, **v: ExponentialWarmupMultiStepLR(o, 5, 1, 2, 1, **v),
+    "root of time with warm-up": lambda o, **v: SQRTTimeDecayLRWithWarmup(o, 0.3, 0.1, 2, **v),
+    "polynomial": lambda o, **v: PolyDecayLRLinearWarmup(o, 0.1, 0.3, 1, 3, **v),
+}
+
+
+@pytest.mark.parametrize("make", VERBOSE.values(), ids=VERBOSE.keys())
+def test_verbose_schedules_log_each_change_and_others_nothing(make, caplog) -> None:
+    def rates_and_messages(**verbose) -> tuple[list[tuple[float, ...]], list[str]]:
+        caplog.clear()
+        rates = walk(make(SGD([torch.zeros(1, requires_grad=True)], lr=0.9), **verbose), 6)
+        return rates, [record.getMessage() for record in caplog.records]
+
+    with caplog.at_level(logging.INFO):
+        quiet, nothing = rates_and_messages()
+        rates, messages = rates_and_messages(verbose=True)
+    assert rates == quiet
+    assert nothing == []
+    changes = [rate for before, (rate,) in zip([(0.9,), *rates], rates, strict=False) if (rate,) != before]
+    assert changes
+    expected = [f"Adjusting learning rate of group 0 to {rate:.4e}." for rate in changes]
+    assert messages[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("make", VERBOSE.values(), ids=VERBOSE.keys())
+def test_a_resumed_schedule_is_as_verbose_as_it_was_made(make, optimizer, caplog) -> None:
+    quiet, verbose = make(optimizer), make(optimizer, verbose=True)
+    verbose.load_state_dict(quiet.state_dict())
+    with caplog.at_level(logging.INFO):
+        walk(verbose, 6)
+    assert caplog.records
+
+
 def test_plateau_by_epochs_has_no_batch_step(optimizer) -> None:
     with pytest.raises(ValueError, match="batches_per_epoch"):
         ReduceLROnPlateauWithWarmup(optimizer, 0.0, 0.1, 1).batch_step()

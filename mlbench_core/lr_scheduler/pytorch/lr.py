@@ -2,7 +2,8 @@ r"""Learning rate schedules.
 
 Every schedule is a ``torch.optim.lr_scheduler``: call ``step()`` after each update (or each epoch, whatever its unit
 :math:`t` is meant to be), read ``get_last_lr()``, save ``state_dict()``. All but the plateau one are pure functions of
-the number of steps :math:`t` (``last_epoch``), so a resumed schedule continues bit by bit.
+the number of steps :math:`t` (``last_epoch``), so a resumed schedule continues bit by bit. With ``verbose=True`` a
+schedule logs each change of a rate at the level INFO.
 
 Two kinds of rates appear. A schedule whose arguments name rates (``init_lr``, ``scaled_lr``, ``base_lr``, ``gamma``)
 sets that rate in *every* parameter group, whatever ``lr`` the optimizer was made with. A schedule whose formula has
@@ -41,7 +42,41 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-class _AbsoluteLR(LRScheduler):
+def _current_rates(schedule: LRScheduler) -> list[float]:
+    """The rates of all groups, as numbers: a rate in a tensor changes in place."""
+    return [float(group["lr"]) for group in schedule.optimizer.param_groups]
+
+
+def _changed_rates(schedule: LRScheduler, before: list[float]) -> list[tuple[int, float]]:
+    """The groups whose rates have changed, with the new rates; none where ``before`` is empty."""
+    now = _current_rates(schedule) if before else []
+    return [(i, rate) for i, (old, rate) in enumerate(zip(before, now, strict=True)) if rate != old]
+
+
+class _Schedule(LRScheduler):
+    """A schedule that can log the rates it sets."""
+
+    def __init__(self, optimizer: Optimizer, verbose: bool) -> None:
+        self.verbose = verbose
+        super().__init__(optimizer)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates of the next step.
+
+        Args:
+            epoch: Deprecated by torch: the number of the step.
+        """
+        before = _current_rates(self) if self.verbose else []
+        super().step(epoch)
+        for i, rate in _changed_rates(self, before):
+            logger.info("Adjusting learning rate of group %d to %.4e.", i, rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; ``verbose`` is not part of it, so a resumed schedule keeps its own."""
+        return {key: value for key, value in super().state_dict().items() if key != "verbose"}
+
+
+class _AbsoluteLR(_Schedule):
     """A schedule that sets the same rate, a function of the step, in every parameter group."""
 
     @abstractmethod
@@ -53,7 +88,7 @@ class _AbsoluteLR(LRScheduler):
         return [self.lr_at(self.last_epoch) for _ in self.optimizer.param_groups]
 
 
-class _RelativeLR(LRScheduler):
+class _RelativeLR(_Schedule):
     """A schedule that multiplies each parameter group's initial rate by a function of the step."""
 
     @abstractmethod
@@ -108,6 +143,7 @@ class LRLinearWarmUp(_AbsoluteLR):
         init_lr: Rate at t = 0.
         scaled_lr: Rate from t = ``warmup_duration`` on.
         warmup_duration: Number of steps; 0 starts at ``scaled_lr``.
+        verbose: Log each change of a rate.
 
     Raises:
         ValueError: An argument is negative or not finite.
@@ -120,12 +156,14 @@ class LRLinearWarmUp(_AbsoluteLR):
         [0.02, 0.04, 0.06, 0.08, 0.08]
     """
 
-    def __init__(self, optimizer: Optimizer, init_lr: float, scaled_lr: float, warmup_duration: float) -> None:
+    def __init__(
+        self, optimizer: Optimizer, init_lr: float, scaled_lr: float, warmup_duration: float, *, verbose: bool = False
+    ) -> None:
         _check_at_least_0(init_lr=init_lr, scaled_lr=scaled_lr, warmup_duration=warmup_duration)
         self.init_lr = init_lr
         self.scaled_lr = scaled_lr
         self.warmup_duration = warmup_duration
-        super().__init__(optimizer)
+        super().__init__(optimizer, verbose)
 
     def lr_at(self, t: int) -> float:
         """The rate after ``t`` steps."""
@@ -157,6 +195,7 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
         scaled_lr: Rate after the warm-up.
         warmup_init_lr: Rate at t = 0, where there is a warm-up.
         warmup_duration: Number of steps; at most the first milestone.
+        verbose: Log each change of a rate.
 
     Raises:
         ValueError: The milestones are not in order, one lies within the warm-up, or another argument is negative.
@@ -177,6 +216,8 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
         scaled_lr: float,
         warmup_init_lr: float = 0,
         warmup_duration: float = 0,
+        *,
+        verbose: bool = False,
     ) -> None:
         _check_at_least_0(
             gamma=gamma, scaled_lr=scaled_lr, warmup_init_lr=warmup_init_lr, warmup_duration=warmup_duration
@@ -194,7 +235,7 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
         self.scaled_lr = scaled_lr
         self.warmup_init_lr = warmup_init_lr
         self.warmup_duration = warmup_duration
-        super().__init__(optimizer)
+        super().__init__(optimizer, verbose)
 
     def lr_at(self, t: int) -> float:
         """The rate after ``t`` steps."""
@@ -229,6 +270,7 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
         scaled_lr: Rate at the end of the warm-up.
         warmup_epochs: Duration of the warm-up in epochs; 0 starts at ``scaled_lr``.
         batches_per_epoch: Number of batches in an epoch, for a warm-up by batches.
+        verbose: Log each reduction after the warm-up.
         plateau_kwargs: Arguments of :class:`torch.optim.lr_scheduler.ReduceLROnPlateau`: ``mode``, ``factor``,
             ``patience``, ``threshold``, ``threshold_mode``, ``cooldown``, ``min_lr``, ``eps``.
 
@@ -254,6 +296,8 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
         scaled_lr: float,
         warmup_epochs: float,
         batches_per_epoch: int | None = None,
+        *,
+        verbose: bool = False,
         **plateau_kwargs: Any,
     ) -> None:
         _check_at_least_0(warmup_init_lr=warmup_init_lr, scaled_lr=scaled_lr, warmup_epochs=warmup_epochs)
@@ -265,6 +309,7 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
         self.batches_per_epoch = batches_per_epoch
         self.warmup_duration = self.warmup_epochs * (batches_per_epoch or 1)
         self.warmup_step = 0
+        self.verbose = verbose
         super().__init__(optimizer, **plateau_kwargs)
         self._set_warmup_lr()
 
@@ -297,11 +342,18 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
         if epoch is not None:
             self.last_epoch = epoch - 1
         if not self.is_warming_up:
+            before = _current_rates(self) if self.verbose else []
             super().step(metrics)
+            for i, rate in _changed_rates(self, before):
+                logger.info("Epoch %d: reducing learning rate of group %d to %.4e.", self.last_epoch, i, rate)
             return
         self.last_epoch += 1
         if self.batches_per_epoch is None:
             self._warm_up()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; ``verbose`` is not part of it, so a resumed schedule keeps its own."""
+        return {key: value for key, value in super().state_dict().items() if key != "verbose"}
 
     def _warm_up(self) -> None:
         if self.is_warming_up:
@@ -336,6 +388,7 @@ class SparsifiedSGDLR(_AbsoluteLR):
         gamma: :math:`\gamma`, at least 0.
         l2_coef: Strong convexity or weight of the L2 penalty, above 0.
         shifting_param: Delay in steps, above 0.
+        verbose: Log each change of a rate.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -351,13 +404,15 @@ class SparsifiedSGDLR(_AbsoluteLR):
         [4.0, 2.0, 1.333, 1.0]
     """
 
-    def __init__(self, optimizer: Optimizer, gamma: float, l2_coef: float, shifting_param: float) -> None:
+    def __init__(
+        self, optimizer: Optimizer, gamma: float, l2_coef: float, shifting_param: float, *, verbose: bool = False
+    ) -> None:
         _check_at_least_0(gamma=gamma)
         _check_positive(l2_coef=l2_coef, shifting_param=shifting_param)
         self.gamma = gamma
         self.l2_coef = l2_coef
         self.shifting_param = shifting_param
-        super().__init__(optimizer)
+        super().__init__(optimizer, verbose)
 
     def lr_at(self, t: int) -> float:
         """The rate after ``t`` steps."""
@@ -380,6 +435,7 @@ class TimeDecayLR(_RelativeLR):
     Args:
         optimizer: Its groups' rates are scaled.
         beta: :math:`\beta`, at least 0.
+        verbose: Log each change of a rate.
 
     Raises:
         ValueError: ``beta`` is negative or not finite.
@@ -392,10 +448,10 @@ class TimeDecayLR(_RelativeLR):
         [6.0, 3.0, 2.0, 1.5]
     """
 
-    def __init__(self, optimizer: Optimizer, beta: float) -> None:
+    def __init__(self, optimizer: Optimizer, beta: float, *, verbose: bool = False) -> None:
         _check_at_least_0(beta=beta)
         self.beta = beta
-        super().__init__(optimizer)
+        super().__init__(optimizer, verbose)
 
     def factor_at(self, t: int) -> float:
         """The factor after ``t`` steps."""
@@ -416,6 +472,7 @@ class SQRTTimeDecayLR(_RelativeLR):
 
     Args:
         optimizer: Its groups' rates are scaled.
+        verbose: Log each change of a rate.
 
     Example:
         >>> import torch
@@ -425,8 +482,8 @@ class SQRTTimeDecayLR(_RelativeLR):
         [6.0, 6.0, 4.243, 3.464, 3.0]
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer)
+    def __init__(self, optimizer: Optimizer, *, verbose: bool = False) -> None:
+        super().__init__(optimizer, verbose)
 
     def factor_at(self, t: int) -> float:
         """The factor after ``t`` steps."""
@@ -462,6 +519,7 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
             ``decay_steps``, at least 1.
         decay_steps: Largest number of decays.
         decay_factor: The factor of one decay.
+        verbose: Log each change of a rate.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -489,6 +547,8 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
         decay_interval: int | float | None = None,
         decay_steps: int = 4,
         decay_factor: float = 0.5,
+        *,
+        verbose: bool = False,
     ) -> None:
         _check_positive(iterations=iterations)
         _check_at_least_0(
@@ -510,7 +570,7 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
         self.decay_interval = max(1, interval)
         self.decay_steps = decay_steps
         self.decay_factor = decay_factor
-        super().__init__(optimizer)
+        super().__init__(optimizer, verbose)
 
     def factor_at(self, t: int) -> float:
         """The factor after ``t`` steps."""
@@ -552,6 +612,7 @@ class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
         base_lr: Rate at the end of the warm-up.
         warmup_init_lr: Rate at t = 0, where there is a warm-up.
         warmup_steps: Number of steps.
+        verbose: Log each change of a rate.
 
     Raises:
         ValueError: An argument is negative or not finite.
@@ -567,12 +628,14 @@ class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
         [0.0, 0.5, 1.0, 1.5, 2.0, 1.414, 1.0]
     """
 
-    def __init__(self, optimizer: Optimizer, base_lr: float, warmup_init_lr: float, warmup_steps: int) -> None:
+    def __init__(
+        self, optimizer: Optimizer, base_lr: float, warmup_init_lr: float, warmup_steps: int, *, verbose: bool = False
+    ) -> None:
         _check_at_least_0(base_lr=base_lr, warmup_init_lr=warmup_init_lr, warmup_steps=warmup_steps)
         self.base_lr = base_lr
         self.warmup_init_lr = warmup_init_lr
         self.warmup_steps = warmup_steps
-        super().__init__(optimizer)
+        super().__init__(optimizer, verbose)
 
     def lr_at(self, t: int) -> float:
         """The rate after ``t`` steps."""
@@ -608,6 +671,7 @@ class PolyDecayLRLinearWarmup(_AbsoluteLR):
         decay_steps: Number of steps of the decay, counted from the end of the warm-up; above 0.
         min_lr: Rate at the end of the decay and after it.
         power: Power of the polynomial.
+        verbose: Log each change of a rate.
 
     Raises:
         ValueError: An argument is negative or not finite, or ``decay_steps`` is 0.
@@ -629,6 +693,8 @@ class PolyDecayLRLinearWarmup(_AbsoluteLR):
         decay_steps: int,
         min_lr: float = 0,
         power: float = 2,
+        *,
+        verbose: bool = False,
     ) -> None:
         _check_at_least_0(
             init_lr=init_lr, scaled_lr=scaled_lr, warmup_duration=warmup_duration, min_lr=min_lr, power=power
@@ -640,7 +706,7 @@ class PolyDecayLRLinearWarmup(_AbsoluteLR):
         self.decay_steps = decay_steps
         self.min_lr = min_lr
         self.power = power
-        super().__init__(optimizer)
+        super().__init__(optimizer, verbose)
 
     def lr_at(self, t: int) -> float:
         """The rate after ``t`` steps."""
