@@ -345,6 +345,26 @@ def added_later(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
     return result
 
 
+def unfrozen(rank: int, world_size: int) -> dict[tuple[str, int], list[Tensor]]:
+    """A layer that is unfrozen after so many steps of an optimizer with H = 3: its bias after each of 9 steps."""
+    result = {}
+    for name, make in {"local": LocalSGD, "diloco": DiLoCo}.items():
+        for first_steps in (3, 1):
+            torch.manual_seed(0)
+            model = nn.Linear(2, 2)
+            model.bias.requires_grad_(False)
+            optimizer = make(world_size, model, lr=0.1, period=3)
+            history = []
+            for step in range(9):
+                model.bias.requires_grad_(step >= first_steps)
+                optimizer.zero_grad()
+                model(torch.full((1, 2), rank + 1.0)).mul(torch.tensor([1.0, -2.0]) * (rank + 1)).sum().backward()
+                optimizer.step()
+                history.append(model.bias.detach().clone())
+            result[name, first_steps] = history
+    return result
+
+
 def consensus(rank: int, world_size: int) -> dict[str, Any]:
     model = nn.Sequential(Weights(x=start(rank)), nn.BatchNorm1d(2, affine=False))
     model[1].running_mean.fill_(rank)
@@ -418,6 +438,7 @@ SCENARIOS = (
     resume,
     local,
     added_later,
+    unfrozen,
     consensus,
     steady_state,
     digits,

@@ -35,6 +35,10 @@ class LocalSGD(GenericCentralizedOptimizer):
     The steps between send nothing; workers differ there, so evaluate and save right after a multiple of H steps, or
     call :func:`~mlbench_core.aggregation.pytorch.consensus.average_weights` before. Momentum is every worker's own.
 
+    Every parameter counts its own steps, those in which it requires a gradient. If a layer is unfrozen (or frozen)
+    during training, do it right after a multiple of H steps. Otherwise the layer is averaged at other steps than the
+    rest, and workers are not all equal after a multiple of H steps.
+
     Args:
         world_size: Number of workers; None takes that of the process group.
         model: The model.
@@ -102,7 +106,8 @@ class DiLoCo(GenericCentralizedOptimizer):
 
     The outer optimizer is SGD with Nesterov momentum: with the default 0.9 and the outer learning rate 0.7 as in the
     paper. The state of the inner optimizer is every worker's own and is kept. The steps between send nothing; see
-    :class:`LocalSGD` for when to evaluate.
+    :class:`LocalSGD` for when to evaluate, and when to freeze or unfreeze layers. A layer that is unfrozen later is
+    plainly averaged at its first synchronization, and takes outer steps from then on.
 
     Attributes:
         outer_optimizer: The outer optimizer; its learning rate may be changed.
