@@ -517,6 +517,13 @@ class TestByName:
         assert inspect.signature(optimizers[name]).parameters["lr"].default is required
 
 
+def test_the_outer_rate_of_diloco_is_checked_too() -> None:
+    with pytest.raises(TypeError, match=r"outer_lr must be a number, not '0\.7'"):
+        DiLoCo(1, make_model(), lr=0.1, outer_lr="0.7")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="outer_momentum must be finite and at least 0, not nan"):
+        DiLoCo(1, make_model(), lr=0.1, outer_momentum=float("nan"))
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown optimizer 'sdg'; known are centralized_adam, centralized_sgd"):
         get_optimizer("sdg", lr=0.1)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import required
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
-from mlbench_core.optim.pytorch.generic import Closure, GenericCentralizedOptimizer, check_lr
+from mlbench_core.optim.pytorch.generic import Closure, GenericCentralizedOptimizer, check_at_least_0, check_lr
 
 __all__ = ["DiLoCo", "LocalSGD"]
 
@@ -130,9 +130,10 @@ class DiLoCo(GenericCentralizedOptimizer):
             not used.
 
     Raises:
-        TypeError: ``period`` is no integer, or ``outer_optimizer`` makes no torch optimizer.
-        ValueError: ``model`` or ``lr`` is missing, ``period`` is not positive, or ``world_size`` is not that of the
-            process group.
+        TypeError: ``period`` is not an integer, a learning rate is not a number, or ``outer_optimizer`` makes no torch
+            optimizer.
+        ValueError: ``model`` or ``lr`` is missing, a learning rate is negative or not finite, ``period`` is not
+            positive, or ``world_size`` is not that of the process group.
 
     Example:
         >>> import torch
@@ -167,6 +168,8 @@ class DiLoCo(GenericCentralizedOptimizer):
         if inner_optimizer is None:
             inner_optimizer = partial(AdamW, lr=check_lr(lr, "DiLoCo"), betas=betas, eps=eps, weight_decay=weight_decay)
         if outer_optimizer is None:
+            check_at_least_0("outer_lr", outer_lr)
+            check_at_least_0("outer_momentum", outer_momentum)
             outer_optimizer = partial(SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
         self._outer = DiLoCoAggregation(outer_optimizer, world_size, use_cuda=use_cuda)
         super().__init__(

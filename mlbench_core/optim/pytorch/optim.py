@@ -59,6 +59,7 @@ class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a trac
 
     Raises:
         ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
+        TypeError: An option is not a number.
 
     Example:
         >>> import torch
@@ -114,6 +115,7 @@ class EFSignSGD(_OneBitSGD):
 
     Raises:
         ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
+        TypeError: An option is not a number.
 
     Example:
         >>> import torch
@@ -164,7 +166,7 @@ class SparsifiedSGD(CompressedOptimizer):
 
     Raises:
         ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
-        TypeError: ``sparse_grad_size`` is no number.
+        TypeError: An option is not a number.
 
     Example:
         >>> import torch
@@ -262,7 +264,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
     Raises:
         ValueError: ``params`` or ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the
             process group.
-        TypeError: ``sparse_grad_size`` is no number.
+        TypeError: An option is not a number.
 
     Example:
         >>> import torch
