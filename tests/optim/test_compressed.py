@@ -540,8 +540,9 @@ def test_sign_sgd_is_a_torch_sgd_as_in_version_3() -> None:
     assert x.tolist() == [0.75, 1.25]
     optimizer.load_state_dict(optimizer.state_dict())
     assert set(optimizer.param_groups[0]) == options
+    model = nn.Linear(1, 1)
     with pytest.raises(TypeError, match="SignSGD"):
-        NTASGD(GenericCentralizedOptimizer(None, nn.Linear(1, 1), optimizer=SignSGD([x], lr=0.1)))
+        NTASGD(GenericCentralizedOptimizer(None, model, optimizer=SignSGD(model.parameters(), lr=0.1)))
 
 
 def test_a_step_that_a_scaler_skips_is_no_iterate() -> None:
