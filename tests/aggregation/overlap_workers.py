@@ -99,6 +99,14 @@ def only_locally(model: nn.Module, optimizer: Any, rank: int, step: int) -> None
     optimizer.step()
 
 
+def locally_after_a_pass(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    backward(model, rank, 2 * step)
+    with optimizer.no_sync():
+        backward(model, rank, 2 * step + 1)
+    optimizer.step()
+
+
 def synchronizing(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
     optimizer.zero_grad()
     backward(model, rank, step)
@@ -161,6 +169,7 @@ WAYS: dict[str, Callable[[nn.Module, Any, int, int], None]] = {
         with_zeros,
         accumulating,
         only_locally,
+        locally_after_a_pass,
         synchronizing,
         several_passes,
         never_clearing,

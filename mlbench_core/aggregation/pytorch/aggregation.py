@@ -19,7 +19,21 @@ from torch import Tensor, nn
 from mlbench_core.utils.pytorch import distributed
 from mlbench_core.utils.pytorch.lost_workers import introduce, naming_lost_workers
 
-__all__ = ["BOOKKEEPING", "Aggregation", "AggregationFunction", "Denominator", "UnknownOperationError"]
+__all__ = [
+    "AVG_CUSTOM",
+    "AVG_WORLD",
+    "BOOKKEEPING",
+    "Aggregation",
+    "AggregationFunction",
+    "Denominator",
+    "UnknownOperationError",
+]
+
+AVG_WORLD = "avg_world"
+"""Divide the sum over workers by their number."""
+
+AVG_CUSTOM = "avg_custom"
+"""Divide the sum over workers by the denominator given with the call."""
 
 BOOKKEEPING = ":"
 """Prefix of the names of tensors that are no parameter's: a loss, flags that travel with gradients, a buffer."""
@@ -200,6 +214,10 @@ class Aggregation(ABC):
             )
             for (dtype, device), names in names_by_kind.items()
         }
+        if op == AVG_CUSTOM:  # a flag of 1 divided by a large number would be rounded to 0 in half precision
+            for flag in flags.values():
+                divisor = torch.as_tensor(check_denominator(denom), dtype=torch.float64, device=flag.device)
+                flag.mul_(divisor.clamp(1, torch.finfo(flag.dtype).max))
         self.aggregate({**gradients, **flags}, op, denom)
         for names, present in zip(names_by_kind.values(), flags.values(), strict=True):
             if all(parameters[name].grad is not None for name in names):

@@ -11,22 +11,18 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import (
+    AVG_CUSTOM,
+    AVG_WORLD,
     Aggregation,
     Denominator,
     UnknownOperationError,
     check_denominator,
 )
-from mlbench_core.aggregation.pytorch.messages import by_dtype_and_device, divide, pack, unpack
+from mlbench_core.aggregation.pytorch.messages import as_real, by_dtype_and_device, divide, pack, unpack
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
 from mlbench_core.utils.pytorch import distributed
 
 __all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "Transfer", "check_world_size"]
-
-AVG_WORLD = "avg_world"
-"""Divide the sum over workers by their number."""
-
-AVG_CUSTOM = "avg_custom"
-"""Divide the sum over workers by the denominator given with the call."""
 
 OPERATIONS = (AVG_WORLD, AVG_CUSTOM)
 COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -146,14 +142,20 @@ class AllReduceAggregation(Aggregation):
             return check_denominator(denom)
         raise UnknownOperationError(f"op must be one of {', '.join(map(repr, OPERATIONS))}, not {op!r}")
 
-    @property
-    def divides_early(self) -> bool:
-        """Whether messages are divided before they are sent."""
-        return self.divide_before or self.comm_dtype is not None
+    def divides_early(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of a dtype are divided before they are sent: where asked for, and where they are converted.
+
+        Args:
+            dtype: Of the tensors; complex numbers travel as pairs of real ones.
+        """
+        return self.divide_before or self.comm_dtype not in (None, dtype.to_real())
 
     def start(self, message: Tensor) -> Transfer:
         """Begin to sum a flat message over the workers; it must not be touched before :meth:`finish`."""
-        sent = distributed.get_backend_tensor(message if self.comm_dtype is None else message.to(self.comm_dtype))
+        sent = message
+        if self.comm_dtype is not None:
+            sent = as_real(message).to(self.comm_dtype)
+        sent = distributed.get_backend_tensor(sent)
         if self.shared_memory:
             work: Any = self._shared_sum().start(sent)
         else:
@@ -175,11 +177,12 @@ class AllReduceAggregation(Aggregation):
         """Wait until the sum is in the message. On a GPU the stream waits, not the host."""
         transfer.work.wait()
         if transfer.sent is not transfer.message:
-            transfer.message.copy_(transfer.sent)
+            message = transfer.message if transfer.sent.is_complex() else as_real(transfer.message)
+            message.copy_(transfer.sent)
 
     def _average(self, message: Tensor, divisor: Denominator) -> None:
         """Sum a flat message over the workers and divide it, in place."""
-        early = self.divide_before or self.comm_dtype not in (None, message.dtype)
+        early = self.divides_early(message.dtype)
         if early:
             divide(message, divisor)
         self.finish(self.start(message))

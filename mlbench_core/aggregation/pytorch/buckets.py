@@ -6,7 +6,7 @@ their gradients. A bucket is closed when it holds ``bucket_size_bytes``. What tr
 * Small gradients are views into their bucket's memory: what autograd computed is copied there once, and stays there.
 * A gradient as large as a bucket is sent from the memory in which autograd put it, without any copy.
 * Where another dtype travels than the gradients have, buckets hold the values in that dtype, and gradients keep their
-  own memory.
+  own memory. Complex gradients are converted later, when the bucket is sent.
 
 The last bucket also has one flag per parameter, which says whether this worker has its gradient.
 """
@@ -44,6 +44,14 @@ class Bucket:
     memory: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
     flags: Tensor | None = None
+    _addresses: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._addresses = [view.data_ptr() for view in self.views]
+
+    def is_intact(self) -> bool:
+        """Whether the views still lie in the memory: a conversion of the model moves gradients, and so the views."""
+        return not self.holds_gradients or self._addresses == [view.data_ptr() for view in self.views]
 
     def fill(self, divisor: int | None) -> Tensor:
         """Put the gradients where they are sent from.
@@ -90,7 +98,7 @@ class Bucket:
 
 def signature(parameters: Mapping[str, Tensor]) -> Signature:
     """What of the parameters decides on the layout: equal signatures, equal buckets."""
-    return tuple((n, id(p), p.requires_grad, p.dtype, p.device, p.shape) for n, p in parameters.items())
+    return tuple((n, id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for n, p in parameters.items())
 
 
 def plan_buckets(
@@ -114,7 +122,7 @@ def plan_buckets(
     buckets: list[Bucket] = []
     open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[str]] = {}
     for name, parameter in reversed(list(parameters.items())):
-        dtype = comm_dtype or parameter.dtype
+        dtype = parameter.dtype if comm_dtype is None or parameter.is_complex() else comm_dtype
         size_bytes = parameter.numel() * dtype.itemsize
         holds_gradients = dtype == parameter.dtype
         if holds_gradients and size_bytes >= bucket_size_bytes:

@@ -18,7 +18,7 @@ from mlbench_core.aggregation.pytorch.decentralized import (
     computing_dtype,
     refuse_gradients,
 )
-from mlbench_core.aggregation.pytorch.messages import as_bytes, from_bytes, in_blocks
+from mlbench_core.aggregation.pytorch.messages import as_bytes, as_real, from_bytes, in_blocks
 from mlbench_core.aggregation.pytorch.sign import pack_bits, scaled_signs, unpack_bits
 from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_coordinates
 from mlbench_core.utils.pytorch.topology import Topology
@@ -143,17 +143,20 @@ class RandomK(Compression):
 class ScaledSign(Compression):
     r"""One bit an entry and the mean magnitude: :math:`Q(x) = \frac{\|x\|_1}{n} \operatorname{sign}(x)`.
 
-    :math:`\delta = \|x\|_1^2 / (n \|x\|^2)`, at least 1/n. The sign of zero is taken as positive.
+    :math:`\delta = \|x\|_1^2 / (n \|x\|^2)`, at least 1/n. The sign of zero is taken as positive. A complex number
+    counts as two real ones.
     """
 
     def compress(self, x: Tensor) -> Compressed:
         """Keep the signs of a tensor of shape (n,), eight to a byte, and the mean magnitude."""
+        x = as_real(x)
         scale = x.abs().to(computing_dtype(x.dtype)).mean().to(x.dtype)
         return Compressed((pack_bits(x >= 0), scale.view(1)))
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
         """Add ``weight`` times the scaled signs to ``y``."""
         packed, scale = q.sent
+        y = as_real(y)
         step = weight * scale.to(y.dtype)
         for part, positive in zip(in_blocks(y), in_blocks(unpack_bits(packed, y.numel())), strict=True):
             part += scaled_signs(positive, step)

@@ -34,10 +34,12 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor]) -> float:
         >>> consensus_distance(nn.Linear(2, 1))
         0.0
     """
-    weights = {name: weight.detach().to(torch.float64) for name, weight in trainable(model)}
+    weights = {
+        name: weight.detach().to(torch.promote_types(weight.dtype, torch.float64)) for name, weight in trainable(model)
+    }
     average = {name: weight.clone() for name, weight in weights.items()}
     AllReduceAggregation(None).aggregate(average, AVG_WORLD)
-    squared = sum(float((weights[name] - average[name]).square().sum()) for name in weights)
+    squared = sum(float((weights[name] - average[name]).abs().square().sum()) for name in weights)
     return float(distributed.global_average(squared, 1).sqrt())
 
 

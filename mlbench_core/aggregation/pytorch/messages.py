@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 
-__all__ = ["as_bytes", "by_dtype_and_device", "divide", "from_bytes", "in_blocks", "pack", "unpack"]
+__all__ = ["as_bytes", "as_real", "by_dtype_and_device", "divide", "from_bytes", "in_blocks", "pack", "unpack"]
 
 BLOCK_ELEMENTS = 1 << 18  # what a CPU computes on at a time: intermediate results then stay in its cache
 
@@ -48,6 +48,16 @@ def in_blocks(flat: Tensor) -> tuple[Tensor, ...]:
         [262144, 37856]
     """
     return flat.split(BLOCK_ELEMENTS) if flat.device.type == "cpu" else (flat,)
+
+
+def as_real(flat: Tensor) -> Tensor:
+    """View a flat tensor of complex numbers as twice as many real ones; real ones are returned as they are.
+
+    Example:
+        >>> as_real(torch.tensor([1 + 2j]))
+        tensor([1., 2.])
+    """
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def as_bytes(*tensors: Tensor) -> Tensor:

@@ -76,7 +76,8 @@ class OverlappedReduction:
     :meth:`complete` in the same messages, so workers that do and workers that do not run a pass fit together.
 
     Args:
-        model: The model. Its parameters may be frozen, converted or replaced later; the buckets follow.
+        model: The model. Its parameters may be frozen, converted or replaced between two steps, on all workers; the
+            buckets follow at the next backward pass or step.
         aggregation: The all-reduce that sends the buckets and counts the bytes.
         bucket_size_bytes: A bucket is sent when it holds at least so many bytes; larger gradients travel alone.
         waits_in_backward: Whether ``backward()`` returns only when all gradients are averages.
@@ -141,23 +142,32 @@ class OverlappedReduction:
         Yields:
             Parameters, each once, and whether their gradients are sums still to be divided.
         """
-        if self._has_changed():
-            self.synchronize()
-            self._lay_out()
-            self._is_reduced = False
-        elif self._pass is not None:  # sent by a backward pass, or by one that raised an error half way
-            yield from self._receive(self._pass, as_sums)
-        elif self._is_reduced:
+        if self._pass is None and self._is_reduced:
             yield [parameter for bucket in self._buckets for parameter in bucket.parameters], False
-        if not self._is_reduced:
-            yield from self._receive(self._open(-1), as_sums)
+        else:  # the pass is one that has not waited, or that raised an error half way
+            yield from self._receive(self._pass or self._open(-1), as_sums)
         self.forget()
+
+    def average(self) -> None:
+        """Ensure that all gradients are averages: wait for the last backward pass, and send what no pass has sent.
+
+        Every worker must call it before the same step: it sends the messages that the others' passes have sent.
+        """
+        self.synchronize()
+        if not self._is_reduced:
+            for _ in self._receive(self._open(-1)):
+                pass
 
     def synchronize(self) -> None:
         """Wait until the gradients of the last backward pass are averages."""
         if self._pass is not None:
             for _ in self._receive(self._pass):
                 pass
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether all gradients are averages already."""
+        return self._is_reduced and self._pass is None
 
     def forget(self) -> None:
         """Take the gradients for used: whatever they are at the next step was not reduced."""
@@ -209,6 +219,8 @@ class OverlappedReduction:
             self.synchronize()
 
     def _open(self, graph_task: int) -> _Pass:
+        if self._has_changed():  # here, where workers with a backward pass and workers without one both come by
+            self._lay_out()
         if self._counts_anew:
             self._aggregation.last_bytes = 0
             self._counts_anew = False
@@ -229,11 +241,15 @@ class OverlappedReduction:
         refuse_sparse(dict(zip(bucket.names, bucket.parameters, strict=True)))
         current.interval.sends()
         with current.interval.exposed():
-            message = bucket.fill(self._aggregation.world_size if self._aggregation.divides_early else None)
+            message = bucket.fill(self._aggregation.world_size if self._divides_early(bucket) else None)
             if bucket.flags is not None:
                 self._write_flags(bucket.flags)
             current.transfers.append(self._aggregation.start(message))
             current.interval.size_bytes += current.transfers[-1].size_bytes
+
+    def _divides_early(self, bucket: Bucket) -> bool:
+        """Whether a bucket is divided by the number of workers before it is sent."""
+        return bool(bucket.parameters) and self._aggregation.divides_early(bucket.parameters[0].dtype)
 
     def _write_flags(self, flags: Tensor) -> None:
         present = [float(p.grad is not None) for bucket in self._buckets for p in bucket.parameters]
@@ -252,11 +268,11 @@ class OverlappedReduction:
         """Wait for what was sent; yield parameters whose averages are there whenever others are still to come."""
         self._send_rest(current)
         self._pass = None
-        divides = not (self._aggregation.divides_early or as_sums)
-        are_sums = as_sums and not self._aggregation.divides_early
+        early = [self._divides_early(bucket) for bucket in self._buckets]
+        are_sums = as_sums and not any(early)
         there: list[Tensor] = []
         for i, bucket in enumerate(self._buckets):
-            self._await(current, i, divides)
+            self._await(current, i, divides=not (early[i] or are_sums))
             there += [p for j, p in enumerate(bucket.parameters) if j not in current.absent[i]]
             current.note_arrivals()
             if there and current.landed <= i + 1 < len(self._buckets):
@@ -288,7 +304,7 @@ class OverlappedReduction:
             return []
         flags = self._buckets[-1].flags
         assert flags is not None
-        present = flags.tolist()
+        present = flags.abs().tolist()
         adopted, offset = [], 0
         for i, bucket in enumerate(self._buckets):
             for j in current.absent[i]:
@@ -305,8 +321,9 @@ class OverlappedReduction:
         return self._buckets[0].parameters[0].device if self._buckets[0].parameters else torch.device("cpu")
 
     def _has_changed(self) -> bool:
-        """Whether the model's parameters are others than those in the buckets."""
-        return signature(dict(trainable(self._model))) != self._signature
+        """Whether the model's parameters or gradients are others than those in the buckets."""
+        is_intact = all(bucket.is_intact() for bucket in self._buckets)
+        return not is_intact or signature(dict(trainable(self._model))) != self._signature
 
     def _lay_out(self) -> None:
         """Make the buckets and the hooks anew."""

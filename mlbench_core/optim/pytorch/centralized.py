@@ -20,6 +20,7 @@ from mlbench_core.optim.pytorch.generic import (
     Overlap,
     check_lr,
 )
+from mlbench_core.optim.pytorch.inner import is_dense
 from mlbench_core.optim.pytorch.optim import CentralizedSparsifiedSGD
 from mlbench_core.optim.pytorch.power_sgd import PowerSGD
 
@@ -58,7 +59,8 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         shared_memory: Sum through memory that the workers of one machine share, see the base class.
 
     Raises:
-        ValueError: ``grad_clip`` is not positive, both averages are asked for, or as in the base class.
+        ValueError: ``grad_clip`` is not positive, both averages are asked for, ``overlap`` and ``average_custom`` come
+            with ``comm_dtype=torch.float16``, or as in the base class.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -94,6 +96,11 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
             raise ValueError("average_world and average_custom are both True: set the one to divide by")
         if not grad_clip > 0:
             raise ValueError(f"grad_clip must be positive, or inf for no clipping, not {grad_clip}")
+        if average_custom and overlap and getattr(aggregation, "comm_dtype", comm_dtype) == torch.float16:
+            raise ValueError(
+                "comm_dtype must not be torch.float16 with overlap and average_custom, which sends sums before step() "
+                "knows the denom that brings them into its range: use torch.bfloat16, or overlap=False"
+            )
         if optimizer is None:
             raise ValueError("optimizer is missing: give a torch optimizer over the model's parameters")
         super().__init__(
@@ -161,10 +168,11 @@ class CentralizedSGD(GenericCentralizedOptimizer):
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
         bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
         fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
-            ``overlap`` and leaves it to torch otherwise.
+            ``overlap``, if no parameter is a part of a larger tensor, and leaves it to torch otherwise.
 
     Raises:
-        ValueError: ``model`` or ``lr`` is missing, or ``world_size`` is not that of the process group.
+        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, or ``fused`` is
+            True for a parameter that is a part of a larger tensor.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -242,10 +250,11 @@ class CentralizedAdam(GenericCentralizedOptimizer):
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
         bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
         fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
-            ``overlap`` and leaves it to torch otherwise.
+            ``overlap``, if no parameter is a part of a larger tensor, and leaves it to torch otherwise.
 
     Raises:
-        ValueError: ``model`` or ``lr`` is missing, or ``world_size`` is not that of the process group.
+        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, or ``fused`` is
+            True for a parameter that is a part of a larger tensor.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -305,7 +314,13 @@ class CentralizedAdam(GenericCentralizedOptimizer):
 
 def _with_fused_kernel(fused: bool | None, overlap: Overlap, model: nn.Module | None) -> bool | None:
     """What to tell torch about its fused kernels, where the user did not say."""
-    if fused is not None or not overlap or not isinstance(model, nn.Module):
+    if fused is False or not isinstance(model, nn.Module) or not (fused or overlap):
         return fused
+    with_gaps = [name for name, parameter in model.named_parameters() if not is_dense(parameter)]
+    if fused and with_gaps:
+        raise ValueError(
+            f"fused must be False or None, not True: {with_gaps[0]!r} is a part of a larger tensor, and torch's fused "
+            "kernel would write into the rest of that"
+        )
     has_kernel = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
-    return True if has_kernel else None
+    return True if fused or (has_kernel and not with_gaps) else None

@@ -22,6 +22,7 @@ from mlbench_core.optim.pytorch.inner import (
     divides_gradients,
     dividing,
     evaluates_repeatedly,
+    lay_out_like_parameters,
     parameters_beside,
     without_momentum,
 )
@@ -145,7 +146,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         self._clock = CommunicationClock()
         self._was_skipped = False
         self._reduction = (
-            _overlapped(model, self.aggregation, agg_grad, bucket_size_bytes, overlap) if overlap else None
+            _overlapped(model, self.aggregation, agg_grad, by_layer, bucket_size_bytes, overlap) if overlap else None
         )
         if optimizer is not None:
             self.optimizer = _make_optimizer(optimizer, model)
@@ -164,6 +165,15 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             What the closure returned, this worker's loss; None without a closure.
         """
         return self._step(closure, tracker)
+
+    def check_inside(self, optimizer: Optimizer) -> None:
+        """Raise a ValueError if an optimizer has none of the model's parameters."""
+        known = {id(parameter) for parameter in self.model.parameters()}
+        if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"optimizer must update parameters of the model, but {type(optimizer).__name__} has none of them: make "
+                "it over model.parameters() of the same model"
+            )
 
     def extra_state(self) -> dict[str, Any]:
         """Return what the aggregation remembers, if anything, under the key ``"aggregation"``."""
@@ -193,9 +203,13 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             yield
 
     def synchronize(self) -> None:
-        """Wait until gradients are averages; only ``overlap="step"`` has anything to wait for."""
+        """Ensure that gradients are averages before the step; only ``overlap`` has anything to do for that.
+
+        It waits for gradients that are on their way, and sends those that no backward pass has sent: every worker must
+        call it.
+        """
         if self._reduction is not None:
-            self._reduction.synchronize()
+            self._reduction.average()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all optimized parameters.
@@ -216,11 +230,11 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         grad_clip: float = math.inf,
     ) -> Any:
         """Take one step; ``denom`` goes to the aggregation, gradients are clipped right before they are used."""
-        if self._reduction is not None and not self._reduction.waits_in_backward and hasattr(self, "found_inf"):
-            raise ValueError(
-                "a GradScaler has looked at gradients that were on their way: use overlap=True with it, not 'step'"
-            )
-        self._was_skipped = must_skip(self, self.aggregation)
+        looked_too_early = False
+        if self._reduction is not None and hasattr(self, "found_inf"):
+            looked_too_early = not self._reduction.is_reduced
+            self._reduction.average()  # before another message: the others' backward passes have sent theirs
+        self._was_skipped = must_skip(self, self.aggregation, looked_too_early)
         if self._was_skipped:
             if self._reduction is not None:
                 self._reduction.forget()
@@ -272,6 +286,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         Torch's fused SGD wants momentum of all parameters or of none; those that get their first gradient later than
         others, such as layers that were frozen, take their first step apart.
         """
+        lay_out_like_parameters(self._inner)
         newcomers = without_momentum(self._inner)
         if newcomers:
             others = {id(parameter) for parameter in newcomers}
@@ -410,7 +425,12 @@ def _check_aggregation(
 
 
 def _overlapped(
-    model: nn.Module, aggregation: Aggregation, agg_grad: bool, bucket_size_bytes: int, overlap: Overlap
+    model: nn.Module,
+    aggregation: Aggregation,
+    agg_grad: bool,
+    by_layer: bool,
+    bucket_size_bytes: int,
+    overlap: Overlap,
 ) -> OverlappedReduction | None:
     """The reduction during the backward pass; None for one worker, who has nothing to send."""
     if overlap not in (True, "step"):
@@ -422,6 +442,11 @@ def _overlapped(
         )
     if not agg_grad:
         raise ValueError("overlap=True sends gradients during the backward pass, but agg_grad=False sends weights")
+    if by_layer:
+        raise ValueError(
+            "by_layer must be False with overlap, which sends buckets of parameters: for a message per parameter give "
+            "bucket_size_bytes=0"
+        )
     if bucket_size_bytes < 0:
         raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least 0")
     if aggregation.world_size == 1:

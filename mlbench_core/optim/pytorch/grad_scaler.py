@@ -13,6 +13,8 @@ from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 
 __all__ = ["DistributedGradScaler", "must_skip"]
 
+_TOO_EARLY = 2
+
 
 class DistributedGradScaler(torch.amp.GradScaler):
     """:class:`torch.amp.GradScaler` whose scale is the same on all workers.
@@ -24,9 +26,13 @@ class DistributedGradScaler(torch.amp.GradScaler):
     ``unscale_`` and ``update`` are the same everywhere, also for optimizers that know nothing of it. It costs a message
     of 4 bytes a step and device.
 
+    With ``overlap`` it waits for gradients that are on their way before it looks at them, and has a worker without a
+    batch take part in their average.
+
     Args:
         *args: As for :class:`torch.amp.GradScaler`.
-        aggregation: Through which to agree; None for an all-reduce over the process group.
+        aggregation: Through which to agree; None for the optimizer's, or an all-reduce over the process group if it
+            has none.
         **kwargs: As for :class:`torch.amp.GradScaler`.
 
     Example:
@@ -53,10 +59,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Unscale this worker's gradients and agree on whether there was an overflow."""
+        if hasattr(optimizer, "synchronize"):
+            optimizer.synchronize()
         found_infs = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found_infs.setdefault(found_inf.device, found_inf)  # this worker may have no gradient at all
         found_anywhere = torch.stack([flag.to(found_inf.device) for flag in found_infs.values()]).amax()
-        aggregation = self._aggregation if self._aggregation is not None else AllReduceAggregation(None)
+        aggregation = self._aggregation or getattr(optimizer, "aggregation", None) or AllReduceAggregation(None)
         aggregation.any_worker(found_anywhere)
         for flag in found_infs.values():
             flag.copy_(found_anywhere)
@@ -64,7 +72,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
 
 @torch.no_grad()
-def must_skip(optimizer: Optimizer, aggregation: Aggregation) -> bool:
+def must_skip(optimizer: Optimizer, aggregation: Aggregation, looked_too_early: bool = False) -> bool:
     """Do in ``step`` what a :class:`torch.amp.GradScaler` left to it: unscale the gradients, or skip the step.
 
     A scaler sets ``found_inf`` and ``grad_scale`` on optimizers that have ``_step_supports_amp_scaling``, for the time
@@ -75,18 +83,27 @@ def must_skip(optimizer: Optimizer, aggregation: Aggregation) -> bool:
     Args:
         optimizer: The optimizer whose ``step`` this is.
         aggregation: Through which to agree.
+        looked_too_early: Whether the scaler looked at this worker's gradients before they were averages.
 
     Returns:
         True if gradients overflowed on any worker; False also where there is no scaler.
 
     Raises:
-        ValueError: Gradients to be unscaled are float16, where small ones would vanish.
+        ValueError: Gradients to be unscaled are float16, where small ones would vanish; or, on every worker alike, a
+            scaler looked too early at one worker's.
     """
     found_inf: Tensor | int | None = getattr(optimizer, "found_inf", None)
     if found_inf is None:
         return False
     found_inf = torch.as_tensor(found_inf, dtype=torch.float32)  # torch says 0 where there are no gradients
+    found_inf = torch.full_like(found_inf, _TOO_EARLY) if looked_too_early else found_inf.clamp(max=1)
     aggregation.any_worker(found_inf)
+    if found_inf.item() == _TOO_EARLY:
+        raise ValueError(
+            "a GradScaler has looked at gradients of some worker before they were averages (they were on their way, or "
+            "the worker had no backward pass outside no_sync): use mlbench_core.optim.pytorch.DistributedGradScaler, "
+            "which waits for them"
+        )
     if found_inf.item() > 0:
         return True
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)

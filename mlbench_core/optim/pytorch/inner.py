@@ -13,7 +13,15 @@ from torch.optim import SGD, Optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 
-__all__ = ["divides_gradients", "dividing", "evaluates_repeatedly", "parameters_beside", "without_momentum"]
+__all__ = [
+    "divides_gradients",
+    "dividing",
+    "evaluates_repeatedly",
+    "is_dense",
+    "lay_out_like_parameters",
+    "parameters_beside",
+    "without_momentum",
+]
 
 
 def evaluates_repeatedly(optimizer: Optimizer) -> bool:
@@ -45,6 +53,30 @@ def without_momentum(optimizer: Optimizer) -> list[Tensor]:
             newcomers += new
             mixed = mixed or 0 < len(new) < len(stepping)
     return newcomers if mixed else []
+
+
+def is_dense(parameter: Tensor) -> bool:
+    """Whether a parameter's memory has all its numbers and no other, whatever their order.
+
+    Example:
+        >>> table = torch.zeros(4, 6)
+        >>> is_dense(table), is_dense(table.t()), is_dense(table[:2]), is_dense(table[:, :3])
+        (True, True, True, False)
+    """
+    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+
+
+def lay_out_like_parameters(optimizer: Optimizer) -> None:
+    """Copy the gradients whose strides are others than their parameters', where torch's fused kernels read them.
+
+    These kernels walk through the memory of parameter and gradient side by side, whatever the strides are.
+    """
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for p in group["params"]:
+                gradient = p.grad
+                if gradient is not None and gradient.stride() != p.stride() and is_dense(p):
+                    p.grad = torch.empty_like(p).copy_(gradient)
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:

@@ -15,11 +15,24 @@ __all__ = ["OptimizerWrapper", "state_without_hooks"]
 class _NoOptimizerYet(Optimizer):
     """Holds the parameters until a real optimizer is set."""
 
+    _MESSAGE = "there is no torch optimizer yet: give optimizer=..., or set the attribute .optimizer"
+
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params, {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        raise RuntimeError("there is no torch optimizer yet: give optimizer=..., or set the attribute .optimizer")
+        raise RuntimeError(self._MESSAGE)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self.param_groups[-1] = _GroupWithoutOptions(self.param_groups[-1])
+
+
+class _GroupWithoutOptions(dict[str, Any]):
+    """A parameter group without a learning rate, which says so to a scheduler that asks for it."""
+
+    def __missing__(self, option: str) -> Any:
+        raise RuntimeError(f"a parameter group has no {option!r}: {_NoOptimizerYet._MESSAGE}")
 
 
 class OptimizerWrapper(Optimizer):
