@@ -7,6 +7,7 @@ that: which tensors take part, in which fixed order, and what happens to paramet
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from abc import ABC, abstractmethod
@@ -63,6 +64,7 @@ class Aggregation(ABC):
 
     Attributes:
         use_cuda: As given.
+        group: The process group; None for all workers.
         bytes_sent: Bytes this worker handed to collectives since it was made.
         last_bytes: Bytes of the last call of an aggregation function.
         compression_ratio: Bytes of the values in memory over bytes of the values as sent; 1 without compression.
@@ -70,12 +72,14 @@ class Aggregation(ABC):
     Args:
         use_cuda: Whether training runs on GPUs. Tensors are sent from the device that they and the backend need
             whatever this says; it is kept for scripts that give it.
+        process_group: The workers that take part, from ``torch.distributed.new_group``; None for all.
     """
 
     compression_ratio: float = 1.0
 
-    def __init__(self, use_cuda: bool = False) -> None:
+    def __init__(self, use_cuda: bool = False, *, process_group: Any = None) -> None:
         self.use_cuda = use_cuda
+        self.group = distributed.check_group(process_group)
         self.bytes_sent = 0
         self.last_bytes = 0
         introduce()
@@ -146,8 +150,8 @@ class Aggregation(ABC):
         """
         if self.world_size == 1:
             return
-        sent = distributed.get_backend_tensor(flag)
-        distributed.dist.all_reduce(sent, op=distributed.dist.ReduceOp.MAX)
+        sent = distributed.get_backend_tensor(flag, self.group)
+        distributed.dist.all_reduce(sent, op=distributed.dist.ReduceOp.MAX, group=self.group)
         self._count_bytes(sent)
         if sent is not flag:
             flag.copy_(sent)
@@ -167,6 +171,17 @@ class Aggregation(ABC):
                 f"{type(self).__name__} keeps no state but was given {sorted(state_dict)}: the checkpoint was written "
                 "with another aggregation; build the optimizer with that one"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Aggregation:
+        """A copy that communicates through the same group, which cannot be copied."""
+        memo[id(self.group)] = self.group
+        copied = memo[id(self)] = object.__new__(type(self))
+        state = copy.deepcopy(self.__getstate__(), memo)
+        getattr(copied, "__setstate__", copied.__dict__.update)(state)
+        return copied
 
     def _count_bytes(self, message: Tensor) -> None:
         """Add a message to the account of bytes sent."""

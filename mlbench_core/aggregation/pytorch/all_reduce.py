@@ -71,10 +71,13 @@ class AllReduceAggregation(Aggregation):
             one machine and their tensors are in its memory. Two workers get the same sums to the last bit, more get
             them to rounding. Every worker then makes its aggregations in the same order. See
             :mod:`mlbench_core.aggregation.pytorch.shared_memory`.
+        process_group: Average over the workers of a subgroup, from ``torch.distributed.new_group``; None for all.
+            ``world_size`` is then their number. Each group is a world of its own: its result is that of a run of
+            its workers alone.
 
     Raises:
-        ValueError: ``world_size`` is not the number of workers in the process group, or ``comm_dtype`` is no
-            floating-point type that travels.
+        ValueError: ``world_size`` is not the number of workers in the process group, this process does not belong to
+            it, or ``comm_dtype`` is not a floating-point type that travels.
         BackendError: ``shared_memory`` is asked for, but the workers share none.
 
     Example:
@@ -94,17 +97,18 @@ class AllReduceAggregation(Aggregation):
         *,
         comm_dtype: torch.dtype | None = None,
         shared_memory: bool = False,
+        process_group: Any = None,
     ) -> None:
-        super().__init__(use_cuda=use_cuda)
+        super().__init__(use_cuda=use_cuda, process_group=process_group)
         self.shared_memory = shared_memory
         if comm_dtype is not None and comm_dtype not in COMM_DTYPES:
             raise ValueError(f"comm_dtype must be None or one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype}")
-        self._world_size = check_world_size(world_size)
+        self._world_size = check_world_size(world_size, self.group)
         self.divide_before = divide_before
         self.comm_dtype = comm_dtype
         self._shared: SharedMemorySum | None = None
         if shared_memory and self._world_size > 1:
-            self._shared = SharedMemorySum()
+            self._shared = SharedMemorySum(self.group)
 
     @property
     def world_size(self) -> int:
@@ -155,18 +159,18 @@ class AllReduceAggregation(Aggregation):
         sent = message
         if self.comm_dtype is not None:
             sent = as_real(message).to(self.comm_dtype)
-        sent = distributed.get_backend_tensor(sent)
+        sent = distributed.get_backend_tensor(sent, self.group)
         if self.shared_memory:
             work: Any = self._shared_sum().start(sent)
         else:
-            work = distributed.dist.all_reduce(sent, async_op=True)
+            work = distributed.dist.all_reduce(sent, group=self.group, async_op=True)
         self._count_bytes(sent)
         return Transfer(message, sent, work)
 
     def _shared_sum(self) -> SharedMemorySum:
         """What sums through shared memory; a copy, or a new process group, gets its own with the first message."""
         if self._shared is None or not self._shared.is_of_this_group():
-            self._shared = SharedMemorySum()
+            self._shared = SharedMemorySum(self.group)
         return self._shared
 
     def __getstate__(self) -> dict[str, Any]:
@@ -190,11 +194,12 @@ class AllReduceAggregation(Aggregation):
             divide(message, divisor)
 
 
-def check_world_size(world_size: int | None) -> int:
+def check_world_size(world_size: int | None, group: Any = None) -> int:
     """Hold a number of workers against the process group.
 
     Args:
         world_size: Number of workers that the caller expects; None for as many as there are.
+        group: The process group; None for that of all workers.
 
     Returns:
         The number of workers; 1 where there is no process group.
@@ -207,7 +212,7 @@ def check_world_size(world_size: int | None) -> int:
         >>> check_world_size(None)
         1
     """
-    actual = distributed.world_size()
+    actual = distributed.world_size(group)
     if world_size is None:
         return actual
     try:

@@ -196,7 +196,7 @@ class ChocoAggregation(Aggregation):
         gamma: Consensus step size.
 
     Args:
-        rank: This worker's number; None takes that of the process group.
+        rank: This worker's number in the process group; None takes it from there.
         neighbors: Ranks of this worker's neighbours, or None; see :class:`DecentralizedAggregation`.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         topology: The whole graph, instead of ``neighbors``.
@@ -205,6 +205,7 @@ class ChocoAggregation(Aggregation):
         gamma: Consensus step size in (0, 1]: the stronger the compression, the smaller. With ``identity`` and 1 this
             is plain averaging with the neighbours.
         seed: For ``random_k``; the same on every worker.
+        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: ``compression`` is unknown, ``ratio`` or ``gamma`` is out of range, or as in
@@ -233,11 +234,14 @@ class ChocoAggregation(Aggregation):
         ratio: float = 0.1,
         gamma: float = 0.2,
         seed: int = 0,
+        process_group: Any = None,
     ) -> None:
-        super().__init__(use_cuda=use_cuda)
+        super().__init__(use_cuda=use_cuda, process_group=process_group)
         if not 0 < gamma <= 1:
             raise ValueError(f"gamma is {gamma}; the consensus step size must be in (0, 1]")
-        self.gossip = DecentralizedAggregation(rank, neighbors, use_cuda=use_cuda, topology=topology)
+        self.gossip = DecentralizedAggregation(
+            rank, neighbors, use_cuda=use_cuda, topology=topology, process_group=process_group
+        )
         self.compression = _make_compression(compression, ratio, seed)
         self.gamma = gamma
         self._copies: dict[str, Tensor] = {}  # x_hat_i by name, flat

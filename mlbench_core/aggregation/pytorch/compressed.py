@@ -36,7 +36,7 @@ class LossyAggregation(Aggregation):
     """
 
     def __init__(self, uncompressed: AllReduceAggregation, use_cuda: bool = False) -> None:
-        super().__init__(use_cuda=use_cuda)
+        super().__init__(use_cuda=use_cuda, process_group=uncompressed.group)
         self._uncompressed = uncompressed
         self._memory: dict[str, Tensor] = {}
         self._original_bytes = 0
@@ -110,13 +110,15 @@ class CompressedAggregation(LossyAggregation):
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         world_size: Number of workers; None takes that of the process group.
+        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: ``world_size`` is not the number of workers in the process group.
     """
 
-    def __init__(self, use_cuda: bool = False, *, world_size: int | None = None) -> None:
-        super().__init__(AllReduceAggregation(world_size, use_cuda=use_cuda), use_cuda)
+    def __init__(self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None) -> None:
+        uncompressed = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
+        super().__init__(uncompressed, use_cuda)
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
         """Replace every tensor by what the workers agree on, in place.
@@ -182,9 +184,10 @@ class CompressedAggregation(LossyAggregation):
         """Return every worker's message, shape (k, length), in the order of ranks; one worker sends nothing."""
         if self.world_size == 1:
             return message[None]
-        sent = message.cpu() if distributed.backend() == "gloo" else distributed.get_backend_tensor(message)
+        is_gloo = distributed.backend(self.group) == "gloo"
+        sent = message.cpu() if is_gloo else distributed.get_backend_tensor(message, self.group)
         gathered = sent.new_empty(self.world_size, sent.numel())
-        distributed.dist.all_gather(list(gathered), sent)
+        distributed.dist.all_gather(list(gathered), sent, group=self.group)
         self._count_bytes(sent)
         return gathered.to(message.device)
 

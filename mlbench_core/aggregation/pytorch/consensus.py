@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ __all__ = ["average_weights", "averaged_weights", "consensus_distance"]
 
 
 @torch.no_grad()
-def consensus_distance(model: nn.Module | Mapping[str, Tensor]) -> float:
+def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: Any = None) -> float:
     r"""Measure how far the workers' weights are from their average.
 
     .. math:: \sqrt{\frac{1}{k} \sum_{i=1}^{k} \|x_i - \bar x\|^2}, \qquad \bar x = \frac{1}{k} \sum_{i=1}^{k} x_i.
@@ -26,6 +27,7 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor]) -> float:
 
     Args:
         model: The model, or a mapping from names to parameters; those that require a gradient count.
+        process_group: The workers that take part; None for all.
 
     Returns:
         The distance, the same on every worker; 0 in a world of one.
@@ -38,27 +40,28 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor]) -> float:
         name: weight.detach().to(torch.promote_types(weight.dtype, torch.float64)) for name, weight in trainable(model)
     }
     average = {name: weight.clone() for name, weight in weights.items()}
-    AllReduceAggregation(None).aggregate(average, AVG_WORLD)
+    AllReduceAggregation(None, process_group=process_group).aggregate(average, AVG_WORLD)
     squared = sum(float((weights[name] - average[name]).abs().square().sum()) for name in weights)
-    return float(distributed.global_average(squared, 1).sqrt())
+    return float(distributed.global_average(squared, 1, process_group).sqrt())
 
 
-def average_weights(model: nn.Module) -> None:
+def average_weights(model: nn.Module, process_group: Any = None) -> None:
     """Replace the weights and floating-point buffers of every worker by their average, for example to evaluate.
 
     Every worker must call it.
 
     Args:
         model: The model.
+        process_group: The workers that take part; None for all.
 
     Example:
         >>> average_weights(nn.Linear(2, 1))
     """
-    AllReduceAggregation(None).agg_model()(model, AVG_WORLD)
+    AllReduceAggregation(None, process_group=process_group).agg_model()(model, AVG_WORLD)
 
 
 @contextmanager
-def averaged_weights(model: nn.Module) -> Iterator[nn.Module]:
+def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn.Module]:
     """Lend every worker the average of all workers' weights and floating-point buffers, for a validation.
 
     Afterwards, also after an exception, each worker has its own again, bit for bit: so training takes the course that
@@ -68,6 +71,7 @@ def averaged_weights(model: nn.Module) -> Iterator[nn.Module]:
 
     Args:
         model: The model.
+        process_group: The workers that take part; None for all.
 
     Yields:
         The model.
@@ -78,12 +82,12 @@ def averaged_weights(model: nn.Module) -> Iterator[nn.Module]:
         ...     average is model
         True
     """
-    if distributed.world_size() == 1:
+    if distributed.world_size(process_group) == 1:
         yield model
         return
     own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     try:
-        average_weights(model)
+        average_weights(model, process_group)
         yield model
     finally:
         model.load_state_dict(own)

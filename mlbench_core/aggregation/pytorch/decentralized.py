@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -39,11 +39,12 @@ class DecentralizedAggregation(Aggregation):
     bookkeeping, such as a loss, is averaged over all workers. One worker alone sends nothing.
 
     Args:
-        rank: This worker's number; None takes that of the process group.
-        neighbors: Ranks of this worker's neighbours; order and repetition do not matter. None where ``topology`` is
-            given or the worker is alone.
+        rank: This worker's number in the process group; None takes it from there.
+        neighbors: Ranks in the process group of this worker's neighbours; order and repetition do not matter. None
+            where ``topology`` is given or the worker is alone.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         topology: The whole graph, instead of ``neighbors``.
+        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: ``rank`` is not this process's, ``neighbors`` is missing or has a rank that is not there, or
@@ -67,14 +68,15 @@ class DecentralizedAggregation(Aggregation):
         use_cuda: bool = False,
         *,
         topology: Topology | None = None,
+        process_group: Any = None,
     ) -> None:
-        super().__init__(use_cuda=use_cuda)
-        self._world_size = distributed.world_size()
-        self.rank = _check_rank(rank)
+        super().__init__(use_cuda=use_cuda, process_group=process_group)
+        self._world_size = distributed.world_size(self.group)
+        self.rank = _check_rank(rank, self.group)
         self.neighbors = _check_neighbors(neighbors, topology, self.rank, self._world_size)
         self.topology = topology if self._world_size > 1 else from_edges(1, ())
         self._weights: tuple[float, ...] | None = None  # W_ij by neighbour; known once the workers are connected
-        self._all_reduce = AllReduceAggregation(self._world_size, use_cuda=use_cuda)
+        self._all_reduce = AllReduceAggregation(self._world_size, use_cuda=use_cuda, process_group=process_group)
 
     @property
     def world_size(self) -> int:
@@ -97,7 +99,7 @@ class DecentralizedAggregation(Aggregation):
         """
         if self._weights is None or self.topology is None:
             if self.world_size > 1:
-                self.topology = _agreed_topology(self.neighbors, self.topology, self.world_size)
+                self.topology = _agreed_topology(self.neighbors, self.topology, self.group)
             assert self.topology is not None
             row = self.topology.mixing_matrix[self.rank].tolist()
             self._weights = tuple(row[j] for j in self.neighbors)
@@ -151,13 +153,14 @@ class DecentralizedAggregation(Aggregation):
         Returns:
             The neighbours' messages, on the same device.
         """
-        sent = _sendable(message)
+        sent = _sendable(message, self.group)
         received = [torch.empty_like(sent) for _ in self.neighbors]
         if sent.numel():
             dist = distributed.dist
-            transfers = [dist.P2POp(dist.isend, sent, rank) for rank in self.neighbors]
+            peers = [distributed.global_rank(rank, self.group) for rank in self.neighbors]
+            transfers = [dist.P2POp(dist.isend, sent, peer, self.group) for peer in peers]
             transfers += [
-                dist.P2POp(dist.irecv, buffer, rank) for buffer, rank in zip(received, self.neighbors, strict=True)
+                dist.P2POp(dist.irecv, buffer, peer, self.group) for buffer, peer in zip(received, peers, strict=True)
             ]
             for work in dist.batch_isend_irecv(transfers):
                 work.wait()
@@ -200,17 +203,17 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _sendable(message: Tensor) -> Tensor:
+def _sendable(message: Tensor, group: Any) -> Tensor:
     """Put a message where the backend sends from one worker to another: Gloo does so from the host only."""
-    sent = distributed.get_backend_tensor(message)
-    return sent.cpu() if distributed.backend() == "gloo" else sent
+    sent = distributed.get_backend_tensor(message, group)
+    return sent.cpu() if distributed.backend(group) == "gloo" else sent
 
 
-def _check_rank(rank: int | None) -> int:
-    actual = distributed.rank()
+def _check_rank(rank: int | None, group: Any) -> int:
+    actual = distributed.rank(group)
     if rank is not None and rank != actual:
         raise ValueError(
-            f"rank is {rank!r}, but this process has rank {actual} of {distributed.world_size()}: enter "
+            f"rank is {rank!r}, but this process has rank {actual} of {distributed.world_size(group)}: enter "
             "initialize_backends first and give the rank it yields, or None"
         )
     return actual
@@ -242,13 +245,14 @@ def _check_neighbors(
     return tuple(ranks)
 
 
-def _agreed_topology(neighbors: tuple[int, ...], topology: Topology | None, world_size: int) -> Topology:
+def _agreed_topology(neighbors: tuple[int, ...], topology: Topology | None, group: Any) -> Topology:
     """Make the graph of what every worker says its neighbours are."""
+    world_size = distributed.world_size(group)
     row = torch.zeros(world_size, dtype=torch.uint8)
     row[list(neighbors)] = 1
-    sent = distributed.get_backend_tensor(row)
+    sent = distributed.get_backend_tensor(row, group)
     rows = [torch.empty_like(sent) for _ in range(world_size)]
-    distributed.dist.all_gather(rows, sent)
+    distributed.dist.all_gather(rows, sent, group=group)
     adjacency = torch.stack(rows).cpu()
     one_sided = (adjacency > adjacency.T).nonzero().tolist()
     if one_sided:

@@ -60,7 +60,7 @@ class PeriodicAggregation(Aggregation):
     def __init__(self, aggregation: Aggregation, period: int) -> None:
         if not isinstance(aggregation, Aggregation):
             raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
-        super().__init__(use_cuda=aggregation.use_cuda)
+        super().__init__(use_cuda=aggregation.use_cuda, process_group=aggregation.group)
         self.inside = aggregation
         self.period = _check_period(period)
         self._counts: dict[str, int] = {}
@@ -139,6 +139,7 @@ class DiLoCoAggregation(Aggregation):
             learning rate 0.7 and Nesterov momentum 0.9.
         world_size: Number of workers; None takes that of the process group.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         TypeError: ``outer_optimizer`` makes no torch optimizer.
@@ -163,9 +164,11 @@ class DiLoCoAggregation(Aggregation):
         outer_optimizer: Callable[[Iterable[Tensor]], Optimizer] | None = None,
         world_size: int | None = None,
         use_cuda: bool = False,
+        *,
+        process_group: Any = None,
     ) -> None:
-        super().__init__(use_cuda=use_cuda)
-        self._all_reduce = AllReduceAggregation(world_size, use_cuda=use_cuda)
+        super().__init__(use_cuda=use_cuda, process_group=process_group)
+        self._all_reduce = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
         self._shared: dict[str, nn.Parameter] = {}  # theta by name
         self.outer_optimizer = _make_outer(outer_optimizer)
 

@@ -75,6 +75,7 @@ class PowerAggregation(LossyAggregation):
             which they are computed: float32, or float64 for gradients in float64.
         start_after_steps: For as many steps, first average every tensor uncompressed.
         seed: Of this object's own random generator; the same on all workers.
+        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: An argument is out of range, or ``world_size`` is not that of the process group.
@@ -105,10 +106,14 @@ class PowerAggregation(LossyAggregation):
         comm_dtype: torch.dtype | None = None,
         start_after_steps: int = 0,
         seed: int = 0,
+        process_group: Any = None,
     ) -> None:
         # half precision has room for an average of many workers' numbers, but not for their sum
         halves = comm_dtype is not None
-        super().__init__(AllReduceAggregation(world_size, divide_before=halves, use_cuda=use_cuda), use_cuda)
+        uncompressed = AllReduceAggregation(
+            world_size, divide_before=halves, use_cuda=use_cuda, process_group=process_group
+        )
+        super().__init__(uncompressed, use_cuda)
         self.model = _check_model(model)
         self.rank = _check_count("rank", rank, least=1)
         self.reuse_query = reuse_query

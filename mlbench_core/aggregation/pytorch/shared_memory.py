@@ -34,6 +34,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -217,12 +218,15 @@ class Exchange:
 
 
 class SharedMemorySum:
-    """Sums flat messages over all workers of the process group, who must run on one machine.
+    """Sums flat messages over all workers of a process group, who must run on one machine.
 
     Making one is a collective operation. Afterwards all workers start messages of the same sizes in the same order; how
     many are on their way is limited by memory alone. Every worker gets the same bits: a sum is computed once. Since
     workers only work on messages while they start, look after or wait for one, they wait for messages and call other
     collective operations in one order.
+
+    Args:
+        group: The process group; None for that of all workers.
 
     Raises:
         BackendError: The system is not Linux, the process group has no store, or the workers do not run on one machine
@@ -230,15 +234,15 @@ class SharedMemorySum:
         WorkerError: Another worker did not come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: Any = None) -> None:
         _check_system()
-        self._rank, self._world_size = distributed.rank(), distributed.world_size()
-        self._timeout_s = distributed.timeout_s()
-        self._group = weakref.ref(distributed.dist.group.WORLD)
+        self._rank, self._world_size = distributed.rank(group), distributed.world_size(group)
+        self._timeout_s = distributed.timeout_s(group)
+        self._world = weakref.ref(distributed.dist.group.WORLD)  # a subgroup ends with it
         self._arena = Arena.make()
         with naming_lost_workers():
             try:
-                self._peers = _meet(self._arena, self._timeout_s)
+                self._peers = _meet(self._arena, self._timeout_s, group)
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     raise BackendError(f"workers cannot share memory: {error}") from error
@@ -280,7 +284,7 @@ class SharedMemorySum:
 
     def is_of_this_group(self) -> bool:
         """Whether it was made in the process group that there is now."""
-        return distributed.is_distributed() and self._group() is distributed.dist.group.WORLD
+        return distributed.is_distributed() and self._world() is distributed.dist.group.WORLD
 
     def progress(self) -> None:
         """Do what can be done without waiting.
@@ -450,18 +454,19 @@ def _machine() -> str:
         return ""
 
 
-def _meet(arena: Arena, timeout_s: float) -> list[_Peer]:
+def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
     """Connect with all other workers, and exchange memory."""
-    rank, store = distributed.rank(), distributed.store()
-    meeting = distributed.get_backend_tensor(torch.tensor(secrets.randbits(62)))
-    distributed.dist.broadcast(meeting, 0)  # a store may still have what an earlier group left in it
+    rank, world_size, store = distributed.rank(group), distributed.world_size(group), distributed.store()
+    meeting = distributed.get_backend_tensor(torch.tensor(secrets.randbits(62)), group)
+    # what is random is sent by the backend: the store may still have what an earlier group left in it
+    distributed.dist.broadcast(meeting, distributed.global_rank(0, group), group=group)
     key = f"mlbench/shared_memory/{meeting.item():x}"
     with contextlib.closing(_socket(timeout_s)) as listener:
         address = f"\0mlbench-{secrets.token_hex(16)}"
         listener.bind(address)
-        listener.listen(distributed.world_size())
+        listener.listen(world_size)
         store.set(f"{key}/{rank}", json.dumps({"machine": _machine(), "address": address}))
-        cards = [json.loads(store.get(f"{key}/{other}")) for other in range(distributed.world_size())]
+        cards = [json.loads(store.get(f"{key}/{other}")) for other in range(world_size)]
         strangers = [str(i) for i, card in enumerate(cards) if card["machine"] != cards[0]["machine"]]
         if strangers:
             raise BackendError(
@@ -469,7 +474,7 @@ def _meet(arena: Arena, timeout_s: float) -> list[_Peer]:
                 "different network namespaces or as different users: leave shared_memory out"
             )
         peers = [_greet(_connect(card["address"], timeout_s), rank, arena) for card in cards[:rank]]
-        while len(peers) < distributed.world_size() - 1:
+        while len(peers) < world_size - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout_s)
             if _is_own_user(connection):

@@ -35,6 +35,7 @@ class SignAggregation(CompressedAggregation):
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         world_size: Number of workers; None takes that of the process group.
+        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: ``world_size`` is not the number of workers in the process group.
@@ -52,8 +53,8 @@ class SignAggregation(CompressedAggregation):
         Tolerant. arXiv:1810.05291
     """
 
-    def __init__(self, use_cuda: bool = False, *, world_size: int | None = None) -> None:
-        super().__init__(use_cuda=use_cuda, world_size=world_size)
+    def __init__(self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None) -> None:
+        super().__init__(use_cuda=use_cuda, world_size=world_size, process_group=process_group)
         self._votes_held: dict[str, int] = {}
 
     def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
@@ -76,7 +77,7 @@ class SignAggregation(CompressedAggregation):
         """How this worker votes for zeros now; every message, known by its first tensor, counts its own turns."""
         turn = self._votes_held.get(message, 0)
         self._votes_held[message] = turn + 1
-        return (turn + distributed.rank()) % 2 == 0
+        return (turn + distributed.rank(self.group)) % 2 == 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of votes held, by the name of the message's first tensor, under ``"votes_held"``."""
@@ -115,6 +116,7 @@ class EFSignAggregation(CompressedAggregation):
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         world_size: Number of workers; None takes that of the process group.
+        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: ``world_size`` is not the number of workers in the process group.

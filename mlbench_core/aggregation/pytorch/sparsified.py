@@ -50,6 +50,7 @@ class SparsifiedAggregation(CompressedAggregation):
         error_feedback: Remember what was not sent; False forgets it.
         seed: Of the generator that draws random coordinates, the same on all workers. It is the aggregation's own.
         world_size: Number of workers; None takes that of the process group.
+        process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
         ValueError: ``size`` is out of range, or ``world_size`` is not the number of workers in the process group.
@@ -75,8 +76,9 @@ class SparsifiedAggregation(CompressedAggregation):
         error_feedback: bool = True,
         seed: int = 0,
         world_size: int | None = None,
+        process_group: Any = None,
     ) -> None:
-        super().__init__(use_cuda=use_cuda, world_size=world_size)
+        super().__init__(use_cuda=use_cuda, world_size=world_size, process_group=process_group)
         self.size = check_size(size, "size")
         self.random = random
         self.error_feedback = error_feedback

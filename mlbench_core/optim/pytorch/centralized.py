@@ -57,6 +57,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         overlap: Average gradients during the backward pass, see :class:`GenericCentralizedOptimizer`.
         comm_dtype: The dtype in which gradients travel; None for their own.
         shared_memory: Sum through memory that the workers of one machine share, see the base class.
+        process_group: A subgroup of workers, see the base class.
 
     Raises:
         ValueError: ``grad_clip`` is not positive, both averages are asked for, ``overlap`` and ``average_custom`` come
@@ -91,6 +92,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         overlap: Overlap = False,
         comm_dtype: torch.dtype | None = None,
         shared_memory: bool = False,
+        process_group: Any = None,
     ) -> None:
         if average_world and average_custom:
             raise ValueError("average_world and average_custom are both True: set the one to divide by")
@@ -115,6 +117,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
             overlap=overlap,
             comm_dtype=comm_dtype,
             shared_memory=shared_memory,
+            process_group=process_group,
         )
         self.grad_clip = grad_clip
         if average_custom:
@@ -169,6 +172,8 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
         fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
             ``overlap``, if no parameter is a part of a larger tensor, and leaves it to torch otherwise.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
         ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, or ``fused`` is
@@ -201,6 +206,7 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         shared_memory: bool = False,
         bucket_size_bytes: int = BUCKET_SIZE_BYTES,
         fused: bool | None = None,
+        process_group: Any = None,
     ) -> None:
         make = partial(
             SGD,
@@ -224,6 +230,7 @@ class CentralizedSGD(GenericCentralizedOptimizer):
             comm_dtype=comm_dtype,
             shared_memory=shared_memory,
             bucket_size_bytes=bucket_size_bytes,
+            process_group=process_group,
         )
 
 
@@ -251,6 +258,8 @@ class CentralizedAdam(GenericCentralizedOptimizer):
         bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
         fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
             ``overlap``, if no parameter is a part of a larger tensor, and leaves it to torch otherwise.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
         ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, or ``fused`` is
@@ -286,6 +295,7 @@ class CentralizedAdam(GenericCentralizedOptimizer):
         shared_memory: bool = False,
         bucket_size_bytes: int = BUCKET_SIZE_BYTES,
         fused: bool | None = None,
+        process_group: Any = None,
     ) -> None:
         make = partial(
             Adam,
@@ -309,6 +319,7 @@ class CentralizedAdam(GenericCentralizedOptimizer):
             comm_dtype=comm_dtype,
             shared_memory=shared_memory,
             bucket_size_bytes=bucket_size_bytes,
+            process_group=process_group,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -27,11 +28,11 @@ class GossipOptimizer(GenericCentralizedOptimizer):
 
         See :func:`~mlbench_core.aggregation.pytorch.consensus.consensus_distance`.
         """
-        return consensus_distance(self.model)
+        return consensus_distance(self.model, self.aggregation.group)
 
     def average_weights(self) -> None:
         """Give every worker the average of all workers' weights, for example to evaluate; every worker must call it."""
-        average_weights(self.model)
+        average_weights(self.model, self.aggregation.group)
 
 
 class DecentralizedSGD(GossipOptimizer):
@@ -46,7 +47,7 @@ class DecentralizedSGD(GossipOptimizer):
     :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation` for the weights and the bytes.
 
     Args:
-        rank: This worker's number; None takes that of the process group.
+        rank: This worker's number in the process group; None takes it from there.
         neighbors: Ranks of this worker's neighbours. None where ``topology`` is given or the worker is alone.
         model: The model.
         lr: Learning rate.
@@ -58,6 +59,8 @@ class DecentralizedSGD(GossipOptimizer):
         use_cuda: Whether training runs on GPUs.
         by_layer: One message per parameter instead of one for the whole model.
         topology: The whole graph, instead of ``neighbors``.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
         ValueError: ``model``, ``lr`` or, with several workers, ``neighbors`` is missing; ``rank`` is not this
@@ -92,6 +95,7 @@ class DecentralizedSGD(GossipOptimizer):
         by_layer: bool = False,
         *,
         topology: Topology | None = None,
+        process_group: Any = None,
     ) -> None:
         _check_average(average_world)
         super().__init__(
@@ -100,7 +104,9 @@ class DecentralizedSGD(GossipOptimizer):
             by_layer=by_layer,
             agg_grad=False,
             optimizer=_sgd(type(self).__name__, lr, momentum, dampening, weight_decay, nesterov),
-            aggregation=DecentralizedAggregation(rank, neighbors, use_cuda=use_cuda, topology=topology),
+            aggregation=DecentralizedAggregation(
+                rank, neighbors, use_cuda=use_cuda, topology=topology, process_group=process_group
+            ),
         )
 
 
@@ -120,7 +126,7 @@ class ChocoSGD(GossipOptimizer):
     compressions and the bytes.
 
     Args:
-        rank: This worker's number; None takes that of the process group.
+        rank: This worker's number in the process group; None takes it from there.
         neighbors: Ranks of this worker's neighbours. None where ``topology`` is given or the worker is alone.
         model: The model.
         lr: Learning rate.
@@ -137,6 +143,8 @@ class ChocoSGD(GossipOptimizer):
         ratio: Share of the entries that ``top_k`` and ``random_k`` keep, in (0, 1].
         gamma: Consensus step size in (0, 1]: the stronger the compression, the smaller.
         seed: For ``random_k``; the same on every worker.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
         ValueError: As in :class:`DecentralizedSGD`, or ``compression``, ``ratio`` or ``gamma`` is not allowed.
@@ -174,6 +182,7 @@ class ChocoSGD(GossipOptimizer):
         ratio: float = 0.1,
         gamma: float = 0.2,
         seed: int = 0,
+        process_group: Any = None,
     ) -> None:
         _check_average(average_world)
         aggregation = ChocoAggregation(
@@ -185,6 +194,7 @@ class ChocoSGD(GossipOptimizer):
             ratio=ratio,
             gamma=gamma,
             seed=seed,
+            process_group=process_group,
         )
         super().__init__(
             None,

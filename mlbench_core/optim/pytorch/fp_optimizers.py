@@ -85,6 +85,8 @@ class FP16Optimizer(OptimizerWrapper):
         average_world: Divide sums by the number of workers. This is what happens if neither flag is set.
         average_custom: Divide sums by the ``denom`` given to :meth:`step`.
         divide_before: Divide before the sum instead of after it, so that sums of half-precision numbers stay in range.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
         ValueError: An argument is out of its range, both averages are asked for, the model has nothing to train, or
@@ -124,6 +126,8 @@ class FP16Optimizer(OptimizerWrapper):
         average_world: bool = False,
         average_custom: bool = False,
         divide_before: bool = False,
+        *,
+        process_group: Any = None,
     ) -> None:
         if average_world and average_custom:
             raise ValueError("average_world and average_custom are both True: set the one to divide by")
@@ -139,8 +143,13 @@ class FP16Optimizer(OptimizerWrapper):
             else DynamicLossScaler(init_scale=1.0, scale_factor=1.0)
         )
         self.grad_clip = grad_clip
-        make = AllReduceAggregationHVD if use_horovod else AllReduceAggregation
-        self.aggregation = make(world_size, divide_before=divide_before, use_cuda=use_cuda)
+        if use_horovod and process_group is not None:
+            raise ValueError("process_group must be None with use_horovod, which sends nothing through torch's groups")
+        self.aggregation: AllReduceAggregation = (
+            AllReduceAggregationHVD(world_size, divide_before, use_cuda)
+            if use_horovod
+            else AllReduceAggregation(world_size, divide_before, use_cuda, process_group=process_group)
+        )
         self.world_size = self.aggregation.world_size
         self.agg = self.aggregation.agg_grad(by_layer=by_layer)
         self.agg_mode = AVG_CUSTOM if average_custom else AVG_WORLD

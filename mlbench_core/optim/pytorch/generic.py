@@ -89,6 +89,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             one machine and train on its processors; see
             :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
         bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
+        process_group: The workers that train together, from ``torch.distributed.new_group``; None for all. Ranks and
+            ``world_size`` are then counted in the group, and its result is that of a run of its workers alone.
 
     Raises:
         ValueError: ``model`` is missing or without parameters, ``world_size`` is not that of the process group, or
@@ -125,6 +127,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         comm_dtype: torch.dtype | None = None,
         shared_memory: bool = False,
         bucket_size_bytes: int = BUCKET_SIZE_BYTES,
+        process_group: Any = None,
     ) -> None:
         model = _check_model(model)
         super().__init__(model.parameters())
@@ -138,8 +141,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
                 use_cuda,
                 comm_dtype=comm_dtype,
                 shared_memory=_check_shared_memory(shared_memory, model),
+                process_group=process_group,
             )
-        self.aggregation = _check_aggregation(aggregation, world_size, comm_dtype, shared_memory)
+        self.aggregation = _check_aggregation(aggregation, world_size, comm_dtype, shared_memory, process_group)
         self.world_size = self.aggregation.world_size
         make = self.aggregation.agg_grad if agg_grad else self.aggregation.agg_model
         self.agg = make(by_layer=by_layer)
@@ -404,7 +408,11 @@ def _check_shared_memory(shared_memory: bool, model: nn.Module) -> bool:
 
 
 def _check_aggregation(
-    aggregation: Aggregation, world_size: int | None, comm_dtype: torch.dtype | None, shared_memory: bool
+    aggregation: Aggregation,
+    world_size: int | None,
+    comm_dtype: torch.dtype | None,
+    shared_memory: bool,
+    process_group: Any,
 ) -> Aggregation:
     """Return the aggregation once it fits the number of workers and what was said of how gradients travel."""
     if not isinstance(aggregation, Aggregation):
@@ -420,6 +428,11 @@ def _check_aggregation(
         raise ValueError(
             "shared_memory is True, but an aggregation is given too, which decides on that itself: make an "
             "AllReduceAggregation(..., shared_memory=True), or leave shared_memory out"
+        )
+    if process_group is not None and aggregation.group is not process_group:
+        raise ValueError(
+            f"process_group is given, and an aggregation too, which is of other workers: give "
+            f"{type(aggregation).__name__} the process_group"
         )
     return aggregation
 

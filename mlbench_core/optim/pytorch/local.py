@@ -50,6 +50,8 @@ class LocalSGD(GenericCentralizedOptimizer):
         use_cuda: Whether training runs on GPUs.
         by_layer: One message per parameter instead of one for the whole model.
         period: H, the number of steps from one average to the next.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
         TypeError: ``period`` is no integer.
@@ -80,6 +82,7 @@ class LocalSGD(GenericCentralizedOptimizer):
         by_layer: bool = False,
         *,
         period: int = 8,
+        process_group: Any = None,
     ) -> None:
         make = partial(
             SGD,
@@ -89,7 +92,8 @@ class LocalSGD(GenericCentralizedOptimizer):
             weight_decay=weight_decay,
             nesterov=nesterov,
         )
-        aggregation = PeriodicAggregation(AllReduceAggregation(world_size, use_cuda=use_cuda), period)
+        every_time = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
+        aggregation = PeriodicAggregation(every_time, period)
         super().__init__(None, model, by_layer=by_layer, agg_grad=False, optimizer=make, aggregation=aggregation)
 
 
@@ -128,6 +132,8 @@ class DiLoCo(GenericCentralizedOptimizer):
             is its own: ``lr`` and the other inner arguments are then not used and may be left out.
         outer_optimizer: A function that makes another outer optimizer; ``outer_lr`` and ``outer_momentum`` are then
             not used.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
         TypeError: ``period`` is not an integer, a learning rate is not a number, or ``outer_optimizer`` makes no torch
@@ -164,6 +170,7 @@ class DiLoCo(GenericCentralizedOptimizer):
         outer_momentum: float = 0.9,
         inner_optimizer: OptimizerFactory | None = None,
         outer_optimizer: OptimizerFactory | None = None,
+        process_group: Any = None,
     ) -> None:
         if inner_optimizer is None:
             inner_optimizer = partial(AdamW, lr=check_lr(lr, "DiLoCo"), betas=betas, eps=eps, weight_decay=weight_decay)
@@ -171,7 +178,7 @@ class DiLoCo(GenericCentralizedOptimizer):
             check_at_least_0("outer_lr", outer_lr)
             check_at_least_0("outer_momentum", outer_momentum)
             outer_optimizer = partial(SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
-        self._outer = DiLoCoAggregation(outer_optimizer, world_size, use_cuda=use_cuda)
+        self._outer = DiLoCoAggregation(outer_optimizer, world_size, use_cuda=use_cuda, process_group=process_group)
         super().__init__(
             None,
             model,

@@ -30,9 +30,11 @@ class _OneBitSGD(CompressedOptimizer):
         nesterov: bool = False,
         *,
         world_size: int | None = None,
+        process_group: Any = None,
     ) -> None:
         defaults = sgd_defaults(lr, momentum, weight_decay, dampening, nesterov)
-        super().__init__(params, defaults, self._make_aggregation(world_size=world_size))
+        aggregation = self._make_aggregation(world_size=world_size, process_group=process_group)
+        super().__init__(params, defaults, aggregation)
 
 
 class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a tracker too
@@ -56,6 +58,8 @@ class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a trac
         dampening: Dampening for momentum.
         nesterov: Use Nesterov momentum.
         world_size: Number of workers; None takes that of the process group, when the optimizer is made.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
         ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
@@ -112,6 +116,8 @@ class EFSignSGD(_OneBitSGD):
         dampening: Dampening for momentum.
         nesterov: Use Nesterov momentum.
         world_size: Number of workers; None takes that of the process group, when the optimizer is made.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
         ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
@@ -163,6 +169,8 @@ class SparsifiedSGD(CompressedOptimizer):
         momentum: Momentum factor of the local direction, which then stands for :math:`g_i`.
         world_size: Number of workers; None takes that of the process group, when the optimizer is made.
         average_world: Divide the sum over workers by their number; False leaves the sum.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
         ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
@@ -192,9 +200,12 @@ class SparsifiedSGD(CompressedOptimizer):
         momentum: float = 0,
         world_size: int | None = None,
         average_world: bool = True,
+        process_group: Any = None,
     ) -> None:
         self._size = check_size(sparse_grad_size, "sparse_grad_size")
-        aggregation = SparsifiedAggregation(None, size=self._size, random=random_sparse, world_size=world_size)
+        aggregation = SparsifiedAggregation(
+            None, size=self._size, random=random_sparse, world_size=world_size, process_group=process_group
+        )
         super().__init__(params, sgd_defaults(lr, momentum, weight_decay), aggregation, average_world)
 
     def get_estimated_weights(self) -> list[Tensor]:
@@ -260,6 +271,8 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
             refused rather than letting the workers train apart.
         average_world: Divide the sum over workers by their number; False leaves the sum.
         momentum: Momentum factor of the local direction.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
         ValueError: ``params`` or ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the
@@ -290,6 +303,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         average_world: bool = True,
         *,
         momentum: float = 0,
+        process_group: Any = None,
     ) -> None:
         super().__init__(
             params,
@@ -300,6 +314,7 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
             momentum=momentum,
             world_size=world_size,
             average_world=average_world,
+            process_group=process_group,
         )
 
 

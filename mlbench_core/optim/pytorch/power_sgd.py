@@ -47,6 +47,8 @@ class PowerSGD(GenericCentralizedOptimizer):
         comm_dtype: Type in which the factors travel, for example ``torch.bfloat16``; None is that of the computation.
         start_after_steps: For as many steps, first average gradients uncompressed.
         seed: Of the aggregation's own random generator; the same on all workers.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
         ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, or a number is
@@ -82,6 +84,7 @@ class PowerSGD(GenericCentralizedOptimizer):
         comm_dtype: torch.dtype | None = None,
         start_after_steps: int = 0,
         seed: int = 0,
+        process_group: Any = None,
     ) -> None:
         make = partial(
             SGD,
@@ -101,6 +104,7 @@ class PowerSGD(GenericCentralizedOptimizer):
             comm_dtype=comm_dtype,
             start_after_steps=start_after_steps,
             seed=seed,
+            process_group=process_group,
         )
         super().__init__(world_size, model, use_cuda, by_layer, optimizer=make, aggregation=aggregation)
         if not average_world:

@@ -16,8 +16,10 @@ from torch import Tensor
 __all__ = [
     "backend",
     "barrier",
+    "check_group",
     "get_backend_tensor",
     "global_average",
+    "global_rank",
     "is_distributed",
     "rank",
     "smallest",
@@ -41,34 +43,75 @@ def is_distributed() -> bool:
     return bool(dist.is_available()) and bool(dist.is_initialized())
 
 
-def world_size() -> int:
+def check_group(group: Any) -> Any:
+    """Return a subgroup of workers as given, if this process belongs to it.
+
+    Args:
+        group: What ``torch.distributed.new_group`` returned; None for all workers.
+
+    Raises:
+        ValueError: This process is not one of its workers.
+        TypeError: It is not a process group.
+
+    Example:
+        >>> check_group(None) is None
+        True
+    """
+    if group is None:
+        return None
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "process_group must be a group that this process belongs to: call torch.distributed.new_group on all "
+            "workers, and give each the group that has its rank"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group must be what torch.distributed.new_group returned, or None, not {type(group).__name__}"
+        )
+    return group
+
+
+def world_size(group: Any = None) -> int:
     """Number of workers; 1 without a process group.
+
+    Args:
+        group: Count the workers of this subgroup alone; so in all functions here.
 
     Example:
         >>> world_size()
         1
     """
-    return int(dist.get_world_size()) if is_distributed() else 1
+    return int(dist.get_world_size(group)) if is_distributed() else 1
 
 
-def rank() -> int:
-    """This worker's number, from 0 to ``world_size() - 1``; 0 without a process group.
+def rank(group: Any = None) -> int:
+    """This worker's number in its group, from 0 to ``world_size(group) - 1``; 0 without a process group.
 
     Example:
         >>> rank()
         0
     """
-    return int(dist.get_rank()) if is_distributed() else 0
+    return int(dist.get_rank(group)) if is_distributed() else 0
 
 
-def backend() -> str | None:
+def global_rank(rank: int, group: Any = None) -> int:
+    """Number among all workers of the one that has number ``rank`` in a group.
+
+    Example:
+        >>> global_rank(0)
+        0
+    """
+    return rank if group is None else int(dist.get_global_rank(group, rank))
+
+
+def backend(group: Any = None) -> str | None:
     """Name of the communication backend, such as ``"gloo"``; None without a process group.
 
     Example:
         >>> backend() is None
         True
     """
-    return dist.get_backend() if is_distributed() else None
+    return dist.get_backend(group) if is_distributed() else None
 
 
 def store() -> Any:
@@ -88,18 +131,18 @@ def store() -> Any:
     return found
 
 
-def timeout_s() -> float:
+def timeout_s(group: Any = None) -> float:
     """Seconds after which a collective operation that others do not come for has failed.
 
     Raises:
         RuntimeError: There is no process group, or it does not tell.
     """
     if is_distributed():
-        group: Any = dist.group.WORLD
+        group = dist.group.WORLD if group is None else group
         if hasattr(group, "timeout_s"):  # our MPI's
             return float(group.timeout_s)
         with contextlib.suppress(AttributeError, RuntimeError):
-            device = torch.device("cuda" if backend() == dist.Backend.NCCL else "cpu")
+            device = torch.device("cuda" if backend(group) == dist.Backend.NCCL else "cpu")
             return float(group._get_backend(device).options._timeout.total_seconds())
     return float(store().timeout.total_seconds())
 
@@ -130,11 +173,12 @@ def smallest(count: int) -> int:
     return int(least.item())
 
 
-def get_backend_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def get_backend_tensor(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Put a tensor where the backend can send it from.
 
     Args:
         tensor: Any tensor.
+        group: Whose backend it is.
 
     Returns:
         ``tensor`` on the current GPU if the backend is NCCL, which sends nothing else; otherwise ``tensor`` itself.
@@ -144,12 +188,12 @@ def get_backend_tensor(tensor: torch.Tensor) -> torch.Tensor:
         >>> get_backend_tensor(x) is x
         True
     """
-    if is_distributed() and dist.get_backend() == dist.Backend.NCCL:
+    if backend(group) == dist.Backend.NCCL:
         return tensor.cuda()
     return tensor
 
 
-def global_average(sum: float | torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
+def global_average(sum: float | torch.Tensor, count: float | torch.Tensor, group: Any = None) -> torch.Tensor:
     r"""Average over all workers of what each has summed up.
 
     .. math:: \frac{\sum_{k} \text{sum}_k}{\sum_{k} \text{count}_k}
@@ -161,6 +205,7 @@ def global_average(sum: float | torch.Tensor, count: float | torch.Tensor) -> to
         sum: This worker's sum: a number, or a tensor of any shape (then the average is taken element by element).
             Every worker gives the same shape.
         count: How many values went into ``sum``: a number or a tensor with one element.
+        group: Average over the workers of this subgroup alone.
 
     Returns:
         The average, float64, in the shape of ``sum`` (no dimensions for a number). It is 0 where no worker counted
@@ -181,9 +226,9 @@ def global_average(sum: float | torch.Tensor, count: float | torch.Tensor) -> to
         raise ValueError(
             f"count has {local_count.numel()} elements (shape {tuple(local_count.shape)}); it must be one number"
         )
-    totals = get_backend_tensor(torch.cat([local_sum.reshape(-1), local_count.reshape(-1)]))
+    totals = get_backend_tensor(torch.cat([local_sum.reshape(-1), local_count.reshape(-1)]), group)
     if is_distributed():
-        dist.all_reduce(totals)
+        dist.all_reduce(totals, group=group)
     total_sum, total_count = totals[:-1].reshape(local_sum.shape), totals[-1]
     return torch.where(total_count == 0, torch.zeros_like(total_sum), total_sum / total_count)
 
