@@ -87,6 +87,22 @@ def without_a_batch(rank: int, world_size: int) -> list[list[Tensor]]:
     return result
 
 
+def torchs_scaler(rank: int, world_size: int) -> list[list[Tensor]]:
+    """torch's own scaler, where every worker has a batch: an overflow on one is seen by all."""
+    result = []
+    for overlap in (False, True):
+        model = layers()
+        optimizer = CentralizedSGD(world_size, model, lr=0.1, overlap=overlap)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, rank, step, scaler.scale, factor=math.inf if (rank, step) == (0, 1) else 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        result.append(weights(model))
+    return result
+
+
 def looked_too_early(rank: int, world_size: int) -> list[str]:
     """torch's own scaler looks at gradients before this worker has its averages."""
     errors = []
@@ -145,21 +161,32 @@ def converted(rank: int, world_size: int) -> dict[Any, list[list[Tensor]]]:
         "bfloat16": lambda model: model.bfloat16(),
         "there and back": there_and_back,
         "frozen": lambda model: model[0].requires_grad_(False),
+        "thawed": lambda model: model[2].requires_grad_(True),
     }
     result = {}
     for name, convert in conversions.items():
         for when in (0, 2):
             for set_to_none in (True, False):
                 result[name, when, set_to_none] = [
-                    convert_on_the_way(rank, world_size, overlap, convert, when, set_to_none) for overlap in OVERLAPS
+                    convert_on_the_way(
+                        rank, world_size, overlap, convert, when, set_to_none, starts_frozen=name == "thawed"
+                    )
+                    for overlap in OVERLAPS
                 ]
     return result
 
 
 def convert_on_the_way(
-    rank: int, world_size: int, overlap: Any, convert: Any, when: int, set_to_none: bool
+    rank: int,
+    world_size: int,
+    overlap: Any,
+    convert: Any,
+    when: int,
+    set_to_none: bool,
+    starts_frozen: bool,
 ) -> list[Tensor]:
     model = layers()
+    model[2].requires_grad_(not starts_frozen)
     optimizer = CentralizedSGD(world_size, model, lr=0.125, overlap=overlap, fused=False, bucket_size_bytes=40)
     for step in range(4):
         if step == when:
@@ -206,6 +233,7 @@ def run_all(rank: int, world_size: int) -> dict[str, Any]:
     scenarios = (
         same_dtype,
         without_a_batch,
+        torchs_scaler,
         looked_too_early,
         complex_numbers,
         converted,
@@ -242,6 +270,13 @@ def test_a_worker_without_a_batch_fits_in_with_a_scaler(results: Results) -> Non
             for values, expected in zip(ours, plain, strict=True):
                 torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-7)
                 assert values.isfinite().all()
+
+
+def test_torchs_scaler_works_with_overlap(results: Results) -> None:
+    for result in results:
+        for values, expected in zip(*result["torchs_scaler"], strict=True):
+            assert expected.isfinite().all()
+            torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_all_workers_refuse_a_scaler_that_looked_too_early_at_one(results: Results) -> None:
