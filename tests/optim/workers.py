@@ -226,7 +226,7 @@ def custom(rank: int, world_size: int) -> dict[str, list[Tensor]]:
         nn.init.zeros_(model.weight)
         model.weight.grad = torch.full((1, 3), scale * (rank + 1), dtype=dtype)
         inside = torch.optim.SGD(model.parameters(), lr=1.0)
-        assert CustomCentralizedOptimizer(model, world_size, inside, **options).step(denom=denom) is None
+        assert CustomCentralizedOptimizer(model, world_size, inside, **options).step(denom=denom) is True
         return -model.weight.detach()[0]
 
     half = torch.float16
