@@ -85,7 +85,7 @@ class ClassicalModel(nn.Module):
             x, state = rnn(x, state)
             x = self._locked(x, model.drop_hidden.p if number < model.nlayers else model.drop_output.p)
             ends.append(state)
-        return model.decoder(x), ends
+        return model.decoder(x.flatten(0, 1)), ends
 
 
 def with_copies(model: LSTMLanguageModel) -> LSTMLanguageModel:
@@ -119,7 +119,7 @@ def make_step(way: nn.Module, model: LSTMLanguageModel, words: Tensor, bf16: boo
         optimizer.zero_grad()
         with torch.autocast(words.device.type, torch.bfloat16, enabled=bf16):
             scores, hidden = way(words[:-1], detached(hidden))
-        F.cross_entropy(scores.flatten(0, 1).float(), words[1:].flatten()).backward()
+        F.cross_entropy(scores.float(), words[1:].flatten()).backward()
         nn.utils.clip_grad_norm_(way.parameters(), 0.25)
         optimizer.step()
 

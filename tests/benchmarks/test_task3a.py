@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,14 @@ def test_small_preset_learns_reaches_its_goal_and_stops(tmp_path: Path) -> None:
     assert tracker.best_metric_value < 37
 
 
-def one_epoch(rank: int, world_size: int, text: str, folder: str) -> tuple[float, dict[str, Any], torch.Tensor]:
+def one_epoch(
+    rank: int, world_size: int, text: str, folder: str
+) -> tuple[float, dict[str, Any], torch.Tensor, float]:
     arguments = ("--epochs", "1", "--batch-size", "10", "--checkpoint")
     tracker = train(Path(folder), Path(text), *arguments, rank=rank, world_size=world_size)
     state = torch.load(Path(folder) / f"1_{rank}.pth.tar", weights_only=True)
-    return tracker.best_metric_value, state["model"], state["rng"]["torch"]
+    rate = state["optimizer"]["param_groups"][0]["lr"]
+    return tracker.best_metric_value, state["model"], state["rng"]["torch"], rate
 
 
 def plain_perplexity(folder: Path, weights: dict[str, Any]) -> float:
@@ -91,7 +95,7 @@ def plain_perplexity(folder: Path, weights: dict[str, Any]) -> float:
     streams = streams.long().view(STREAMS, -1).T
     with torch.no_grad():
         scores, _ = model(streams[:-1], model.init_hidden(STREAMS))
-    losses = F.cross_entropy(scores.flatten(0, 1).double(), streams[1:].flatten(), reduction="none")
+    losses = F.cross_entropy(scores.double(), streams[1:].flatten(), reduction="none")
     return float((losses.sum() / losses.numel()).exp())
 
 
@@ -99,8 +103,10 @@ def test_two_workers_report_the_perplexity_of_the_whole_text(tmp_path: Path) -> 
     text = write_text(tmp_path / "text", valid_is_train=False)
     results = run_ranks(2, one_epoch, str(text), str(tmp_path / "run"))
     expected = plain_perplexity(text, results[0][1])
-    for perplexity, weights, _ in results:
+    for perplexity, weights, _, rate in results:
         assert_equal(weights, results[0][1])
+        # Half of the preset's 20 sequences: 30 sqrt(1/2), on the way to sqrt(2) times that after 6 epochs.
+        assert rate == pytest.approx(30 * math.sqrt(0.5) * (1 + (math.sqrt(2) - 1) / 6))
         assert perplexity == pytest.approx(expected, rel=1e-4)
     assert not torch.equal(results[0][2], results[1][2])  # each worker has dropout masks of its own
 
@@ -132,6 +138,8 @@ def test_task_3a_is_as_specified() -> None:
     assert script.NON_MONOTONE_INTERVAL == 5
     full = script.PRESETS["full"]
     assert (full.sequences, full.bptt, full.dataset) == (80, 70, None)
+    assert [script.base_rate(full.sequences, n) for n in (None, 80, 20)] == [30.0, 30.0, 15.0]
+    assert script.base_rate(script.PRESETS["small"].sequences, None) == 30.0
     with torch.device("meta"):
         model = LSTMLanguageModel(33_278, tie_weights=True, **full.model)
     assert sum(p.numel() for p in model.parameters()) == 33_556_078

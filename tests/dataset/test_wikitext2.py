@@ -69,15 +69,15 @@ def test_real_text_has_the_published_tokens_and_words(real: dict[str, Wikitext2D
 def test_real_epoch_has_the_lengths_that_are_asked_for(real: dict[str, Wikitext2Dataset]) -> None:
     train = real["train"]
     train.generate_batches(global_bsz=80)
-    assert train.sequence_lengths[:-1] == [70] * (train.num_batches() - 1)
-    assert sum(train.sequence_lengths) == 2_088_628 // 80 - 1
-    lengths = []
+    assert train.sequence_lengths[:-1].tolist() == [70] * (train.num_batches() - 1)
+    assert train.sequence_lengths.sum() == 2_088_628 // 80 - 1
+    lengths: list[int] = []
     for epoch in range(30):
         train.set_epoch(epoch)
         train.generate_sequence_lengths(random=True)
-        assert sum(train.sequence_lengths) == 2_088_628 // 80 - 1
-        assert min(train.sequence_lengths) >= 5
-        lengths += train.sequence_lengths[:-1]
+        assert train.sequence_lengths.sum() == 2_088_628 // 80 - 1
+        assert train.sequence_lengths.min() >= 5
+        lengths += train.sequence_lengths[:-1].tolist()
     around = np.array(lengths)
     short, full = around[around < 52], around[around >= 52]
     assert len(short) / len(around) == pytest.approx(0.05, abs=0.01)
@@ -110,8 +110,9 @@ def test_streams_run_on_from_batch_to_batch(tmp_path: Path) -> None:
     dataset = numbers(tmp_path, 32, bptt=3)
     dataset.generate_batches(global_bsz=4)
     batches = [dataset.get_batch(i) for i in range(dataset.num_batches())]
-    assert dataset.sequence_lengths == [3, 3, 1]
-    data, target = (torch.cat(part) for part in zip(*batches, strict=True))
+    assert dataset.sequence_lengths.tolist() == [3, 3, 1]
+    assert [target.shape for _, target in batches] == [(12,), (12,), (4,)]
+    data, target = torch.cat([data for data, _ in batches]), torch.cat([target.view(-1, 4) for _, target in batches])
     assert data.dtype == target.dtype == torch.int64
     assert data.T.tolist() == [list(range(start, start + 7)) for start in (0, 8, 16, 24)]
     assert torch.equal(target, data + 1)
@@ -126,7 +127,8 @@ def test_workers_batches_side_by_side_are_one_workers(tmp_path: Path, world_size
         dataset = numbers(tmp_path, 1000, bptt=10)
         dataset.generate_batches(8, worker_bsz, rank)
         dataset.generate_sequence_lengths(random=random)
-        return [dataset.get_batch(i) for i in range(dataset.num_batches())]
+        batches = [dataset.get_batch(i) for i in range(dataset.num_batches())]
+        return [(data, target.view_as(data)) for data, target in batches]
 
     alone = epoch(0, None)
     workers = [epoch(rank, 8 // world_size) for rank in range(world_size)]
@@ -149,17 +151,20 @@ def test_validation_streams_are_shared_out_once_each(tmp_path: Path, world_size:
 def test_lengths_are_equal_on_all_workers_new_each_epoch_and_go_on_where_a_run_stopped(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     datasets = [numbers(tmp_path, 9000, bptt=20, seed=seed) for seed in (1, 1, 2)]
-    epochs = []
+    epochs: list[list[list[int]]] = []
     for rank, dataset in enumerate(datasets):
         dataset.generate_batches(4, 2, rank % 2)
-        epochs.append([dataset.generate_sequence_lengths(random=True) or dataset.sequence_lengths for _ in range(3)])
+        epochs.append([])
+        for _ in range(3):
+            dataset.generate_sequence_lengths(random=True)
+            epochs[-1].append(dataset.sequence_lengths.tolist())
     assert epochs[0] == epochs[1]
     assert epochs[0] != epochs[2]
     assert epochs[0][0] != epochs[0][1]
     datasets[2].seed = 1
     datasets[2].set_epoch(2)
     datasets[2].generate_sequence_lengths(random=True)
-    assert datasets[2].sequence_lengths == epochs[0][2]
+    assert datasets[2].sequence_lengths.tolist() == epochs[0][2]
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -168,8 +173,28 @@ def test_no_random_batch_is_shorter_than_asked_for(tmp_path: Path) -> None:
     dataset.generate_batches(1)
     for _ in range(50):
         dataset.generate_sequence_lengths(random=True)
-        assert min(dataset.sequence_lengths) >= 8
-        assert sum(dataset.sequence_lengths) == 402
+        assert dataset.sequence_lengths.min() >= 8
+        assert dataset.sequence_lengths.sum() == 402
+
+
+def test_lengths_can_be_set_and_written_into_as_scripts_of_3_0_do(tmp_path: Path) -> None:
+    dataset = numbers(tmp_path, 42, bptt=10)
+    dataset.generate_batches(global_bsz=2)
+    assert dataset.sequence_lengths.dtype == torch.int64
+    dataset.sequence_lengths = [1, 2, 3]
+    assert dataset.num_batches() == 3
+    dataset.sequence_lengths = torch.zeros(4, dtype=torch.int64)
+    dataset.sequence_lengths.copy_(torch.tensor([5, 6, 7, 2]))  # as a broadcast does
+    starts = [dataset.get_batch(i)[0][0, 0].item() for i in range(dataset.num_batches())]
+    assert starts == [0, 5, 11, 18]
+    with pytest.raises(ValueError, match=r"must be integers of shape \(batches,\), not torch.float32 of shape \(2,\)"):
+        dataset.sequence_lengths = torch.ones(2)
+    with pytest.raises(ValueError, match=r"of shape \(\)"):
+        dataset.sequence_lengths = torch.tensor(3)
+    dataset.sequence_lengths = torch.tensor([15, 6, 0])
+    for i, message in ((1, "a sum of at most 20, not 6 after 15 words"), (2, "at least 1 .* not 0 after 21")):
+        with pytest.raises(ValueError, match=message):
+            dataset.get_batch(i)
 
 
 def test_second_start_reads_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

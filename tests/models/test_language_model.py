@@ -48,7 +48,7 @@ def by_cells(model: LSTMLanguageModel, words: Tensor, hidden: list[tuple[Tensor,
         )
         x, c = lstm_by_cells(x, h[0], c[0], w_ih, w_hh, b_ih + b_hh)
         ends.append((x[-1], c))
-    return x @ state["decoder.weight"].T + state["decoder.bias"], ends
+    return (x @ state["decoder.weight"].T + state["decoder.bias"]).flatten(0, 1), ends
 
 
 @pytest.mark.parametrize("tie_weights", [False, True])
@@ -92,7 +92,8 @@ def test_training_with_all_dropouts_equals_the_formula_with_the_masks_it_drew(mo
         x = y * mask
         torch.testing.assert_close(raw[layer], y, atol=1e-5, rtol=0)
         torch.testing.assert_close(outputs[layer], x, atol=1e-5, rtol=0)
-    torch.testing.assert_close(scores, x @ state["encoder.weight"].T + state["decoder.bias"], atol=1e-5, rtol=0)
+    expected = x @ state["encoder.weight"].T + state["decoder.bias"]
+    torch.testing.assert_close(scores, expected.flatten(0, 1), atol=1e-5, rtol=0)
 
 
 def test_full_size_has_33_6_million_parameters() -> None:
@@ -112,7 +113,7 @@ def test_evaluation_is_plain_torch_bit_by_bit() -> None:
     for lstm in plain:
         x, _ = lstm(x)
     scores, _ = model(words, model.init_hidden(4))
-    assert torch.equal(scores, model.decoder(x))
+    assert torch.equal(scores, model.decoder(x.flatten(0, 1)))
     assert torch.equal(scores, model(words, model.init_hidden(4))[0])
 
 
@@ -337,7 +338,7 @@ def test_learns_a_repeating_text_and_prints_nothing(capsys: pytest.CaptureFixtur
     for _ in range(30):
         optimizer.zero_grad()
         scores, _ = model(text[:-1], model.init_hidden(4))
-        loss = F.cross_entropy(scores.flatten(0, 1), text[1:].flatten())
+        loss = F.cross_entropy(scores, text[1:].flatten())
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

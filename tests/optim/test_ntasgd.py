@@ -347,7 +347,7 @@ def language_model_run(
         optimizer.zero_grad()
         hidden = [(h.detach(), c.detach()) for h, c in hidden]
         scores, hidden = model(words[start:end], hidden)
-        loss = F.cross_entropy(scores.flatten(0, 1), words[start + 1 : end + 1].flatten())
+        loss = F.cross_entropy(scores, words[start + 1 : end + 1].flatten())
         loss.backward()
         with scaled_rate(optimizer, (end - start) / 7):
             optimizer.step()

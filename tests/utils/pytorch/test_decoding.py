@@ -248,7 +248,7 @@ class LanguageModelState:
 
     def step(self, tokens: Tensor) -> tuple[Tensor, None]:
         scores, self.hidden = self.model(tokens.unsqueeze(0), self.hidden)
-        return scores[0], None
+        return scores, None
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
         self.hidden = [(h[:, rows], c[:, rows]) for h, c in self.hidden]
@@ -271,7 +271,7 @@ def test_a_language_model_continues_prompts(sampling: Sampling | None) -> None:
             assert 5 <= len(tokens) <= 8
             fed = torch.tensor([START, *tokens[:-1]]).unsqueeze(1)
             with torch.no_grad():
-                scores = model(fed, model.init_hidden(1))[0][:, 0].log_softmax(dim=-1)
+                scores = model(fed, model.init_hidden(1))[0].log_softmax(dim=-1)
             log_prob = scores[torch.arange(len(tokens)), torch.tensor(tokens)].sum().item()
             assert found.scores[i, rank].item() == pytest.approx(log_prob, abs=1e-4)
 

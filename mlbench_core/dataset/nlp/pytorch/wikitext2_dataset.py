@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,6 @@ class Wikitext2Dataset:
         dictionary: The words of all parts; the training part's come first. WikiText-2 has 33,278.
         tokens: Ids of the part, int32, in the order of the text.
         bptt: As given.
-        sequence_lengths: Length of each batch, set by :meth:`generate_sequence_lengths`.
 
     Args:
         path: Folder of the files.
@@ -78,7 +78,7 @@ class Wikitext2Dataset:
         ([0, 1, 2, 3, 0, 1, 4, 3], ['a', 'b', 'c', '<eos>', 'd'])
         >>> dataset.generate_batches(global_bsz=2)
         >>> data, target = dataset.get_batch(0)
-        >>> data.T.tolist(), target.T.tolist()
+        >>> data.T.tolist(), target.view_as(data).T.tolist()
         ([[0, 1], [0, 1]], [[1, 2], [1, 4]])
 
     References:
@@ -109,10 +109,28 @@ class Wikitext2Dataset:
         corpus = _load(self.path, self.part, download, Path(cache_dir or user_folder("cache")))
         self.dictionary: Dictionary = corpus.dictionary
         self.tokens: Ids = corpus.parts[self.part]
-        self.sequence_lengths: list[int] = []
-        self._starts: list[int] = []
+        self.sequence_lengths = torch.empty(0, dtype=torch.int64)
         self._streams: Ids | None = None
         self._epoch = 0
+
+    @property
+    def sequence_lengths(self) -> Tensor:
+        """Length of each batch of the epoch, int64 of shape (batches,).
+
+        :meth:`generate_sequence_lengths` makes it. A script may also write into the tensor, for example by
+        ``torch.distributed.broadcast(dataset.sequence_lengths, 0)``, or set it: batches follow what it holds.
+        """
+        return self._sequence_lengths
+
+    @sequence_lengths.setter
+    def sequence_lengths(self, lengths: Tensor | Sequence[int]) -> None:
+        tensor = torch.as_tensor(lengths)
+        if tensor.dim() != 1 or (len(tensor) and (tensor.is_floating_point() or tensor.is_complex())):
+            raise ValueError(
+                f"sequence_lengths must be integers of shape (batches,), not {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}: give the length of each batch"
+            )
+        self._sequence_lengths = tensor.to(torch.int64)
 
     def generate_batches(
         self, global_bsz: int, worker_bsz: int | None = None, rank: int = 0, *, world_size: int | None = None
@@ -180,7 +198,6 @@ class Wikitext2Dataset:
         else:
             full, rest = divmod(to_predict, self.bptt)
             self.sequence_lengths = [self.bptt] * full + [rest] * (rest > 0)
-        self._starts = [0, *np.cumsum(self.sequence_lengths[:-1]).tolist()]
 
     def _draw_lengths(self, to_predict: int) -> list[int]:
         """Random lengths whose sum is ``to_predict``."""
@@ -211,21 +228,29 @@ class Wikitext2Dataset:
             cuda: Whether to put it on the current GPU.
 
         Returns:
-            ``(data, target)``: ids of this worker's streams, and of the word after each; both int64, of shape
-            (length, sequences).
+            ``(data, target)``: ids of this worker's streams, int64 of shape (length, sequences); and ids of the word
+            after each of them, int64 of shape (length * sequences,), as a loss on flat scores takes them.
 
         Raises:
             IndexError: There is no such batch.
             RuntimeError: :meth:`generate_batches` was not called before.
+            ValueError: ``sequence_lengths`` was changed to lengths that do not fit the text.
         """
         streams = self._stream_array()
         if not 0 <= i < self.num_batches():
             raise IndexError(f"batch {i} is not there: there are {self.num_batches()}, counted from 0")
-        start, length = self._starts[i], self.sequence_lengths[i]
+        # The lengths are read for each batch, because a broadcast may have written into the tensor.
+        start, length = int(self.sequence_lengths[:i].sum()), int(self.sequence_lengths[i])
+        to_predict = streams.shape[1] - 1
+        if length < 1 or start < 0 or start + length > to_predict:
+            raise ValueError(
+                f"sequence_lengths must be at least 1 and have a sum of at most {to_predict}, not {length} after "
+                f"{start} words: generate them anew or send those of one worker to all"
+            )
         words = torch.from_numpy(streams[:, start : start + length + 1].T.astype(np.int64, order="C"))
         if cuda:
             words = words.pin_memory().cuda(non_blocking=True)
-        return words[:-1], words[1:]
+        return words[:-1], words[1:].flatten()
 
     def _stream_array(self) -> Ids:
         if self._streams is None:

@@ -56,7 +56,7 @@ class CarriedState(nn.Module):
         hidden = model.init_hidden(words.shape[1]) if self.hidden is None else self.hidden
         scores, hidden = model(words, hidden)
         self.hidden = detached(hidden)
-        return scores.flatten(0, 1).float()
+        return scores.float()
 
 
 def detached(hidden: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:

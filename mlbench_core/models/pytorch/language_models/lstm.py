@@ -64,7 +64,7 @@ class LSTMLanguageModel(nn.Module):
         >>> words = torch.zeros(5, 3, dtype=torch.int64)  # 5 words of 3 sequences
         >>> scores, hidden = model(words, model.init_hidden(3))
         >>> scores.shape, [h.shape[2] for h, _ in hidden]
-        (torch.Size([5, 3, 11]), [6, 4])
+        (torch.Size([15, 11]), [6, 4])
 
     References:
         Merity, Keskar and Socher 2017, Regularizing and Optimizing LSTM Language Models, arXiv 1708.02182.
@@ -151,7 +151,8 @@ class LSTMLanguageModel(nn.Module):
             return_h: Whether to return the layers' outputs too.
 
         Returns:
-            ``(scores, hidden)``: scores of shape (time, batch, ``ntoken``), and the state after the last word. With
+            ``(scores, hidden)``: scores of shape (time * batch, ``ntoken``), those of the first time step first, as
+            :func:`torch.nn.functional.cross_entropy` takes them; and the state after the last word. With
             ``return_h`` two lists more: the layers' outputs :math:`y^l` before and :math:`x^l` after dropout, each of
             shape (time, batch, width), for activation regularisation.
         """
@@ -164,5 +165,5 @@ class LSTMLanguageModel(nn.Module):
             raw_outputs.append(raw)
             outputs.append(x)
             new_hidden.append(state)
-        scores = self.decoder(x)
+        scores = self.decoder(x.flatten(0, 1))
         return (scores, new_hidden, raw_outputs, outputs) if return_h else (scores, new_hidden)
