@@ -57,7 +57,8 @@ class HypothesisLoop:
             candidates = [c for h in live for c in self.continue_one(h, *encoded, must_end=length == most)]
             candidates.sort(key=lambda candidate: -candidate.log_prob)
             best = candidates[: self.beam_size]
-            finished += [(h.tokens, h.log_prob / length**LEN_PENALTY) for h in best if h.tokens[-1] == self.eos]
+            divisor = ((5 + length) / 6) ** LEN_PENALTY
+            finished += [(h.tokens, h.log_prob / divisor) for h in best if h.tokens[-1] == self.eos]
             if len(finished) >= self.beam_size:
                 break
             live = [h for h in candidates if h.tokens[-1] != self.eos][: self.beam_size]

@@ -92,7 +92,8 @@ def train(backend: str, words: Dictionary, batches: Iterator[Batch], arguments: 
     loss_function = LabelSmoothing(words.pad(), LABEL_SMOOTHING, fast_xentropy=True)
     losses = []
     for batch in itertools.islice(batches, arguments.steps):
-        loss = loss_function(model(**batch["net_input"]), batch["target"])
+        scores, _ = model(**batch["net_input"])
+        loss = loss_function(scores, batch["target"])
         optimizer.zero_grad()
         optimizer.backward_loss(loss)
         optimizer.step(multiplier=batch["ntokens"], denom=1)

@@ -76,9 +76,7 @@ def test_small_preset_learns_reaches_its_goal_and_stops(tmp_path: Path) -> None:
     assert tracker.best_metric_value < 37
 
 
-def one_epoch(
-    rank: int, world_size: int, text: str, folder: str
-) -> tuple[float, dict[str, Any], torch.Tensor, float]:
+def one_epoch(rank: int, world_size: int, text: str, folder: str) -> tuple[float, dict[str, Any], torch.Tensor, float]:
     arguments = ("--epochs", "1", "--batch-size", "10", "--checkpoint")
     tracker = train(Path(folder), Path(text), *arguments, rank=rank, world_size=world_size)
     state = torch.load(Path(folder) / f"1_{rank}.pth.tar", weights_only=True)

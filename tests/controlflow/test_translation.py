@@ -91,7 +91,7 @@ def expected(updates: list[list[dict[str, Any]]]) -> Tensor:
     model = make_model()
     for batches in updates:
         model.zero_grad()
-        total = sum(LOSS(model(**batch["net_input"]), batch["target"]) for batch in batches)
+        total = sum(LOSS(model(**batch["net_input"])[0], batch["target"]) for batch in batches)
         (total / sum(batch["ntokens"] for batch in batches)).backward()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -106,13 +106,19 @@ def translate(batch: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     return [" ".join(row[: 2 + len(row) // 2]) for row in rows], [" ".join(row) for row in rows]
 
 
+def translate_twice(batch: Mapping[str, Any]) -> list[tuple[list[str], list[str]]]:
+    """The same as text for a second metric, in capitals."""
+    translations, references = translate(batch)
+    return [(translations, references), ([text.upper() for text in translations], references)]
+
+
 def rounds_on_a_worker(rank: int, world_size: int) -> dict[str, Any]:
     mine = BATCHES[rank::world_size] + BATCHES[rank:1]  # worker 0 has one more, which would wait for ever
     weights = {p: updated(world_size, mine, p, 2) for p in ("fp32", "bf16", "fp16")}
     evaluated = [*BATCHES[:5:world_size], {}] if rank else [*BATCHES[1:5:world_size]]
-    bleu = BLEUScore()
-    values, loss = translation_round(evaluated, make_model(), LOSS, translate, [bleu])
-    return {"weights": weights, "bleu": values[bleu], "loss": loss}
+    bleu, cased = BLEUScore(), BLEUScore(lowercase=False)
+    values, loss = translation_round(evaluated, make_model(), LOSS, translate_twice, [bleu, cased])
+    return {"weights": weights, "bleu": values[bleu], "cased": values[cased], "loss": loss}
 
 
 def test_workers_times_accumulation_are_one_batch_of_the_same_tokens() -> None:
@@ -130,9 +136,10 @@ def test_workers_times_accumulation_are_one_batch_of_the_same_tokens() -> None:
     whole = sacrebleu.corpus_bleu(translations, [references], tokenize="intl", lowercase=True)
     model = make_model().eval()
     with torch.no_grad():
-        loss = sum(LOSS(model(**batch["net_input"]), batch["target"]) for batch in BATCHES[:5])
+        loss = sum(LOSS(model(**batch["net_input"])[0], batch["target"]) for batch in BATCHES[:5])
     for result in results:
         assert result["bleu"] == pytest.approx(whole.score, abs=1e-4)
+        assert result["cased"] == 0.0  # "W3" is another word than "w3"
         assert result["loss"] == pytest.approx(float(loss) / sum(b["ntokens"] for b in BATCHES[:5]), rel=1e-5)
 
 

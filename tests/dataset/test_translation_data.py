@@ -550,7 +550,7 @@ def test_batches_go_through_both_models_to_text(real: tuple[Path, Path]) -> None
     other = pairs.for_transformer()
     model = TransformerModel(TransformerConfig.preset("small"), other.src_dict, other.trg_dict)
     batch = other.collater([other[i] for i in range(len(other))])
-    assert model(**batch["net_input"]).shape == (*batch["target"].shape, len(other.dictionary))
+    assert model(**batch["net_input"])[0].shape == (*batch["target"].shape, len(other.dictionary))
     generator = SequenceGenerator(model, other.src_dict, other.trg_dict, maxlen=3)
     translations, references = generator.translate_batch(batch, remove_bpe="@@ ", ignore_case=False)
     assert [other.detokenize(line) for line in references] == text and len(translations) == 6

@@ -19,6 +19,7 @@ from mlbench_core.models.pytorch.transformer.modules import (
     LearnedPositions,
     MultiheadAttention,
     SinusoidalPositions,
+    multihead_attention,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -183,6 +184,10 @@ def test_attention_refuses_wrong_arguments() -> None:
         MultiheadAttention(8, 4, dropout=1.0)
     with pytest.raises(ValueError, match="softmax_type is 'hard'; known: default, fast_fill"):
         MultiheadAttention(8, 4, softmax_type="hard")
+    with pytest.raises(
+        ValueError, match="backend must be 'auto' or 'fused' with softmax_type='fast_fill', not 'kernel'"
+    ):
+        MultiheadAttention(8, 4, softmax_type="fast_fill", backend="kernel")
     with pytest.raises(ValueError, match="backend is 'magic'"):
         MultiheadAttention(8, 4, backend="magic")  # type: ignore[arg-type]
     module, x = MultiheadAttention(8, 4), torch.zeros(3, 2, 8)
@@ -282,7 +287,7 @@ def test_number_of_parameters_without_sharing() -> None:
     model = TransformerModel(argparse.Namespace(**TINY, share_all_embeddings=False, data="x"), source, target)
     number = sum(parameter.numel() for parameter in model.parameters())
     assert number == expected_parameters(11 + 9 + 9, 16, 24, 2)
-    assert model(torch.tensor([[10, 1]]), None, torch.tensor([[1, 8]])).shape == (1, 2, 9)
+    assert model(torch.tensor([[10, 1]]), None, torch.tensor([[1, 8]]))[0].shape == (1, 2, 9)
     with pytest.raises(ValueError, match="src_dict has 11 symbols and trg_dict 9"):
         TransformerModel(argparse.Namespace(**TINY), source, target)
 
@@ -302,7 +307,7 @@ def test_left_padding_is_right_padding_shifted(changes: dict, seed: int) -> None
     model, lengths = tiny(seed, **changes), [3, 7, 5]
     left, right = (random_tokens(lengths, 9, seed, left) for left in (True, False))
     target = random_tokens([4, 6, 2], 6, seed + 10, left=False)
-    outputs = [model(source, torch.tensor(lengths), target) for source in (left, right)]
+    outputs = [model(source, torch.tensor(lengths), target)[0] for source in (left, right)]
     torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-9)
 
 
@@ -310,7 +315,7 @@ def test_left_padded_targets_are_right_padded_ones_shifted() -> None:
     model, lengths = tiny(left_pad_target=True), [3, 6, 5]
     source = random_tokens([4, 2, 5], 5, 0, left=True)
     left, right = (random_tokens(lengths, 6, 1, left) for left in (True, False))
-    shifted, plain = model(source, None, left), model(source, None, right)
+    shifted, plain = model(source, None, left)[0], model(source, None, right)[0]
     for row, length in enumerate(lengths):
         torch.testing.assert_close(shifted[row, 6 - length :], plain[row, :length], rtol=1e-9, atol=1e-9)
 
@@ -321,16 +326,16 @@ def test_padding_never_matters(changes: dict, seed: int) -> None:
     model, lengths = tiny(seed, **changes), [3, 7, 5]
     source = random_tokens(lengths, 7, seed, left=True)
     target = random_tokens([4, 6, 2], 6, seed + 10, left=False)
-    expected = model(source, torch.tensor(lengths), target)
+    expected = model(source, torch.tensor(lengths), target)[0]
     wider = torch.cat((torch.zeros(3, 4, dtype=torch.int64), source), dim=1)
-    torch.testing.assert_close(model(wider, torch.tensor(lengths), target), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model(wider, torch.tensor(lengths), target)[0], expected, rtol=1e-9, atol=1e-9)
     with torch.no_grad():  # shared weights: the column of the padding's score changes, and nothing else
         model.encoder.embed_tokens.weight[0] = 100.0
-    changed = model(wider, torch.tensor(lengths), target)
+    changed = model(wider, torch.tensor(lengths), target)[0]
     is_token = target != 0
     torch.testing.assert_close(changed[is_token][:, 1:], expected[is_token][:, 1:], rtol=1e-9, atol=1e-9)
     for row in range(3):
-        alone = model(source[row : row + 1, 7 - lengths[row] :], None, target[row : row + 1])
+        alone = model(source[row : row + 1, 7 - lengths[row] :], None, target[row : row + 1])[0]
         torch.testing.assert_close(alone[0, is_token[row], 1:], expected[row, is_token[row], 1:])
 
 
@@ -339,11 +344,11 @@ def test_later_tokens_never_matter(seed: int) -> None:
     model = tiny(seed)
     source = random_tokens([3, 5], 5, seed, left=True)
     target = random_tokens([6, 6], 6, seed, left=False)
-    expected = model(source, None, target)
+    expected = model(source, None, target)[0]
     for position in range(1, 6):
         changed = target.clone()
         changed[:, position:] = random_tokens([6 - position] * 2, 6 - position, seed + 50, left=False)
-        output = model(source, None, changed)
+        output = model(source, None, changed)[0]
         torch.testing.assert_close(output[:, :position], expected[:, :position], rtol=1e-12, atol=1e-12)
         assert not torch.equal(output[:, position:], expected[:, position:])
 
@@ -351,7 +356,7 @@ def test_later_tokens_never_matter(seed: int) -> None:
 def test_gradients_reach_every_parameter() -> None:
     model = tiny().train()
     source = random_tokens([3, 5], 5, 0, left=True)
-    model(source, None, random_tokens([4, 2], 4, 1, left=False)).square().mean().backward()
+    model(source, None, random_tokens([4, 2], 4, 1, left=False))[0].square().mean().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert torch.isfinite(parameter.grad).all(), name
@@ -364,7 +369,7 @@ def test_cached_decoding_is_uncached_decoding(changes: dict) -> None:
     source = random_tokens([3, 6, 1], 6, 3, left=True)
     target = random_tokens([5, 5, 5], 5, 4, left=False)
     with torch.no_grad():
-        expected = model(source, None, target)
+        expected = model(source, None, target)[0]
         encoder_out, mask = model.encoder(source)
         state = IncrementalState()
         for t in range(5):
@@ -379,7 +384,7 @@ def test_caches_follow_the_rows_and_hypotheses_share_the_source() -> None:
     target = random_tokens([4] * 4, 4, 5, left=False)
     sentence_of = torch.tensor([2, 2, 0, 0])
     with torch.no_grad():
-        expected = model(source[sentence_of], None, target)
+        expected = model(source[sentence_of], None, target)[0]
         encoder_out, mask = model.encoder(source)
         state = IncrementalState()
         # One row a sentence, then two rows of sentences 2 and 0, which began with tokens that are theirs only later.
@@ -389,7 +394,7 @@ def test_caches_follow_the_rows_and_hypotheses_share_the_source() -> None:
         state.reorder(sentence_of, kept)
         encoder_out, mask = encoder_out[:, kept], mask[kept]
         target[1, 0], target[3, 0] = target[0, 0], target[2, 0]
-        expected = model(source[sentence_of], None, target)
+        expected = model(source[sentence_of], None, target)[0]
         swap = torch.tensor([1, 0, 3, 2])
         order = torch.arange(4)
         for t in range(1, 4):
@@ -422,15 +427,34 @@ def test_several_new_positions_continue_a_cache(backend: str) -> None:
 def test_half_precision_is_finite_and_near(dtype: torch.dtype) -> None:
     model = tiny().float()
     source, target = random_tokens([3, 6], 6, 0, left=True), random_tokens([5, 2], 5, 1, left=False)
-    expected = model(source, None, target)
+    expected = model(source, None, target)[0]
     for backend in ("reference", "fused", "kernel"):
         half = tiny(attention_backend=backend).to(dtype)
-        output = half(source, None, target)
+        output = half(source, None, target)[0]
         assert output.dtype == dtype
         error = (output.float() - expected).abs().max() / expected.abs().max()
         assert error < (0.01 if dtype == torch.float16 else 0.06)
         output.float().square().mean().backward()
         assert all(torch.isfinite(p.grad).all() for p in half.parameters())
+
+
+def test_fast_fill_is_the_fused_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def spy(name: str) -> None:
+        function = getattr(multihead_attention, name)
+        monkeypatch.setattr(multihead_attention, name, lambda *args, **kw: calls.append(name) or function(*args, **kw))
+
+    spy("fused_attention")
+    spy("short_attention_qkv")
+    monkeypatch.setattr(multihead_attention, "uses_kernel", lambda *a, **k: True)  # as on a GPU that has the kernels
+    x, outputs = torch.randn(4, 2, 16), []
+    for softmax_type in ("default", "fast_fill"):
+        torch.manual_seed(0)
+        model = tiny(attention_backend="auto", softmax_type=softmax_type).float()
+        outputs.append(model.encoder.layers[0].self_attn(x, x, x, need_weights=False)[0])
+    torch.testing.assert_close(*outputs)
+    assert calls == ["short_attention_qkv", "fused_attention"]
 
 
 def test_large_scores_do_not_overflow_in_half_precision() -> None:
@@ -447,7 +471,7 @@ def test_the_whole_model_compiles_into_one_graph() -> None:
     source, target = random_tokens([3, 6], 6, 0, left=True), random_tokens([5, 2], 5, 1, left=False)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(source, None, target), model(source, None, target))
+        torch.testing.assert_close(compiled(source, None, target)[0], model(source, None, target)[0])
     torch._dynamo.reset()
 
 

@@ -44,7 +44,7 @@ def log_probs(model: TransformerModel, source: Tensor, translations: list[list[i
     tokens = torch.tensor(translations)
     previous = torch.cat((torch.full((len(tokens), 1), WORDS.eos()), tokens[:, :-1]), dim=1)
     with torch.no_grad():
-        scores = model.eval()(source.expand(len(tokens), -1), None, previous).log_softmax(dim=-1)
+        scores = model.eval()(source.expand(len(tokens), -1), None, previous)[0].log_softmax(dim=-1)
     return scores.gather(2, tokens.unsqueeze(2)).sum(dim=(1, 2))
 
 
@@ -59,11 +59,27 @@ def test_beam_search_finds_the_best_of_all_translations(len_penalty: float) -> N
         every, scores = [], torch.empty(0)
         for length in (1, 2, 3):
             some = [[*beginning, 1] for beginning in itertools.product(range(2, 6), repeat=length)]
-            scores = torch.cat((scores, log_probs(model, source, some) / (length + 1) ** len_penalty))
+            divisor = ((5 + length + 1) / 6) ** len_penalty
+            scores = torch.cat((scores, log_probs(model, source, some) / divisor))
             every += some
         best = scores.topk(5)
         torch.testing.assert_close(found.scores[i, :5], best.values, rtol=1e-4, atol=1e-4)
         assert found.to_lists()[i][0] == every[int(best.indices[0])]
+
+
+def test_length_penalty_by_hand() -> None:
+    """All 6 symbols are equally likely: 3 tokens and the end have log P = -4 log 6 = -7.167, divided by (9/6)^0.6."""
+    model = make_model()
+    with torch.no_grad():
+        model.decoder.output_projection.weight.zero_()
+
+    def best_score(**options: Any) -> float:
+        generator = SequenceGenerator(model, WORDS, WORDS, minlen=3, maxlen=3, **options)
+        return float(generator.generate(SOURCE, LENGTHS).scores[0, 0])
+
+    assert best_score(len_penalty=0.6) == pytest.approx(-7.16704 / 1.27542, abs=1e-4)
+    assert best_score() == pytest.approx(-7.16704 / 1.5, abs=1e-4)
+    assert best_score(len_penalty=0.6, normalize_scores=False) == pytest.approx(-7.16704, abs=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -85,7 +101,7 @@ def test_scores_are_those_of_the_model_without_caches(seed: int) -> None:
     for i, hypotheses in enumerate(found.to_lists(4)):
         assert len({tuple(tokens) for tokens in hypotheses}) == len(hypotheses) >= 1
         for rank, tokens in enumerate(hypotheses):
-            expected = log_probs(model, SOURCE[i], [tokens]).item() / len(tokens) ** 0.6
+            expected = log_probs(model, SOURCE[i], [tokens]).item() / ((5 + len(tokens)) / 6) ** 0.6
             assert found.scores[i, rank].item() == pytest.approx(expected, abs=1e-4)
 
 
@@ -95,7 +111,7 @@ def test_beam_of_one_is_greedy() -> None:
     for i, (tokens,) in enumerate(found.to_lists()):
         previous = [WORDS.eos()]
         for token in tokens[:8]:
-            scores = model(SOURCE[i : i + 1], None, torch.tensor([previous]))[0, -1].clone()
+            scores = model(SOURCE[i : i + 1], None, torch.tensor([previous]))[0][0, -1].clone()
             scores[WORDS.pad()] = float("-inf")
             assert token == int(scores.argmax())
             previous.append(token)
@@ -180,7 +196,7 @@ def test_a_trained_model_translates() -> None:
     for _ in range(120):
         content = torch.randint(2, 8, (64, 4), generator=generator)
         source, backwards = torch.cat((content, end), dim=1), content.flip(1)
-        output = model(source, None, torch.cat((end, backwards), dim=1))
+        output = model(source, None, torch.cat((end, backwards), dim=1))[0]
         optimizer.zero_grad()
         loss(output, torch.cat((backwards, end), dim=1)).div(64 * 5).backward()
         optimizer.step()

@@ -146,7 +146,7 @@ def test_the_model_gives_the_same_scores_and_gradients(left_pad_target: bool) ->
     target = random_tokens([5, 2, 3], 5, 1, left=left_pad_target)
     models = [tiny(left_pad_target=left_pad_target, attention_backend=name) for name in ("reference", "kernel")]
     assert models[0].state_dict().keys() == models[1].state_dict().keys()
-    scores = [model(source, None, target)[target != 0] for model in models]
+    scores = [model(source, None, target)[0][target != 0] for model in models]
     torch.testing.assert_close(*scores)
     gradients = [
         torch.autograd.grad(score.sin().sum(), list(model.parameters()))
@@ -173,16 +173,16 @@ def test_one_seed_is_drawn_for_a_step_and_each_layer_has_its_offset(
         monkeypatch.setattr(attention_module, name, spy)
     model = training_model()
     torch.manual_seed(0)
-    first, second = model(*tokens()), model(*tokens())
+    first, second = model(*tokens())[0], model(*tokens())[0]
     assert not torch.equal(first, second)
     assert len(draws.calls) == 2
     calls = [options for spy in spies for _, options in spy.calls]
     assert sorted(options["offset"] for options in calls) == sorted([0, 1, 2, 3, 4, 5] * 2)
     assert len({int(options["seed"]) for options in calls}) == 2
     torch.manual_seed(0)
-    assert torch.equal(model(*tokens()), first)
+    assert torch.equal(model(*tokens())[0], first)
     model.eval()
-    assert torch.equal(model(*tokens()), model(*tokens())) and len(draws.calls) == 3
+    assert torch.equal(model(*tokens())[0], model(*tokens())[0]) and len(draws.calls) == 3
 
 
 @pytest.mark.parametrize("changes", [{"attention_backend": "auto"}, {"attention_dropout": 0.0}], ids=str)
@@ -227,7 +227,7 @@ def test_recomputed_layers_drop_the_same_weights(monkeypatch: pytest.MonkeyPatch
 
     def gradients() -> list[tuple[Tensor, ...]]:
         torch.manual_seed(0)
-        losses = [model(*tokens(seed)).sin().sum() for seed in (0, 5)]
+        losses = [model(*tokens(seed))[0].sin().sum() for seed in (0, 5)]
         return [torch.autograd.grad(loss, parameters) for loss in losses]
 
     wanted = gradients()
@@ -261,7 +261,7 @@ def test_the_training_model_compiles_into_one_graph(monkeypatch: pytest.MonkeyPa
     results = []
     for run in (model, compiled):
         torch.manual_seed(0)
-        scores = run(*tokens())
+        scores = run(*tokens())[0]
         results.append((scores, *torch.autograd.grad(scores.sin().sum(), list(model.parameters()))))
     torch.testing.assert_close(*results)
     torch._dynamo.reset()

@@ -23,7 +23,8 @@ __all__ = ["train_round_by_tokens", "translation_round"]
 
 Batch = Mapping[str, Any]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-Translate = Callable[[Batch], tuple[Sequence[str], Sequence[str]]]
+Texts = tuple[Sequence[str], Sequence[str]]
+Translate = Callable[[Batch], Sequence[Texts]]
 
 
 def train_round_by_tokens(
@@ -54,11 +55,11 @@ def train_round_by_tokens(
     Args:
         dataloader: This worker's batches; it has a length. Each has ``net_input``, the model's arguments by name,
             ``target`` and ``ntokens``, the tokens of the target that the loss counts.
-        model: The model; it is put into training mode.
+        model: The model; it gives scores, or a tuple that begins with them, and is put into training mode.
         optimizer: One that divides by what its ``step`` is told (``average_custom=True``): a
             :class:`~mlbench_core.optim.pytorch.centralized.CustomCentralizedOptimizer` or a
             :class:`~mlbench_core.optim.pytorch.fp_optimizers.FP16Optimizer`.
-        loss_function: Called ``(output, target)``; gives the sum of the losses of all tokens.
+        loss_function: Called ``(scores, target)``; gives the sum of the losses of all tokens.
         scheduler: Steps after each update; None for a constant rate.
         update_freq: Batches of each worker before an update.
         autocast: Compute the model in this type; None for the type of its weights.
@@ -94,7 +95,7 @@ def train_round_by_tokens(
 
     def scores(batch: Batch) -> Tensor:
         with torch.autocast(batch["target"].device.type, autocast, enabled=autocast is not None):
-            return model(**batch["net_input"])  # type: ignore[no-any-return]
+            return _scores(model(**batch["net_input"]))
 
     updates = Updates(
         scores, optimizer, loss_function, tracker, update_freq, total,
@@ -118,6 +119,12 @@ def train_round_by_tokens(
         loss_sum = loss_sum + loss.to(torch.float64)
         tokens_seen += batch["ntokens"]
     return float(loss_sum) / max(1, tokens_seen)
+
+
+def _scores(output: Any) -> Tensor:
+    """The scores of an output, which come first if there is more than one part, as in ``TransformerModel``."""
+    scores: Tensor = output[0] if isinstance(output, tuple) else output
+    return scores
 
 
 def _divisor(optimizer: Any, batches: Sequence[tuple[Batch, Tensor]], update_freq: int) -> dict[str, Any]:
@@ -148,16 +155,18 @@ def translation_round(
 ) -> tuple[dict[MLBenchMetric, float], float]:
     """Compute the loss of all workers' validation data, translate it, and score the translations.
 
+    Metrics may score the same translations as different text, for example raw tokens and detokenized sentences.
+
     Every worker must call it with its share; a share may have fewer batches than another, or empty ones. The score of
     all shares comes from statistics that are summed over the workers, not from the shares' scores.
 
     Args:
         dataloader: This worker's batches, as in :func:`train_round_by_tokens`; an empty dictionary is passed over.
-        model: The model; it is in evaluation mode meanwhile.
-        loss_function: Called ``(output, target)``; gives the sum of the losses of all tokens.
-        translate: Gives translations and references of a batch, as text.
-        metrics: Metrics on these, such as :class:`~mlbench_core.evaluation.pytorch.metrics.BLEUScore`; they are reset
-            first.
+        model: The model, as in :func:`train_round_by_tokens`; it is in evaluation mode meanwhile.
+        loss_function: Called ``(scores, target)``; gives the sum of the losses of all tokens.
+        translate: Gives for each metric a pair of translations and references of a batch, as text.
+        metrics: Metrics on these, in the same order, such as
+            :class:`~mlbench_core.evaluation.pytorch.metrics.BLEUScore`; they are reset first.
         use_cuda: Whether batches go to the current GPU.
         tracker: Gets the time of the round.
 
@@ -176,11 +185,10 @@ def translation_round(
         with evaluation_mode(model), torch.no_grad():
             for batch in filter(None, dataloader):
                 batch, _ = prepare_batch(batch, None, None, use_cuda=use_cuda)
-                output = model(**batch["net_input"])
+                output = _scores(model(**batch["net_input"]))
                 loss_sum = loss_sum + loss_function(output, batch["target"]).to(torch.float64)
                 tokens += batch["ntokens"]
-                translations, references = translate(batch)
-                for metric in metrics:
+                for metric, (translations, references) in zip(metrics, translate(batch), strict=True):
                     metric.update(metric(translations, references), len(references))
         values = {metric: metric.average().item() for metric in metrics}
         return values, distributed.global_average(loss_sum, tokens).item()

@@ -38,7 +38,7 @@ class TransformerConfig:
         max_target_positions: The longest target, in tokens.
         left_pad_target: Whether targets are padded on the left. On the right, which is usual, causality is all the
             decoder needs to ignore padding.
-        softmax_type: ``"default"`` or ``"fast_fill"``, see
+        softmax_type: ``"default"`` or ``"fast_fill"`` (torch's fused kernels), see
             :class:`~mlbench_core.models.pytorch.transformer.modules.multihead_attention.MultiheadAttention`.
         attention_backend: ``"auto"``, ``"reference"``, ``"fused"`` or ``"kernel"``, see there.
 

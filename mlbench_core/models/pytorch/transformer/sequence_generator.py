@@ -12,7 +12,7 @@ from mlbench_core.models.pytorch.transformer.modules.incremental import Incremen
 from mlbench_core.models.pytorch.transformer.transformer import TransformerModel, Vocabulary
 from mlbench_core.utils.pytorch.inference.decoding import Hypotheses, SearchOptions, search
 from mlbench_core.utils.pytorch.inference.proposals import LogitProposer, Sampling
-from mlbench_core.utils.pytorch.inference.scores import LengthPenaltyScore
+from mlbench_core.utils.pytorch.inference.scores import GNMTScore
 from mlbench_core.utils.pytorch.modes import evaluation_mode
 
 __all__ = ["SequenceGenerator", "TransformerState"]
@@ -62,7 +62,12 @@ class TransformerState:
 class SequenceGenerator:
     r"""Translates by beam search, or by sampling.
 
-    Finished translations Y are ranked by :math:`\log P(Y \mid X) / |Y|^p`, where :math:`|Y|` counts the end symbol.
+    Finished translations Y are ranked by
+
+    .. math:: s(Y, X) = \log P(Y \mid X) \Big/ \left(\frac{5 + |Y|}{6}\right)^p,
+
+    where :math:`|Y|` counts the end symbol: the length normalization of Wu et al. 2016, equation 14, without coverage,
+    as Vaswani et al. 2017, section 6.1, use it with p = 0.6.
 
     Args:
         model: The model. It is put into evaluation mode while it translates, and back afterwards.
@@ -73,7 +78,7 @@ class SequenceGenerator:
         maxlen: The most tokens, without the end symbol; None for what the model has positions for.
         stop_early: Whether a sentence is done as soon as ``beam_size`` hypotheses have ended, although a longer one
             might still get a better score.
-        normalize_scores: Whether to divide by :math:`|Y|^p` at all.
+        normalize_scores: Whether to divide at all; False ranks by the log-probability.
         len_penalty: p: above 1 favours longer translations.
         retain_dropout: Leave the model in the mode it has.
         sampling: Draw tokens from the model's distribution instead of searching.
@@ -83,6 +88,11 @@ class SequenceGenerator:
 
     Raises:
         ValueError: An argument is out of its bounds.
+
+    References:
+        Wu et al. 2016, Google's Neural Machine Translation System, arXiv 1609.08144, section 7.
+
+        Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762, section 6.1.
     """
 
     def __init__(
@@ -120,7 +130,7 @@ class SequenceGenerator:
             pad=trg_dict.pad(),
             beam_size=beam_size,
             min_len=minlen + 1,
-            score=LengthPenaltyScore(len_penalty if normalize_scores else 0.0),
+            score=GNMTScore(len_penalty if normalize_scores else 0.0, len_norm_const=5.0, cov_penalty_factor=0.0),
             stop_early=stop_early,
             independent=sampling,
         )

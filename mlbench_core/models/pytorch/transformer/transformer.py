@@ -57,8 +57,9 @@ class TransformerModel(nn.Module):
         >>> words = Dictionary(symbols=["ein_", "Hund_"])
         >>> model = TransformerModel(TransformerConfig.preset("small"), words, words)
         >>> source = torch.tensor([[2, 3, 1], [0, 3, 1]])  # padded on the left
-        >>> model(source, torch.tensor([3, 2]), torch.tensor([[1, 2], [1, 3]])).shape
-        torch.Size([2, 2, 4])
+        >>> scores, attention = model(source, torch.tensor([3, 2]), torch.tensor([[1, 2], [1, 3]]))
+        >>> scores.shape, attention
+        (torch.Size([2, 2, 4]), None)
     """
 
     def __init__(self, args: object, src_dict: Vocabulary, trg_dict: Vocabulary) -> None:
@@ -80,8 +81,10 @@ class TransformerModel(nn.Module):
         for number, attention in enumerate(attentions):
             attention.dropout_offset = number
 
-    def forward(self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor) -> Tensor:
-        """Scores of the next token at each target position.
+    def forward(
+        self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Score the next token at each target position.
 
         Args:
             src_tokens: int64 of shape (batch, source), padded on either side.
@@ -89,14 +92,16 @@ class TransformerModel(nn.Module):
             prev_output_tokens: The target shifted right by the end symbol, int64 of shape (batch, target).
 
         Returns:
-            Scores before the softmax, shape (batch, target, target symbols).
+            ``(scores, attention)``: scores before the softmax, shape (batch, target, target symbols), and None: the
+            attention on the source is not computed here, because fused kernels do not give it.
 
         Raises:
             ValueError: Sentences are longer than the model has positions for.
         """
         seed = self._draw_dropout_seed(src_tokens)
         encoder_out, padding_mask = self.encoder(src_tokens, src_lengths, dropout_seed=seed)
-        return self.decoder(prev_output_tokens, encoder_out, padding_mask, dropout_seed=seed)[0]
+        scores, attention = self.decoder(prev_output_tokens, encoder_out, padding_mask, dropout_seed=seed)
+        return scores, attention
 
     def max_decoder_positions(self) -> int:
         """The longest target, in tokens."""

@@ -43,7 +43,8 @@ class MultiheadAttention(nn.Module):
         embed_dim: Width of the model.
         num_heads: Number of heads; it divides ``embed_dim``.
         dropout: Probability that an attention weight becomes 0 in training.
-        softmax_type: ``"default"`` or ``"fast_fill"``, the CUDA variants of version 3.0; both give the same numbers.
+        softmax_type: ``"default"``: as ``backend`` says. ``"fast_fill"``, for which version 3.0 had a kernel that fills
+            the mask: mask and softmax in torch's fused kernels, as ``backend="fused"``. Both give the same numbers.
         bias: Whether the projections add a bias.
         backend: ``"reference"`` (plain), ``"fused"`` (torch's kernels; the plain path where weights are asked for),
             ``"kernel"`` (:func:`~mlbench_core.ops.pytorch.attention.short_attention`, which is plain PyTorch where its
@@ -90,7 +91,11 @@ class MultiheadAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.dropout = dropout
         self.softmax_type = softmax_type
-        self.backend = backend
+        if softmax_type == "fast_fill" and backend not in ("auto", "fused"):
+            raise ValueError(
+                f"backend must be 'auto' or 'fused' with softmax_type='fast_fill', not {backend!r}: leave one of both out"
+            )
+        self.backend = "fused" if softmax_type == "fast_fill" else backend
         self.dropout_offset = 0
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim))
         self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim)) if bias else None
