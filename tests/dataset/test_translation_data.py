@@ -418,8 +418,31 @@ def test_divided_text_is_read_with_its_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it is no reference; take raw text"):
         validation.references()
     (tmp_path / "validation.en").unlink()
-    with pytest.raises(DatasetError, match=r"has no newstest2014\.tok\.bpe\.32000\.en"):
+    with pytest.raises(DatasetError, match=r"has no newstest2014\.tok\.bpe\.32000\.en: give preprocessed=False"):
         WMT16Dataset(tmp_path, validation=True, preprocessed=True)
+    (tmp_path / "validation.bin").write_bytes(b"\x80\x02cposix\nsystem\n.")
+    with pytest.raises(DatasetError, match=r"validation\.bin, data that version 3\.0 prepared, .* put the text"):
+        WMT16Dataset(tmp_path, validation=True, preprocessed=True)
+
+
+def test_packages_export_what_scripts_of_3_0_import() -> None:
+    from mlbench_core.dataset.nlp.pytorch.wmt16 import WMT16Tokenizer as Tokenizer
+    from mlbench_core.dataset.nlp.pytorch.wmt16 import build_collate_fn as collate
+    from mlbench_core.dataset.nlp.pytorch.wmt16 import wmt16_config
+    from mlbench_core.dataset.nlp.pytorch.wmt16.batching import build_collate_fn
+    from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
+    from mlbench_core.dataset.nlp.pytorch.wmt17 import Dictionary as Symbols
+    from mlbench_core.dataset.nlp.pytorch.wmt17 import collate_batch
+    from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
+
+    assert (Tokenizer, collate, Symbols) == (WMT16Tokenizer, build_collate_fn, Dictionary)
+    ids = {name: getattr(wmt16_config, name) for name in ("PAD", "UNK", "BOS", "EOS")}
+    assert ids == {"PAD": 0, "UNK": 1, "BOS": 2, "EOS": 3}
+    assert wmt16_config.EOS_TOKEN == "</s>"
+    source = torch.tensor([5, 9])
+    batch = collate_batch([{"id": 0, "source": source, "target": source}], 0, 9, False, True, 3)
+    assert batch["net_input"]["src_tokens"].tolist() == [[5, 9, 0]]
+    assert (batch["target"].tolist(), batch["net_input"]["prev_output_tokens"].tolist()) == ([[0, 5, 9]], [[0, 9, 5]])
 
 
 # --- downloads ---

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from mlbench_core.dataset.nlp.pytorch.pair_part import Part
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
+from mlbench_core.dataset.nlp.pytorch.wmt17.batching import collate_batch
 from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
 from mlbench_core.dataset.nlp.pytorch.words import join_words
 from mlbench_core.errors import DatasetError
@@ -210,35 +211,14 @@ class TransformerPairs(Dataset[dict[str, Any]]):
         """Make a batch of samples: the ``collate_fn`` of a ``DataLoader``.
 
         Args:
-            samples: What the data set's items are.
+            samples: Items of the data set.
 
         Returns:
-            ``id``: int64 of shape (batch,); ``ntokens``: number of target tokens without padding; ``target``: int64 of
-            shape (batch, tokens); ``net_input``: what the model takes: ``src_tokens``, int64 of shape (batch, tokens),
-            ``src_lengths`` of shape (batch,), and ``prev_output_tokens``, the targets with the end symbol moved from
-            the end to the beginning. An empty dictionary for no samples.
+            What :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.collate_batch` makes of them.
         """
-        if not samples:
-            return {}
-        sources = [sample["source"] for sample in samples]
-        targets = [sample["target"] for sample in samples]
-        return {
-            "id": torch.tensor([sample["id"] for sample in samples], dtype=torch.int64),
-            "ntokens": sum(len(target) for target in targets),
-            "net_input": {
-                "src_tokens": self._pad(sources, self.left_pad[0]),
-                "src_lengths": torch.tensor([len(source) for source in sources], dtype=torch.int64),
-                "prev_output_tokens": self._pad([target.roll(1) for target in targets], self.left_pad[1]),
-            },
-            "target": self._pad(targets, self.left_pad[1]),
-        }
-
-    def _pad(self, sentences: Sequence[Tensor], left: bool) -> Tensor:
-        width = -(-max(map(len, sentences)) // self.seq_len_multiple) * self.seq_len_multiple
-        batch = torch.full((len(sentences), width), self.dictionary.pad(), dtype=torch.int64)
-        for row, sentence in zip(batch, sentences, strict=True):
-            (row[width - len(sentence) :] if left else row[: len(sentence)]).copy_(sentence)
-        return batch
+        return collate_batch(
+            samples, self.dictionary.pad(), self.dictionary.eos(), *self.left_pad, self.seq_len_multiple
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'-'.join(self.lang)}: {len(self)} pairs, {len(self.dictionary)} symbols)"

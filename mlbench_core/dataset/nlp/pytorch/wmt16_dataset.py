@@ -124,6 +124,9 @@ class WMT16Dataset(RecurrentPairs):
         )
         super().__init__(part, tokenizer, sort=sort, min_len=min_len, max_len=max_len, max_size=max_size)
 
+    def prepare(self) -> None:
+        """Do nothing: the data set is ready once it is made. Scripts of version 3.0 call this before they use it."""
+
 
 def _files(folder: Path, name: str, languages: tuple[str, str], download: bool, preprocessed: bool) -> PairFiles:
     """The text of a part, which is downloaded where it is not there."""
@@ -133,5 +136,16 @@ def _files(folder: Path, name: str, languages: tuple[str, str], download: bool, 
     if found := find_files(folder, names, languages):
         return found
     if preprocessed:
-        raise DatasetError(f"{folder} has no {names[0]}.{languages[0]}; preprocessed=False makes it from raw text")
+        raise DatasetError(f"{folder} has no {names[0]}.{languages[0]}: {_what_to_do(folder)}")
     return download_files(folder, _ARCHIVES[name], languages, download)
+
+
+def _what_to_do(folder: Path) -> str:
+    """Advice if there is no divided text."""
+    binary = next(folder.glob("*.bin"), None)
+    if binary is not None:
+        return (
+            f"{binary.name}, data that version 3.0 prepared, may hold pickled code and is not read; put the text it was "
+            "made from there, with its vocabulary, or give preprocessed=False, which reads raw text"
+        )
+    return "give preprocessed=False, which makes it from raw text"

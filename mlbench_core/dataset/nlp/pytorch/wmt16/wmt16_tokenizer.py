@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mlbench_core.dataset.nlp.pytorch.pair_part import SPECIAL_SYMBOLS
 from mlbench_core.dataset.nlp.pytorch.subwords import UNKNOWN, Subwords, join_parts
+from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_config import BOS, EOS, PAD, UNK
 from mlbench_core.dataset.nlp.pytorch.words import (
     clean_line,
     escape_words,
@@ -22,9 +23,6 @@ from mlbench_core.dataset.nlp.pytorch.words import (
 )
 
 __all__ = ["BOS", "EOS", "PAD", "UNK", "WMT16Tokenizer"]
-
-PAD, UNK, BOS, EOS = range(4)
-"""Ids of padding, unknown symbols, and beginning and end of a sentence."""
 
 _MULTIPLES = {None: 1, "fp32": 1, "fp16": 8, "bf16": 8}
 

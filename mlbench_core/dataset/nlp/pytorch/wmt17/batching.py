@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-__all__ = ["SizedPairs", "get_batches", "shard_batches"]
+__all__ = ["SizedPairs", "collate_batch", "get_batches", "shard_batches"]
 
 
 class SizedPairs(Protocol):
@@ -144,3 +146,59 @@ def shard_batches(
         )
     mine = list(batches[rank : rounds * world_size : world_size])
     return mine + [[] for _ in range(rounds - len(mine))]
+
+
+def collate_batch(
+    samples: Sequence[Mapping[str, Any]],
+    pad_idx: int,
+    eos_idx: int,
+    left_pad_source: bool = True,
+    left_pad_target: bool = False,
+    seq_len_multiple: int = 1,
+) -> dict[str, Any]:
+    """Make a batch of samples.
+
+    Args:
+        samples: Items of the data set: ``id``, an integer, and ``source`` and ``target``, int64 of shape (tokens,),
+            each with the end symbol.
+        pad_idx: Number of the padding.
+        eos_idx: Number of the end symbol.
+        left_pad_source: Whether sources are padded on the left.
+        left_pad_target: Whether targets are padded on the left.
+        seq_len_multiple: The lengths of the batch are multiples of it.
+
+    Returns:
+        ``id``: int64 of shape (batch,); ``ntokens``: number of target tokens without padding; ``target``: int64 of
+        shape (batch, tokens); ``net_input``: the arguments of the model: ``src_tokens``, int64 of shape (batch,
+        tokens), ``src_lengths`` of shape (batch,), and ``prev_output_tokens``, the targets with the end symbol moved
+        from the end to the beginning. An empty dictionary for no samples.
+
+    Example:
+        >>> sample = {"id": 7, "source": torch.tensor([5, 1]), "target": torch.tensor([8, 9, 1])}
+        >>> batch = collate_batch([sample], pad_idx=0, eos_idx=1, seq_len_multiple=4)
+        >>> batch["net_input"]["src_tokens"].tolist(), batch["net_input"]["prev_output_tokens"].tolist()
+        ([[0, 0, 5, 1]], [[1, 8, 9, 0]])
+    """
+    if not samples:
+        return {}
+    sources = [sample["source"] for sample in samples]
+    targets = [sample["target"] for sample in samples]
+    end = torch.tensor([eos_idx])
+
+    def pad(sentences: Sequence[Tensor], left: bool) -> Tensor:
+        width = -(-max(map(len, sentences)) // seq_len_multiple) * seq_len_multiple
+        batch = torch.full((len(sentences), width), pad_idx, dtype=torch.int64)
+        for row, sentence in zip(batch, sentences, strict=True):
+            (row[width - len(sentence) :] if left else row[: len(sentence)]).copy_(sentence)
+        return batch
+
+    return {
+        "id": torch.tensor([sample["id"] for sample in samples], dtype=torch.int64),
+        "ntokens": sum(len(target) for target in targets),
+        "net_input": {
+            "src_tokens": pad(sources, left_pad_source),
+            "src_lengths": torch.tensor([len(source) for source in sources], dtype=torch.int64),
+            "prev_output_tokens": pad([torch.cat((end, target[:-1])) for target in targets], left_pad_target),
+        },
+        "target": pad(targets, left_pad_target),
+    }

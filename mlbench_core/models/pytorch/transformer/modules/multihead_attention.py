@@ -93,7 +93,8 @@ class MultiheadAttention(nn.Module):
         self.softmax_type = softmax_type
         if softmax_type == "fast_fill" and backend not in ("auto", "fused"):
             raise ValueError(
-                f"backend must be 'auto' or 'fused' with softmax_type='fast_fill', not {backend!r}: leave one of both out"
+                f"backend must be 'auto' or 'fused' with softmax_type='fast_fill', not {backend!r}: leave one of them "
+                "out"
             )
         self.backend = "fused" if softmax_type == "fast_fill" else backend
         self.dropout_offset = 0

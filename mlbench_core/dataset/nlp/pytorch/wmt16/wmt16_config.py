@@ -1,0 +1,13 @@
+"""Constants of the WMT16 vocabulary, under the names that scripts of version 3.0 read."""
+
+PAD_TOKEN, UNK_TOKEN, BOS_TOKEN, EOS_TOKEN = "<pad>", "<unk>", "<s>", "</s>"
+"""Symbols of padding, unknown, and beginning and end of a sentence."""
+
+PAD, UNK, BOS, EOS = range(4)
+"""Ids of these symbols."""
+
+BPE_CODES = "bpe.32000"
+"""File of the merges."""
+
+VOCAB_FNAME = "vocab.bpe.32000"
+"""File of the symbols."""
