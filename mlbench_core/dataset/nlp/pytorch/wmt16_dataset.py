@@ -145,7 +145,7 @@ def _what_to_do(folder: Path) -> str:
     binary = next(folder.glob("*.bin"), None)
     if binary is not None:
         return (
-            f"{binary.name}, data that version 3.0 prepared, may hold pickled code and is not read; put the text it was "
-            "made from there, with its vocabulary, or give preprocessed=False, which reads raw text"
+            f"{binary.name}, data that version 3.0 prepared, may hold pickled code and is not read; put the text from "
+            "which it was made there, with its vocabulary, or give preprocessed=False, which reads raw text"
         )
     return "give preprocessed=False, which makes it from raw text"
