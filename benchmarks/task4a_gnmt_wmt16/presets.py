@@ -23,6 +23,7 @@ class Preset:
         warmup_steps: Updates of the warm-up.
         remain_steps: Share of all updates after which the rate is halved.
         decay_interval: It is halved again, at most 3 times, after every further share of them.
+        validate_every: Share of an epoch after which the model is validated; it is at the end of the epoch, too.
     """
 
     global_batch: int
@@ -32,6 +33,7 @@ class Preset:
     warmup_steps: int = 200
     remain_steps: float = 0.4
     decay_interval: float = 0.05
+    validate_every: float = 0.3
 
     def divided(self, world_size: int) -> tuple[int, int]:
         """Sentences of a worker at a time, and how many such batches it accumulates before an update.
@@ -46,7 +48,9 @@ class Preset:
 
 PRESETS = {
     "big": Preset(global_batch=2048, batch_size=128, epochs=get_task("4a").max_epochs or 8),
-    "small": Preset(global_batch=128, batch_size=64, epochs=10, remain_steps=0.5, decay_interval=0.1),
+    "small": Preset(
+        global_batch=128, batch_size=64, epochs=10, remain_steps=0.5, decay_interval=0.1, validate_every=1.0
+    ),
 }
 
 

@@ -3,7 +3,8 @@
 One process per worker; an update takes 2^17 tokens of all k workers, each of which reads at most 8,192 at a time and
 accumulates gradients of update_freq = max(1, 2^17 / (8192 k)) batches. They are summed over the workers and divided
 by the tokens of all of them. The rate rises for 1,000 updates to 1.976e-3 and then falls with the root of the updates
-(Vaswani et al. 2017, arXiv 1706.03762). README.md beside this file has the whole description.
+(Vaswani et al. 2017, arXiv 1706.03762). The model is validated after every 30 % of an epoch. README.md beside this file
+has the whole description.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +21,12 @@ from torch.optim import Adam
 from torch.utils.data import DataLoader
 
 from mlbench_core.controlflow.pytorch import record_validation_stats
-from mlbench_core.controlflow.pytorch.translation import train_round_by_tokens, translation_round
+from mlbench_core.controlflow.pytorch.translation import epoch_parts, train_round_by_tokens, translation_round
 from mlbench_core.dataset.nlp.pytorch import Multi30k, WMT17Dataset, get_batches, shard_batches
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import TransformerPairs
 from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
-from mlbench_core.evaluation.pytorch.metrics import BLEUScore
+from mlbench_core.evaluation.pytorch.metrics import BLEUScore, CasedBLEUScore
 from mlbench_core.lr_scheduler.pytorch.lr import SQRTTimeDecayLRWithWarmup
 from mlbench_core.models.pytorch.transformer import SequenceGenerator, TransformerConfig, TransformerModel
 from mlbench_core.optim.pytorch import CustomCentralizedOptimizer, FP16Optimizer
@@ -55,6 +56,8 @@ class Preset:
     warmup_steps: int
 
 
+# Share of an epoch after which the model is validated; it is at the end of the epoch, too.
+VALIDATE_EVERY = {"big": 0.3, "base": 0.3, "small": 1.0}
 FULL = Preset(max_tokens=8_192, global_tokens=2**17, lr=1.976e-3, warmup_steps=1_000)
 SMALL = Preset(max_tokens=1_024, global_tokens=2_048, lr=1.5e-3, warmup_steps=400)
 PRESETS = {"big": FULL, "base": FULL, "small": SMALL}
@@ -65,6 +68,21 @@ def take_defaults(args: argparse.Namespace) -> None:
     for name, default in vars(PRESETS[args.preset]).items():
         if getattr(args, name) is None:
             setattr(args, name, default)
+
+
+def take_precision(args: argparse.Namespace, gpu: bool) -> None:
+    """Fill in the precision that the command line does not give: half precision on GPUs, as the task is described."""
+    if args.precision is None:
+        args.precision = "fp16" if gpu else "fp32"
+
+
+def scores(dataset: str) -> list[BLEUScore]:
+    """The goal's measure first, then the one recorded beside it.
+
+    The task's goal was set for sub-words in lower case, those of Multi30k for cased, detokenized text.
+    """
+    raw, cased = BLEUScore(use_raw=True), CasedBLEUScore()
+    return [raw, cased] if dataset == "wmt17" else [cased, raw]
 
 
 def update_freq(args: argparse.Namespace, world_size: int) -> int:
@@ -100,6 +118,7 @@ def train(
     validation_only: bool, args: argparse.Namespace,
 ) -> Tracker:  # fmt: skip
     """Train until the goal is reached or the budget of epochs is spent."""
+    take_precision(args, gpu)
     pairs, evaluated = load_data(args, args.data or dataset_dir)
     references = evaluated.references()
     batches_to_translate = shard_batches(
@@ -116,27 +135,33 @@ def train(
     generator = SequenceGenerator(
         model, pairs.dictionary, pairs.dictionary, beam_size=BEAM_SIZE, len_penalty=LENGTH_PENALTY
     )
-    bleu = BLEUScore()
+    metrics = scores(args.dataset)
     goal = task4_time_to_bleu_goal(TASK.goal_on(args.dataset, light))
-    tracker = Tracker([bleu], run_id, rank, goal=goal)
+    tracker = Tracker(metrics, run_id, rank, goal=replace(goal, metric=f"val_global_{metrics[0].name}"))
+    within_epochs = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.BEST)
     checkpointer = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST)
     if args.resume or validation_only:
         checkpointer, model, optimizer, scheduler, tracker = Checkpointer.load(
             ckpt_run_dir, rank, model, optimizer, scheduler, tracker=tracker
         )
 
-    def translate(batch: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Translations and references as text, upper case and lower, with punctuation where it belongs."""
-        texts, _ = generator.translate_batch(batch, remove_bpe="@@ ", ignore_case=False)
-        return [evaluated.detokenize(text) for text in texts], [references[i] for i in batch["id"].tolist()]
+    def translate(batch: Mapping[str, Any]) -> list[tuple[list[str], list[str]]]:
+        """Translations and references for each metric: sub-words in lower case, or text against text as it is."""
+        divided, targets = generator.translate_batch(batch, remove_bpe=None, ignore_case=False)
+        joined = [f"{text} ".replace("@@ ", "") for text in divided]
+        raw = ([text.lower() for text in divided], [text.lower() for text in targets])
+        cased = ([evaluated.detokenize(text) for text in joined], [references[i] for i in batch["id"].tolist()])
+        return [raw if metric.use_raw else cased for metric in metrics]
 
     def validate() -> bool:
         """Loss and BLEU of the whole part, of which each worker translates its share."""
         loader = DataLoader(evaluated, batch_sampler=batches_to_translate, collate_fn=evaluated.collater)
-        values, loss = translation_round(loader, model, loss_function, translate, [bleu], use_cuda=gpu, tracker=tracker)
-        is_best = record_validation_stats(values, loss, tracker, rank)
-        logger.info("BLEU %.2f (%s)", values[bleu], bleu.signature)
-        return is_best
+        values, loss = translation_round(
+            loader, model, loss_function, translate, metrics, use_cuda=gpu, tracker=tracker
+        )
+        for metric in metrics:
+            logger.info("%s %.2f (%s)", metric.name, values[metric], metric.signature)
+        return record_validation_stats(values, loss, tracker, rank)
 
     with tracker:
         if validation_only:
@@ -146,12 +171,18 @@ def train(
             tracker.start()
         for epoch in tracker.epochs(args.epochs, args.past_goal):
             batches = shard_batches(get_batches(pairs, args.max_tokens, seed=args.seed + epoch), rank, world_size)
-            train_round_by_tokens(
-                DataLoader(pairs, batch_sampler=batches, collate_fn=pairs.collater),
-                model, optimizer, loss_function, scheduler, update_freq=update_freq(args, world_size),
-                autocast=torch.bfloat16 if args.precision == "bf16" else None, use_cuda=gpu, tracker=tracker,
-            )  # fmt: skip
-            is_best = validate()
+            loader = DataLoader(pairs, batch_sampler=batches, collate_fn=pairs.collater)
+            frequency = update_freq(args, world_size)
+            for part in epoch_parts(loader, VALIDATE_EVERY[args.preset], frequency):
+                train_round_by_tokens(
+                    part, model, optimizer, loss_function, scheduler, update_freq=frequency,
+                    autocast=torch.bfloat16 if args.precision == "bf16" else None, use_cuda=gpu, tracker=tracker,
+                )  # fmt: skip
+                is_best = validate()
+                if part.is_last or (tracker.goal_reached and not args.past_goal):
+                    break
+                within_epochs.save(tracker, model, optimizer, scheduler, is_best)
+                tracker.reset_epoch_stats()  # means are those of a part
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best)
         tracker.publish_summary(world_size)
@@ -170,7 +201,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--global-tokens", type=count, metavar="N", help="tokens of all workers in an update (big: 131072)")
     add("--lr", type=float, help="rate at the end of the warm-up (big: 1.976e-3)")
     add("--warmup-steps", type=count, metavar="N", help="updates of the warm-up (big: 1000)")
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="bf16: autocast; fp16: with a loss scale")
+    add(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help="bf16: autocast; fp16: with a loss scale (default: fp16 with --gpu, else fp32)",
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ Batches are dictionaries as the ``collater`` of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +20,70 @@ from mlbench_core.utils.pytorch import distributed
 from mlbench_core.utils.pytorch.modes import evaluation_mode
 from mlbench_core.utils.tracker import Tracker
 
-__all__ = ["train_round_by_tokens", "translation_round"]
+__all__ = ["EpochPart", "epoch_parts", "train_round_by_tokens", "translation_round"]
 
 Batch = Mapping[str, Any]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Texts = tuple[Sequence[str], Sequence[str]]
 Translate = Callable[[Batch], Sequence[Texts]]
+
+
+class EpochPart:
+    """Consecutive batches of an epoch: a loader that can be read once.
+
+    Attributes:
+        is_last: Whether the epoch ends with this part.
+
+    Args:
+        batches: The iterator that gives them; it goes on behind the part.
+        length: Number of batches.
+        is_last: As above.
+    """
+
+    def __init__(self, batches: Iterator[Any], length: int, is_last: bool) -> None:
+        self._batches = itertools.islice(batches, length)
+        self._length = length
+        self.is_last = is_last
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches
+
+
+def epoch_parts(
+    batches: Collection[Any], share: float, update_freq: int = 1, most: int | None = None
+) -> Iterator[EpochPart]:
+    """Cut the batches of an epoch into parts, to validate after each of them.
+
+    Every worker must call it, since all cut alike: as the one with the fewest batches.
+
+    Args:
+        batches: This worker's batches; it has a length.
+        share: Part of the epoch after which to validate, above 0 and at most 1. The last part has what is left.
+        update_freq: Batches of each worker before an update; parts but the last end with an update.
+        most: Largest number of batches in the epoch; None for all.
+
+    Yields:
+        The parts, each to be read before the next one is asked for.
+
+    Raises:
+        ValueError: ``share`` is not above 0 and at most 1.
+
+    Example:
+        >>> [(list(part), part.is_last) for part in epoch_parts("abcdefgh", 0.3)]
+        [(['a', 'b'], False), (['c', 'd'], False), (['e', 'f'], False), (['g', 'h'], True)]
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share must be above 0 and at most 1, not {share}: give the part of an epoch")
+    total = distributed.smallest(len(batches))
+    total = total if most is None else min(total, most)
+    updates = -(-total // update_freq)
+    length = max(1, round(share * updates)) * update_freq
+    iterator = iter(batches)
+    for first in range(0, total, length):
+        yield EpochPart(iterator, min(length, total - first), is_last=first + length >= total)
 
 
 def train_round_by_tokens(

@@ -31,7 +31,7 @@ from mlbench_core.errors import require
 from mlbench_core.utils.meters import AverageMeter
 from mlbench_core.utils.pytorch import distributed
 
-__all__ = ["BLEUScore", "DiceCoefficient", "F1Score", "MLBenchMetric", "Perplexity", "TopKAccuracy"]
+__all__ = ["BLEUScore", "CasedBLEUScore", "DiceCoefficient", "F1Score", "MLBenchMetric", "Perplexity", "TopKAccuracy"]
 
 
 class MLBenchMetric:
@@ -553,6 +553,22 @@ class BLEUScore(_StatisticsMetric):
 def _check_size(size: int) -> None:
     if size < 0:
         raise ValueError(f"size must be at least 0, not {size}: pass the number of samples in the batch")
+
+
+class CasedBLEUScore(BLEUScore):
+    """BLEU as papers report it: sacrebleu's tokenizer 13a, upper and lower case told apart.
+
+    It is ``BLEUScore(tokenize="13a", lowercase=False)`` under a name of its own, to be recorded beside a
+    :class:`BLEUScore`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(tokenize="13a", lowercase=False)
+
+    @property
+    def name(self) -> str:
+        """``BLEU-Score-13a-cased``."""
+        return "BLEU-Score-13a-cased"
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
