@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import random
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +20,7 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 from mlbench_core.controlflow.pytorch import train_round
 from mlbench_core.dataset.nlp.pytorch import Multi30k, TeacherForcedBatches, build_collate_fn
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
 from mlbench_core.models.pytorch.gnmt import GNMT, TeacherForcedGNMT, Translator
 from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
@@ -108,6 +111,61 @@ def test_resumed_run_is_bit_identical(tmp_path: Path, text: Path) -> None:
     for part in ("model", "optimizer", "scheduler"):
         assert_equal(whole[part], parted[part])
     assert whole["scheduler"]["last_epoch"] == 2 * 3  # updates of 10 sentences times 3, and one that is left
+
+
+def on_wmt16(script: ModuleType, folder: Path, text: Path, *words: str) -> tuple[Tracker, list[int]]:
+    """An epoch of 7 updates of two batches and one of one, validated as the full size is; and the batches between."""
+    for lang in ("en", "de"):
+        (text / f"newstest2014.{lang}").write_bytes((text / f"test_2016_flickr.{lang}").read_bytes())
+    tiny(script)
+    small = script.presets.PRESETS["small"]
+    every = script.presets.PRESETS["big"].validate_every
+    script.presets.PRESETS["small"] = dataclasses.replace(small, validate_every=every)
+    lengths: list[int] = []
+
+    def counted(batches: Collection[Any], *args: Any, **kwargs: Any) -> float:
+        lengths.append(len(batches))
+        return train_round(batches, *args, **kwargs)
+
+    script.train_round = counted
+    sizes = ("--epochs", "1", "--batch-size", "10", "--global-batch", "20", "--max-batches", "15")
+    return train(script, folder, text, "--dataset", "wmt16", *sizes, *words), lengths
+
+
+def test_validation_and_goal_are_as_they_were_defined(
+    tmp_path: Path, text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = load_script("4a")
+    caplog.set_level("INFO", "mlbench.task4a")
+    tracker, lengths = on_wmt16(script, tmp_path / "run", text, "--checkpoint")
+    assert lengths == [4, 4, 4, 3]  # every 30 % of 8 updates, and at the end
+    recorded = [(name, value) for _, name, value in tracker.history if name.startswith("val_global_BLEU")]
+    assert [name for name, _ in recorded] == ["val_global_BLEU-Score", "val_global_BLEU-Score-13a-cased"] * 4
+    assert tracker.primary_metric.name == "BLEU-Score"
+    assert "BLEU-Score 0.00 (nrefs:1|case:lc|eff:no|tok:intl|smooth:exp" in caplog.text
+    assert "BLEU-Score-13a-cased 0.00 (nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp" in caplog.text
+    epochs = sorted(path.name for path in (tmp_path / "run").glob("*_0.pth.tar"))
+    assert epochs == ["1_0.pth.tar"]  # an epoch's file is not written in the middle of it
+
+
+@pytest.mark.parametrize(("words", "expected"), [((), [4]), (("--past-goal",), [4, 4, 4, 3])])
+def test_the_goal_ends_an_epoch_in_its_middle(
+    tmp_path: Path, text: Path, words: tuple[str, ...], expected: list[int]
+) -> None:
+    script = load_script("4a")
+    script.task4_time_to_bleu_goal = lambda threshold: task4_time_to_bleu_goal(threshold - 20)
+    tracker, lengths = on_wmt16(script, tmp_path / "run", text, *words)
+    assert tracker.goal_reached
+    assert lengths == expected
+    assert (tmp_path / "run" / "model_best.pth.tar").is_file()
+
+
+def test_half_precision_is_the_default_on_gpus() -> None:
+    script = load_script("4a")
+    for words, gpu, expected in [((), True, "fp16"), ((), False, "fp32"), (("--precision", "bf16"), True, "bf16")]:
+        args = arguments(script, *words)
+        script.take_precision(args, gpu)
+        assert args.precision == expected
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -204,6 +262,7 @@ def test_task_4a_is_as_specified() -> None:
     big = script.presets.PRESETS["big"]
     assert (big.global_batch, big.batch_size, big.epochs, big.lr) == (2048, 128, 8, 2e-3)
     assert (big.warmup_steps, big.remain_steps, big.decay_interval) == (200, 0.4, 0.05)
+    assert big.validate_every == 0.3
     assert (script.GRAD_CLIP, script.SMOOTHING, script.MAX_LEN_TRAIN, script.MAX_LEN_VALIDATION) == (5.0, 0.1, 75, 150)
     assert list(script.LOSS_SCALE.values()) == [2**10, 2, 2**13, 128]
     assert list(script.BEAM.values()) == [5, 0.6, 5.0, 0.1, 150]

@@ -13,9 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import sacrebleu
 import torch
 import torch._dynamo
 
+from mlbench_core.controlflow.pytorch.translation import train_round_by_tokens, translation_round
+from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
 from mlbench_core.models.pytorch.transformer import TransformerConfig
 from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
@@ -79,6 +82,63 @@ def test_resumed_run_is_bit_identical(
         assert_equal(whole[part], parted[part])
     assert tracker.current_epoch == 2
     assert whole["scheduler"]["last_epoch"] > 8  # updates
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("stops", [False, True])
+def test_validation_and_goal_are_as_they_were_defined(
+    script: ModuleType, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
+) -> None:
+    """The goal's measure is of sub-words in lower case; of text as it is, another score is recorded."""
+    root = tmp_path / "wmt17"
+    root.mkdir()
+    for lang in ("en", "de"):
+        (root / f"train.{lang}").write_bytes((text / f"train.{lang}").read_bytes() * 20)  # rare letters have no symbol
+        (root / f"newstest2014.{lang}").write_bytes((text / f"test_2016_flickr.{lang}").read_bytes())
+    monkeypatch.setattr(TransformerConfig, "preset", lambda name: TransformerConfig(**TINY))
+    monkeypatch.setitem(script.VALIDATE_EVERY, "small", script.VALIDATE_EVERY["big"])
+    if stops:
+        monkeypatch.setattr(script, "task4_time_to_bleu_goal", lambda threshold: task4_time_to_bleu_goal(0.0))
+    texts: list[Any] = []
+
+    def recorded(loader: Any, model: Any, loss: Any, translate: Any, metrics: Any, **kwargs: Any) -> Any:
+        texts.append([])
+        translated = lambda batch: texts[-1].append(translate(batch)) or texts[-1][-1]  # noqa: E731
+        return translation_round(loader, model, loss, translated, metrics, **kwargs)
+
+    lengths: list[int] = []
+
+    def counted(batches: Any, *args: Any, **kwargs: Any) -> float:
+        lengths.append(len(batches))
+        return train_round_by_tokens(batches, *args, **kwargs)
+
+    monkeypatch.setattr(script, "translation_round", recorded)
+    monkeypatch.setattr(script, "train_round_by_tokens", counted)
+    tracker = train(script, tmp_path / "run", root, "--dataset", "wmt17", "--epochs", "1", "--max-tokens", "512",
+                    "--global-tokens", "1024", "--warmup-steps", "2")  # fmt: skip
+    assert len(lengths) == len(texts) == (1 if stops else 4)
+    assert all(length == lengths[0] and length % 2 == 0 for length in lengths[:-1])
+    assert tracker.goal_reached is stops
+    values = {name: value for _, name, value in tracker.history if name.startswith("val_global_BLEU")}
+    assert list(values) == ["val_global_BLEU-Score", "val_global_BLEU-Score-13a-cased"]
+    sides = [[[line for pair in texts[-1] for line in pair[m][side]] for side in (0, 1)] for m in (0, 1)]
+    (raw, raw_references), (cased, references) = sides
+    assert sorted(references) == sorted((root / "newstest2014.de").read_text(encoding="utf-8").splitlines())
+    assert all(line == line.lower() for line in (*raw, *raw_references))
+    symbols = {word for line in raw_references for word in line.split()}
+    assert "hund" in symbols and "." in symbols and "Hund" not in symbols
+    assert not any("@@" in line for line in cased)
+    raw_score = sacrebleu.raw_corpus_bleu(raw, [raw_references]).score
+    assert values["val_global_BLEU-Score"] == pytest.approx(raw_score, abs=1e-3)
+    cased_score = sacrebleu.corpus_bleu(cased, [references]).score
+    assert values["val_global_BLEU-Score-13a-cased"] == pytest.approx(cased_score, abs=1e-3)
+
+
+def test_half_precision_is_the_default_on_gpus(script: ModuleType) -> None:
+    for given, gpu, expected in [(None, True, "fp16"), (None, False, "fp32"), ("bf16", True, "bf16")]:
+        args = argparse.Namespace(precision=given)
+        script.take_precision(args, gpu)
+        assert args.precision == expected
 
 
 def test_only_training_sentences_are_limited(
@@ -145,6 +205,7 @@ def test_task_4b_is_as_specified(script: ModuleType) -> None:
     assert (script.BETAS, script.EPS, script.LABEL_SMOOTHING) == ((0.9, 0.98), 1e-9, 0.1)
     assert script.LOSS_SCALING == {"init_scale": 128, "scale_factor": 2, "scale_window": 2000}
     assert (script.BEAM_SIZE, script.LENGTH_PENALTY, script.MAX_LEN_TRAIN) == (4, 0.6, 80)
+    assert script.VALIDATE_EVERY == {"big": 0.3, "base": 0.3, "small": 1.0}
     big = vars(script.PRESETS["big"])
     assert big == {"max_tokens": 8192, "global_tokens": 131072, "lr": 1.976e-3, "warmup_steps": 1000}
     updates = {k: script.update_freq(argparse.Namespace(**big), k) for k in (1, 2, 5, 16, 32)}

@@ -12,7 +12,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlbench_core.controlflow.pytorch.translation import train_round_by_tokens, translation_round
+from mlbench_core.controlflow.pytorch.translation import epoch_parts, train_round_by_tokens, translation_round
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
 from mlbench_core.evaluation.pytorch.metrics import BLEUScore
 from mlbench_core.models.pytorch.transformer import TransformerConfig, TransformerModel
@@ -118,7 +118,8 @@ def rounds_on_a_worker(rank: int, world_size: int) -> dict[str, Any]:
     evaluated = [*BATCHES[:5:world_size], {}] if rank else [*BATCHES[1:5:world_size]]
     bleu, cased = BLEUScore(), BLEUScore(lowercase=False)
     values, loss = translation_round(evaluated, make_model(), LOSS, translate_twice, [bleu, cased])
-    return {"weights": weights, "bleu": values[bleu], "cased": values[cased], "loss": loss}
+    parts = [len(part) for part in epoch_parts(mine, 0.5)]
+    return {"weights": weights, "bleu": values[bleu], "cased": values[cased], "loss": loss, "parts": parts}
 
 
 def test_workers_times_accumulation_are_one_batch_of_the_same_tokens() -> None:
@@ -139,8 +140,27 @@ def test_workers_times_accumulation_are_one_batch_of_the_same_tokens() -> None:
         loss = sum(LOSS(model(**batch["net_input"])[0], batch["target"]) for batch in BATCHES[:5])
     for result in results:
         assert result["bleu"] == pytest.approx(whole.score, abs=1e-4)
+        assert result["parts"] == [2, 1]  # of 3 batches, though worker 0 has 4
         assert result["cased"] == 0.0  # "W3" is another word than "w3"
         assert result["loss"] == pytest.approx(float(loss) / sum(b["ntokens"] for b in BATCHES[:5]), rel=1e-5)
+
+
+def test_parts_of_an_epoch_are_the_epoch_and_end_with_updates() -> None:
+    parts = [(list(part), part.is_last) for part in epoch_parts(range(21), 0.3, update_freq=2)]
+    assert [len(batches) for batches, _ in parts] == [6, 6, 6, 3]  # 3 of 11 updates
+    assert [i for batches, _ in parts for i in batches] == list(range(21))
+    assert [is_last for _, is_last in parts] == [False, False, False, True]
+    for share, most, expected in [
+        (1.0, None, [21]),
+        (0.3, 5, [2, 2, 1]),
+        (0.01, 3, [1, 1, 1]),
+        (0.3, 30, [6, 6, 6, 3]),
+    ]:
+        assert [len(part) for part in epoch_parts(range(21), share, most=most)] == expected
+    assert list(epoch_parts([], 0.3)) == []
+    for share in (0.0, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=f"share must be above 0 and at most 1, not {share}"):
+            next(epoch_parts([1], share))
 
 
 def test_one_worker_accumulates_to_the_same_weights() -> None:

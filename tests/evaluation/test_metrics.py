@@ -19,6 +19,7 @@ from sklearn.metrics import f1_score
 from mlbench_core.errors import MissingDependencyError
 from mlbench_core.evaluation.pytorch.metrics import (
     BLEUScore,
+    CasedBLEUScore,
     DiceCoefficient,
     F1Score,
     MLBenchMetric,
@@ -106,6 +107,11 @@ METRICS: dict[str, tuple[Callable[[], MLBenchMetric], Callable[[], list[Any]], C
     ),
     "BLEU-Score cased": (
         lambda: BLEUScore(tokenize="13a", lowercase=False),
+        batches_of_sentences,
+        lambda: sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES]).score,
+    ),
+    "BLEU-Score-13a-cased": (
+        CasedBLEUScore,
         batches_of_sentences,
         lambda: sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES]).score,
     ),
