@@ -81,7 +81,7 @@ def scores(dataset: str) -> list[BLEUScore]:
 
     The task's goal was set for sub-words in lower case, those of Multi30k for cased, detokenized text.
     """
-    raw, cased = BLEUScore(use_raw=True), CasedBLEUScore()
+    raw, cased = BLEUScore(use_raw=True, lowercase=True), CasedBLEUScore()
     return [raw, cased] if dataset == "wmt17" else [cased, raw]
 
 
@@ -146,12 +146,11 @@ def train(
         )
 
     def translate(batch: Mapping[str, Any]) -> list[tuple[list[str], list[str]]]:
-        """Translations and references for each metric: sub-words in lower case, or text against text as it is."""
+        """Translations and references for each metric: sub-words against sub-words, or text against text."""
         divided, targets = generator.translate_batch(batch, remove_bpe=None, ignore_case=False)
         joined = [f"{text} ".replace("@@ ", "") for text in divided]
-        raw = ([text.lower() for text in divided], [text.lower() for text in targets])
         cased = ([evaluated.detokenize(text) for text in joined], [references[i] for i in batch["id"].tolist()])
-        return [raw if metric.use_raw else cased for metric in metrics]
+        return [(divided, targets) if metric.use_raw else cased for metric in metrics]
 
     def validate() -> bool:
         """Loss and BLEU of the whole part, of which each worker translates its share."""
