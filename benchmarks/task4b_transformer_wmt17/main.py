@@ -12,10 +12,11 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import sizes
 import torch
 from torch.optim import Adam
 from torch.utils.data import DataLoader
@@ -34,7 +35,7 @@ from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
 from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.utils.pytorch.worker import worker_main
-from mlbench_core.utils.task_args import add_run_arguments, count, task_main
+from mlbench_core.utils.task_args import add_run_arguments, task_main
 
 logger = logging.getLogger("mlbench.task4b")
 
@@ -46,36 +47,6 @@ LOSS_SCALING = {"init_scale": 2**7, "scale_factor": 2, "scale_window": 2_000}
 BEAM_SIZE, LENGTH_PENALTY = 4, 0.6
 
 
-@dataclass(frozen=True)
-class Preset:
-    """What belongs to a size of the model; each is the default of an argument."""
-
-    max_tokens: int  # of one worker at a time
-    global_tokens: int  # of all workers in an update
-    lr: float
-    warmup_steps: int
-
-
-# Share of an epoch after which the model is validated; it is at the end of the epoch, too.
-VALIDATE_EVERY = {"big": 0.3, "base": 0.3, "small": 1.0}
-FULL = Preset(max_tokens=8_192, global_tokens=2**17, lr=1.976e-3, warmup_steps=1_000)
-SMALL = Preset(max_tokens=1_024, global_tokens=2_048, lr=1.5e-3, warmup_steps=400)
-PRESETS = {"big": FULL, "base": FULL, "small": SMALL}
-
-
-def take_defaults(args: argparse.Namespace) -> None:
-    """Fill in what the preset says and the command line does not."""
-    for name, default in vars(PRESETS[args.preset]).items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
-
-
-def take_precision(args: argparse.Namespace, gpu: bool) -> None:
-    """Fill in the precision that the command line does not give: half precision on GPUs, as the task is described."""
-    if args.precision is None:
-        args.precision = "fp16" if gpu else "fp32"
-
-
 def scores(dataset: str) -> list[BLEUScore]:
     """The goal's measure first, then the one recorded beside it.
 
@@ -83,11 +54,6 @@ def scores(dataset: str) -> list[BLEUScore]:
     """
     raw, cased = BLEUScore(use_raw=True, lowercase=True), CasedBLEUScore()
     return [raw, cased] if dataset == "wmt17" else [cased, raw]
-
-
-def update_freq(args: argparse.Namespace, world_size: int) -> int:
-    """Batches of each of k workers before an update: max(1, global tokens / (tokens at a time x k))."""
-    return max(1, args.global_tokens // (args.max_tokens * world_size))
 
 
 def load_data(args: argparse.Namespace, folder: str) -> tuple[TransformerPairs, TransformerPairs]:
@@ -118,7 +84,7 @@ def train(
     validation_only: bool, args: argparse.Namespace,
 ) -> Tracker:  # fmt: skip
     """Train until the goal is reached or the budget of epochs is spent."""
-    take_precision(args, gpu)
+    sizes.take_precision(args, gpu)
     pairs, evaluated = load_data(args, args.data or dataset_dir)
     references = evaluated.references()
     batches_to_translate = shard_batches(
@@ -171,8 +137,8 @@ def train(
         for epoch in tracker.epochs(args.epochs, args.past_goal):
             batches = shard_batches(get_batches(pairs, args.max_tokens, seed=args.seed + epoch), rank, world_size)
             loader = DataLoader(pairs, batch_sampler=batches, collate_fn=pairs.collater)
-            frequency = update_freq(args, world_size)
-            for part in epoch_parts(loader, VALIDATE_EVERY[args.preset], frequency):
+            frequency = sizes.update_freq(args, world_size)
+            for part in epoch_parts(loader, args.validate_every, frequency):
                 train_round_by_tokens(
                     part, model, optimizer, loss_function, scheduler, update_freq=frequency,
                     autocast=torch.bfloat16 if args.precision == "bf16" else None, use_cuda=gpu, tracker=tracker,
@@ -195,17 +161,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dataset", choices=("wmt17", "multi30k"), default="wmt17", help="data set (default: wmt17)")
     add("--data", metavar="FOLDER", help="folder that holds its text (default: below --root-dataset)")
     add("--evaluate-on", choices=("test", "validation"), default="test", help="part to translate (default: test)")
-    add("--preset", choices=sorted(PRESETS), default="big", help="size of the model (default: big)")
-    add("--max-tokens", type=count, metavar="N", help="most tokens of a worker at a time (big: 8192)")
-    add("--global-tokens", type=count, metavar="N", help="tokens of all workers in an update (big: 131072)")
-    add("--lr", type=float, help="rate at the end of the warm-up (big: 1.976e-3)")
-    add("--warmup-steps", type=count, metavar="N", help="updates of the warm-up (big: 1000)")
-    add(
-        "--precision",
-        choices=("fp32", "bf16", "fp16"),
-        help="bf16: autocast; fp16: with a loss scale (default: fp16 with --gpu, else fp32)",
-    )
+    sizes.add_arguments(parser)
 
 
 if __name__ == "__main__":
-    task_main(worker_main(train, prepare=take_defaults), uid="task4b", add_arguments=add_arguments)
+    task_main(worker_main(train, prepare=sizes.take_defaults), uid="task4b", add_arguments=add_arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import re
 import shlex
@@ -60,7 +61,7 @@ def train(script: ModuleType, folder: Path, text: Path, *arguments: str) -> Trac
     script.add_arguments(parser)
     defaults = ("--dataset", "multi30k", "--preset", "small", "--max-tokens", "64", "--global-tokens", "128")
     args = parser.parse_args([*defaults, *arguments])
-    script.take_defaults(args)
+    script.sizes.take_defaults(args)
     torch.manual_seed(args.seed)
     tracker: Tracker = script.train(0, 1, "1", str(text), str(folder), False, True, False, args)
     return tracker
@@ -96,7 +97,9 @@ def test_validation_and_goal_are_as_they_were_defined(
         (root / f"train.{lang}").write_bytes((text / f"train.{lang}").read_bytes() * 20)  # rare letters have no symbol
         (root / f"newstest2014.{lang}").write_bytes((text / f"test_2016_flickr.{lang}").read_bytes())
     monkeypatch.setattr(TransformerConfig, "preset", lambda name: TransformerConfig(**TINY))
-    monkeypatch.setitem(script.VALIDATE_EVERY, "small", script.VALIDATE_EVERY["big"])
+    small, big = (script.sizes.PRESETS[name] for name in ("small", "big"))
+    presets = {"small": dataclasses.replace(small, validate_every=big.validate_every)}
+    monkeypatch.setattr(script.sizes, "PRESETS", presets)
     if stops:
         monkeypatch.setattr(script, "task4_time_to_bleu_goal", lambda threshold: task4_time_to_bleu_goal(0.0))
     texts: list[Any] = []
@@ -136,7 +139,7 @@ def test_validation_and_goal_are_as_they_were_defined(
 def test_half_precision_is_the_default_on_gpus(script: ModuleType) -> None:
     for given, gpu, expected in [(None, True, "fp16"), (None, False, "fp32"), ("bf16", True, "bf16")]:
         args = argparse.Namespace(precision=given)
-        script.take_precision(args, gpu)
+        script.sizes.take_precision(args, gpu)
         assert args.precision == expected
 
 
@@ -204,8 +207,13 @@ def test_task_4b_is_as_specified(script: ModuleType) -> None:
     assert (script.BETAS, script.EPS, script.LABEL_SMOOTHING) == ((0.9, 0.98), 1e-9, 0.1)
     assert script.LOSS_SCALING == {"init_scale": 128, "scale_factor": 2, "scale_window": 2000}
     assert (script.BEAM_SIZE, script.LENGTH_PENALTY, script.MAX_LEN_TRAIN) == (4, 0.6, 80)
-    assert script.VALIDATE_EVERY == {"big": 0.3, "base": 0.3, "small": 1.0}
-    big = vars(script.PRESETS["big"])
-    assert big == {"max_tokens": 8192, "global_tokens": 131072, "lr": 1.976e-3, "warmup_steps": 1000}
-    updates = {k: script.update_freq(argparse.Namespace(**big), k) for k in (1, 2, 5, 16, 32)}
+    big = vars(script.sizes.PRESETS["big"])
+    assert big == {
+        "max_tokens": 8192,
+        "global_tokens": 131072,
+        "lr": 1.976e-3,
+        "warmup_steps": 1000,
+        "validate_every": 0.3,
+    }
+    updates = {k: script.sizes.update_freq(argparse.Namespace(**big), k) for k in (1, 2, 5, 16, 32)}
     assert updates == {1: 16, 2: 8, 5: 3, 16: 1, 32: 1}

@@ -1,0 +1,67 @@
+"""Task 4b's sizes, as arguments choose and change them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from mlbench_core.utils.task_args import count
+
+__all__ = ["PRESETS", "Preset", "add_arguments", "take_defaults", "take_precision", "update_freq"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The batches and the rate of one size of the model; each is the default of an argument, but the last.
+
+    Attributes:
+        max_tokens: Tokens of one worker at a time.
+        global_tokens: Tokens of all workers in an update.
+        lr: Rate at the end of the warm-up.
+        warmup_steps: Updates of the warm-up.
+        validate_every: Share of an epoch after which the model is validated; it is at the end of the epoch, too.
+    """
+
+    max_tokens: int
+    global_tokens: int
+    lr: float
+    warmup_steps: int
+    validate_every: float = 0.3
+
+
+FULL = Preset(max_tokens=8_192, global_tokens=2**17, lr=1.976e-3, warmup_steps=1_000)
+SMALL = Preset(max_tokens=1_024, global_tokens=2_048, lr=1.5e-3, warmup_steps=400, validate_every=1.0)
+PRESETS = {"big": FULL, "base": FULL, "small": SMALL}
+
+
+def take_defaults(args: argparse.Namespace) -> None:
+    """Fill in what the preset says and the command line does not."""
+    for name, default in vars(PRESETS[args.preset]).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, default)
+
+
+def take_precision(args: argparse.Namespace, gpu: bool) -> None:
+    """Fill in the precision that the command line does not give: half precision on GPUs, as the task is described."""
+    if args.precision is None:
+        args.precision = "fp16" if gpu else "fp32"
+
+
+def update_freq(args: argparse.Namespace, world_size: int) -> int:
+    """Batches of each of k workers before an update: max(1, global tokens / (tokens at a time x k))."""
+    return max(1, args.global_tokens // (args.max_tokens * world_size))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that choose a preset and change it, and the precision."""
+    add = parser.add_argument
+    add("--preset", choices=sorted(PRESETS), default="big", help="size of the model (default: big)")
+    add("--max-tokens", type=count, metavar="N", help="most tokens of a worker at a time (big: 8192)")
+    add("--global-tokens", type=count, metavar="N", help="tokens of all workers in an update (big: 131072)")
+    add("--lr", type=float, help="rate at the end of the warm-up (big: 1.976e-3)")
+    add("--warmup-steps", type=count, metavar="N", help="updates of the warm-up (big: 1000)")
+    add(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help="bf16: autocast; fp16: with a loss scale (default: fp16 with --gpu, else fp32)",
+    )
