@@ -146,6 +146,9 @@ def test_validation_and_goal_are_as_they_were_defined(
     assert "BLEU-Score-13a-cased 0.00 (nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp" in caplog.text
     epochs = sorted(path.name for path in (tmp_path / "run").glob("*_0.pth.tar"))
     assert epochs == ["1_0.pth.tar"]  # an epoch's file is not written in the middle of it
+    best = torch.load(tmp_path / "run" / "model_best.pth.tar", weights_only=True)
+    assert {value for name, value in recorded if name == "val_global_BLEU-Score"} == {0.0}  # so the first is the best
+    assert best["scheduler"]["last_epoch"] == 2
 
 
 @pytest.mark.parametrize(("words", "expected"), [((), [4]), (("--past-goal",), [4, 4, 4, 3])])
