@@ -96,7 +96,11 @@ def language_model(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             loss = criterion(output, targets)
             penalty = 2 * dropped[-1].pow(2).mean() + (raw[-1][1:] - raw[-1][:-1]).pow(2).mean()
             (loss + penalty).backward()
+            group = c_optimizer.optimizer.param_groups[0]
+            rate = group["lr"]
+            group["lr"] = rate * train_set.sequence_lengths[i] / 10  # a tensor
             c_optimizer.step()
+            group["lr"] = rate
             losses.append(loss.item())
     assert output.shape == (targets.numel(), len(train_set.dictionary))
     hidden, total = model.init_hidden(3), 0.0
