@@ -139,7 +139,7 @@ def test_validation_and_goal_are_as_they_were_defined(
     caplog.set_level("INFO", "mlbench.task4a")
     tracker, lengths = on_wmt16(script, tmp_path / "run", text, "--checkpoint")
     assert lengths == [4, 4, 4, 3]  # every 30 % of 8 updates, and at the end
-    recorded = [(name, value) for _, name, value in tracker.history if name.startswith("val_global_BLEU")]
+    recorded = [(name, value) for _, name, value, *_ in tracker.history if name.startswith("val_global_BLEU")]
     assert [name for name, _ in recorded] == ["val_global_BLEU-Score", "val_global_BLEU-Score-13a-cased"] * 4
     assert tracker.primary_metric.name == "BLEU-Score"
     assert "BLEU-Score 0.00 (nrefs:1|case:lc|eff:no|tok:intl|smooth:exp" in caplog.text

@@ -122,7 +122,7 @@ def test_validation_and_goal_are_as_they_were_defined(
     assert len(lengths) == len(texts) == (1 if stops else 4)
     assert all(length == lengths[0] and length % 2 == 0 for length in lengths[:-1])
     assert tracker.goal_reached is stops
-    values = {name: value for _, name, value in tracker.history if name.startswith("val_global_BLEU")}
+    values = {name: value for _, name, value, *_ in tracker.history if name.startswith("val_global_BLEU")}
     assert list(values) == ["val_global_BLEU-Score", "val_global_BLEU-Score-13a-cased"]
     sides = [[[line for pair in texts[-1] for line in pair[m][side]] for side in (0, 1)] for m in (0, 1)]
     (raw, raw_references), (cased, references) = sides

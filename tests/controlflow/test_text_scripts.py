@@ -50,7 +50,7 @@ def write_texts(folder: Path) -> None:
     """A text for the language model, and pairs in words with vocabularies, as archives of 3.0 had them."""
     draw = random.Random(0)
     for part, words in (("train", 500), ("valid", 90)):
-        (folder / f"wiki.{part}.tokens").write_text(" ".join(draw.choices(WORDS, k=words)) + "\n")
+        (folder / f"wiki.{part}.tokens").write_text(" ".join(WORDS[i % 3] for i in range(words)) + "\n")
     for name, pairs in (("train", 24), ("train.tok.clean.bpe.32000", 24), ("newstest2013", 5), ("validation", 5)):
         lines = [" ".join(draw.choices(WORDS, k=draw.randint(2, 6))) + "\n" for _ in range(pairs)]
         for lang in ("en", "de"):
@@ -187,7 +187,7 @@ def test_loops_of_3_0_train(tmp_path: Path, world_size: int) -> None:
             for name, weight in results[0][loop]["weights"].items():
                 assert torch.equal(weight, result[loop]["weights"][name]), (loop, name)
     text = results[0]["language_model"]
-    assert len(text["losses"]) > 4 and text["losses"][-1] < text["losses"][0]
+    assert len(text["losses"]) > 4 and text["losses"][-1] < text["losses"][0] - 0.1
     for result in results:
         assert result["language_model"]["lengths"] == text["lengths"]
         assert result["language_model"]["validation"] == text["validation"]  # every worker reads all streams, as in 3.0
