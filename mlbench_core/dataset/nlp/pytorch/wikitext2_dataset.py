@@ -182,8 +182,8 @@ class Wikitext2Dataset:
         with :math:`T` = ``bptt`` and :math:`\ell_{\min}` = ``min_seq_len``. The last batch gets what is left; if that
         is fewer than ``min_seq_len`` words, random lengths add it to the batch before.
 
-        Random lengths depend on ``seed`` and the epoch alone, so workers need not speak to have the same. The first
-        call is for epoch 0, and each further one for the next, unless :meth:`set_epoch` says otherwise.
+        Random lengths depend on ``seed`` and the epoch alone, so all workers draw the same without communication. The
+        first call is for epoch 0, and each further one for the next, unless :meth:`set_epoch` sets another one.
 
         Args:
             random: Whether to draw lengths.
