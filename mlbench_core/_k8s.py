@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from mlbench_core.errors import MasterNotFoundError, require
@@ -10,17 +13,20 @@ from mlbench_core.errors import MasterNotFoundError, require
 __all__ = ["find_master"]
 
 _PORT_IN_POD = 80
+_ANY_NAMESPACE = "default"
+_OWN_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def find_master(label_selector: str, namespace: str, in_cluster: bool, load_config: bool) -> str:
     """Find the master's address.
 
-    Inside the cluster that is the address of its pod, port 80; outside, what its service offers: a port on the
-    pod's node (``NodePort``), an address of the cluster (``ClusterIP``), or a load balancer.
+    Inside the cluster that is the address of its pod, port 80; outside, the address that its service offers: a port
+    of a node (``NodePort``), an address of the cluster (``ClusterIP``), or a load balancer. All namespaces are
+    searched; a master in ``namespace`` is preferred, unless that is ``"default"``, which stands for any.
 
     Args:
         label_selector: Labels of the master's pod and service.
-        namespace: Namespace in which it runs.
+        namespace: Namespace in which it runs; ``"default"`` if it may be in any.
         in_cluster: Whether this process runs in the cluster.
         load_config: Whether to load the cluster's configuration first; False where the caller did.
 
@@ -28,12 +34,15 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
         ``"HOST:PORT"``.
 
     Raises:
-        MasterNotFoundError: There is no such pod or service, or the cluster does not answer.
+        MasterNotFoundError: There is no such pod or service, or there are several services, or the cluster does not
+            answer. It is a ``ValueError`` too.
         MissingDependencyError: The package ``kubernetes`` is not installed.
     """
     client: Any = require("kubernetes.client", "kubernetes")
     config: Any = require("kubernetes.config", "kubernetes")
-    where = f"labels {label_selector!r} in namespace {namespace!r}"
+    where = f"labels {label_selector!r} in " + (
+        "any namespace" if namespace == _ANY_NAMESPACE else f"namespace {namespace!r} or any other"
+    )
     try:
         if load_config:
             config.load_incluster_config() if in_cluster else config.load_kube_config()
@@ -52,36 +61,117 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
 
 
 def _in_cluster(core: Any, namespace: str, label_selector: str) -> str:
-    pod = _master_pod(core, namespace, label_selector)
+    own = _own_namespace()  # a run's workers are in the namespace of its master
+    pod = _master_pod(core, (own, namespace) if namespace == _ANY_NAMESPACE else (namespace, own), label_selector)
     if not pod.status.pod_ip:
         raise MasterNotFoundError("its pod has no address yet")
     return f"{_bracketed(pod.status.pod_ip)}:{_PORT_IN_POD}"
 
 
 def _outside(core: Any, namespace: str, label_selector: str) -> str:
-    services = _entries(core.list_namespaced_service(namespace, label_selector=label_selector).items)
-    if not services:
-        raise MasterNotFoundError("there is no such service")
-    service = services[0]
-    ports = _entries(service.spec.ports)
-    if not ports:
-        raise MasterNotFoundError("its service has no port")
+    service = _master_service(core, namespace, label_selector)
+    port = _port(service)
     kind = service.spec.type
     if kind == "ClusterIP":
-        return f"{_bracketed(service.spec.cluster_ip)}:{ports[0].port}"
+        return f"{_bracketed(service.spec.cluster_ip)}:{port.port}"
     if kind == "LoadBalancer":
-        return f"{_bracketed(_load_balancer_address(service))}:{ports[0].port}"
+        return f"{_bracketed(_load_balancer_address(service))}:{port.port}"
     if kind == "NodePort":
-        pod = _master_pod(core, namespace, label_selector)
-        return f"{_bracketed(_node_address(core, pod))}:{ports[0].node_port}"
+        external = [address for address in _entries(_external_ips(service)) if isinstance(address, str)]
+        if external:
+            return f"{_bracketed(external[0])}:{port.node_port}"
+        pod = _master_pod(core, (_namespace_of(service) or namespace,), label_selector)
+        return f"{_bracketed(_node_address(core, pod))}:{port.node_port}"
     raise MasterNotFoundError(f"its service is of type {kind!r}; known are NodePort, ClusterIP, LoadBalancer")
 
 
-def _master_pod(core: Any, namespace: str, label_selector: str) -> Any:
-    pods = core.list_namespaced_pod(namespace, label_selector=label_selector).items
-    if len(pods) == 0:
+def _master_service(core: Any, namespace: str, label_selector: str) -> Any:
+    """The one service with the labels; of several, the one in the namespace that was asked for."""
+    services = _first_allowed(
+        lambda: core.list_service_for_all_namespaces(label_selector=label_selector).items,
+        lambda: core.list_namespaced_service(namespace, label_selector=label_selector).items,
+    )
+    if not services:
+        raise MasterNotFoundError("there is no such service")
+    if namespace != _ANY_NAMESPACE:
+        services = [service for service in services if _namespace_of(service) == namespace] or services
+    _refuse_several(services, "services")
+    return services[0]
+
+
+def _port(service: Any) -> Any:
+    """The port of HTTP if the service has it, else its first one."""
+    ports = _entries(service.spec.ports)
+    if not ports:
+        raise MasterNotFoundError("its service has no port")
+    return next((port for port in ports if port.port == _PORT_IN_POD), ports[0])
+
+
+def _external_ips(service: Any) -> Any:
+    return getattr(service.spec, "external_i_ps", None)  # the name that the Python client makes of externalIPs
+
+
+def _namespace_of(entry: Any) -> str | None:
+    namespace = getattr(getattr(entry, "metadata", None), "namespace", None)
+    return namespace if isinstance(namespace, str) else None
+
+
+def _master_pod(core: Any, namespaces: tuple[str | None, ...], label_selector: str) -> Any:
+    """The master's pod: in the first of the namespaces that has it, else in any."""
+    pods = _first_allowed(
+        *(partial(_pods_in, core, namespace, label_selector) for namespace in dict.fromkeys(filter(None, namespaces))),
+        lambda: core.list_pod_for_all_namespaces(label_selector=label_selector).items,
+        until_found=True,
+    )
+    if not pods:
         raise MasterNotFoundError("there is no such pod")
+    if len({_namespace_of(pod) for pod in pods}) > 1:
+        _refuse_several(pods, "pods")
     return pods[0]
+
+
+def _pods_in(core: Any, namespace: str, label_selector: str) -> Any:
+    pods = core.list_namespaced_pod(namespace, label_selector=label_selector).items
+    return pods if len(pods) > 0 else []
+
+
+def _first_allowed(*queries: Callable[[], Any], until_found: bool = False) -> list[Any]:
+    """The entries of the first query that this user may make; many users may look into one namespace only.
+
+    Args:
+        queries: Each asks the cluster.
+        until_found: Go on until a query finds something.
+    """
+    refusal: Exception | None = None
+    answered = False
+    for query in queries:
+        try:
+            found = _entries(query())
+        except Exception as error:
+            if getattr(error, "status", None) != HTTPStatus.FORBIDDEN:
+                raise
+            refusal = error
+            continue
+        answered = True
+        if found or not until_found:
+            return found
+    if refusal is not None and not answered:
+        raise refusal
+    return []
+
+
+def _refuse_several(entries: list[Any], kind: str) -> None:
+    if len(entries) > 1:
+        names = ", ".join(f"{_namespace_of(entry)}/{entry.metadata.name}" for entry in entries)
+        raise MasterNotFoundError(f"there are {len(entries)} such {kind} ({names}), name one by k8s_namespace")
+
+
+def _own_namespace() -> str | None:
+    """The namespace of the pod in which this process runs, if it runs in one."""
+    try:
+        return _OWN_NAMESPACE_FILE.read_text().strip() or None
+    except OSError:
+        return None
 
 
 def _load_balancer_address(service: Any) -> str:

@@ -10,7 +10,7 @@ argument is a plain :class:`ValueError` or :class:`TypeError`::
     |   +-- BuildError            the CUDA extension cannot be compiled here
     |   +-- MissingDependencyError  an optional package is not installed (also an ImportError)
     +-- MasterError               the master
-    |   +-- MasterNotFoundError   no master could be located
+    |   +-- MasterNotFoundError   no master could be located (also a ValueError)
     |   +-- MasterRequestError    the master refused a request or answered with an error
     +-- CheckpointError           a checkpoint is missing, damaged or does not fit
     +-- DatasetError              data on disk is missing or damaged
@@ -63,8 +63,8 @@ class MasterError(MLBenchError):
     """Something about the master."""
 
 
-class MasterNotFoundError(MasterError):
-    """No master could be located."""
+class MasterNotFoundError(MasterError, ValueError):
+    """No master could be located; a ``ValueError`` too, as in version 3.0."""
 
 
 class MasterRequestError(MasterError):
