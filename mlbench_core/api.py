@@ -30,6 +30,7 @@ from urllib.parse import quote, urlsplit
 from mlbench_core._delivery import MetricDelivery, Receipt
 from mlbench_core._k8s import find_master
 from mlbench_core._spool import spool_root
+from mlbench_core.tasks import TASKS, find_image
 from mlbench_core.utils.paths import user_folder
 
 if TYPE_CHECKING:
@@ -39,28 +40,18 @@ if TYPE_CHECKING:
 
 __all__ = ["MLBENCH_BACKENDS", "MLBENCH_IMAGES", "ApiClient"]
 
-MLBENCH_IMAGES: dict[str, str] = {
-    "PyTorch Communication Backends": "mlbench/pytorch-backend-benchmark:latest",
-    "PyTorch Cifar-10 ResNet-20": "mlbench/pytorch-cifar10-resnet:latest",
-    "PyTorch Cifar-10 ResNet-20 (DDP)": "mlbench/pytorch-cifar10-resnet-ddp:latest",
-    "PyTorch Epsilon Logistic Regression": "mlbench/pytorch-epsilon-logistic-regression:latest",
-    "PyTorch WikiText-2 AWD-LSTM": "mlbench/pytorch-wikitext2-lstm:latest",
-    "PyTorch WMT16 GNMT": "mlbench/pytorch-wmt16-gnmt:latest",
-    "PyTorch WMT17 Transformer": "mlbench/pytorch-wmt17-transformer:latest",
-    "Custom Image": "custom_image",
+MLBENCH_IMAGES: dict[str, tuple[str, str]] = {
+    **{image.title: (image.reference, task.key) for task in TASKS.values() for image in task.images},
+    "Custom Image": ("custom_image", ""),
 }
-"""Images of the reference implementations: a name for people, and the name that the master takes."""
+"""Official images of version 3.0: a name for people -> (the image, which is what the master takes; its task)."""
 
-MLBENCH_BACKENDS: dict[str, str] = {
-    "Gloo": "gloo",
-    "NCCL": "nccl",
-    "MPI": "mpi",
-    "Custom Backend": "custom_backend",
-}
-"""Communication backends: a name for people, and the name that the master takes."""
+MLBENCH_BACKENDS: list[str] = ["MPI", "GLOO", "NCCL", "Custom Backend"]
+"""Communication backends, as :meth:`ApiClient.create_run` takes them."""
 
 _CUSTOM_IMAGE = "custom_image"
 _CUSTOM_BACKEND = "custom_backend"
+_DEFAULT_BACKEND = "gloo"
 _FLUSH_AT_CLOSE_S = 5.0
 _FLUSH_AT_EXIT_S = 3.0
 _RETRIES = 3
@@ -305,8 +296,8 @@ class ApiClient:
             num_workers: Number of workers.
             num_cpus: Cores of each worker.
             max_bandwidth: Bandwidth of each worker in Mbit/s.
-            image: A key or value of :data:`MLBENCH_IMAGES`.
-            backend: A key or value of :data:`MLBENCH_BACKENDS` in any case; the master's default where left out.
+            image: A key of :data:`MLBENCH_IMAGES`, or the name of one of its images.
+            backend: One of :data:`MLBENCH_BACKENDS` in any case; Gloo if left out.
             custom_image_name: Name of an image of one's own, with ``custom_image_command``.
             custom_image_command: The command of a worker in it.
             custom_backend: Name of a backend of one's own.
@@ -333,8 +324,8 @@ class ApiClient:
             "num_workers": num_workers,
             "num_cpus": num_cpus,
             "max_bandwidth": max_bandwidth,
-            "gpu_enabled": gpu_enabled,
-            "light_target": light_target,
+            "gpu_enabled": _truth(gpu_enabled),
+            "light_target": _truth(light_target),
             **_what_to_run(image, custom_image_name, custom_image_command, task, arguments),
             **_backend_fields(backend, custom_backend, run_all_nodes),
         }
@@ -626,16 +617,28 @@ def _metric_line(metric: Mapping[str, Any]) -> str:
     return json.dumps(body, allow_nan=False)
 
 
-def _choice(value: str, choices: Mapping[str, str]) -> str | None:
-    """The master's name for a choice given by key or value, in any case; None where it is unknown."""
-    for key, name in choices.items():
-        if value.lower() in (key.lower(), name.lower()):
-            return name
-    return None
+def _truth(value: bool) -> str:
+    """A truth value as text: the master of version 3.0 compares with "true"."""
+    return "true" if value else "false"
 
 
-def _known(choices: Mapping[str, str]) -> str:
-    return ", ".join(f"{key!r} ({name})" for key, name in choices.items())
+def _image(value: str) -> str:
+    """The master's name of an image given by its key in MLBENCH_IMAGES or by its name, in any case."""
+    if value.lower().replace(" ", "_") == _CUSTOM_IMAGE:
+        return _CUSTOM_IMAGE
+    try:
+        return find_image(value)[1].reference
+    except ValueError:
+        raise ValueError(
+            f"image {value!r} is unknown; known are {', '.join(map(repr, MLBENCH_IMAGES))}; "
+            "for another one give custom_image_name and custom_image_command"
+        ) from None
+
+
+def _backend(value: str) -> str | None:
+    """The master's name of a backend; None if it is unknown."""
+    name = value.lower().replace(" ", "_")
+    return name if name in (backend.lower().replace(" ", "_") for backend in MLBENCH_BACKENDS) else None
 
 
 def _what_to_run(
@@ -654,7 +657,7 @@ def _what_to_run(
         return {"task": task, "arguments": [str(argument) for argument in arguments]}
     if arguments:
         raise ValueError("arguments are those of a task's script: give task, or put them in custom_image_command")
-    chosen = None if image is None else _choice(image, MLBENCH_IMAGES)
+    chosen = None if image is None else _image(image)
     if chosen == _CUSTOM_IMAGE or (image is None and custom_image_name is not None):
         if not custom_image_name or not custom_image_command:
             raise ValueError(
@@ -670,25 +673,20 @@ def _what_to_run(
         raise ValueError("nothing to run: give task, image, or custom_image_name with custom_image_command")
     if custom_image_name is not None:
         raise ValueError(f"image {image!r} and custom_image_name {custom_image_name!r}: give one of them")
-    if chosen is None:
-        raise ValueError(
-            f"image {image!r} is unknown; known are {_known(MLBENCH_IMAGES)}; "
-            "for another one give custom_image_name and custom_image_command"
-        )
     return {"image_name": chosen}
 
 
 def _backend_fields(backend: str | None, custom_backend: str | None, run_all_nodes: bool) -> dict[str, Any]:
     """The fields of a run that say how its workers talk to one another."""
-    chosen = None if backend is None else _choice(backend, MLBENCH_BACKENDS)
+    chosen = None if backend is None else _backend(backend)
     if backend is not None and chosen is None:
         raise ValueError(
-            f"backend {backend!r} is unknown; known are {_known(MLBENCH_BACKENDS)}; for another one give custom_backend"
+            f"backend {backend!r} is unknown; known are {', '.join(MLBENCH_BACKENDS)}; for another one give custom_backend"
         )
     if custom_backend is not None and chosen not in (None, _CUSTOM_BACKEND):
         raise ValueError(f"backend {backend!r} and custom_backend {custom_backend!r}: give one of them")
     if custom_backend is not None:
-        return {"backend": _CUSTOM_BACKEND, "custom_backend": custom_backend, "run_all_nodes": run_all_nodes}
+        return {"backend": _CUSTOM_BACKEND, "custom_backend": custom_backend, "run_all_nodes": _truth(run_all_nodes)}
     if chosen == _CUSTOM_BACKEND:
         raise ValueError(f"backend {backend!r} needs custom_backend, the name of the backend")
-    return {} if chosen is None else {"backend": chosen}
+    return {"backend": chosen or _DEFAULT_BACKEND}

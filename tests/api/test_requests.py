@@ -92,41 +92,36 @@ def test_reading_is_repeated_and_starting_a_run_is_not(master: StubMaster, conne
 
 
 CUSTOM = {"custom_image_name": "me/mine:1", "custom_image_command": "python main.py {run_id}"}
-NAMED_IMAGES = [name for name, image in MLBENCH_IMAGES.items() if image != "custom_image"]
-NAMED_BACKENDS = [name for name, backend in MLBENCH_BACKENDS.items() if backend != "custom_backend"]
+TASK_1A = {"task": "1a", "arguments": []}
+NAMED_IMAGES = {name: image[0] for name, image in MLBENCH_IMAGES.items() if image[0] != "custom_image"}
 
 
 @pytest.mark.parametrize(
     ("options", "sent"),
     [
-        ({"task": "1a"}, {"task": "1a", "arguments": []}),
-        ({"task": "1a", "arguments": ["--lr", 0.1]}, {"task": "1a", "arguments": ["--lr", "0.1"]}),
-        (CUSTOM, {"image_name": "custom_image", **CUSTOM}),
-        ({"image": "Custom Image", **CUSTOM}, {"image_name": "custom_image", **CUSTOM}),
-        ({"image": "custom_image", **CUSTOM}, {"image_name": "custom_image", **CUSTOM}),
-        *[({"image": name}, {"image_name": MLBENCH_IMAGES[name]}) for name in NAMED_IMAGES],
-        *[({"image": MLBENCH_IMAGES[name]}, {"image_name": MLBENCH_IMAGES[name]}) for name in NAMED_IMAGES],
-        *[
-            ({"task": "1a", "backend": name}, {"task": "1a", "arguments": [], "backend": MLBENCH_BACKENDS[name]})
-            for name in NAMED_BACKENDS
-        ],
-        ({"task": "1a", "backend": "MPI"}, {"task": "1a", "arguments": [], "backend": "mpi"}),
+        ({"task": "1a"}, {**TASK_1A, "backend": "gloo"}),
+        ({"task": "1a", "arguments": ["--lr", 0.1]}, {"task": "1a", "arguments": ["--lr", "0.1"], "backend": "gloo"}),
+        (CUSTOM, {"image_name": "custom_image", "backend": "gloo", **CUSTOM}),
+        ({"image": "Custom Image", **CUSTOM}, {"image_name": "custom_image", "backend": "gloo", **CUSTOM}),
+        ({"image": "custom_image", **CUSTOM}, {"image_name": "custom_image", "backend": "gloo", **CUSTOM}),
+        *[({"image": name}, {"image_name": image, "backend": "gloo"}) for name, image in NAMED_IMAGES.items()],
+        *[({"image": image}, {"image_name": image, "backend": "gloo"}) for image in NAMED_IMAGES.values()],
+        *[({"task": "1a", "backend": name}, {**TASK_1A, "backend": name.lower()}) for name in MLBENCH_BACKENDS[:-1]],
+        ({"task": "1a", "backend": "Gloo"}, {**TASK_1A, "backend": "gloo"}),
         (
             {"task": "1a", "custom_backend": "ucc", "run_all_nodes": True},
-            {
-                "task": "1a",
-                "arguments": [],
-                "backend": "custom_backend",
-                "custom_backend": "ucc",
-                "run_all_nodes": True,
-            },
+            {**TASK_1A, "backend": "custom_backend", "custom_backend": "ucc", "run_all_nodes": "true"},
+        ),
+        (
+            {"task": "1a", "backend": MLBENCH_BACKENDS[-1], "custom_backend": "ucc"},
+            {**TASK_1A, "backend": "custom_backend", "custom_backend": "ucc", "run_all_nodes": "false"},
         ),
     ],
 )
 def test_a_run_is_created_with_what_the_master_takes(
     options: dict[str, Any], sent: dict[str, Any], master: StubMaster, connect: Connect
 ) -> None:
-    connect().create_run("my-run", 4, 1.5, 100, gpu_enabled=True, light_target=True, **options).result(10)
+    connect().create_run("my-run", 4, 1.5, 100, gpu_enabled=True, **options).result(10)
     ((method, path, _, body),) = master.requests
     assert (method, path) == ("POST", "/api/runs/")
     assert body == {
@@ -134,10 +129,18 @@ def test_a_run_is_created_with_what_the_master_takes(
         "num_workers": 4,
         "num_cpus": 1.5,
         "max_bandwidth": 100,
-        "gpu_enabled": True,
-        "light_target": True,
+        "gpu_enabled": "true",  # text: the master of version 3.0 compares with "true"
+        "light_target": "false",
         **sent,
     }
+
+
+def test_images_and_backends_are_the_tuples_and_the_list_of_version_3() -> None:
+    assert MLBENCH_IMAGES["PyTorch Cifar-10 ResNet-20"][0] == "mlbench/pytorch-cifar10-resnet20-all-reduce:latest"
+    assert MLBENCH_IMAGES["PyTorch Linear Logistic Regression"][0].startswith("mlbench/pytorch-epsilon-logistic-reg")
+    assert MLBENCH_IMAGES["Custom Image"][0] == "custom_image"
+    assert MLBENCH_BACKENDS[0] == "MPI"
+    assert all(isinstance(image, tuple) for image in MLBENCH_IMAGES.values()) and isinstance(MLBENCH_BACKENDS, list)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +154,7 @@ def test_a_run_is_created_with_what_the_master_takes(
         ({"task": "1a", "image": "PyTorch WMT16 GNMT"}, "give one of them"),
         ({"image": "PyTorch WMT16 GNMT", "arguments": ["--x"]}, "arguments are those of a task"),
         ({"task": "1a", "arguments": "--lr 1"}, r"must be a list: \['--lr', '1'\]"),
-        ({"task": "1a", "backend": "tcp"}, "backend 'tcp' is unknown; known are .*gloo"),
+        ({"task": "1a", "backend": "tcp"}, "backend 'tcp' is unknown; known are MPI, GLOO"),
         ({"task": "1a", "backend": "Custom Backend"}, "needs custom_backend"),
         ({"task": "1a", "backend": "gloo", "custom_backend": "ucc"}, "give one of them"),
         ({"task": "1a", "num_workers": 0}, "num_workers is 0"),
