@@ -681,7 +681,8 @@ def _backend_fields(backend: str | None, custom_backend: str | None, run_all_nod
     chosen = None if backend is None else _backend(backend)
     if backend is not None and chosen is None:
         raise ValueError(
-            f"backend {backend!r} is unknown; known are {', '.join(MLBENCH_BACKENDS)}; for another one give custom_backend"
+            f"backend {backend!r} is unknown; known are {', '.join(MLBENCH_BACKENDS)}; "
+            "for another one give custom_backend"
         )
     if custom_backend is not None and chosen not in (None, _CUSTOM_BACKEND):
         raise ValueError(f"backend {backend!r} and custom_backend {custom_backend!r}: give one of them")

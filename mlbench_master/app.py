@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -30,6 +31,7 @@ from mlbench_master.store import Store
 __all__ = ["create_app"]
 
 _log = logging.getLogger(__name__)
+_FORMAT_SUFFIX = re.compile(r"(/api/(?:runs|pods|metrics)(?:/[^/]+)?)\.(json|zip)/?")
 
 
 def create_app(
@@ -87,12 +89,12 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(SQLAlchemyError, _database_error)
     app.add_middleware(GuardMiddleware, token=token)
-    app.add_middleware(_SlashMiddleware)
+    app.add_middleware(_PathMiddleware)
     return app
 
 
-class _SlashMiddleware:
-    """Adds the final slash that a client of the API left out, so that both forms are one path."""
+class _PathMiddleware:
+    """Makes one path of all its spellings: without the final slash, and with a format as in ``/api/metrics/1.zip``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -100,6 +102,11 @@ class _SlashMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             path = scope["path"]
+            suffix = _FORMAT_SUFFIX.fullmatch(path)
+            if suffix is not None:
+                path = suffix[1]
+                query = scope["query_string"] + b"&" if scope["query_string"] else b""
+                scope = {**scope, "query_string": query + b"format=" + suffix[2].encode()}
             if not path.endswith("/") and path.startswith(("/api/", "/runs/", "/login")):
                 scope = {**scope, "path": path + "/", "raw_path": path.encode("utf-8", "replace") + b"/"}
         await self._app(scope, receive, send)

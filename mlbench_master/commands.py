@@ -7,9 +7,13 @@ from collections.abc import Sequence
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.tasks import TASKS, Task, find_image, get_task
-from mlbench_master.schemas import BACKENDS, RunIn, allowed
+from mlbench_master.launchers.base import Launcher
+from mlbench_master.schemas import BACKENDS, DEFAULT_BANDWIDTH, RunIn, allowed
 
-__all__ = ["resolve_backend", "resolve_command"]
+__all__ = ["check_wishes", "resolve_backend", "resolve_command"]
+
+_CUSTOM_BACKEND = "custom_backend"
+_CUSTOM_IMAGE = "custom_image"
 
 
 def resolve_command(run: RunIn) -> tuple[str, str]:
@@ -30,13 +34,13 @@ def resolve_command(run: RunIn) -> tuple[str, str]:
         except ValueError as error:
             raise ValueError(f"task: {error}") from None
     if run.command is not None:
-        return run.image_name or run.custom_image_name or "custom_image", run.command
+        return run.image_name or run.custom_image_name or _CUSTOM_IMAGE, _with_flags(run.command, run)
     if run.image_name is None:
         raise ValueError(f"task: give a task ({allowed(sorted(TASKS))}), a command, or an image_name")
-    if run.image_name.startswith("custom_image"):
+    if run.image_name.startswith(_CUSTOM_IMAGE):
         if run.custom_image_command is None:
             raise ValueError("custom_image_command: is required with image_name=custom_image")
-        return run.custom_image_name or run.image_name, run.custom_image_command
+        return run.custom_image_name or run.image_name, _with_flags(run.custom_image_command, run)
     task, arguments = _task_of_image(run.image_name)
     return run.image_name, _task_command(task, run, arguments)[1]
 
@@ -56,22 +60,72 @@ def resolve_backend(run: RunIn) -> str:
     backend = run.backend.lower()
     if backend in BACKENDS:
         return backend
-    if backend == "custom_backend":
+    if backend == _CUSTOM_BACKEND:
         if run.custom_backend is None:
             raise ValueError("custom_backend: is required with backend=custom_backend")
         return run.custom_backend
-    raise ValueError(f"backend: unknown backend {run.backend!r}; known: {allowed(BACKENDS)}, custom_backend")
+    raise ValueError(f"backend: unknown backend {run.backend!r}; known: {allowed(BACKENDS)}, {_CUSTOM_BACKEND}")
+
+
+def check_wishes(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
+    """Refuse what the launcher cannot do, and say what it does in another way.
+
+    Args:
+        run: The run that was asked for.
+        launcher: What will start it.
+
+    Returns:
+        Whether every worker runs the command (else only the first one does), and sentences for the run's log.
+
+    Raises:
+        ValueError: A wish cannot be fulfilled; the message names the field and what to do.
+    """
+    notes = []
+    if run.max_bandwidth < DEFAULT_BANDWIDTH and not launcher.limits_bandwidth:
+        raise ValueError(
+            f"max_bandwidth: must be at least {DEFAULT_BANDWIDTH:g} (Mbit/s, the default), not {run.max_bandwidth:g}: "
+            f"the {launcher.name} launcher cannot limit the bandwidth; leave it out and limit the network itself, for "
+            "example with tc"
+        )
+    own_image = run.task is None and run.custom_image_name not in (None, _CUSTOM_IMAGE)
+    if own_image and not launcher.starts_containers:
+        notes.append(
+            f"note: the image {run.custom_image_name} is not used: the {launcher.name} launcher starts processes, not "
+            "containers, so the command runs on this machine with its Python and its packages"
+        )
+    # Backends with a name are started on all workers, as in version 3.0; only a custom one has the choice.
+    all_nodes = run.run_all_nodes or run.backend.lower() != _CUSTOM_BACKEND or run.num_workers == 1
+    if not all_nodes:
+        if run.command is None and run.custom_image_command is None:
+            raise ValueError(
+                "run_all_nodes: must be true for a task, not false: each of its workers starts the same script"
+            )
+        notes.append(
+            f"note: run_all_nodes is false, so only worker 0 of {run.num_workers} runs the command; it has to start "
+            "the others itself, as mpirun does"
+        )
+    return all_nodes, notes
 
 
 def _task_command(task: Task, run: RunIn, of_image: Sequence[str] = ()) -> tuple[str, str]:
     """Folder and command of a task; the arguments that the user gave come last and win."""
     arguments = [shlex.quote(argument) for argument in (*of_image, *run.arguments)]
-    arguments += ["--light"] if run.light_target and "--light" not in run.arguments else []
-    arguments += ["--gpu"] if run.gpu_enabled and "--gpu" not in run.arguments else []
+    arguments += _flags(run, run.arguments)
     try:
         return task.folder, task.command(*arguments)
     except ConfigurationError as error:
         raise ValueError(str(error)) from None
+
+
+def _with_flags(command: str, run: RunIn) -> str:
+    """A command of the user's own, with the same flags at its end as in version 3.0."""
+    return " ".join([command, *_flags(run, shlex.split(command))])
+
+
+def _flags(run: RunIn, given: Sequence[str]) -> list[str]:
+    """What tells a script of the light goal and of GPUs, unless it was told already."""
+    wanted = {"--light": run.light_target, "--gpu": run.gpu_enabled}
+    return [flag for flag, is_wanted in wanted.items() if is_wanted and flag not in given]
 
 
 def _task_of_image(image: str) -> tuple[Task, tuple[str, ...]]:

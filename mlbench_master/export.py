@@ -110,8 +110,8 @@ def metrics_zip(store: Store, owner: str, run: Run | None, selection: Selection)
         store: The database.
         owner: Whose metrics.
         run: The run, if the owner is one. Its record (state, number of workers, backend, command, ...) is the file
-            ``run.json``, as the API shows it. Each of its workers has a file ``pod_<name>.json`` with its own metrics.
-            ``official_result.txt`` is the value of ``TaskResult @ 0``, empty if the goal was not reached.
+            ``run.json``, as the API shows it. Each metric of one of its workers has a file ``<worker>_<metric>.json``.
+            ``official_result.txt`` is the value of ``TaskResult @ 0``; it is there if the goal was reached.
         selection: Which entries.
 
     Yields:
@@ -123,16 +123,15 @@ def metrics_zip(store: Store, owner: str, run: Run | None, selection: Selection)
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as archive:  # type: ignore[call-overload]
         if run is not None:
             archive.writestr("run.json", json.dumps(run.to_json(), indent=1))
-        files = ((f"result_{name}", _list(map(_short, points))) for name, points in selection.of(store, owner))
-        pod_files = ((f"pod_{pod}", metrics_json(store, pod_owner(pod), selection)) for pod in pods)
-        for source in (files, pod_files):
-            for name, content in source:
-                with archive.open(safe_file_name(name, names) + ".json", "w", force_zip64=True) as file:
-                    for text in _in_chunks(content):
+        for prefix, source in (("result", owner), *((pod, pod_owner(pod)) for pod in pods)):
+            for name, points in selection.of(store, source):
+                with archive.open(safe_file_name(f"{prefix}_{name}", names) + ".json", "w", force_zip64=True) as file:
+                    for text in _in_chunks(_list(map(_short, points))):
                         file.write(text.encode())
                         yield sink.take()
-        if run is not None:
-            archive.writestr("official_result.txt", _last_value(store, owner, GOAL_METRIC))
+        result = None if run is None else _last_value(store, owner, GOAL_METRIC)
+        if result is not None:
+            archive.writestr("official_result.txt", result)
     yield sink.take()
 
 
@@ -189,11 +188,11 @@ def _metrics_of(store: Store, owner: str) -> Iterator[str]:
     )
 
 
-def _last_value(store: Store, owner: str, name: str) -> str:
+def _last_value(store: Store, owner: str, name: str) -> str | None:
     for _, points in Selection(name=name, last_n=1).of(store, owner):
         for point in points:
             return point.value
-    return ""
+    return None
 
 
 def _object(pairs: Iterable[tuple[str, Iterable[str]]]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 import mlbench_core
 from mlbench_master import export
 from mlbench_master.bodies import read_body
-from mlbench_master.commands import resolve_backend, resolve_command
+from mlbench_master.commands import check_wishes, resolve_backend, resolve_command
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.base import Launcher
@@ -120,10 +121,18 @@ def _add_run_routes(
         try:
             image, command = resolve_command(wanted)
             backend = resolve_backend(wanted)
+            all_nodes, notes = check_wishes(wanted, launcher)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
-        keep = ("name", "num_workers", "num_cpus", "max_bandwidth", "run_all_nodes", "gpu_enabled", "light_target")
-        run = new_run(image=image, command=command, backend=backend, **wanted.model_dump(include=set(keep)))
+        keep = ("name", "num_workers", "num_cpus", "max_bandwidth", "gpu_enabled", "light_target")
+        run = new_run(
+            image=image,
+            command=command,
+            backend=backend,
+            run_all_nodes=all_nodes,
+            job_metadata=json.dumps({"notes": notes}),
+            **wanted.model_dump(include=set(keep)),
+        )
         try:
             run = store.add_run(run)
         except NameInUseError:
@@ -217,7 +226,12 @@ def _pod_or_404(store: Store, name: str) -> None:
 def _pods(run: Run) -> list[dict[str, Any]]:
     labels = {"app": "mlbench", "component": "worker", "run": run.name, "run_id": str(run.id)}
     return [
-        {"name": name, "labels": {**labels, "rank": str(rank)}, "phase": _PHASES[run.state], "ip": "127.0.0.1"}
+        {
+            "name": name,
+            "labels": json.dumps({**labels, "rank": str(rank)}),  # text, as in version 3.0
+            "phase": _PHASES[run.state],
+            "ip": "127.0.0.1",
+        }
         for rank, name in enumerate(run.worker_names())
     ]
 

@@ -129,7 +129,7 @@ class Scheduler:
         return True
 
     def _launch(self, run: Run) -> bool:
-        notes = []
+        notes = list(run.metadata_dict().get("notes", ()))
         capacity = self._launcher.capacity
         if _cores(run) > capacity:
             notes.append(
@@ -144,6 +144,7 @@ class Scheduler:
             num_cpus=run.num_cpus,
             backend=run.backend,
             gpu_enabled=run.gpu_enabled,
+            all_nodes=run.run_all_nodes,
             image=run.image,
             env={**self._worker_env, "MLBENCH_RUN_ID": str(run.id)},
             notes=tuple(notes),
@@ -170,7 +171,7 @@ class Scheduler:
         self._events.publish("state", {"id": run.id, "name": run.name, "state": state, "reason": status.reason})
         return changed
 
-    def tails(self, run: Run) -> dict[str, str]:
+    def tails(self, run: Run) -> dict[str, list[str]]:
         """The last lines a run's workers wrote.
 
         Args:
@@ -182,7 +183,7 @@ class Scheduler:
         lines = [] if run.job_id is None else self._launcher.log_tail(run.job_id)
         out = [line["text"] for line in lines if line["stream"] == "stdout"]
         err = [line["text"] for line in lines if line["stream"] != "stdout"]
-        return {"stdout": "\n".join(out)[-_TAIL_CHARACTERS:], "stderr": "\n".join(err)[-_TAIL_CHARACTERS:]}
+        return {"stdout": _last_lines(out), "stderr": _last_lines(err)}
 
     def _publish_logs(self, run: Run) -> None:
         if run.job_id is None or not self._events.has_subscribers:
@@ -191,6 +192,15 @@ class Scheduler:
         self._log_lines[run.id] = page.next
         for line in page.lines:
             self._events.publish("log", {"run_id": run.id, **line})
+
+
+def _last_lines(lines: list[str]) -> list[str]:
+    """As many of the last lines as a run's record may hold; of a single longer one its end."""
+    size, first = 0, len(lines)
+    while first > 0 and size + len(lines[first - 1]) < _TAIL_CHARACTERS:
+        first -= 1
+        size += len(lines[first]) + 1
+    return lines[first:] or [line[-_TAIL_CHARACTERS:] for line in lines[-1:]]
 
 
 def _cores(run: Run) -> float:

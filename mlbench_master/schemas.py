@@ -17,6 +17,7 @@ from mlbench_master.dates import parse_date
 
 __all__ = [
     "BACKENDS",
+    "DEFAULT_BANDWIDTH",
     "MAX_BATCH",
     "MAX_ID",
     "MetricIn",
@@ -28,6 +29,7 @@ __all__ = [
 MAX_BATCH = 10_000
 MAX_ID = 2**63 - 1
 BACKENDS = ("gloo", "nccl", "mpi")
+DEFAULT_BANDWIDTH = 1000.0
 _DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _POD_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _MAY_BE_EMPTY = ("value", "metadata")
@@ -161,24 +163,25 @@ class RunIn(_Body):
         name: A DNS label, not in use.
         num_workers: Number of worker processes.
         num_cpus: Cores of each worker.
-        max_bandwidth: Mbit/s of each worker; the local launcher cannot limit it.
+        max_bandwidth: Mbit/s of each worker; less than the default is refused if the launcher cannot limit it.
         task: Key of a task (``"1a"``); this, or ``image_name``, or ``command``.
         arguments: Further arguments of the task's script.
         command: A worker's command line.
         image_name: A task's image, or ``"custom_image"`` with the next two.
-        custom_image_name: Name of the image.
+        custom_image_name: Name of the image; a launcher without containers runs the command on its machine.
         custom_image_command: A worker's command line in it.
         backend: ``gloo``, ``nccl``, ``mpi``, or ``"custom_backend"`` with the next two.
         custom_backend: Its name.
-        run_all_nodes: Whether every worker runs the command (else the first starts the others).
-        gpu_enabled: Whether the workers use GPUs.
-        light_target: Whether the goal is the task's light one.
+        run_all_nodes: Whether every worker runs the command; else, with a custom backend, only the first one does, and
+            starts the others itself.
+        gpu_enabled: Whether the workers use GPUs: the command gets ``--gpu``.
+        light_target: Whether the goal is the task's light one: the command gets ``--light``.
     """
 
     name: Annotated[Text, AfterValidator(_dns_label)]
     num_workers: Annotated[int, Field(ge=1, le=4096)]
     num_cpus: Annotated[float, Field(gt=0, le=4096, allow_inf_nan=False)] = 1.0
-    max_bandwidth: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 1000.0
+    max_bandwidth: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = DEFAULT_BANDWIDTH
     task: Annotated[Line, Field(max_length=128)] | None = None
     arguments: Annotated[
         list[Annotated[Text, Field(max_length=4096)]], BeforeValidator(_split), Field(max_length=256)

@@ -67,6 +67,9 @@ class Run(_Base):
     def metadata_dict(self) -> dict[str, Any]:
         """The job's metadata as a dictionary."""
         loaded: dict[str, Any] = json.loads(self.job_metadata)
+        for stream in ("stdout", "stderr"):
+            if isinstance(loaded.get(stream), str):  # written by a development version
+                loaded[stream] = loaded[stream].splitlines()
         return loaded
 
     def to_json(self) -> dict[str, Any]:
@@ -78,8 +81,8 @@ class Run(_Base):
             "started_at": None if self.started_at is None else format_date(self.started_at),
             "finished_at": None if self.finished_at is None else format_date(self.finished_at),
             "state": self.state,
-            "job_id": self.job_id,
-            "job_metadata": {"stdout": "", "stderr": "", **self.metadata_dict(), "command": self.command},
+            "job_id": self.job_id or "",
+            "job_metadata": {"stdout": [], "stderr": [], "notes": [], **self.metadata_dict(), "command": self.command},
             "num_workers": self.num_workers,
             "num_cpus": self.num_cpus,
             "max_bandwidth": self.max_bandwidth,

@@ -21,6 +21,7 @@ class Job:
         num_cpus: Cores of each worker.
         backend: Communication backend.
         gpu_enabled: Whether workers use GPUs.
+        all_nodes: Whether every worker runs the command; else only the first one does, and starts the others itself.
         image: Container image, for launchers that use one.
         env: Environment of the workers, on top of the master's own.
         notes: Lines for the beginning of the run's log.
@@ -33,6 +34,7 @@ class Job:
     num_cpus: float = 1.0
     backend: str = "gloo"
     gpu_enabled: bool = False
+    all_nodes: bool = True
     image: str = ""
     env: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -68,9 +70,17 @@ class LogPage:
 
 
 class Launcher(ABC):
-    """Starts, watches and stops jobs; a job outlives the master that started it."""
+    """Starts, watches and stops jobs; a job outlives the master that started it.
+
+    Attributes:
+        name: Short name for messages.
+        limits_bandwidth: Whether it can limit the bandwidth of a worker.
+        starts_containers: Whether a run's image is what its workers run in.
+    """
 
     name: str
+    limits_bandwidth = False
+    starts_containers = False
 
     @property
     @abstractmethod

@@ -241,6 +241,9 @@ def worker_commands(job: Job, folder: Path) -> list[dict[str, Any]]:
     words = {"{run_id}": str(job.run_id), "{hosts}": hosts, "{backend}": job.backend}
     argv = [_script_path(_fill(word, words), position) for position, word in enumerate(template)]
     is_script = argv[0].endswith(".py")
+    if not job.all_nodes:
+        own = [sys.executable, *argv] if is_script else argv
+        return [{"argv": _ranked(own, 0), "env": _meeting_point(), "rank": 0}]
     if job.backend == "mpi":
         return [_mpi_command(job, [sys.executable, *argv] if is_script else argv)]
     if is_script and not any(mark in job.command for mark in ("{rank}", "{hosts}")):

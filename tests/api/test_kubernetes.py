@@ -144,7 +144,7 @@ def test_of_two_masters_the_namespace_decides_and_without_one_nobody_guesses(cor
 
 
 def test_none_is_a_value_error_as_in_version_3(core: MagicMock) -> None:
-    with pytest.raises(ValueError, match="in any namespace.*no such service"):
+    with pytest.raises(ValueError, match=r"in any namespace.*no such service"):
         ApiClient(in_cluster=False)
 
 

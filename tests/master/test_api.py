@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 import sys
 import zipfile
 from datetime import datetime
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.api import MLBENCH_IMAGES
 from mlbench_core.cli._results import load_folder
 from mlbench_core.cli._setups import Setup
 from mlbench_core.tasks import get_task
@@ -58,7 +60,7 @@ def run(client: Any) -> dict[str, Any]:
     response = client.post("/api/runs/", json={"name": "my-run", "num_workers": 2, "command": "sleep 100"})
     assert response.status_code == 201, response.text
     made = response.json()
-    assert (made["state"], made["job_id"]) == ("initialized", None)
+    assert (made["state"], made["job_id"]) == ("initialized", "")
     return dict(wait_for(lambda: started(client, made["id"]), what="the start"))
 
 
@@ -103,6 +105,8 @@ def test_a_run_has_every_field(client: Any, run: dict[str, Any]) -> None:
     (listed,) = client.get("/api/runs").json()
     assert {**listed, "job_metadata": None} == {**run, "job_metadata": None}
     assert {"stdout", "stderr", "command"} <= set(run["job_metadata"])
+    assert (run["job_metadata"]["stdout"], run["job_metadata"]["stderr"]) == (["<b>log</b>"], [])
+    assert listed["job_metadata"]["stdout"] == []
     datetime.strptime(run["created_at"], "%Y-%m-%dT%H:%M:%S.%fZ")
 
 
@@ -139,7 +143,7 @@ def test_a_task_becomes_its_command(client: Any, monkeypatch: pytest.MonkeyPatch
     wanted = "'/bench marks/main.py' --run_id {run_id} --backend {backend} --data 'a b' --light --gpu"
     assert (made["command"], made["image"], made["backend"]) == (wanted, "task1a_resnet20_cifar10", "gloo")
     for number, image in enumerate(
-        ("mlbench/pytorch-cifar10-resnet:latest", "mlbench/pytorch-task1a-resnet20-cifar10:1")
+        ("mlbench/pytorch-cifar10-resnet20-all-reduce:latest", "mlbench/pytorch-task1a-resnet20-cifar10:1")
     ):
         made = client.post("/api/runs/", json={"image_name": image, "name": f"i{number}", "num_workers": 1}).json()
         assert (made["image"], made["command"].split()[-1]) == (image, "{backend}")
@@ -153,6 +157,57 @@ def test_the_image_of_ddp_starts_ddp(client: Any, image: str) -> None:
     body = {"name": "plain", "num_workers": 1, "image_name": "mlbench/pytorch-cifar10-resnet20-all-reduce:latest"}
     assert (
         client.post("/api/runs/", json=body).json()["command"].endswith("main.py --run_id {run_id} --backend {backend}")
+    )
+
+
+@pytest.mark.parametrize(
+    ("image", "folder"),
+    [(image, get_task(key).folder) for image, key in MLBENCH_IMAGES.values() if key]
+    + [("mlbench/pytorch-backend_benchmark:latest", get_task("0").folder)],
+)
+def test_every_official_image_starts_its_task(client: Any, image: str, folder: str) -> None:
+    form = {"name": "old", "num_workers": "2", "num_cpus": "2.0", "max_bandwidth": "1000", "image_name": image}
+    made = client.post("/api/runs/", data={**form, "backend": "GLOO", "run_all_nodes": "False"}).json()
+    assert (made["image"], made["backend"], made["run_all_nodes"]) == (image, "gloo", True)
+    assert f"/{folder}/main.py --run_id {{run_id}} --backend {{backend}}" in made["command"]
+    assert ("--optimizer ddp" in made["command"]) == ("ddp" in image)
+
+
+def test_flags_reach_the_users_own_command(client: Any) -> None:
+    """As in version 3.0: it appended them to every command."""
+    wishes = {"num_workers": 1, "gpu_enabled": "true", "light_target": "true"}
+    of_image = {"image_name": "custom_image", "custom_image_name": "custom_image"}
+    for name, body, command in (
+        ("a", {"command": "main.py {rank}"}, "main.py {rank} --light --gpu"),
+        ("b", {**of_image, "custom_image_command": "main.py --gpu x"}, "main.py --gpu x --light"),
+        ("c", {"command": "main.py", "gpu_enabled": "false", "light_target": "False"}, "main.py"),
+    ):
+        made = client.post("/api/runs/", json={"name": name, **wishes, **body}).json()
+        assert (made["command"], made["job_metadata"]["notes"]) == (command, [])
+
+
+def test_wishes_are_honored_or_refused_never_ignored(client: Any) -> None:
+    body = {"name": "wish", "num_workers": 2, "command": "sleep 1"}
+    for change, words in (
+        ({"max_bandwidth": 100}, "max_bandwidth: must be at least 1000 .*not 100: the idle launcher cannot limit"),
+        (
+            {"command": None, "task": "1a", "backend": "custom_backend", "custom_backend": "x", "run_all_nodes": "no"},
+            "run_all_nodes: must be true for a task",
+        ),
+    ):
+        refused = client.post("/api/runs/", json={**body, **change})
+        assert refused.status_code == 400 and re.search(words, refused.json()["message"])
+    image = {"image_name": "custom_image", "custom_image_name": "me/mine:1", "custom_image_command": "sleep 1"}
+    made = client.post("/api/runs/", json={**body, "command": None, **image}).json()
+    (note,) = made["job_metadata"]["notes"]
+    assert note.startswith("note: the image me/mine:1 is not used: the idle launcher starts processes, not containers")
+    assert client.get(f"/api/runs/{made['id']}/").json()["job_metadata"]["notes"] == [note]
+    own = {"name": "own", "backend": "custom_backend", "custom_backend": "x", "run_all_nodes": "false"}
+    made = client.post("/api/runs/", json={**body, **own}).json()
+    assert made["run_all_nodes"] is False
+    assert made["job_metadata"]["notes"][0].startswith("note: run_all_nodes is false, so only worker 0 of 2 runs")
+    assert (
+        client.post("/api/runs/", json={**body, "name": "all", "max_bandwidth": 1000}).json()["run_all_nodes"] is True
     )
 
 
@@ -233,6 +288,7 @@ def test_pods_and_all_metrics(client: Any, run: dict[str, Any]) -> None:
     pods = client.get("/api/pods/").json()
     assert [pod["name"] for pod in pods] == ["my-run-worker-0", "my-run-worker-1"]
     assert set(pods[0]) == {"name", "labels", "phase", "ip"} and pods[0]["phase"] == "Running"
+    assert json.loads(pods[1]["labels"])["rank"] == "1"  # text, as in version 3.0
     body = {"pod_name": "my-run-worker-0", "name": "cpu", "value": 3, "date": "2026-01-01", "metadata": {"a": 1}}
     client.post("/api/metrics/", json=body)
     post(client, run, "loss @ 0", [1])
@@ -247,8 +303,11 @@ def test_pods_and_all_metrics(client: Any, run: dict[str, Any]) -> None:
 
 def test_the_zip_holds_safe_names_and_the_official_result(client: Any, run: dict[str, Any]) -> None:
     post(client, run, "../../evil/x @ 0", list(range(5000 // 100)))
+    address = f"/api/metrics/{run['id']}/?metric_type=run&format=zip"
+    assert "official_result.txt" not in zipfile.ZipFile(io.BytesIO(client.get(address).content)).namelist()
     post(client, run, "TaskResult @ 0", ["Reached 80 in 12.5 s"])
-    response = client.get(f"/api/metrics/{run['id']}/?metric_type=run&format=zip")
+    client.post("/api/metrics/", json={"pod_name": "my-run-worker-1", "name": "cpu", "value": 3})
+    response = client.get(address)
     assert response.headers["content-type"] == "application/zip"
     archive = zipfile.ZipFile(io.BytesIO(response.content))
     assert archive.testzip() is None
@@ -256,8 +315,7 @@ def test_the_zip_holds_safe_names_and_the_official_result(client: Any, run: dict
         "run.json",
         "result_.._.._evil_x @ 0.json",
         "result_TaskResult @ 0.json",
-        "pod_my-run-worker-0.json",
-        "pod_my-run-worker-1.json",
+        "my-run-worker-1_cpu.json",
         "official_result.txt",
     ]
     assert archive.read("official_result.txt") == b"Reached 80 in 12.5 s"
@@ -268,6 +326,8 @@ def test_the_zip_holds_safe_names_and_the_official_result(client: Any, run: dict
     assert {**record, "job_metadata": None} == {**shown, "job_metadata": None}
     of_pod = client.get("/api/metrics/my-run-worker-0/?format=zip").content
     assert zipfile.ZipFile(io.BytesIO(of_pod)).namelist() == []
+    by_suffix = client.get(f"/api/metrics/{run['id']}.zip?metric_type=run")
+    assert zipfile.ZipFile(io.BytesIO(by_suffix.content)).namelist() == archive.namelist()
 
 
 def test_the_command_reads_the_zip(client: Any, run: dict[str, Any], tmp_path: Path) -> None:
@@ -280,6 +340,16 @@ def test_the_command_reads_the_zip(client: Any, run: dict[str, Any], tmp_path: P
     assert (result.name, result.workers, result.state) == ("my-run", run["num_workers"], shown["state"])
     assert (result.goal_reached, result.time_to_goal_s) == (True, 12.5)
     assert result.setup == Setup.of(shown)
+
+
+def test_a_format_may_be_the_end_of_a_path(client: Any, run: dict[str, Any]) -> None:
+    for path in ("/api/runs", "/api/pods", "/api/metrics", f"/api/metrics/{run['id']}"):
+        plain = client.get(f"{path}/?metric_type=run")
+        for suffix in (".json", ".json/"):
+            response = client.get(f"{path}{suffix}?metric_type=run")
+            assert (response.status_code, response.content) == (200, plain.content), path
+    assert client.get(f"/api/runs/{run['id']}.json").json() == client.get(f"/api/runs/{run['id']}/").json()
+    assert client.get("/api/runs/1.exe").status_code == 404
 
 
 def test_deleting_takes_the_metrics_and_never_reuses_the_id(client: Any, run: dict[str, Any]) -> None:

@@ -63,7 +63,8 @@ def test_a_command_runs_once_for_each_worker(client: TestClient, script: Path, t
     done = wait_state(client, run["id"], "finished", "failed")
     assert done["state"] == "finished", done
     assert done["finished_at"] > done["created_at"]
-    assert "to stderr" in done["job_metadata"]["stderr"] and "args" in done["job_metadata"]["stdout"]
+    assert {"to stderr 0", "to stderr 1"} <= set(done["job_metadata"]["stderr"])
+    assert sum(line.startswith("args") for line in done["job_metadata"]["stdout"]) == 2
     said = {line["rank"]: line["text"] for line in lines(client, run["id"]) if line["text"].startswith("args")}
     for rank in (0, 1):
         wanted = ["0", "0", str(run["id"]), str(rank), "127.0.0.1,127.0.0.1", "gloo"]
@@ -93,7 +94,7 @@ def test_a_script_runs_through_torchrun_and_a_killed_worker_ends_the_run(
     assert done["state"] == "failed"
     assert done["job_metadata"]["reason"] == "worker 1 died: signal 9 (SIGKILL)"
     assert "worker 1 died: signal 9 (SIGKILL)" in [line["text"] for line in lines(client, run["id"])]
-    assert "worker 1 died" in done["job_metadata"]["stderr"]
+    assert "worker 1 died" in "".join(done["job_metadata"]["stderr"])
     assert processes_of(tmp_path) == []
 
 
@@ -105,6 +106,20 @@ def test_a_worker_that_fails_ends_the_others(client: TestClient, script: Path, t
     assert (done["state"], done["job_metadata"]["reason"]) == ("failed", "worker 1 failed: exit status 3")
     assert done["job_metadata"]["returncode"] == 3
     assert processes_of(tmp_path) == []
+
+
+def test_a_custom_backend_may_start_the_command_once(client: TestClient, tmp_path: Path) -> None:
+    """Without run_all_nodes the first worker starts the others, with an mpirun of its own for example."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import os, sys\nprint('args', sys.argv[1:], os.environ.get('WORLD_SIZE'), os.environ['MASTER_ADDR'])"
+    )
+    body = {"name": "own", "num_workers": 2, "num_cpus": 0.5, "backend": "custom_backend", "custom_backend": "ucx"}
+    command = f"{own} {{rank}} {{hosts}} {{backend}}"
+    run = client.post("/api/runs/", json={**body, "command": command, "run_all_nodes": False}).json()
+    done = wait_state(client, run["id"], "finished", "failed")
+    assert done["job_metadata"]["stdout"] == ["args ['0', '127.0.0.1,127.0.0.1', 'ucx'] None 127.0.0.1"], done
+    assert lines(client, run["id"])[0]["text"].startswith("note: run_all_nodes is false, so only worker 0 of 2 runs")
 
 
 def test_a_command_that_does_not_exist_says_so(client: TestClient) -> None:
