@@ -14,18 +14,17 @@ the ids; so the order and the content of its records are the same as without the
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from http import HTTPStatus
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlbench_core._posting import ListRuns, NoAnswer, Post, Poster
 from mlbench_core._spool import ChunkFile, SpoolFolder, adopt
 from mlbench_core.errors import MasterError, MasterNotFoundError, MasterRequestError
 
@@ -42,18 +41,6 @@ MAX_BATCH = 10_000
 _MAX_CHUNK_BYTES = 8 * 2**20
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
-_SHORTEST_TIMEOUT_S = 0.05
-_NOT_FOR_GOOD = frozenset(
-    {
-        HTTPStatus.UNAUTHORIZED,
-        HTTPStatus.FORBIDDEN,
-        HTTPStatus.REQUEST_TIMEOUT,
-        HTTPStatus.TOO_EARLY,
-        HTTPStatus.TOO_MANY_REQUESTS,
-    }
-)
-
-Post = Callable[[str, float], "requests.Response"]
 
 
 class Receipt:
@@ -134,16 +121,23 @@ class _Chunk:
             self.file = file
             self.lines = []
 
+    def keep(self, indexes: Sequence[int]) -> None:
+        """Forget all lines but these."""
+        lines = self.read()
+        if self.file is None:
+            self.lines = [lines[index] for index in indexes]
+            self.receipts = [self.receipts[index] for index in indexes]
+        else:
+            self.file.replace([lines[index] for index in indexes])
+        self.count = len(indexes)
+        self.size_bytes = sum(len(lines[index]) for index in indexes)
+
     def settle(self, error: MasterError) -> None:
         """Tell whoever waits for one of these metrics that it must not wait for it any longer."""
         for receipt in self.receipts:
             if not receipt.settled:
                 receipt.error = error
         self.receipts = []
-
-
-class _NoAnswer(Exception):
-    """The master is away, broken, or does not let us in: keep everything and try again."""
 
 
 class MetricDelivery:
@@ -153,6 +147,7 @@ class MetricDelivery:
 
     Args:
         post: Sends a JSON text within a time limit in seconds and returns the answer.
+        list_runs: Asks the master for its runs within a time limit in seconds.
         endpoint: The master's address, for messages.
         spool: Folder of all clients' chunks for this endpoint; made when it is first needed.
         timeout_s: Time limit of one request, in seconds.
@@ -160,12 +155,16 @@ class MetricDelivery:
     """
 
     def __init__(
-        self, post: Post, endpoint: str, spool: Path, timeout_s: float = 10.0, max_in_memory: int = 10 * MAX_BATCH
+        self,
+        post: Post,
+        list_runs: ListRuns,
+        endpoint: str,
+        spool: Path,
+        timeout_s: float = 10.0,
+        max_in_memory: int = 10 * MAX_BATCH,
     ) -> None:
-        self._post = post
         self._endpoint = endpoint
         self._spool = spool
-        self._timeout_s = timeout_s
         self._max_in_memory = max_in_memory
         self._pid = os.getpid()
         self._state = threading.Lock()  # guards what follows; held only for moments
@@ -180,6 +179,7 @@ class MetricDelivery:
         self._retrier: threading.Thread | None = None
         self._sending = threading.Lock()  # held while chunks are sent: one request at a time, in order
         self._stop = threading.Event()
+        self._poster = Poster(post, list_runs, timeout_s, self._stop)
 
     # ------------------------------------------------------------------ what training calls
 
@@ -298,11 +298,21 @@ class MetricDelivery:
         return delivered
 
     def _send(self, chunk: _Chunk, deadline: float | None) -> bool:
-        """Send one chunk and put it back where the master does not answer."""
+        """Send one chunk; put back what is left of it if the master does not answer."""
+        lines, receipts = chunk.read(), list(chunk.receipts)
+        left = dict.fromkeys(range(len(lines)))
+
+        def settle(index: int, result: requests.Response | MasterRequestError) -> None:
+            left.pop(index, None)
+            if receipts and isinstance(result, MasterRequestError):
+                receipts[index].error = result
+            elif receipts:
+                receipts[index].response = result  # type: ignore[assignment]
+
         try:
-            self._post_lines(chunk.read(), chunk.receipts, set(), deadline)
+            self._poster.deliver(lines, settle, self._borrow, deadline)
         except Exception as error:
-            self._failed(chunk, error)
+            self._failed(chunk, list(left) if len(left) < len(lines) else None, error)
             return False
         with self._state:
             self._in_flight = None
@@ -313,53 +323,11 @@ class MetricDelivery:
                 logger.info("the master at %s answers again", self._endpoint)
         return True
 
-    def _post_lines(
-        self, lines: list[str], receipts: list[Receipt], gone_runs: set[object], deadline: float | None
-    ) -> None:
-        """Post lines together; where the master refuses them, halve until the culprits are found and dropped.
-
-        Args:
-            lines: JSON texts.
-            receipts: One for each line, or none at all.
-            gone_runs: Runs that the master turned out not to know; filled in.
-            deadline: End of the time limit on the monotonic clock, or None.
-
-        Raises:
-            _NoAnswer: The master does not answer.
-        """
-        if gone_runs:
-            lines, receipts = _drop_runs(lines, receipts, gone_runs)
-        if not lines:
-            return
-        response = self._post_once(lines[0] if len(lines) == 1 else f"[{','.join(lines)}]", deadline)
-        if response.ok:
-            for receipt in receipts:
-                receipt.response = response
-        elif len(lines) > 1:
-            half = len(lines) // 2
-            self._post_lines(lines[:half], receipts[:half], gone_runs, deadline)
-            self._post_lines(lines[half:], receipts[half:], gone_runs, deadline)
-        else:
-            error = _refusal(lines[0], response)
-            logger.warning("%s", error)
-            for receipt in receipts:
-                receipt.error = error
-            if response.status_code == HTTPStatus.NOT_FOUND:
-                gone_runs.add(json.loads(lines[0]).get("run_id"))
-
-    def _post_once(self, body: str, deadline: float | None) -> requests.Response:
-        import requests
-
-        limit_s = self._timeout_s
-        if deadline is not None:
-            limit_s = max(min(limit_s, deadline - time.monotonic()), _SHORTEST_TIMEOUT_S)
-        try:
-            response = self._post(body, limit_s)
-        except requests.RequestException as error:
-            raise _NoAnswer(str(error)) from error
-        if not (response.ok or _is_refused(response)):
-            raise _NoAnswer(f"it answers {response.status_code} {response.reason}")
-        return response
+    def _borrow(self) -> str | None:
+        """A line that waits behind the chunk that is being sent."""
+        with self._state:
+            lines = self._chunks[0].read() if self._chunks else []
+            return random.choice(lines) if lines else None
 
     # ------------------------------------------------------------------ the queue; callers hold self._state
 
@@ -439,11 +407,14 @@ class MetricDelivery:
             self._in_flight = chunk
             return chunk
 
-    def _failed(self, chunk: _Chunk, error: Exception) -> None:
-        if not isinstance(error, _NoAnswer):
+    def _failed(self, chunk: _Chunk, left: list[int] | None, error: Exception) -> None:
+        if not isinstance(error, NoAnswer):
             logger.error("metrics for %s could not be sent", self._endpoint, exc_info=error)
         with self._state:
             self._in_flight = None
+            if left is not None:
+                with contextlib.suppress(OSError):  # they are sent again; their ids make that harmless
+                    chunk.keep(left)
             chunk.open = True
             self._chunks.appendleft(chunk)
             first_time, self._away = not self._away, True
@@ -493,36 +464,3 @@ class MetricDelivery:
             left.append(chunk)
         with self._state:
             self._chunks.extendleft(reversed(left))
-
-
-def _drop_runs(lines: list[str], receipts: list[Receipt], runs: set[object]) -> tuple[list[str], list[Receipt]]:
-    """Leave out the metrics of runs that the master does not know, and say so in their receipts."""
-    keep = [index for index, line in enumerate(lines) if json.loads(line).get("run_id") not in runs]
-    if len(keep) < len(lines):
-        logger.warning("dropped %d metrics of runs that the master does not know", len(lines) - len(keep))
-    error = MasterRequestError("the master does not know the metric's run", HTTPStatus.NOT_FOUND)
-    for index in set(range(len(receipts))) - set(keep):
-        receipts[index].error = error
-    return [lines[index] for index in keep], [receipts[index] for index in keep] if receipts else []
-
-
-def _is_refused(response: requests.Response) -> bool:
-    """Whether the master itself says that this can never be accepted.
-
-    A 404 without a JSON body comes from a proxy in front of a master that is away; a missing or wrong token can be
-    put right while the metrics wait.
-    """
-    status = response.status_code
-    if not 400 <= status < 500 or status in _NOT_FOR_GOOD:
-        return False
-    if status == HTTPStatus.NOT_FOUND:
-        return response.headers.get("Content-Type", "").startswith("application/json")
-    return True
-
-
-def _refusal(line: str, response: requests.Response) -> MasterRequestError:
-    return MasterRequestError(
-        f"the master refused a metric with status {response.status_code}, it is dropped: "
-        f"{line[:300]} (answer: {response.text[:300]})",
-        response.status_code,
-    )

@@ -93,6 +93,19 @@ class ChunkFile:
             logger.warning("%s: left out %d damaged line(s)", self.path, damaged)
         return good
 
+    def replace(self, lines: list[str]) -> None:
+        """Put these lines in the place of all others, at once.
+
+        Args:
+            lines: JSON texts without line breaks.
+
+        Raises:
+            OSError: The disk is full or not writable; the file is as it was before.
+        """
+        part = self.path.with_suffix(".part")
+        part.write_text("".join(line + "\n" for line in lines))
+        part.replace(self.path)
+
     def delete(self) -> None:
         """Remove the file, if it is still there."""
         self.path.unlink(missing_ok=True)

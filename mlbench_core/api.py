@@ -121,6 +121,7 @@ class ApiClient:
         self._sessions = _Sessions(self.endpoint, token or os.environ.get("MLBENCH_TOKEN") or None)
         self._delivery = MetricDelivery(
             self._sessions.post_metrics,
+            self._sessions.list_runs,
             self.endpoint,
             spool_root(user_folder("spool") if spill_dir is None else Path(spill_dir).absolute(), self.endpoint),
             timeout_s,
@@ -450,15 +451,22 @@ class _Sessions:
 
     def post_metrics(self, body: str, timeout_s: float) -> requests.Response:
         """Send a JSON text to the metrics; never repeated here, and by one thread at a time."""
-        if self._metric_session is None:
-            self._metric_session = self._make(retries=0)
-        return self._metric_session.post(
+        return self._for_metrics().post(
             self._endpoint + "metrics/",
             data=body.encode(),
             headers={"Content-Type": "application/json"},
             timeout=timeout_s,
             allow_redirects=False,  # a redirected POST becomes a GET, and its metrics would be lost
         )
+
+    def list_runs(self, timeout_s: float) -> requests.Response:
+        """Ask for all runs; by the thread that sends metrics."""
+        return self._for_metrics().get(self._endpoint + "runs/", timeout=timeout_s)
+
+    def _for_metrics(self) -> requests.Session:
+        if self._metric_session is None:
+            self._metric_session = self._make(retries=0)
+        return self._metric_session
 
     def close(self) -> None:
         """Close all connections."""

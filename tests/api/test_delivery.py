@@ -340,3 +340,139 @@ def test_threads_that_post_together_lose_nothing(master: StubMaster, connect: Co
     assert client.flush(20)
     for worker in range(4):
         assert [m["value"] for m in master.metrics if m["name"] == f"loss @ {worker}"] == list(range(100))
+
+
+class OldMaster:
+    """How a master of version 3.0 answers: 500 to a list, to a metric of a run that it does not have, and to its own
+    mistakes.
+    """
+
+    def __init__(self, stub: StubMaster) -> None:
+        self.runs: list[object] = [1]
+        self.is_broken = False
+        self.tried: list[Any] = []
+        self._stub = stub
+        stub.respond = self.respond
+
+    def respond(self, method: str, path: str, body: Any) -> tuple[int, Any] | None:
+        if method == "GET":
+            return 200, [{"id": run} for run in self.runs]
+        is_bad = isinstance(body, list) or body["run_id"] not in self.runs or body["name"] == "bad"
+        if not isinstance(body, list):
+            self.tried.append(body["value"])
+        return (500, b"<h1>Server Error (500)</h1>") if is_bad or self.is_broken else None
+
+    def posts(self) -> int:
+        return sum(method == "POST" for method, *_ in self._stub.requests)
+
+
+def test_metrics_of_a_run_deleted_at_an_old_master_hold_up_nothing(
+    master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = OldMaster(master)
+    client = connect()
+    future = client.post_metrics([{"run_id": 1 + i % 2, "name": "m", "value": i} for i in range(100)])
+    with pytest.raises(MasterRequestError, match="does not know the metric's run"):
+        future.result(20)
+    assert client.flush(20)
+    assert master.values == list(range(0, 100, 2))
+    assert len(master.requests) < 50 + 40  # each good one, the lists that showed that there are none, and few of run 2
+    assert caplog.text.count("the master has no run 2") == 1
+    client.post_metric(1, "m", "after").result(10)
+    assert (master.values[-1], old.tried.count(1)) == ("after", 1)
+
+
+def test_a_metric_that_an_old_master_cannot_take_is_dropped_after_three_attempts(
+    master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = OldMaster(master)
+    client = connect()
+    names = ["good"] * 3 + ["bad"] * 2 + ["good"] * 3 + ["bad"] * 2 + ["good"]
+    client.post_metrics([{"run_id": 1, "name": name, "value": i} for i, name in enumerate(names)])
+    assert client.flush(20)
+    assert sorted(master.values) == [i for i, name in enumerate(names) if name == "good"]
+    assert [old.tried.count(i) for i, name in enumerate(names) if name == "good"] == [1] * 7
+    assert [old.tried.count(i) for i, name in enumerate(names) if name == "bad"] == [3] * 4
+    assert caplog.text.count("the master answers 500 to 4 metric(s) and takes others") == 1
+
+
+def test_a_bad_metric_alone_is_kept_until_another_one_is_accepted(
+    master: StubMaster, connect: Connect, tmp_path: Path
+) -> None:
+    """Alone it does not tell a bad metric from a broken master."""
+    old = OldMaster(master)
+    client = connect(spill_dir=tmp_path)
+    with pytest.raises(MasterNotFoundError):
+        client.post_metric(1, "bad", "bad").result(10)
+    assert not client.flush(0.2)
+    assert spooled(tmp_path) == ["bad"]
+    client.post_metric(1, "good", "good")
+    assert client.flush(20)
+    assert (master.values, spooled(tmp_path)) == (["good"], [])
+    assert old.tried.count("good") == 1
+
+
+def test_bad_metrics_in_chunks_of_their_own_hold_up_nothing(master: StubMaster, connect: Connect) -> None:
+    old = OldMaster(master)
+    client = connect()
+    delivery = client._delivery
+    with delivery._sending:  # nothing is sent while the chunks are made
+        for index in range(4):
+            client.post_metric(1, "bad" if index % 2 == 0 else "good", index)
+            delivery._chunks[-1].open = False
+    assert client.flush(20)
+    assert master.values == [1, 3]
+    assert len(master.deliveries) == 2
+    assert old.tried.count(0) == old.tried.count(2) == 3
+
+
+def test_a_master_that_answers_500_to_everything_is_away_and_nothing_is_lost(
+    master: StubMaster, connect: Connect, tmp_path: Path
+) -> None:
+    old = OldMaster(master)
+    old.is_broken = True
+    client = connect(spill_dir=tmp_path)
+    client.post_metrics([{"run_id": 1, "name": "m", "value": i} for i in range(200)])
+    assert not client.flush(1)
+    assert spooled(tmp_path) == list(range(200))
+    assert old.posts() < 100  # a few attempts with a few requests each
+    old.is_broken = False
+    assert client.flush(20)
+    assert master.values == list(range(200))
+    assert len(master.deliveries) == 200
+
+
+def test_many_metrics_for_an_old_master_need_little_more_than_a_request_each(
+    master: StubMaster, connect: Connect
+) -> None:
+    old = OldMaster(master)
+    client = connect()
+    client.post_metrics([{"run_id": 1, "name": "m", "value": i} for i in range(300)])
+    assert client.flush(20)
+    assert master.values == list(range(300))
+    assert old.posts() < 300 + 30
+
+
+def test_what_an_old_master_took_before_an_outage_is_not_sent_again(master: StubMaster, connect: Connect) -> None:
+    """It does not know ids, so it would store them twice."""
+    old = OldMaster(master)
+    answers = old.respond
+
+    def until_50(method: str, path: str, body: Any) -> tuple[int, Any] | None:
+        return (0, None) if method == "POST" and len(master.metrics) == 50 else answers(method, path, body)
+
+    client = connect()
+    master.respond = until_50
+    client.post_metrics([{"run_id": 1, "name": "m", "value": i} for i in range(100)])
+    assert not client.flush(0.5)
+    master.respond = answers
+    assert client.flush(20)
+    assert master.values == list(range(100))
+    assert len(master.deliveries) == 100
+
+
+def test_a_missing_token_is_named(master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    master.respond = lambda method, path, body: (401, {"message": "Authorization: send the master's token"})
+    client = connect()
+    assert isinstance(client.post_metric(1, "m", 1).exception(10), MasterNotFoundError)
+    assert "it answers 401 Unauthorized: set MLBENCH_TOKEN to the token that the master was started with" in caplog.text
