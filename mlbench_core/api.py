@@ -22,6 +22,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from urllib.parse import quote, urlsplit
 from mlbench_core._delivery import MetricDelivery, Receipt
 from mlbench_core._k8s import find_master
 from mlbench_core._spool import spool_root
+from mlbench_core.errors import MasterRequestError
 from mlbench_core.tasks import TASKS, find_image
 from mlbench_core.utils.paths import user_folder
 
@@ -345,8 +347,13 @@ class ApiClient:
 
         Args:
             run_id: Id of the run.
+
+        Returns:
+            Future of the run. It raises :class:`~mlbench_core.errors.MasterRequestError` if the master is of version
+            3.0, which cannot do this.
         """
-        return self._request("POST", f"runs/{_id(run_id, 'run_id')}/stop/")
+        advice = "cannot stop a run and keep its metrics; delete_run stops it and deletes them"
+        return self._new_request("POST", f"runs/{_id(run_id, 'run_id')}/stop/", advice)
 
     def get_run_logs(self, run_id: str | int, since_line: int = 0) -> Answer:
         """What the workers of a run wrote.
@@ -354,8 +361,15 @@ class ApiClient:
         Args:
             run_id: Id of the run.
             since_line: Leave out this many lines; the answer's ``next`` continues.
+
+        Returns:
+            Future of ``{"lines": [...], "next": N}``. It raises :class:`~mlbench_core.errors.MasterRequestError` if
+            the master is of version 3.0, which cannot do this.
         """
-        return self._get(f"runs/{_id(run_id, 'run_id')}/logs/", since_line=since_line)
+        advice = "has no logs; the last lines are in job_metadata of get_run"
+        return self._new_request(
+            "GET", f"runs/{_id(run_id, 'run_id')}/logs/", advice, params={"since_line": since_line}
+        )
 
     def get_worker_pods(self) -> Answer:
         """The workers, each with ``name``, ``labels``, ``phase`` and ``ip``; future of a list."""
@@ -420,6 +434,12 @@ class ApiClient:
             **params,
         )
 
+    def _new_request(self, method: str, path: str, advice: str, **options: Any) -> Answer:
+        """A request that masters of version 3.0 do not know; their 404 is an error that says so."""
+        return self.executor.submit(
+            self._sessions.new_request, method, self.endpoint + path, advice, timeout=self.timeout_s, **options
+        )
+
     def _request(self, method: str, path: str, **options: Any) -> Answer:
         return self.executor.submit(
             self._sessions.request, method, self.endpoint + path, timeout=self.timeout_s, **options
@@ -448,6 +468,20 @@ class _Sessions:
         if session is None:
             session = self._local.session = self._make(retries=_RETRIES)
         return session.request(method, url, **options)
+
+    def new_request(self, method: str, url: str, advice: str, **options: Any) -> requests.Response:
+        """Send a request that masters of version 3.0 do not know.
+
+        Raises:
+            MasterRequestError: The master does not know it.
+        """
+        response = self.request(method, url, **options)
+        if response.status_code == HTTPStatus.NOT_FOUND and not _has_message(response):
+            raise MasterRequestError(
+                f"the master at {self._endpoint} {advice}: it does not know {urlsplit(url).path}, like version 3.0",
+                response.status_code,
+            )
+        return response
 
     def post_metrics(self, body: str, timeout_s: float) -> requests.Response:
         """Send a JSON text to the metrics; never repeated here, and by one thread at a time."""
@@ -623,6 +657,15 @@ def _metric_line(metric: Mapping[str, Any]) -> str:
         "metadata": metadata if isinstance(metadata, str) else json.dumps(metadata, default=str),
     }
     return json.dumps(body, allow_nan=False)
+
+
+def _has_message(response: requests.Response) -> bool:
+    """Whether an error is in the form of this version's master: it knew the request, and refused it."""
+    try:
+        answer = response.json()
+    except ValueError:
+        return False
+    return isinstance(answer, dict) and "message" in answer
 
 
 def _truth(value: bool) -> str:

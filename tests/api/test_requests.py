@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from mlbench_core.api import MLBENCH_BACKENDS, MLBENCH_IMAGES, ApiClient
+from mlbench_core.errors import MasterRequestError
 from tests.api.stub_master import StubMaster
 
 Connect = Callable[..., ApiClient]
@@ -79,6 +80,25 @@ def test_an_error_status_is_an_answer(master: StubMaster, connect: Connect) -> N
     master.respond = lambda method, path, body: (409, {"message": "in use"})
     response = connect().create_run("taken", 2, task="1a").result(10)
     assert (response.status_code, response.json()["message"]) == (409, "in use")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda c: c.stop_run(3), "cannot stop a run and keep its metrics; delete_run stops it .*version 3.0"),
+        (lambda c: c.get_run_logs(3), "has no logs; the last lines are in job_metadata .*version 3.0"),
+    ],
+)
+@pytest.mark.parametrize("answer", [b"<h1>Not Found</h1>", {"detail": "Not found."}])
+def test_what_an_old_master_cannot_do_is_a_clear_error(
+    call: Call, words: str, answer: Any, master: StubMaster, connect: Connect
+) -> None:
+    master.respond = lambda method, path, body: (404, answer)
+    with pytest.raises(MasterRequestError, match=words) as caught:
+        call(connect()).result(10)
+    assert caught.value.status == 404
+    master.respond = lambda method, path, body: (404, {"status": "Not Found", "message": "id: there is no run '3'"})
+    assert call(connect()).result(10).status_code == 404  # this version's master: the run is missing
 
 
 def test_reading_is_repeated_and_starting_a_run_is_not(master: StubMaster, connect: Connect) -> None:
