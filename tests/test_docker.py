@@ -87,7 +87,7 @@ def test_the_base_asks_for_extras_that_there_are() -> None:
     tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(extras[1].split(",")) <= set(known)
-    assert {"mpi", "vision", "linear"} <= set(extras[1].split(","))
+    assert {"mpi", "vision", "linear", "kubernetes"} <= set(extras[1].split(","))
 
 
 def test_the_base_ends_as_a_user_without_rights_and_runs_no_ssh_server() -> None:
@@ -121,3 +121,16 @@ def test_the_composition_names_workers_by_rank() -> None:
     for rank, service in enumerate(services.values()):
         assert f"--hosts {hosts} --rank {rank} " in service["command"]
         assert service["image"].endswith(f":{mlbench_core.__version__}}}")
+        # A master that containers reach asks for its token.
+        for name in ("MLBENCH_MASTER_URL", "MLBENCH_TOKEN"):
+            assert service["environment"][name] == f"${{{name}:-}}"
+
+
+def test_the_extra_of_3_0_brings_what_it_brought() -> None:
+    """The requirements of the tasks of version 3.0 are one line: mlbench-core[torch]."""
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    brought = {re.split(r"[<>=]", requirement)[0] for requirement in extras["torch"]}
+    assert brought == {"torch", "torchvision", "sacrebleu", "lmdb", "kubernetes"}
+    pins = {re.split(r"[<>=]", text)[0]: text for name, texts in extras.items() if name != "torch" for text in texts}
+    assert {text for text in extras["torch"] if pins[re.split(r"[<>=]", text)[0]] != text} == set()

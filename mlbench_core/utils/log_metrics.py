@@ -6,11 +6,14 @@ A training script, and :class:`~mlbench_core.utils.tracker.Tracker` on its behal
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
 import threading
 from typing import TYPE_CHECKING, Any
+
+from mlbench_core.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from mlbench_core.api import ApiClient
@@ -36,12 +39,15 @@ class _SharedClient:
         self._client: ApiClient | None = None
         self._key: _Key | None = None
         self._watches_forks = False
+        self._lost = 0
+        self._problem = ""
 
     def _forget(self) -> None:
         """In a forked child: the parent's client, its threads and its queue are the parent's."""
         self._lock = threading.Lock()
         self._client = None
         self._key = None
+        self._lost = 0
 
     def get(self) -> ApiClient | None:
         """The client, or None where no master is named or none can be located."""
@@ -56,6 +62,7 @@ class _SharedClient:
                 self._client = None
                 self._key = key
                 self._client = self._make(url)
+            self._lost += self._client is None
             return self._client
 
     def _make(self, url: str | None) -> ApiClient | None:
@@ -66,9 +73,23 @@ class _SharedClient:
             self._watches_forks = True
         try:
             return ApiClient(max_workers=1, in_cluster=True, url=url)
+        except MissingDependencyError as error:
+            self._problem = (
+                f"this process runs in a Kubernetes cluster, but its master cannot be found: {error}, or set "
+                "MLBENCH_MASTER_URL to the address of the master"
+            )
         except Exception as error:
-            logger.warning("metrics are not reported, the run goes on: %s", error)
-            return None
+            self._problem = str(error)
+        logger.error("metrics are not reported, the run goes on: %s", self._problem)
+        atexit.register(self._report_lost)
+        return None
+
+    def _report_lost(self) -> None:
+        """Say once more, where it is read, at the end of the output, that metrics are missing."""
+        atexit.unregister(self._report_lost)
+        lost, self._lost = self._lost, 0
+        if lost:
+            logger.error("%d metric(s) of this process were not reported: %s", lost, self._problem)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until what was logged is with the master; True where it is, or there is nothing to deliver."""
@@ -80,6 +101,7 @@ class _SharedClient:
         """Deliver what can be delivered within a few seconds, keep the rest on disk, and end the threads."""
         with self._lock:
             client, self._client, self._key = self._client, None, None
+        self._report_lost()
         if client is not None:
             client.close()
 

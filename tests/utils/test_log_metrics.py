@@ -124,6 +124,26 @@ def test_in_a_cluster_the_master_is_looked_up_once(
     assert "no pod" in caplog.text
 
 
+def test_in_a_cluster_without_the_package_kubernetes_the_loss_is_said_twice(
+    environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the first metric and at the end, with the line that installs it: a whole run's metrics are at stake."""
+    environment.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    for name in [name for name in sys.modules if name.split(".")[0] == "kubernetes"]:
+        environment.delitem(sys.modules, name)
+    environment.setitem(sys.modules, "kubernetes", None)
+    for value in range(3):
+        LogMetrics.log(1, 0, 0, "loss", value)
+    LogMetrics.close()
+    LogMetrics.close()
+    first, last = (record.getMessage() for record in caplog.records)
+    assert {record.levelname for record in caplog.records} == {"ERROR"}
+    assert first.startswith("metrics are not reported, the run goes on: this process runs in a Kubernetes cluster")
+    assert last.startswith("3 metric(s) of this process were not reported")
+    for message in (first, last):
+        assert "pip install 'mlbench-core[kubernetes]', or set MLBENCH_MASTER_URL" in message
+
+
 FORK = """
 import os, sys
 from mlbench_core.utils.log_metrics import LogMetrics
