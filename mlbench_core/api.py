@@ -80,7 +80,8 @@ class ApiClient:
         max_workers: Threads for requests; metrics have one of their own.
         in_cluster: Whether this process runs in the master's Kubernetes cluster.
         label_selector: Labels of the master's pod and service in Kubernetes.
-        k8s_namespace: Namespace of the master in Kubernetes.
+        k8s_namespace: Namespace of the master in Kubernetes. It is preferred if there are several masters;
+            ``"default"`` stands for any namespace.
         url: Address of the master (``"host:port"`` or ``"http://host:port"``); without it the master is located
             through Kubernetes.
         load_config: Whether to load the cluster's configuration; False where the caller has loaded one.
@@ -94,7 +95,7 @@ class ApiClient:
 
     Raises:
         ValueError: An argument is out of its range, or ``url`` is no address.
-        MasterNotFoundError: Kubernetes knows of no master.
+        MasterNotFoundError: Kubernetes knows of no master, or of several; it is a ``ValueError`` too.
         MissingDependencyError: There is no ``url`` and the package ``kubernetes`` is not installed.
     """
 
@@ -298,15 +299,17 @@ class ApiClient:
             name: Name of the run, a DNS label that is not in use.
             num_workers: Number of workers.
             num_cpus: Cores of each worker.
-            max_bandwidth: Bandwidth of each worker in Mbit/s.
+            max_bandwidth: Bandwidth of each worker in Mbit/s; a master that cannot limit it refuses less than 1000.
             image: A key of :data:`MLBENCH_IMAGES`, or the name of one of its images.
             backend: One of :data:`MLBENCH_BACKENDS` in any case; Gloo if left out.
-            custom_image_name: Name of an image of one's own, with ``custom_image_command``.
+            custom_image_name: Name of an image of one's own, with ``custom_image_command``. A master without containers
+                runs the command on its machine, and says so in ``job_metadata.notes``.
             custom_image_command: The command of a worker in it.
             custom_backend: Name of a backend of one's own.
-            run_all_nodes: Whether every worker runs the command, with ``custom_backend``; else the first one does.
-            gpu_enabled: Whether the workers use GPUs.
-            light_target: Whether the goal is the task's light one.
+            run_all_nodes: Whether every worker runs the command, with ``custom_backend``; else only the first one does,
+                and it has to start the others itself.
+            gpu_enabled: Whether the workers use GPUs: the command gets ``--gpu``.
+            light_target: Whether the goal is the task's light one: the command gets ``--light``.
             task: Key of a task, for example ``"1a"``, instead of an image.
             arguments: Further arguments of the task's script.
 
@@ -372,7 +375,7 @@ class ApiClient:
         )
 
     def get_worker_pods(self) -> Answer:
-        """The workers, each with ``name``, ``labels``, ``phase`` and ``ip``; future of a list."""
+        """The workers, each with ``name``, ``labels`` (JSON text), ``phase`` and ``ip``; future of a list."""
         return self._get("pods/")
 
     # ------------------------------------------------------------------ life

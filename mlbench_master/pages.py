@@ -108,6 +108,7 @@ def _facts(run: Run) -> dict[str, str]:
         "Command": run.command,
         "Created": format_date(run.created_at),
         "Finished": "" if run.finished_at is None else format_date(run.finished_at),
+        "Notes": " ".join(run.metadata_dict().get("notes", ())),
         "Reason": str(run.metadata_dict().get("reason") or ""),
         "Goal": run.goal_result or "",
     }

@@ -160,6 +160,23 @@ def test_the_image_of_ddp_starts_ddp(client: Any, image: str) -> None:
     )
 
 
+def test_the_last_lines_of_the_output_are_lines_and_few(
+    client: Any, run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = [{"rank": 0, "stream": "stdout", "text": f"{n:099}", "date": ""} for n in range(1000)]
+    monkeypatch.setattr(IdleLauncher, "log_tail", lambda *_: written)
+    shown = client.get(f"/api/runs/{run['id']}/").json()["job_metadata"]["stdout"]
+    assert shown == [line["text"] for line in written][-163:]  # 16,384 characters with their line breaks
+    long = {"rank": 0, "stream": "stdout", "text": "x" * 50_000, "date": ""}
+    monkeypatch.setattr(IdleLauncher, "log_tail", lambda *_: [*written, long])
+    shown = client.get(f"/api/runs/{run['id']}/").json()["job_metadata"]["stdout"]
+    assert shown == ["x" * 16_384]
+    # A development version wrote text.
+    client.app.state.store.update_run(run["id"], {"stdout": "one\ntwo", "stderr": ""})
+    (listed,) = client.get("/api/runs/").json()
+    assert (listed["job_metadata"]["stdout"], listed["job_metadata"]["stderr"]) == (["one", "two"], [])
+
+
 @pytest.mark.parametrize(
     ("image", "folder"),
     [(image, get_task(key).folder) for image, key in MLBENCH_IMAGES.values() if key]
@@ -202,6 +219,7 @@ def test_wishes_are_honored_or_refused_never_ignored(client: Any) -> None:
     (note,) = made["job_metadata"]["notes"]
     assert note.startswith("note: the image me/mine:1 is not used: the idle launcher starts processes, not containers")
     assert client.get(f"/api/runs/{made['id']}/").json()["job_metadata"]["notes"] == [note]
+    assert note in client.get(f"/runs/{made['id']}/").text
     own = {"name": "own", "backend": "custom_backend", "custom_backend": "x", "run_all_nodes": "false"}
     made = client.post("/api/runs/", json={**body, **own}).json()
     assert made["run_all_nodes"] is False
