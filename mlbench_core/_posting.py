@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_TIMEOUT_S = 0.05
 _PAUSES_S = (0.25, 0.5)
-_MOST_ASIDE_IN_A_ROW = 3
+_ASIDE_IN_A_ROW = 3
+_OTHERS_TRIED = 5
 _PAIRS_THAT_TELL = 2
 _INTERNAL_ERROR = "it answers 500 Internal Server Error"
 _NOT_FOR_GOOD = frozenset(
@@ -129,19 +130,17 @@ class Poster:
         raise NoAnswer(_describe(response))
 
     def is_gone(self, run_id: str, deadline: float | None) -> bool:
-        """Whether the master works and has no such run.
+        """Whether the master lists its runs, and this one is not among them.
 
         Raises:
-            NoAnswer: It does not list its runs.
+            NoAnswer: The master does not answer.
         """
         response = self._request(self._list_runs, deadline)
         try:
             runs = response.json() if response.ok else None
         except ValueError:
             runs = None
-        if not isinstance(runs, list):
-            raise NoAnswer("it answers 500 to metrics and does not list its runs")
-        return run_id not in {str(run.get("id")) for run in runs if isinstance(run, dict)}
+        return isinstance(runs, list) and run_id not in {str(run.get("id")) for run in runs if isinstance(run, dict)}
 
     def pause(self, pause_s: float, deadline: float | None) -> None:
         """Wait before the next attempt.
@@ -179,6 +178,7 @@ class _Delivery:
         self._todo: list[list[int]] = [list(range(len(lines)))]  # indexes of lines, the next ones at the end
         self._aside: list[int] = []
         self._aside_in_a_row = 0
+        self._most_in_a_row = _ASIDE_IN_A_ROW
         self._witness: list[int] = []  # the last line, kept back once a line is put aside
         self._known_runs: set[str] = set()
         self._refused_pair: set[int] = set()
@@ -192,8 +192,9 @@ class _Delivery:
                 self._todo += [[index] for index in reversed(part)]
             elif part:
                 self._try(part)
-            if self._aside_in_a_row >= _MOST_ASIDE_IN_A_ROW:
+            if self._aside_in_a_row >= self._most_in_a_row:
                 self._see_one_accepted()
+                self._most_in_a_row *= 2  # many bad lines, then, and a master that works
         if self._aside:
             self._try_again_or_drop()
 
@@ -275,7 +276,7 @@ class _Delivery:
         Raises:
             NoAnswer: Several of them are not accepted either, or nothing else waits.
         """
-        limit = len(self._aside) + _MOST_ASIDE_IN_A_ROW
+        limit = len(self._aside) + _OTHERS_TRIED
         while waiting := self._todo or ([self._witness] if self._witness else []):
             part = random.choice(waiting)
             index = part.pop(random.randrange(len(part)))

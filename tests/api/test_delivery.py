@@ -349,6 +349,7 @@ class OldMaster:
 
     def __init__(self, stub: StubMaster) -> None:
         self.runs: list[object] = [1]
+        self.lists_runs = True
         self.is_broken = False
         self.tried: list[Any] = []
         self._stub = stub
@@ -356,7 +357,9 @@ class OldMaster:
 
     def respond(self, method: str, path: str, body: Any) -> tuple[int, Any] | None:
         if method == "GET":
-            return 200, [{"id": run} for run in self.runs]
+            return (
+                (200, [{"id": run} for run in self.runs]) if self.lists_runs else (500, b"<h1>Server Error (500)</h1>")
+            )
         is_bad = isinstance(body, list) or body["run_id"] not in self.runs or body["name"] == "bad"
         if not isinstance(body, list):
             self.tried.append(body["value"])
@@ -382,10 +385,12 @@ def test_metrics_of_a_run_deleted_at_an_old_master_hold_up_nothing(
     assert (master.values[-1], old.tried.count(1)) == ("after", 1)
 
 
+@pytest.mark.parametrize("lists_runs", [True, False])
 def test_a_metric_that_an_old_master_cannot_take_is_dropped_after_three_attempts(
-    master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture
+    lists_runs: bool, master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = OldMaster(master)
+    old.lists_runs = lists_runs
     client = connect()
     names = ["good"] * 3 + ["bad"] * 2 + ["good"] * 3 + ["bad"] * 2 + ["good"]
     client.post_metrics([{"run_id": 1, "name": name, "value": i} for i, name in enumerate(names)])
