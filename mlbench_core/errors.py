@@ -2,7 +2,9 @@
 
 Everything the library raises about the world outside (a network, a file, a
 process, a missing package) derives from :class:`MLBenchError`; a wrong
-argument is a plain :class:`ValueError` or :class:`TypeError`::
+argument is a plain :class:`ValueError` or :class:`TypeError`.
+
+.. code-block:: text
 
     MLBenchError
     +-- ConfigurationError        the run was set up in a way that cannot work

@@ -463,6 +463,14 @@ def test_pages_show_text_never_html(client: Any, run: dict[str, Any]) -> None:
     assert client.get("/static/app.js").status_code == 200
 
 
+def test_names_and_states_are_not_broken_inside_a_word(client: Any, run: dict[str, Any]) -> None:
+    style = client.get("/static/style.css").text
+    broken = re.findall(r"^([^/{]*)\{[^}]*overflow-wrap: anywhere", style, re.MULTILINE)
+    assert broken == ["#facts td, #metrics td:nth-child(2), #metrics tbody th "]
+    page = client.get(f"/runs/{run['id']}/").text
+    assert 'id="facts"' in page and 'id="metrics"' in page
+
+
 def test_a_database_in_memory_works(tmp_path: Path) -> None:
     app = create_app(database_url="sqlite://", data_dir=tmp_path, launcher=IdleLauncher())
     with TestClient(app, base_url="http://localhost") as client:
