@@ -1,0 +1,108 @@
+"""Read which module imports which, and judge each import by the layers of the house.
+
+The ground floor is open to all; every other layer names the layers that it may import. `utils` and `api` are import
+paths of version 3.0: they only hand on the names of other modules, and the house itself does not import them. An import
+inside a function is an import like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+GROUND = {"", "errors", "paths", "files", "tasks", "_lazy"}
+FACES = {"utils", "api"}
+SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "network", "ops"}
+LAYERS: dict[str, set[str]] = {
+    **{name: set() for name in GROUND},
+    "distributed": set(),
+    "aggregation": {"distributed"},
+    "optim": {"aggregation", "distributed"},
+    "lr_scheduler": {"optim"},
+    **{name: {"distributed"} for name in SIDE_BY_SIDE},
+    "models": {"distributed", "ops"},  # a model calls operators, which know no models
+    "controlflow": {"distributed", "aggregation", "optim", "lr_scheduler", *SIDE_BY_SIDE},
+    "mlbench_master": set(),
+    "cli": {"client", "mlbench_master"},  # `mlbench master` runs the master in its own process
+}
+LAYERS["benchmarks"] = set(LAYERS)
+LAYERS["csrc"] = set()  # the compiler driver, which setup.py runs before anything is installed
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of a module of the tree: where it stands, and both modules' full names."""
+
+    file: str
+    line: int
+    source: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.target}"
+
+    @property
+    def layers(self) -> tuple[str, str]:
+        return layer(self.source), layer(self.target)
+
+    @property
+    def goes_up(self) -> bool:
+        """True if the importing layer may not import the other one."""
+        source, target = self.layers
+        return source in LAYERS and target in LAYERS and target not in {source} | GROUND | LAYERS[source]
+
+    @property
+    def takes_a_face(self) -> bool:
+        """True if the house imports one of its own faces."""
+        source, target = self.layers
+        return target in FACES and source not in FACES
+
+
+def layer(module: str) -> str:
+    """Return the layer of a module: the package below ``mlbench_core``, "" for that itself, else the top package."""
+    first, *rest = module.split(".")
+    return (rest[0] if rest else "") if first == "mlbench_core" else first
+
+
+def read_imports(trees: Mapping[str, tuple[str, ast.Module]]) -> list[Import]:
+    """List the imports that modules make of one another.
+
+    Args:
+        trees: File and syntax tree of each module, by its full name.
+
+    Returns:
+        Every import, in the order of ``trees``. ``from package import module`` imports the module.
+    """
+    found = []
+    for source, (file, tree) in trees.items():
+        for node in ast.walk(tree):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name if name in trees else node.module for name in names]
+            for target in dict.fromkeys(names):
+                if target in trees and target != source:
+                    found.append(Import(file, node.lineno, source, target))  # type: ignore[attr-defined]
+    return found
+
+
+def circles(edges: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the groups of names that reach one another along the edges, each as one line of text."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for source, target in edges:
+        graph[source].add(target)
+    reached: dict[str, set[str]] = {}
+    for start in list(graph):
+        seen: set[str] = set()
+        left = [start]
+        while left:
+            new = graph.get(left.pop(), set()) - seen
+            seen |= new
+            left += new
+        reached[start] = seen
+    groups = {frozenset(other for other in seen if start in reached.get(other, ())) for start, seen in reached.items()}
+    return sorted(" ".join(sorted(group)) for group in groups if len(group) > 1)
