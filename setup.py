@@ -43,8 +43,8 @@ class BuildCuda(Command):
 
     def run(self) -> None:
         sys.path.insert(0, str(ROOT))
+        from csrc.build import build as build_extension
         from mlbench_core.errors import BuildError
-        from mlbench_core.ops.build import build as build_extension
 
         try:
             built = build_extension(ROOT)
@@ -57,7 +57,8 @@ class BuildCuda(Command):
             shutil.copy2(built.library, target)
 
     def get_source_files(self) -> list:
-        return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file())
+        files = (path for path in (ROOT / "csrc").rglob("*") if path.is_file() and path.suffix != ".pyc")
+        return sorted(str(path.relative_to(ROOT)) for path in files)
 
     def get_outputs(self) -> list:
         return [str(Path(self.build_lib) / LIBRARY)]

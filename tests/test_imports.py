@@ -17,7 +17,6 @@ FRAMEWORK_FREE = [
     "mlbench_core.evaluation.latency",
     "mlbench_core.evaluation.latency_report",
     "mlbench_core.ops",
-    "mlbench_core.ops.build",
     "mlbench_core.tasks",
     "mlbench_core.utils",
     "mlbench_core.utils.emulated_network",

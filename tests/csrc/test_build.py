@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.machinery
 import importlib.util
 import os
@@ -10,17 +11,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from csrc import build as building
+from csrc import ptxas
+from csrc.build import BuildResult, build, find_nvcc, find_toolchain, requested_architectures
+from csrc.ptxas import read_ptxas_report, summarize
 from mlbench_core.errors import BuildError
-from mlbench_core.ops import build as building
-from mlbench_core.ops.build import BuildResult, build, find_nvcc, find_toolchain, requested_architectures
-from mlbench_core.ops.ptxas import read_ptxas_report, summarize
 from mlbench_core.ops.pytorch import extension
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,7 +181,7 @@ def test_the_static_runtime_of_nvidias_packages_is_found(tree: Tree, folders: li
 
 def test_torch_is_found_without_importing_it(tree: Tree) -> None:
     code = (
-        "import os, sys; from mlbench_core.ops.build import find_toolchain; "
+        "import os, sys; from csrc.build import find_toolchain; "
         "print(find_toolchain(os.environ).torch); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=tree.environment, capture_output=True, text=True)
@@ -351,7 +355,7 @@ def wait_for(path: Path, tenths: int = 300) -> str:
 def test_an_interrupted_build_stops_its_compilers_and_leaves_nothing(tree: Tree, step: str) -> None:
     tree.tell(f"{step}.hangs")
     code = (
-        "import sys; from pathlib import Path; from mlbench_core.ops.build import build; "
+        "import sys; from pathlib import Path; from csrc.build import build; "
         "build(Path(sys.argv[1]), library=Path(sys.argv[2]))"
     )
     command = [sys.executable, "-c", code, str(tree.root), str(tree.library)]
@@ -410,6 +414,12 @@ def test_what_ptxas_reports_is_read() -> None:
     assert (read_ptxas_report("nothing"), summarize([])) == ([], "no kernels")
 
 
+@pytest.mark.parametrize("module", [building, ptxas])
+def test_examples_of_the_driver(module: ModuleType) -> None:
+    examples = Path(str(module.__file__)).read_text().count(">>> ")
+    assert examples and doctest.testmod(module) == (0, examples)
+
+
 def test_a_kernel_that_spills_is_an_error_until_allowed(tree: Tree) -> None:
     tree.tell("attention.says", REPORT)
     tree.tell("score.says", REPORT + SPILLS)
@@ -453,6 +463,8 @@ def package(tree: Tree, *commands: str, **variables: str) -> str:
             shutil.copytree(ROOT / name, tree.root / name, ignore=skipped)
         for name in ("__init__.py", "_lazy.py", "errors.py", "py.typed"):
             shutil.copy(ROOT / "mlbench_core" / name, tree.root / "mlbench_core")
+        for path in (ROOT / "csrc").glob("*.py"):
+            shutil.copy(path, tree.root / "csrc")
         (tree.root / "benchmarks" / "__init__.py").touch()
     environment = {**os.environ, **tree.environment, **variables}
     done = subprocess.run(
@@ -468,6 +480,7 @@ def test_only_a_wheel_that_asks_for_the_extension_carries_it(tree: Tree) -> None
     (wheel,) = (tree.root / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert archive.read(library) == b"whole"
+        assert not any(name.startswith("csrc") for name in archive.namelist())
         assert not any(name.endswith((".cu", ".cuh", ".o")) for name in archive.namelist())
     assert re.search(r"-py3-none-linux_\w+\.whl$", wheel.name)
     assert len(tree.commands()) == 3
@@ -484,10 +497,25 @@ def test_only_a_wheel_that_asks_for_the_extension_carries_it(tree: Tree) -> None
     (source,) = (tree.root / "dist").glob("*.tar.gz")
     listed = subprocess.run(["tar", "tzf", str(source)], capture_output=True, text=True, check=True).stdout
     assert re.findall(r"csrc/.+\.\w+$|.+\.so$", listed, re.MULTILINE) == [
+        "csrc/__init__.py",
         "csrc/attention/attention.cu",
+        "csrc/build.py",
         "csrc/common/common.cuh",
+        "csrc/ptxas.py",
         "csrc/score/score.cu",
     ]
+
+
+def test_an_unpacked_source_distribution_compiles_the_extension(tree: Tree) -> None:
+    package(tree, "sdist", MLBENCH_CUDA="1")  # the command that compiles adds its sources to those of the manifest
+    (source,) = (tree.root / "dist").glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        assert not any(name.endswith(".pyc") for name in archive.getnames())
+        archive.extractall(tree.root.parent, filter="data")
+    unpacked = Tree(tree.root.parent / source.name.removesuffix(".tar.gz"), tree.toolkit)
+    package(unpacked, "bdist_wheel", MLBENCH_CUDA="1")
+    assert (unpacked.root / "mlbench_core/ops/pytorch/lib/libmlbench_cuda.so").read_text() == "whole"
+    assert len(tree.commands()) == 3
 
 
 def test_mlbench_cuda_is_one_or_nothing(tree: Tree) -> None:

@@ -29,8 +29,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from csrc.ptxas import FunctionUsage, read_ptxas_report, summarize
 from mlbench_core.errors import BuildError
-from mlbench_core.ops.ptxas import FunctionUsage, read_ptxas_report, summarize
 
 __all__ = [
     "DEFAULT_ARCHITECTURES",
@@ -56,9 +56,9 @@ MINIMUM_TORCH = (2, 11)
 """The first torch that has every function of the stable ABI that the kernels call."""
 DEFAULT_ARCHITECTURES = (80, 90)
 """Ampere and Hopper; later cards translate the intermediate code (PTX) of the last one."""
-ROOT = Path(__file__).resolve().parents[2]
-"""The checkout or unpacked source distribution; in an installed wheel it has no ``csrc``."""
-LIBRARY = Path(__file__).resolve().parent / "pytorch" / "lib" / "libmlbench_cuda.so"
+ROOT = Path(__file__).resolve().parents[1]
+"""The checkout or the unpacked source distribution."""
+LIBRARY = ROOT / "mlbench_core" / "ops" / "pytorch" / "lib" / "libmlbench_cuda.so"
 """Where the library goes, and where :mod:`mlbench_core.ops.pytorch.extension` looks for it."""
 
 _USUAL_FOLDER = "/usr/local/cuda/bin"

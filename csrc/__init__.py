@@ -1,0 +1,1 @@
+"""Sources of the CUDA extension, and the driver that compiles them; no installation contains it."""
