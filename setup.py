@@ -43,8 +43,8 @@ class BuildCuda(Command):
 
     def run(self) -> None:
         sys.path.insert(0, str(ROOT))
+        from csrc.build import BuildError
         from csrc.build import build as build_extension
-        from mlbench_core.errors import BuildError
 
         try:
             built = build_extension(ROOT)

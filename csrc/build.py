@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from csrc.ptxas import FunctionUsage, read_ptxas_report, summarize
-from mlbench_core.errors import BuildError
 
 __all__ = [
     "DEFAULT_ARCHITECTURES",
@@ -38,6 +37,7 @@ __all__ = [
     "MINIMUM_NVCC",
     "MINIMUM_TORCH",
     "ROOT",
+    "BuildError",
     "BuildResult",
     "Toolchain",
     "build",
@@ -65,6 +65,10 @@ _USUAL_FOLDER = "/usr/local/cuda/bin"
 _HEADERS = (".cuh", ".h", ".hpp", ".hh", ".inl")
 _RELEASE = re.compile(r"release (\d+)\.(\d+)")
 _TORCH_VERSION = re.compile(r"#define TORCH_VERSION_(?:MAJOR|MINOR) (\d+)")
+
+
+class BuildError(Exception):
+    """The CUDA extension cannot be compiled here; the message says what is missing, or what the compiler said."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ argument is a plain :class:`ValueError` or :class:`TypeError`.
     MLBenchError
     +-- ConfigurationError        the run was set up in a way that cannot work
     |   +-- BackendError          a communication backend is unknown or not available here
-    |   +-- BuildError            the CUDA extension cannot be compiled here
     |   +-- MissingDependencyError  an optional package is not installed (also an ImportError)
     +-- MasterError               the master
     |   +-- MasterNotFoundError   no master could be located (also a ValueError)
@@ -25,7 +24,6 @@ from __future__ import annotations
 
 __all__ = [
     "BackendError",
-    "BuildError",
     "CheckpointError",
     "ConfigurationError",
     "DatasetError",
@@ -51,10 +49,6 @@ class ConfigurationError(MLBenchError):
 
 class BackendError(ConfigurationError):
     """A communication backend is unknown or cannot be used here."""
-
-
-class BuildError(ConfigurationError):
-    """The CUDA extension cannot be compiled here; the message says what is missing, or what the compiler said."""
 
 
 class MissingDependencyError(ConfigurationError, ImportError):

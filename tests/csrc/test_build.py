@@ -22,9 +22,8 @@ import pytest
 
 from csrc import build as building
 from csrc import ptxas
-from csrc.build import BuildResult, build, find_nvcc, find_toolchain, requested_architectures
+from csrc.build import BuildError, BuildResult, build, find_nvcc, find_toolchain, requested_architectures
 from csrc.ptxas import read_ptxas_report, summarize
-from mlbench_core.errors import BuildError
 from mlbench_core.ops.pytorch import extension
 
 ROOT = Path(__file__).resolve().parents[2]
