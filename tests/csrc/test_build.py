@@ -466,6 +466,7 @@ def package(tree: Tree, *commands: str, **variables: str) -> str:
             shutil.copy(path, tree.root / "csrc")
         (tree.root / "benchmarks" / "__init__.py").touch()
     environment = {**os.environ, **tree.environment, **variables}
+    environment.pop("PYTHONPATH", None)  # the driver of this checkout would stand in for one that the tree lacks
     done = subprocess.run(
         [sys.executable, "setup.py", *commands], cwd=tree.root, env=environment, capture_output=True, text=True
     )
@@ -506,12 +507,18 @@ def test_only_a_wheel_that_asks_for_the_extension_carries_it(tree: Tree) -> None
 
 
 def test_an_unpacked_source_distribution_compiles_the_extension(tree: Tree) -> None:
-    package(tree, "sdist", MLBENCH_CUDA="1")  # the command that compiles adds its sources to those of the manifest
-    (source,) = (tree.root / "dist").glob("*.tar.gz")
-    with tarfile.open(source) as archive:
-        assert not any(name.endswith(".pyc") for name in archive.getnames())
-        archive.extractall(tree.root.parent, filter="data")
-    unpacked = Tree(tree.root.parent / source.name.removesuffix(".tar.gz"), tree.toolkit)
+    package(tree, "build_cuda", PYTHONDONTWRITEBYTECODE="")
+    assert list((tree.root / "csrc").rglob("*.pyc"))
+    # The plain one first: later ones also take what an earlier one listed. The second adds the sources of the command.
+    for number, value in enumerate(("0", "1")):
+        package(tree, "sdist", MLBENCH_CUDA=value)
+        (source,) = (tree.root / "dist").glob("*.tar.gz")
+        with tarfile.open(source) as archive:
+            assert not any(name.endswith((".pyc", ".so", ".o")) for name in archive.getnames())
+            archive.extractall(tree.root.parent / f"unpacked{number}", filter="data")
+    tree.commands()
+    folder = tree.root.parent / "unpacked0" / source.name.removesuffix(".tar.gz")
+    unpacked = Tree(folder, tree.toolkit)
     package(unpacked, "bdist_wheel", MLBENCH_CUDA="1")
     assert (unpacked.root / "mlbench_core/ops/pytorch/lib/libmlbench_cuda.so").read_text() == "whole"
     assert len(tree.commands()) == 3
