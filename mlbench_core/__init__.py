@@ -25,6 +25,7 @@ _SUBPACKAGES = (
     "evaluation",
     "lr_scheduler",
     "models",
+    "network",
     "ops",
     "optim",
     "tasks",

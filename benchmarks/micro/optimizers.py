@@ -39,7 +39,7 @@ from _turns import Party
 from _variants import ALONE, DDP, PAIRS, VARIANTS, WORKLOADS
 from _worker import Plan, rotated
 
-from mlbench_core.utils.emulated_network import EmulatedNetwork
+from mlbench_core.network.emulated import EmulatedNetwork
 
 REFERENCES = [ALONE, DDP]
 COPIES = 6  # weights, gradients, momentum, buckets, an error memory, something in flight

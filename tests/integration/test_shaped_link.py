@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from mlbench_core.utils.emulated_network import EmulatedNetwork, bits_per_second
+from mlbench_core.network.emulated import EmulatedNetwork, bits_per_second
 
 REASON = EmulatedNetwork.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"emulated network: {REASON}")

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.tasks import get_task
-from mlbench_core.utils.emulated_network import EmulatedNetwork
 from tests.helpers.processes import environment, wait_for
 
 REASON = EmulatedNetwork.why_not()

@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from mlbench_core.utils.emulated_network import EmulatedNetwork
+from mlbench_core.network.emulated import EmulatedNetwork
 from mlbench_core.utils.pytorch.interfaces import interface_towards, interface_variables, own_addresses
 from tests.helpers.processes import environment
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.utils import emulated_network
-from mlbench_core.utils.emulated_network import EmulatedNetwork, bits_per_second
+from mlbench_core.network import emulated
+from mlbench_core.network.emulated import EmulatedNetwork, bits_per_second
 
 REASON = EmulatedNetwork.why_not()
 needs_namespaces = pytest.mark.skipif(REASON is not None, reason=f"emulated network: {REASON}")
@@ -164,14 +164,14 @@ def test_nothing_is_left_behind_after_an_error() -> None:
 
 @needs_namespaces
 def test_a_link_that_cannot_be_made_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, run = namespaces(), emulated_network._run
+    before, run = namespaces(), emulated._run
 
     def refuse(program: str, *arguments: str) -> str:
         if "p1" in arguments:
             raise ConfigurationError("no more links")
         return run(program, *arguments)
 
-    monkeypatch.setattr(emulated_network, "_run", refuse)
+    monkeypatch.setattr(emulated, "_run", refuse)
     with pytest.raises(ConfigurationError, match="no more links"), EmulatedNetwork(hosts=2):
         pytest.fail("entered")
     assert namespaces() == before
@@ -180,7 +180,7 @@ def test_a_link_that_cannot_be_made_leaves_nothing_behind(monkeypatch: pytest.Mo
 @needs_namespaces
 def test_cleanup_removes_what_a_killed_process_left(network: EmulatedNetwork) -> None:
     code = (
-        "from mlbench_core.utils.emulated_network import EmulatedNetwork\n"
+        "from mlbench_core.network.emulated import EmulatedNetwork\n"
         "with EmulatedNetwork() as network:\n"
         "    child = network.popen(0, ['sleep', '600'])\n"
         "    print(network.namespace(0), child.pid, flush=True)\n"
@@ -243,11 +243,18 @@ def test_bandwidths(text: str | float, rate: int) -> None:
     assert bits_per_second(text) == rate
 
 
+def test_the_former_path_hands_on_the_same_names() -> None:
+    from mlbench_core.utils import emulated_network
+
+    assert emulated_network.EmulatedNetwork is EmulatedNetwork
+    assert emulated_network.bits_per_second is bits_per_second
+
+
 def test_why_not_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert EmulatedNetwork.why_not() == "network namespaces need root"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(emulated_network.shutil, "which", lambda *args, **kwargs: None)
+    monkeypatch.setattr(emulated.shutil, "which", lambda *args, **kwargs: None)
     assert EmulatedNetwork.why_not() == "ip and tc not found: install the package iproute2"
     with pytest.raises(ConfigurationError, match="cannot emulate a network here: ip and tc not found"):
         EmulatedNetwork().__enter__()

@@ -1,0 +1,359 @@
+"""Several hosts on one machine: network namespaces behind a bridge, with links of a chosen bandwidth.
+
+What a compressed optimizer gains shows on slow links, and what a run does when a cable is pulled shows on links that
+can be cut. Linux can do both on one machine, as root, with the programs ``ip`` and ``tc`` (package iproute2). Nothing
+outside the namespaces made here is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mlbench_core.errors import ConfigurationError
+
+__all__ = ["EmulatedNetwork", "bits_per_second"]
+
+PREFIX = "mlbench"
+INTERFACE = "eth0"
+SUBNET = "10.77.0"
+MAX_HOSTS = 250
+BURST_S = 0.005
+SMALLEST_BURST_BYTES = 4096
+UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+_numbers = itertools.count()
+
+
+def bits_per_second(bandwidth: str | float) -> int:
+    """Read a bandwidth.
+
+    Args:
+        bandwidth: Bits per second as a number, or a number with the unit ``bit``, ``kbit``, ``mbit`` or ``gbit``
+            (powers of 1000, as ``tc`` has them).
+
+    Returns:
+        Bits per second.
+
+    Raises:
+        ValueError: It is neither, or less than 8 kbit/s, which is not a packet a second.
+
+    Example:
+        >>> bits_per_second("100mbit")
+        100000000
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)\s*", str(bandwidth).lower())
+    if match:
+        rate = float(match[1]) * UNITS[match[2]]
+    elif isinstance(bandwidth, (int, float)) and not isinstance(bandwidth, bool):
+        rate = float(bandwidth)
+    else:
+        raise ValueError(f"bandwidth must be like '100mbit' or a number of bits per second, not {bandwidth!r}")
+    if not 8_000 <= rate <= 1e12:
+        raise ValueError(f"bandwidth must be from 8 kbit/s to 1000 Gbit/s, not {bandwidth!r}")
+    return int(rate)
+
+
+class EmulatedNetwork:
+    """Hosts with links of equal bandwidth to one switch, on this machine.
+
+    Every host is a network namespace with one interface, ``eth0``; the switch is a bridge in a namespace of its own.
+    Each link is shaped in both directions by a token bucket filter: a transfer of :math:`b` bits over a link of rate
+    :math:`r` takes :math:`b / r` and 6 to 7 percent more, 5 of them for the packets' headers. Memory, disks and
+    processors are those of this machine and shared.
+
+    The namespaces exist inside the ``with`` block. Leaving it, also by an exception, ends the processes that still run
+    in them and removes them. A process that is killed inside the block leaves them behind; :meth:`cleanup` removes
+    what such processes left.
+
+    Args:
+        hosts: Number of hosts, from 1 to 250.
+        bandwidth: Of every link in each direction; see :func:`bits_per_second`.
+        burst: Size of the token bucket in bytes, what a link that was idle takes at once. None: 5 ms' worth.
+        queue_ms: How long a packet may wait before a link drops packets, in milliseconds.
+
+    Raises:
+        ValueError: An argument is out of range.
+        ConfigurationError: On entering, this machine cannot do it (see :meth:`why_not`).
+
+    Example:
+        >>> network = EmulatedNetwork(hosts=2, bandwidth="100mbit")
+        >>> network.address(1)
+        '10.77.0.2'
+        >>> network.environment(1)["GLOO_SOCKET_IFNAME"]
+        'eth0'
+        >>> if EmulatedNetwork.why_not() is None:
+        ...     with network:
+        ...         exit_code = network.popen(1, ["true"]).wait()
+    """
+
+    def __init__(
+        self, hosts: int = 2, bandwidth: str | float = "100mbit", *, burst: int | None = None, queue_ms: float = 50
+    ) -> None:
+        if isinstance(hosts, bool) or not isinstance(hosts, int):
+            raise TypeError(f"hosts must be an integer, not {hosts!r}")
+        if not 1 <= hosts <= MAX_HOSTS:
+            raise ValueError(f"hosts must be from 1 to {MAX_HOSTS}, not {hosts}")
+        if burst is not None and not burst >= SMALLEST_BURST_BYTES:
+            raise ValueError(f"burst must be at least {SMALLEST_BURST_BYTES} bytes, or None, not {burst!r}")
+        if not queue_ms > 0:
+            raise ValueError(f"queue_ms must be positive, not {queue_ms!r}")
+        self.hosts = hosts
+        self._rates = [bits_per_second(bandwidth)] * hosts
+        self._burst = burst
+        self._queue_ms = queue_ms
+        self._name = f"{PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}"
+        self._switch = f"{self._name}-switch"
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._is_up = False
+
+    @staticmethod
+    def why_not() -> str | None:
+        """Tell why this machine cannot emulate a network; None if it can.
+
+        It tries: two namespaces, a pair of interfaces and a filter are made and removed.
+        """
+        if os.name != "posix" or not hasattr(os, "geteuid"):
+            return "network namespaces need Linux"
+        if os.geteuid() != 0:
+            return "network namespaces need root"
+        missing = [program for program in ("ip", "tc") if _find(program) is None]
+        if missing:
+            return f"{' and '.join(missing)} not found: install the package iproute2"
+        trial = EmulatedNetwork(hosts=1)
+        try:
+            trial._set_up()
+        except ConfigurationError as error:
+            return str(error)
+        finally:
+            trial.close()
+        return None
+
+    @staticmethod
+    def cleanup() -> list[str]:
+        """Remove what processes that no longer live left behind, and end what still runs in it.
+
+        Networks of living processes stay, whoever started them.
+
+        Returns:
+            The names of the namespaces removed.
+        """
+        removed = []
+        for name in _namespaces():
+            match = re.fullmatch(rf"{PREFIX}-(\d+)-(\d+)-\d+-\w+", name)
+            if match and _start_time(int(match[1])) != int(match[2]):
+                _remove(name)
+                removed.append(name)
+        return removed
+
+    def __enter__(self) -> EmulatedNetwork:
+        """Make the hosts, the switch and the links."""
+        reason = self.why_not()
+        if reason is not None:
+            raise ConfigurationError(f"cannot emulate a network here: {reason}")
+        try:
+            self._set_up()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End what runs on the hosts and remove everything."""
+        self.close()
+
+    def close(self) -> None:
+        """End what runs on the hosts and remove everything; does nothing the second time."""
+        self._is_up = False
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2)
+        ours = {self._switch, *(self.namespace(host) for host in range(self.hosts))}
+        for name in ours.intersection(_namespaces()):
+            _remove(name)
+        for process in self._processes:
+            process.wait()
+        self._processes.clear()
+
+    def namespace(self, host: int) -> str:
+        """Name of a host's namespace, as ``ip netns`` lists it."""
+        return f"{self._name}-h{self._check(host)}"
+
+    def address(self, host: int) -> str:
+        """A host's IPv4 address."""
+        return f"{SUBNET}.{self._check(host) + 1}"
+
+    def environment(self, host: int, port: int = 29500) -> dict[str, str]:
+        """Environment variables for a run with one worker on each host.
+
+        Args:
+            host: The host; its worker has the same number as rank.
+            port: Where worker 0 listens. Every network has all ports for itself.
+
+        Returns:
+            What torch and Gloo, NCCL read: the master's address and port, rank, world size, and the interface.
+        """
+        return {
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(port),
+            "RANK": str(self._check(host)),
+            "WORLD_SIZE": str(self.hosts),
+            "LOCAL_RANK": "0",
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
+        }
+
+    def popen(
+        self,
+        host: int,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        as_worker: bool = True,
+        **options: Any,
+    ) -> subprocess.Popen[Any]:
+        """Start a process on a host.
+
+        Args:
+            host: The host.
+            argv: Program and arguments.
+            env: Variables on top of this process's own and :meth:`environment`.
+            as_worker: Whether to set :meth:`environment`; False for what finds its place in another way, as torchrun
+                and scripts with ``--hosts`` do.
+            **options: Further arguments of :class:`subprocess.Popen`.
+
+        Returns:
+            The process. Leaving the ``with`` block ends it.
+
+        Raises:
+            ValueError: There is no such host.
+            ConfigurationError: The network is not up: use ``with``.
+        """
+        command = [_program("ip"), "netns", "exec", self._up(host), *argv]
+        place = self.environment(host) if as_worker else {}
+        variables = {**os.environ, **place, **(env or {})}
+        process = subprocess.Popen(command, env=variables, **options)
+        self._processes.append(process)
+        return process
+
+    def cut(self, host: int) -> None:
+        """Pull a host's cable: packets to and from it are lost, its connections stay open until they time out."""
+        self._up(host)
+        _run("ip", "-n", self._switch, "link", "set", f"p{host}", "down")
+
+    def restore(self, host: int) -> None:
+        """Put a host's cable back."""
+        self._up(host)
+        _run("ip", "-n", self._switch, "link", "set", f"p{host}", "up")
+
+    def set_bandwidth(self, bandwidth: str | float, host: int | None = None) -> None:
+        """Change the bandwidth of one host's link, or of all, while they are in use.
+
+        Args:
+            bandwidth: See :func:`bits_per_second`.
+            host: The host; None for all.
+        """
+        rate = bits_per_second(bandwidth)
+        for each in range(self.hosts) if host is None else (host,):
+            self._up(each)
+            self._rates[each] = rate
+            self._shape(each)
+
+    def _check(self, host: int) -> int:
+        if isinstance(host, bool) or not isinstance(host, int) or not 0 <= host < self.hosts:
+            raise ValueError(f"host must be from 0 to {self.hosts - 1}, not {host!r}")
+        return host
+
+    def _up(self, host: int) -> str:
+        """Name of a host's namespace, if the network is up."""
+        name = self.namespace(host)
+        if not self._is_up:
+            raise ConfigurationError("the emulated network is not up: use it inside its with block")
+        return name
+
+    def _set_up(self) -> None:
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "br0", "up")
+        for host in range(self.hosts):
+            self._add_host(host)
+            self._shape(host)
+        self._is_up = True
+
+    def _add_host(self, host: int) -> None:
+        name, port = self.namespace(host), f"p{host}"
+        _run("ip", "netns", "add", name)
+        pair = ("type", "veth", "peer", "name", port, "netns", self._switch)
+        _run("ip", "link", "add", INTERFACE, "netns", name, *pair)
+        _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
+        _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+
+    def _shape(self, host: int) -> None:
+        """Shape a link at both ends: what the host sends, and what the switch sends it."""
+        rate = self._rates[host]
+        burst = self._burst or max(SMALLEST_BURST_BYTES, int(rate / 8 * BURST_S))
+        bucket = ("tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "latency", f"{self._queue_ms}ms")
+        for namespace, device in ((self.namespace(host), INTERFACE), (self._switch, f"p{host}")):
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
+
+
+def _find(program: str) -> str | None:
+    """Path of a program of the administrator, whose folders are not on everybody's PATH."""
+    return shutil.which(program, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
+
+
+def _program(name: str) -> str:
+    path = _find(name)
+    if path is None:
+        raise ConfigurationError(f"{name} not found: install the package iproute2")
+    return path
+
+
+def _run(program: str, *arguments: str) -> str:
+    """Run ``ip`` or ``tc`` and return what it wrote."""
+    done = subprocess.run([_program(program), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ConfigurationError(f"'{program} {' '.join(arguments)}' failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _namespaces() -> list[str]:
+    """Names of the network namespaces there are."""
+    if _find("ip") is None:
+        return []
+    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
+
+
+def _remove(namespace: str) -> None:
+    """Remove a namespace, and first end the processes in it, which would keep it alive."""
+    for pid in _run("ip", "netns", "pids", namespace).split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    _run("ip", "netns", "del", namespace)
+
+
+def _start_time(pid: int) -> int:
+    """When a process started, in the kernel's ticks since boot; 0 where there is none.
+
+    Together with its number it names a process for good: numbers are used again.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
