@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.errors import ConfigurationError, MLBenchError
+from mlbench_core.errors import ConfigurationError, MLBenchError, WorkerError
 from mlbench_core.utils.paths import user_folder
 
 __all__ = ["BACKENDS", "DEFAULT_TIMEOUT_S", "add_run_arguments", "count", "task_main"]
@@ -20,7 +22,8 @@ BACKENDS = ("gloo", "nccl", "mpi")
 DEFAULT_TIMEOUT_S = 1800.0
 """Seconds to wait for other workers, unless ``--timeout`` says otherwise; torch's own default for Gloo."""
 
-_LAUNCHER_VARIABLES = (("OMPI_COMM_WORLD_RANK",), ("PMI_RANK",), ("SLURM_PROCID", "SLURM_NTASKS"))
+_MPIRUN_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_LAUNCHER_VARIABLES = (*((name,) for name in _MPIRUN_RANKS), ("SLURM_PROCID", "SLURM_NTASKS"))
 
 
 def task_main(
@@ -32,15 +35,19 @@ def task_main(
 ) -> None:
     """Read a task's command line, make its folders, and run it.
 
-    Calls ``main_func(run_id, dataset_dir, ckpt_run_dir, output_dir, rank, backend, hosts, validation_only, gpu,
-    light_target)``. Under torchrun rank, hosts and world size come from the environment: the rank is ``RANK``, and
-    hosts is None, which tells ``initialize_backends`` to read the rest there.
+    Calls ``main_func(run_id=..., dataset_dir=..., ckpt_run_dir=..., output_dir=..., rank=..., backend=..., hosts=...,
+    validation_only=..., gpu=..., light_target=...)``: by keyword, so a task may name its parameters in any order. Under
+    torchrun rank, hosts and world size come from the environment: the rank is ``RANK``, and hosts is None, which tells
+    ``initialize_backends`` to read the rest there. Without ``--backend`` it is ``"nccl"`` with ``--gpu``, ``"mpi"``
+    under an mpirun where mpi4py is installed, and ``"gloo"`` otherwise.
+
+    An option may be shortened as long as it stays unambiguous: ``--root-data`` is ``--root-dataset``.
 
     Errors in the arguments end the process with status 2, an :class:`MLBenchError` of the task with status 1, each with
-    one line on standard error.
+    one line on standard error. If another worker was lost, the traceback of the backend's own error comes before it.
 
     Args:
-        main_func: The task.
+        main_func: The task. It takes the ten names above as keyword arguments.
         uid: The task's name in paths: ``<root-dataset>/torch/<uid>``, ``<root-checkpoint>/<uid>/<run_id>`` and
             ``<root-output>/<uid>/<run_id>``.
         argv: Arguments to read instead of those of the process.
@@ -52,7 +59,7 @@ def task_main(
         ValueError: ``uid`` cannot be the name of a folder.
 
     Example:
-        >>> def main(run_id, dataset_dir, ckpt_run_dir, output_dir, rank, backend, *others):
+        >>> def main(run_id, rank, backend, **others):
         ...     print(run_id, rank, backend)
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -81,18 +88,24 @@ def task_main(
         rank, hosts = _rank_and_hosts(args.rank, args.hosts, os.environ)
     except ValueError as error:
         parser.error(str(error))
-    backend = args.backend or ("nccl" if args.gpu else "gloo")
     extra = {} if add_arguments is None else {"args": args}
     try:
-        folders = [
-            _make_folder("--root-dataset", args.root_dataset, "torch", uid),
-            _make_folder("--root-checkpoint", args.root_checkpoint, uid, args.run_id),
-            _make_folder("--root-output", args.root_output, uid, args.run_id),
-        ]
         main_func(
-            args.run_id, *folders, rank, backend, hosts, args.validation_only, args.gpu, args.light_target, **extra
+            run_id=args.run_id,
+            dataset_dir=_make_folder("--root-dataset", args.root_dataset, "torch", uid),
+            ckpt_run_dir=_make_folder("--root-checkpoint", args.root_checkpoint, uid, args.run_id),
+            output_dir=_make_folder("--root-output", args.root_output, uid, args.run_id),
+            rank=rank,
+            backend=args.backend or _default_backend(args.gpu, os.environ),
+            hosts=hosts,
+            validation_only=args.validation_only,
+            gpu=args.gpu,
+            light_target=args.light_target,
+            **extra,
         )
     except MLBenchError as error:
+        if isinstance(error, WorkerError) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         message = " ".join(str(error).split())
         sys.stderr.write(f"{parser.prog}: error: {message}\n")
         raise SystemExit(1) from error
@@ -143,9 +156,17 @@ def _seed(text: str) -> int:
     return int(text)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser for which two spellings of one option do not make its short form ambiguous."""
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """The options that a short form may stand for, each once."""
+        return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
+
+
 def _make_parser() -> argparse.ArgumentParser:
     """The parser of the shared arguments; every name is spelled with ``_`` and with ``-``."""
-    parser = argparse.ArgumentParser(description="Run a benchmark task.", allow_abbrev=False)
+    parser = _Parser(description="Run a benchmark task.")
 
     def add(name: str, **options: Any) -> None:
         spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}"))
@@ -165,7 +186,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "backend",
         type=str.lower,
         choices=BACKENDS,
-        help="communication backend [gloo, with --gpu nccl]",
+        help="communication backend [nccl with --gpu, mpi under mpirun, else gloo]",
     )
     add("hosts", help="the workers' hosts by rank, separated by commas; one entry for each worker")
     return parser
@@ -222,6 +243,17 @@ def _rank_and_hosts(rank: int | None, hosts: str | None, environment: Mapping[st
             "name every worker's host with --hosts, or start the workers with torchrun"
         )
     return 0, None
+
+
+def _default_backend(gpu: bool, environment: Mapping[str, str]) -> str:
+    """The backend of workers that were started without ``--backend``."""
+    if gpu:
+        return "nccl"
+    # srun sets PMI's variables too, without an MPI that could be relied on
+    names = ("OMPI_COMM_WORLD_RANK",) if environment.get("SLURM_PROCID") else _MPIRUN_RANKS
+    if environment.get("RANK") or not any(environment.get(name) for name in names):
+        return "gloo"
+    return "gloo" if importlib.util.find_spec("mpi4py") is None else "mpi"
 
 
 def _torchrun_rank(environment: Mapping[str, str]) -> int:

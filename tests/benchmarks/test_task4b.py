@@ -186,7 +186,7 @@ def test_commands_of_the_readme_are_understood(script: ModuleType, tmp_path: Pat
     roots = [f"--root-{name}={tmp_path}" for name in ("dataset", "checkpoint", "output")]
     for command in commands:
         task_main(
-            lambda *others, args: understood.append(args),
+            lambda args, **others: understood.append(args),
             "task4b",
             argv=[*shlex.split(command), *roots],
             add_arguments=script.add_arguments,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from mlbench_core.utils.pytorch.initialize import initialize_backends
@@ -36,16 +38,25 @@ class TrainFunction(Protocol):
 
 
 def worker_main(
-    train: TrainFunction, prepare: Callable[[argparse.Namespace], object] | None = None
+    train: TrainFunction,
+    prepare: Callable[[argparse.Namespace], object] | None = None,
+    *,
+    keep_memory: bool = True,
 ) -> Callable[..., None]:
     """Make the function that :func:`~mlbench_core.utils.task_args.task_main` calls of the one that trains.
 
-    It connects the workers, seeds the global random generators with ``args.seed``, the same on every worker, trains,
-    and logs on rank 0 whether the goal was reached.
+    It connects the workers, seeds the global random generators with ``args.seed``, the same on every worker, and
+    trains. Rank 0 then logs whether the goal was reached, and writes the tracker's summary to ``summary.json`` in the
+    task's output folder. A run that only validates writes none.
+
+    By default it changes settings of the C library's ``malloc`` for the whole process, for its whole life: freed memory
+    is kept for the next step instead of being given back to the system, so the process stays at its peak size
+    (:func:`~mlbench_core.utils.pytorch.memory.keep_freed_memory`).
 
     Args:
         train: The training.
         prepare: Called with the arguments before the workers are connected, to check or complete them; may be None.
+        keep_memory: Whether to change these settings; False leaves ``malloc`` alone.
 
     Returns:
         The function for ``task_main``, whose parser must have ``--seed``.
@@ -66,7 +77,8 @@ def worker_main(
     ) -> None:
         if prepare is not None:
             prepare(args)
-        keep_freed_memory()
+        if keep_memory:
+            keep_freed_memory()
         with initialize_backends(
             comm_backend=backend,
             hosts=hosts,
@@ -80,6 +92,8 @@ def worker_main(
                 rank, world_size, run_id, dataset_dir, ckpt_run_dir, gpu, light_target, validation_only, args
             )
             if rank == 0 and not validation_only:
+                summary = json.dumps(tracker.summary().to_dict(), indent=2)
+                Path(output_dir, "summary.json").write_text(summary + "\n", encoding="utf-8")
                 logger.info("%s", "goal reached" if tracker.goal_reached else "goal not reached")
 
     return main
