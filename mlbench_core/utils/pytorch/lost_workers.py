@@ -9,6 +9,7 @@ hang, only silence tells.
 from __future__ import annotations
 
 import contextlib
+import dis
 import json
 import os
 import re
@@ -24,14 +25,21 @@ import torch.distributed as dist
 from mlbench_core.errors import WorkerError
 from mlbench_core.utils.pytorch import distributed
 
-__all__ = ["explained", "forget", "introduce", "naming_lost_workers"]
+__all__ = ["explained", "forget", "introduce", "is_failed_communication", "naming_lost_workers"]
 
 SILENCE_S = 5.0
 """How long to wait for a sign of life of workers that cannot be seen to be gone."""
 
-_COMMUNICATION = re.compile(
-    r"\b(gloo|nccl|mpi|connection|socket|timed out|timeout|peer|broken pipe|store)\b", re.IGNORECASE
-)
+_LIBRARIES = ("mlbench_core.", "torch.distributed.")
+"""Modules whose errors may be those of a collective operation, whoever raises them there."""
+
+_COMMUNICATION = re.compile(r"\b(gloo|nccl|mpi|connection|socket|timed out|timeout|peer|broken pipe)\b", re.IGNORECASE)
+"""What a failed collective operation says; asked of errors that come out of one of these libraries."""
+
+_GLOO = re.compile(r"\bgloo/|^Application timeout caused pair closure")
+"""What Gloo says to those who wait for their work themselves, as autograd and a user's ``work.wait()`` do."""
+
+_RAISE = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,9 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def naming_lost_workers() -> Iterator[None]:
-    """Turn a failed communication inside into an error that says who was lost.
+    """Turn the failure of a collective operation inside into an error that says who was lost.
+
+    Any other error passes as it is, whatever its text: a data loader of the user's may time out as well.
 
     Raises:
         WorkerError: Communication failed. The message names the workers that are gone or do not answer; the backend's
@@ -98,11 +108,41 @@ def naming_lost_workers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # what torch and its backends raise
-        if distributed.world_size() == 1 or not _COMMUNICATION.search(str(error)):
+        if distributed.world_size() == 1 or not is_failed_communication(error):
             raise
         raise explained(error) from error
     if _known.of_this_group() and not _known.cards:
         _read_cards()
+
+
+def is_failed_communication(error: RuntimeError) -> bool:
+    """Whether an error was raised by a collective operation, or by the process group's store for one.
+
+    torch has types for some of these errors. Gloo's are plain RuntimeErrors, which come out of compiled code; so the
+    place that raised an error decides, and the text only among those of one place. A ``raise`` statement outside of
+    torch.distributed and of this library is nobody's collective.
+
+    Args:
+        error: The error, as it was caught.
+    """
+    module, by_statement = _origin(error)
+    is_library = module.startswith(_LIBRARIES)
+    if isinstance(error, dist.DistError):
+        return is_library or (isinstance(error, dist.DistBackendError) and not by_statement)
+    if is_library:
+        return bool(_COMMUNICATION.search(str(error)))
+    return not by_statement and bool(_GLOO.search(str(error)))
+
+
+def _origin(error: BaseException) -> tuple[str, bool]:
+    """The module whose code raised an error, and whether a ``raise`` statement did, or a call of compiled code."""
+    place = error.__traceback__
+    if place is None:
+        return "", True
+    while place.tb_next is not None:
+        place = place.tb_next
+    code = place.tb_frame.f_code.co_code
+    return str(place.tb_frame.f_globals.get("__name__", "")), code[place.tb_lasti] in _RAISE
 
 
 def explained(error: Exception) -> WorkerError:
