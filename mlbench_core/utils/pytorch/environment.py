@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.utils.pytorch.interfaces import resolves
 
 __all__ = [
     "DEFAULT_PORT",
@@ -27,6 +29,8 @@ __all__ = [
 
 DEFAULT_PORT = 29500
 """Port of the rendezvous where ``MASTER_PORT`` names none; torchrun's default too."""
+
+_SCONTROL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -271,6 +275,9 @@ class MPIWorldEnvironment(ClusterEnvironment):
 class SlurmEnvironment(ClusterEnvironment):
     """Workers started by SLURM's ``srun``, one for each task; the first node of the step is the rendezvous.
 
+    Its address is ``MASTER_ADDR`` where that is set. Otherwise it is the node's name if the name resolves here, and if
+    not the address by which SLURM reaches the node (``NodeAddr`` of ``scontrol show node``).
+
     Without ``MASTER_PORT`` the port comes from the job's number, so that jobs that share a node keep apart. The shell
     of ``sbatch`` or ``salloc`` itself, which sees the same variables as task 0, is not a worker.
 
@@ -293,7 +300,7 @@ class SlurmEnvironment(ClusterEnvironment):
     def place(self) -> Place:
         size = self._integer("SLURM_STEP_NUM_TASKS" if self._has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS")
         nodes = next((self.environment[name] for name in self._node_lists if self._has(name)), "")
-        address = self.environment.get("MASTER_ADDR") or first_slurm_host(nodes)
+        address = self.environment.get("MASTER_ADDR") or _slurm_address(nodes)
         if not address and size > 1:
             raise ConfigurationError(
                 f"SLURM started {size} tasks, but none of {', '.join(self._node_lists)} names the nodes: "
@@ -322,11 +329,32 @@ def first_slurm_host(nodes: str) -> str:
     """First name in SLURM's short form of a list of nodes; empty for an empty list.
 
     Example:
-        >>> first_slurm_host("gpu-[003-005,9]-ib,login1")
-        'gpu-003-ib'
+        >>> first_slurm_host("gpu-[003-005,9]-ib,login1"), first_slurm_host("r[1-2]n[07-08]")
+        ('gpu-003-ib', 'r1n07')
     """
-    match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes.strip())
-    return "".join(part or "" for part in match.groups()) if match else ""
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group()) if match else ""
+
+
+def _slurm_address(nodes: str) -> str:
+    """Where the first of some nodes can be reached: its name, or what SLURM knows where that does not resolve."""
+    listed = _scontrol("show", "hostnames", nodes).split() if "[" in nodes else []
+    name = listed[0] if listed else first_slurm_host(nodes)
+    if not name or resolves(name):
+        return name
+    known = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))
+    return known.group(1) if known else name
+
+
+def _scontrol(*arguments: str) -> str:
+    """What SLURM's ``scontrol`` answers; empty where it is not there, fails or is silent."""
+    try:
+        done = subprocess.run(
+            ["scontrol", *arguments], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def detect_environment(

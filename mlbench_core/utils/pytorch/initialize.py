@@ -7,6 +7,8 @@ import datetime
 import errno
 import logging
 import os
+import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -24,13 +26,16 @@ from mlbench_core.utils.pytorch.environment import (
     detect_environment,
 )
 from mlbench_core.utils.pytorch.helpers import config_logging, config_path, config_pytorch
-from mlbench_core.utils.pytorch.interfaces import interface_variables
+from mlbench_core.utils.pytorch.interfaces import interface_variables, resolves
 from mlbench_core.utils.pytorch.lost_workers import forget, introduce, naming_lost_workers
 from mlbench_core.utils.pytorch.topology import FCGraph
 
 __all__ = ["initialize_backends"]
 
 _log = logging.getLogger(__name__)
+
+_RESOLVE_S = 20.0
+"""How long the name of rank 0's host may take to appear: a container's is known shortly after the container starts."""
 
 
 @contextlib.contextmanager
@@ -82,10 +87,11 @@ def initialize_backends(
     Raises:
         BackendError: The backend is unknown or cannot be used here.
         MissingDependencyError: The backend is ``mpi``, torch has none built in, and mpi4py is not installed.
-        ConfigurationError: The port is taken, ``use_cuda`` without a GPU, variables that contradict each other or MPI's
-            world, or there is a process group already.
+        ConfigurationError: The port is taken, the host of rank 0 has no address, ``use_cuda`` without a GPU, variables
+            that contradict each other or MPI's world, or there is a process group already.
         WorkerError: The others did not come within ``timeout_s``, or a collective operation in the block failed; the
-            message names the workers that are gone or silent.
+            message names the workers that are gone or silent, and the backend's own error is its cause. Every other
+            error of the block passes as it is.
         ValueError: ``rank`` lies outside ``hosts``, or another argument is wrong.
 
     Example:
@@ -106,6 +112,8 @@ def initialize_backends(
         given = isinstance(environment, (HostsEnvironment, SlurmEnvironment, TorchrunEnvironment))
         environment = MPIWorldEnvironment(environment if given else None, hosts)
     place = environment.place()
+    if comm_backend != "mpi":  # whose workers know each other from mpirun
+        _await_address(environment, place, min(timeout_s, _RESOLVE_S))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_variables({**place.variables(), **interface_variables(place.master_address)}))
         stack.enter_context(_cudnn_restored())
@@ -164,6 +172,29 @@ def _cudnn_restored() -> Iterator[None]:
         yield
     finally:
         cudnn.benchmark, cudnn.deterministic = before
+
+
+def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float) -> None:
+    """Wait until rank 0's host has an address; torch would go on trying until the timeout of the whole run.
+
+    Raises:
+        ConfigurationError: It has none after ``limit_s`` seconds.
+    """
+    if place.master_address is None or place.world_size == 1:
+        return
+    remedies = {
+        HostsEnvironment: "name its IP address in --hosts",
+        TorchrunEnvironment: "give torchrun its --local-addr",
+    }
+    deadline = time.monotonic() + limit_s
+    while not resolves(place.master_address):
+        if time.monotonic() > deadline:
+            remedy = remedies.get(type(environment), "set MASTER_ADDR to its IP address for every worker")
+            raise ConfigurationError(
+                f"the host of rank 0, {place.master_address!r} as {environment.name} says, has no address that "
+                f"{socket.gethostname()} knows: {remedy}"
+            )
+        time.sleep(0.5)
 
 
 def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s: float) -> None:

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-__all__ = ["interface_towards", "interface_variables", "own_addresses"]
+__all__ = ["interface_towards", "interface_variables", "own_addresses", "resolves"]
 
 _VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # NCCL: the whole name
 _DISCARD_PORT = 9
@@ -57,6 +57,23 @@ def interface_towards(address: str) -> str | None:
                 local = probe.getsockname()[0]
                 return None if ipaddress.ip_address(local.partition("%")[0]).is_loopback else _interface_with(local)
     return None
+
+
+def resolves(host: str) -> bool:
+    """Whether this machine knows an address for a host.
+
+    Args:
+        host: Host name or IP address.
+
+    Example:
+        >>> resolves("127.0.0.1"), resolves("no-such-host.invalid")
+        (True, False)
+    """
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        return False
+    return True
 
 
 def own_addresses() -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mlbench_core.errors import ConfigurationError
@@ -139,3 +141,37 @@ def test_variables_of_a_place() -> None:
         "MASTER_ADDR": "a",
         "MASTER_PORT": "5",
     }
+
+
+SCONTROL = """#!/bin/sh
+if [ "$1 $2" = "show hostnames" ]; then
+    case "$3" in "rack[1-2]-n[3-4]") printf 'no-such-host.invalid\\nrack1-n4\\n' ;; *) exit 1 ;; esac
+elif [ "$1 $2 $3" = "show node no-such-host.invalid" ]; then
+    echo "NodeName=no-such-host.invalid Arch=x86_64 CoresPerSocket=1"
+    echo "   NodeAddr={address} NodeHostName=vm Version=22.05.8"
+else
+    exit 1
+fi
+"""
+
+
+@pytest.mark.parametrize(
+    ("address", "variables", "expected"),
+    [
+        ("127.0.0.7", {}, "127.0.0.7"),
+        ("127.0.0.7", {"MASTER_ADDR": "10.1.2.3"}, "10.1.2.3"),
+        ("127.0.0.7", {"SLURM_STEP_NODELIST": "127.0.0.9"}, "127.0.0.9"),  # what resolves is taken as it is
+        (None, {}, "rack1-n3"),  # no scontrol: the name, which initialize_backends then refuses if it must
+    ],
+)
+def test_slurm_says_where_a_node_is_whose_name_does_not_resolve(
+    address: str | None, variables: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if address is not None:
+        script = tmp_path / "scontrol"
+        script.write_text(SCONTROL.replace("{address}", address))
+        script.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        given = SLURM | {"SLURM_STEP_NODELIST": "rack[1-2]-n[3-4]"} | variables
+        assert SlurmEnvironment(given).place().master_address == expected

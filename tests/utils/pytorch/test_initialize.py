@@ -214,3 +214,33 @@ def test_workers_that_do_not_come(rank: int) -> None:
     ):
         pass
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("variables", "hosts", "remedy"),
+    [
+        (
+            {
+                "SLURM_PROCID": "1",
+                "SLURM_NTASKS": "2",
+                "SLURM_STEP_ID": "0",
+                "SLURM_NODELIST": "no-such-host.invalid",
+                "SLURM_JOB_ID": "7",
+            },
+            None,
+            "set MASTER_ADDR to its IP address for every worker",
+        ),
+        ({}, "no-such-host.invalid,b", "name its IP address in --hosts"),
+    ],
+)
+def test_an_address_that_does_not_resolve_is_a_sentence_at_once(
+    variables: dict[str, str], hosts: str | None, remedy: str
+) -> None:
+    os.environ.update(variables)
+    with (
+        mock.patch("mlbench_core.utils.pytorch.initialize._RESOLVE_S", 0.1),
+        pytest.raises(ConfigurationError, match=f"the host of rank 0, 'no-such-host.invalid' as .* knows: {remedy}"),
+        initialize_backends("gloo", hosts, 1 if hosts else -1),
+    ):
+        pass
+    assert not dist.is_initialized()
