@@ -74,19 +74,24 @@ class LocalLauncher(Launcher):
         folder = self._job_folder(job_id)
         self.stop(job_id)  # a database that was thrown away gives the ids of runs that still go on again
         self.remove(job_id)
+        held: socket.socket | None = None
         try:
             (folder / "work").mkdir(parents=True)
             threads = max(1, int(min(job.num_cpus, self._cores / min(job.num_workers, self._cores))))
             env = {"OMP_NUM_THREADS": str(threads), **job.env, **_python_environment(), _FOLDER_VARIABLE: str(folder)}
-            commands = worker_commands(job, folder)
+            held = _hold_port()
+            commands = worker_commands(job, folder, held.getsockname()[1])
             content = {"commands": commands, "env": env, "grace_s": self._grace_s}
             (folder / "job.json").touch(mode=0o600)  # it may hold a token
             (folder / "job.json").write_text(json.dumps(content))
             for note in (*job.notes, f"command: {shlex.join(commands[0]['argv'])}"):
                 append_log(folder / "log.jsonl", None, "system", note)
-            supervisor = self._start_supervisor(folder)
+            supervisor = self._start_supervisor(folder, held)
         except OSError as error:
             raise ConfigurationError(f"cannot start run {job.run_id} in {folder}: {error}") from error
+        finally:
+            if held is not None:
+                held.close()  # the supervisor has it
         _children[supervisor.pid] = supervisor
         write_json(folder / "supervisor.json", {"pid": supervisor.pid, "create_time": _create_time(supervisor.pid)})
         return job_id
@@ -158,7 +163,8 @@ class LocalLauncher(Launcher):
             raise ValueError(f"{job_id!r} is no job of the local launcher (local-NUMBER)")
         return self._folder / match.group(1)
 
-    def _start_supervisor(self, folder: Path) -> subprocess.Popen[bytes]:
+    def _start_supervisor(self, folder: Path, held: socket.socket) -> subprocess.Popen[bytes]:
+        """Start the run's supervisor, which keeps the port held as long as it lives."""
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         with (folder / "supervisor.log").open("ab") as log:
@@ -170,6 +176,7 @@ class LocalLauncher(Launcher):
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                pass_fds=[held.fileno()],
             )
 
     def _supervisor(self, folder: Path) -> psutil.Process | None:
@@ -221,12 +228,13 @@ class LogIndex:
         return LogPage(lines, max(since_line, number) if lines else since_line)
 
 
-def worker_commands(job: Job, folder: Path) -> list[dict[str, Any]]:
+def worker_commands(job: Job, folder: Path, port: int = 29500) -> list[dict[str, Any]]:
     """The processes of a job.
 
     Args:
         job: What to start.
         folder: The run's folder.
+        port: Where the workers meet, unless torchrun brings them together.
 
     Returns:
         Each with ``argv``, ``env`` and ``rank``; a single one with rank None where torchrun or mpirun starts the
@@ -243,16 +251,16 @@ def worker_commands(job: Job, folder: Path) -> list[dict[str, Any]]:
     is_script = argv[0].endswith(".py")
     if not job.all_nodes:
         own = [sys.executable, *argv] if is_script else argv
-        return [{"argv": _ranked(own, 0), "env": _meeting_point(), "rank": 0}]
+        return [{"argv": _ranked(own, 0), "env": _meeting_point(port), "rank": 0}]
     if job.backend == "mpi":
-        return [_mpi_command(job, [sys.executable, *argv] if is_script else argv)]
+        return [_mpi_command(job, [sys.executable, *argv] if is_script else argv, port)]
     if is_script and not any(mark in job.command for mark in ("{rank}", "{hosts}")):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         options = ["--nproc-per-node", str(job.num_workers), "--role", "worker", "--tee", "3"]
         return [{"argv": [*torchrun, *options, "--log-dir", str(folder / "torchrun"), *argv], "env": {}, "rank": None}]
     if is_script:
         argv = [sys.executable, *argv]
-    meeting = _meeting_point()
+    meeting = _meeting_point(port)
     return [
         {
             "argv": _ranked(argv, rank),
@@ -269,19 +277,18 @@ def worker_commands(job: Job, folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _mpi_command(job: Job, argv: list[str]) -> dict[str, Any]:
+def _mpi_command(job: Job, argv: list[str], port: int) -> dict[str, Any]:
     """The one process that starts all workers of a job with the backend ``mpi``; ranks come from MPI."""
     if is_mpirun(argv[0]):  # the user's own
-        return {"argv": argv, "env": _meeting_point(), "rank": None}
+        return {"argv": argv, "env": _meeting_point(port), "rank": None}
     has_rank = any("{rank}" in word for word in argv)
     workers = [_ranked(argv, rank) for rank in range(job.num_workers)] if has_rank else [argv]
     command, prefix = mpirun_command(job.num_workers, workers)
-    return {"argv": command, "env": _meeting_point(), "rank": None, "prefix": prefix}
+    return {"argv": command, "env": _meeting_point(port), "rank": None, "prefix": prefix}
 
 
-def _meeting_point() -> dict[str, str]:
-    """Where the workers of one run meet, apart from those of other runs on this machine."""
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+def _meeting_point(port: int) -> dict[str, str]:
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _ranked(argv: list[str], rank: int) -> list[str]:
@@ -314,10 +321,16 @@ def _python_environment() -> dict[str, str]:
     return env
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _hold_port() -> socket.socket:
+    """Take a free port, and keep it from every other program until the socket is closed in all processes.
+
+    The socket does not listen, and lets addresses be reused as torch's store does: so rank 0 can listen on the port,
+    while the system gives it to nobody who asks for a free one.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def _usable_cores() -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -210,6 +213,54 @@ def test_torchrun_starts_scripts_and_only_scripts(tmp_path: Path) -> None:
     ranked = commands("main.py --rank {rank}")
     assert [command["argv"][1:] for command in ranked] == [["main.py", "--rank", "0"], ["main.py", "--rank", "1"]]
     assert commands("echo '$HOME; {rank}'")[1]["argv"] == ["echo", "$HOME; 1"]
+
+
+MEETING = """
+import os, socket, sys, time
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if sys.argv[1] == "0":
+    with socket.create_server(place) as server:
+        server.accept()[0].sendall(b"met")
+else:
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            print(socket.create_connection(place, timeout=5).recv(3).decode())
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+"""
+
+
+def test_nobody_takes_the_workers_port_before_they_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program tries to between the choice of the port and the start of the workers, and afterwards."""
+    script = tmp_path / "meet.py"
+    script.write_text(MEETING)
+    launcher = LocalLauncher(tmp_path / "runs")
+    rival = socket.socket()
+    refused = []
+
+    def take_port(self: LocalLauncher, folder: Path, *others: Any) -> Any:
+        commands = json.loads((folder / "job.json").read_text())["commands"]
+        try:
+            rival.bind(("127.0.0.1", int(commands[0]["env"]["MASTER_PORT"])))
+            rival.listen()
+        except OSError as error:
+            refused.append(error.errno)
+        return start(self, folder, *others)
+
+    start = LocalLauncher._start_supervisor
+    monkeypatch.setattr(LocalLauncher, "_start_supervisor", take_port)
+    job = launcher.start(Job(run_id=1, name="a", command=f"{script} {{rank}}", num_workers=2))
+    try:
+        wait_for(lambda: launcher.poll(job).state != "running", 30, "the run")
+        assert refused == [errno.EADDRINUSE]
+        assert launcher.poll(job).state == "finished", launcher.logs(job).lines
+        assert "met" in [line["text"] for line in launcher.logs(job).lines]
+    finally:
+        rival.close()
+        launcher.stop(job)
 
 
 def test_the_log_index_reads_from_any_line_and_waits_for_whole_ones(tmp_path: Path) -> None:
