@@ -11,6 +11,7 @@ Example:
 
 from __future__ import annotations
 
+from mlbench_core import _tensorflow
 from mlbench_core._lazy import lazy_subpackages
 
 __version__ = "4.0.0.dev0"
@@ -23,6 +24,7 @@ _SUBPACKAGES = (
     "dataset",
     "errors",
     "evaluation",
+    "install_cuda_extensions",
     "lr_scheduler",
     "models",
     "network",
@@ -36,6 +38,8 @@ __all__ = ["__version__", *_SUBPACKAGES]
 
 
 __getattr__ = lazy_subpackages(__name__, *_SUBPACKAGES)
+
+_tensorflow.install()
 
 
 def __dir__() -> list[str]:

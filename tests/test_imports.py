@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ FRAMEWORK_FREE = [
     "mlbench_core.evaluation.goals",
     "mlbench_core.evaluation.latency",
     "mlbench_core.evaluation.latency_report",
+    "mlbench_core.install_cuda_extensions",
     "mlbench_core.network.emulated",
     "mlbench_core.ops",
     "mlbench_core.tasks",
@@ -58,3 +60,62 @@ def test_unknown_attribute_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = mlbench_core.nonsense
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import mlbench_core.controlflow.tensorflow",
+        "import mlbench_core.controlflow.tensorflow.train_validation",
+        "from mlbench_core.controlflow import tensorflow",
+        "from mlbench_core.dataset.imagerecognition.tensorflow import DatasetCifar",
+        "from mlbench_core.evaluation.tensorflow.metrics import TopKAccuracy",
+        "from mlbench_core.models.tensorflow.resnet_model import Cifar10Model",
+        "import mlbench_core.lr_scheduler.tensorflow",
+        "import mlbench_core.utils.tensorflow",
+    ],
+)
+def test_tensorflow_is_one_sentence(statement: str) -> None:
+    with pytest.raises(
+        ImportError, match=r"^mlbench_core\.[a-z_.]+\.tensorflow does not exist: TensorFlow is not supported"
+    ):
+        exec(statement)
+
+
+def test_the_sentence_on_tensorflow_stays_out_of_the_way_of_other_imports() -> None:
+    import mlbench_core.controlflow
+
+    assert not hasattr(mlbench_core.controlflow, "tensorflow")
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'mlbench_core\.nonsense'"):
+        import mlbench_core.nonsense  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'my_tensorflow'"):
+        import my_tensorflow  # noqa: F401
+
+
+def test_names_that_version_3_exported_from_packages() -> None:
+    from mlbench_core.dataset.util.pytorch import DataPartitioner, Partitioner
+    from mlbench_core.utils import pytorch
+    from mlbench_core.utils.pytorch import helpers
+
+    assert issubclass(DataPartitioner, Partitioner)
+    with pytest.raises(TypeError, match="abstract"):
+        Partitioner()  # type: ignore[abstract]
+    for name in ("config_logging", "config_path", "config_pytorch"):
+        assert getattr(pytorch, name) is getattr(helpers, name)
+
+
+def test_install_cuda_extensions_compiles_in_a_checkout_or_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unittest import mock
+
+    from mlbench_core import install_cuda_extensions
+
+    with mock.patch.object(install_cuda_extensions, "_checkout", return_value=None):
+        assert install_cuda_extensions.main() == 1
+    assert "compiled in a checkout of the sources" in capsys.readouterr().err
+    folder = tmp_path / "checkout"
+    (folder / "csrc").mkdir(parents=True)
+    (folder / "setup.py").write_text("import sys; raise SystemExit(sys.argv[1:] != ['build_cuda'])")
+    with mock.patch.object(install_cuda_extensions, "_checkout", return_value=folder):
+        assert install_cuda_extensions.main() == 0

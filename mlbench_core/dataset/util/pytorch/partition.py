@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
-__all__ = ["DataPartitioner", "Partition", "partition_dataset_by_rank", "stratified_split"]
+__all__ = ["DataPartitioner", "Partition", "Partitioner", "partition_dataset_by_rank", "stratified_split"]
 
 
 class Partition(Dataset):
@@ -74,7 +75,22 @@ class Partition(Dataset):
         return f"{type(self).__name__}({len(self)} of the {len(self.data)} samples of {type(self.data).__name__})"
 
 
-class DataPartitioner:
+class Partitioner(ABC):
+    """What cuts a data set into parts; the base of a partitioner of your own."""
+
+    @abstractmethod
+    def use(self, partition_ind: int) -> Partition:
+        """Return one of the parts.
+
+        Args:
+            partition_ind: Its position among the parts, from 0.
+
+        Raises:
+            ValueError: There is no such part.
+        """
+
+
+class DataPartitioner(Partitioner):
     """Cut a data set into parts of given shares.
 
     The bounds are the rounded cumulative shares, so equal shares give sizes that differ by at most 1, and shares that

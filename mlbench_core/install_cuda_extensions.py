@@ -1,0 +1,39 @@
+"""Compile the CUDA kernels, by the name that this had in version 3.0.
+
+``python -m mlbench_core.install_cuda_extensions`` is ``python setup.py build_cuda`` in the checkout that this package is
+imported from; docs/cuda.md is the manual. The library works without the kernels.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Compile what changed.
+
+    Returns:
+        The exit status: 0, or another one after one line on standard error that says what is missing.
+    """
+    checkout = _checkout()
+    if checkout is None:
+        sys.stderr.write(
+            "error: the CUDA kernels are compiled in a checkout of the sources, which an installed package does not "
+            "carry: run MLBENCH_CUDA=1 pip install --no-build-isolation . there\n"
+        )
+        return 1
+    return subprocess.call([sys.executable, "setup.py", "build_cuda"], cwd=checkout)
+
+
+def _checkout() -> Path | None:
+    """The checkout that this package is imported from, or None."""
+    root = Path(__file__).resolve().parents[1]
+    return root if (root / "setup.py").is_file() and (root / "csrc").is_dir() else None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
