@@ -87,9 +87,9 @@ def test_the_sentence_on_tensorflow_stays_out_of_the_way_of_other_imports() -> N
 
     assert not hasattr(mlbench_core.controlflow, "tensorflow")
     with pytest.raises(ModuleNotFoundError, match=r"^No module named 'mlbench_core\.nonsense'"):
-        import mlbench_core.nonsense  # noqa: F401
-    with pytest.raises(ModuleNotFoundError, match="^No module named 'my_tensorflow'"):
-        import my_tensorflow  # noqa: F401
+        import mlbench_core.nonsense
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'my_tensorflow'"):
+        import my_tensorflow
 
 
 def test_names_that_version_3_exported_from_packages() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from mlbench_core.models.pytorch.resnet import get_resnet_model, resnet18_bkj
+from mlbench_core.models.pytorch.resnet import get_resnet_model, resnet18_32x32
 from mlbench_core.models.pytorch.vgg import VGG
 from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
 from mlbench_core.utils.pytorch.memory import keep_freed_memory
@@ -64,7 +64,7 @@ WORKLOADS = {
     "resnet20": Workload(
         "ResNet-20, batch 128", lambda: get_resnet_model("resnet20", 2, "fp32", num_classes=10), (128, *IMAGE), 2
     ),
-    "resnet18": Workload("ResNet-18 (32x32), batch 8", lambda: resnet18_bkj(10), (8, *IMAGE), 4),
+    "resnet18": Workload("ResNet-18 (32x32), batch 8", lambda: resnet18_32x32(10), (8, *IMAGE), 4),
     "vgg11": Workload("VGG11, batch 16", lambda: VGG("VGG11"), (16, *IMAGE), 4),
     "mlp": Workload("MLP, 19.7 million parameters, batch 16", make_mlp, (16, 3072), 10),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import itertools
 import logging
@@ -11,11 +12,21 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mlbench_core import _torchvision, errors
 from mlbench_core.models.pytorch.linear_models import LinearRegression, LogisticRegression
-from mlbench_core.models.pytorch.resnet import PaddedIdentity, ResNetCIFAR, get_resnet_model, resnet18_bkj
+from mlbench_core.models.pytorch.resnet import (
+    BasicBlockV1,
+    BasicBlockV2,
+    PaddedIdentity,
+    ResNet18CIFAR10,
+    ResNetCIFAR,
+    get_resnet_model,
+    resnet18_32x32,
+    resnet18_bkj,
+)
 from mlbench_core.models.pytorch.vgg import VGG
 
 try:  # here, because importing torchvision sets environment variables of torch's compiler
@@ -165,7 +176,7 @@ def test_weights_come_from_the_global_generator_which_is_never_seeded() -> None:
 
 
 def test_initial_weights_have_the_variance_of_he_et_al() -> None:
-    convolution = resnet18_bkj(10).stages[3][1].residual[0]
+    convolution = resnet18_32x32(10).stages[3][1].residual[0]
     fan_out = 512 * 9
     assert convolution.weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.01)
 
@@ -198,6 +209,17 @@ def test_named_cifar_models_honour_num_classes(size: int) -> None:
     assert count(model) == expected_resnet(size, 2, False, "B", 100)
 
 
+def test_num_classes_left_out_is_10_for_small_images_and_1000_for_imagenet() -> None:
+    for size in (20, 32, 44, 56, 110):
+        assert get_resnet_model(f"resnet{size}", 1, "fp32").classifier.out_features == 10
+    assert get_resnet_model("resnet18", 2, "fp32").classifier.out_features == 10
+    assert get_resnet_model("resnet18_imagenet", 1, "fp32").fc.out_features == 1000
+    assert get_resnet_model("resnet34", 1, "fp32").fc.out_features == 1000
+    for name in ("resnet20", "resnet18"):  # the very number of the signature, given
+        assert get_resnet_model(name, 2, "fp32", num_classes=1000).classifier.out_features == 1000
+    assert inspect.signature(get_resnet_model).parameters["num_classes"].default == 1000
+
+
 def test_named_model_gives_as_many_scores_as_classes() -> None:
     assert get_resnet_model("resnet20", 1, "fp32", num_classes=100)(torch.randn(2, 3, 32, 32)).shape == (2, 100)
 
@@ -215,7 +237,8 @@ def test_named_model_has_the_dtype(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("resnet19", 1, "fp32"), "model is 'resnet19'; allowed: resnet20, .*resnet110, resnet18, .*resnet152"),
+        (("resnet19", 1, "fp32"), "model is 'resnet19'; allowed: resnet20, .*resnet110, resnet18, .*resnet18_imagenet"),
+        (("resnet20_imagenet", 1, "fp32"), "model is 'resnet20_imagenet'"),
         (("vgg20", 1, "fp32"), "model is 'vgg20'"),
         (("resnet20", 4, "fp32"), "version is 4"),
         (("resnet20", 1, "fp8"), "dtype is 'fp8'; allowed: fp16, bf16, fp32, fp64"),
@@ -228,9 +251,9 @@ def test_bad_names(arguments: tuple, message: str) -> None:
 
 def test_imagenet_model_comes_from_torchvision(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        model = get_resnet_model("resnet18", 1, "fp32", num_classes=5)
+        model = get_resnet_model("resnet18_imagenet", 1, "fp32", num_classes=5)
         assert not caplog.records
-        get_resnet_model("resnet18", 2, "fp32", num_classes=5)
+        get_resnet_model("resnet18_imagenet", 2, "fp32", num_classes=5)
     assert "exists in version 1 only" in caplog.text
     # 11,689,512 parameters with 1000 classes (torchvision's table)
     assert count(model) == 11_689_512 - 995 * 513
@@ -270,7 +293,7 @@ def test_other_failures_of_the_import_are_shown(monkeypatch: pytest.MonkeyPatch)
 def test_missing_torchvision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(errors.MissingDependencyError, match=r"pip install 'mlbench-core\[vision\]'"):
-        get_resnet_model("resnet18", 1, "fp32")
+        get_resnet_model("resnet34", 1, "fp32")
 
 
 def test_torchvision_loads_once_and_leaves_its_operators_alone() -> None:
@@ -278,8 +301,50 @@ def test_torchvision_loads_once_and_leaves_its_operators_alone() -> None:
     assert _torchvision.load("transforms").RandomCrop(32).size == (32, 32)
 
 
-def test_resnet18_for_small_images() -> None:
-    model = resnet18_bkj(10)
+def test_resnet18_by_name_is_the_pre_activation_network_for_small_images(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        model = get_resnet_model("resnet18", 2, "fp32", num_classes=7)
+        assert not caplog.records
+        get_resnet_model("resnet18", 1, "fp32")
+    assert "resnet18 exists in version 2 only; version 1 was asked for" in caplog.text
+    assert isinstance(model, ResNet18CIFAR10) and isinstance(resnet18_bkj(7), ResNet18CIFAR10)
+    blocks = width = 0
+    before = 64
+    for width in (64, 128, 256, 256):  # per stage: two blocks, the first with a projection from the second stage on
+        blocks += before * width * 9 + 3 * width * width * 9 + 2 * (before + 3 * width)
+        blocks += 0 if width == 64 else before * width
+        before = width
+    assert count(model) == 3 * 64 * 9 + 2 * 64 + blocks + 7 * (2 * 256 + 1)
+    assert count(resnet18_bkj(10)) == 5_205_962
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 7)
+
+
+def test_resnet18_by_name_computes_what_its_blocks_say() -> None:
+    """Pre-activation written out; the classifier sees the mean of each channel, then the maximum."""
+    model = resnet18_bkj(10).eval()
+    x = torch.randn(2, 3, 32, 32)
+    y = model.stem(x)
+    for stage in model.stages:
+        for block in stage:
+            active = F.relu(block.activation[0](y))
+            first, norm, _, second = block.residual
+            around = y if block.shortcut is None else block.shortcut(active)
+            y = around + second(F.relu(norm(first(active))))
+    assert y.shape == (2, 256, 4, 4)
+    pooled = torch.cat([F.adaptive_avg_pool2d(y, 1), F.adaptive_max_pool2d(y, 1)], dim=1).flatten(1)
+    torch.testing.assert_close(model(x), model.classifier(pooled))
+
+
+def test_the_blocks_have_the_names_of_version_3() -> None:
+    x = torch.randn(2, 16, 8, 8)
+    assert BasicBlockV1(16, 32, 2)(x).shape == BasicBlockV2(16, 32, 2)(x).shape == (2, 32, 4, 4)
+    assert BasicBlockV1(16, 16)(x).min() == 0 > BasicBlockV2(16, 16)(x).min()
+    assert isinstance(ResNetCIFAR(8, False, 10, 1).stages[0][0], BasicBlockV1)
+    assert isinstance(ResNetCIFAR(8, False, 10, 2).stages[0][0], BasicBlockV2)
+
+
+def test_resnet18_of_the_paper_for_small_images() -> None:
+    model = resnet18_32x32(10)
     # stem, then per stage the first block (with a projection from the second stage on) and the second block
     blocks = 0
     width = 64

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 
 from mlbench_core.models.pytorch._init import initialize
 
-__all__ = ["ResNetCIFAR", "get_resnet_model", "resnet18_bkj"]
+__all__ = [
+    "BasicBlockV1",
+    "BasicBlockV2",
+    "ResNet18CIFAR10",
+    "ResNetCIFAR",
+    "get_resnet_model",
+    "resnet18_32x32",
+    "resnet18_bkj",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -29,7 +37,9 @@ _DEFAULT_RESNETCIFAR_VERSION = 1
 _VERSIONS = (1, 2)
 _SHORTCUTS = ("A", "B")
 _CIFAR_SIZES = (20, 32, 44, 56, 110)
+_CIFAR_CLASSES = 10
 _IMAGENET_SIZES = (18, 34, 50, 101, 152)
+_ON_IMAGENET = "_imagenet"  # ends the name of ImageNet's ResNet-18, since resnet18 is a network for 32x32 images
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -84,7 +94,9 @@ class BlockV1(nn.Module):
         shortcut: ``"A"`` or ``"B"``.
     """
 
-    def __init__(self, width_in: int, width: int, stride: int, bottleneck: bool, shortcut: str) -> None:
+    def __init__(
+        self, width_in: int, width: int, stride: int = 1, bottleneck: bool = False, shortcut: str = "B"
+    ) -> None:
         super().__init__()
         self.shortcut = _shortcut(width_in, 4 * width if bottleneck else width, stride, shortcut, norm=True)
         convolutions = _convolutions(width_in, width, stride, bottleneck)
@@ -115,7 +127,13 @@ class BlockV2(nn.Module):
     """
 
     def __init__(
-        self, width_in: int, width: int, stride: int, bottleneck: bool, shortcut: str, first: bool = False
+        self,
+        width_in: int,
+        width: int,
+        stride: int = 1,
+        bottleneck: bool = False,
+        shortcut: str = "B",
+        first: bool = False,
     ) -> None:
         super().__init__()
         self.shortcut = _shortcut(width_in, 4 * width if bottleneck else width, stride, shortcut, norm=False)
@@ -134,6 +152,9 @@ class BlockV2(nn.Module):
         if self.shortcut is not None:
             around = self.shortcut(around)
         return around + self.residual(active)
+
+
+BasicBlockV1, BasicBlockV2 = BlockV1, BlockV2  # as version 3.0 called them; their bottlenecks are an argument here
 
 
 def _convolutions(width_in: int, width: int, stride: int, bottleneck: bool) -> list[nn.Conv2d]:
@@ -251,8 +272,69 @@ class ResNetCIFAR(_ResNet32):
         super().__init__((16, 32, 64), blocks, bottleneck, num_classes, version, shortcut)
 
 
-def resnet18_bkj(num_classes: int) -> nn.Module:
-    """ResNet-18 for 32x32 images: widths 64 to 512, a 3x3 convolution first, and no max pooling.
+class ResNet18CIFAR10(nn.Module):
+    """The pre-activation ResNet-18 of a DAWNBench entry of 2017 for CIFAR-10, whose last stage is 256 wide.
+
+    A 3x3 convolution, four stages of two :class:`BlockV2` each with widths 64, 128, 256 and 256, and a linear layer on
+    the average and the maximum of each channel. There is no batch norm after the last block. With 10 classes there are
+    5,205,962 parameters.
+
+    Args:
+        num_classes: Number of classes, at least 1.
+
+    Raises:
+        ValueError: ``num_classes`` is below 1.
+
+    References:
+        Coleman et al., DAWNBench: An End-to-End Deep Learning Benchmark and Competition, 2017; the entry
+        "ResNet18" of bkj.
+    """
+
+    def __init__(self, num_classes: int = _CIFAR_CLASSES) -> None:
+        super().__init__()
+        if num_classes < 1:
+            raise ValueError(f"num_classes is {num_classes}; there must be at least 1 class")
+        widths = (64, 128, 256, 256)
+        self.stem = nn.Sequential(_conv3x3(3, widths[0]), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True))
+        self.stages = nn.Sequential(
+            *(
+                nn.Sequential(BlockV2(before, width, 1 if index == 0 else 2), BlockV2(width, width))
+                for index, (before, width) in enumerate(zip((widths[0], *widths), widths, strict=False))
+            )
+        )
+        self.classifier = nn.Linear(2 * widths[-1], num_classes)
+        initialize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores before the softmax.
+
+        Args:
+            x: Images, shape (batch, 3, 32, 32).
+
+        Returns:
+            Scores, shape (batch, num_classes).
+        """
+        x = self.stages(self.stem(x))
+        return self.classifier(torch.cat([x.mean(dim=(2, 3)), x.amax(dim=(2, 3))], dim=1))
+
+
+def resnet18_bkj(num_classes: int) -> ResNet18CIFAR10:
+    """Build a :class:`ResNet18CIFAR10`.
+
+    Args:
+        num_classes: Number of classes, at least 1.
+
+    Returns:
+        The network; it maps (batch, 3, 32, 32) to (batch, num_classes).
+
+    Raises:
+        ValueError: ``num_classes`` is below 1.
+    """
+    return ResNet18CIFAR10(num_classes)
+
+
+def resnet18_32x32(num_classes: int) -> nn.Module:
+    """Build the ResNet-18 of He et al. 2015 for 32x32 images: widths 64 to 512, a 3x3 convolution, no max pooling.
 
     Args:
         num_classes: Number of classes, at least 1. With 10 there are 11,173,962 parameters.
@@ -266,19 +348,24 @@ def resnet18_bkj(num_classes: int) -> nn.Module:
     return _ResNet32((64, 128, 256, 512), 2, bottleneck=False, num_classes=num_classes, version=1, shortcut="B")
 
 
+class _NotGiven(int):
+    """A number that stands in a signature and can be told from the same number given by a caller."""
+
+
 def get_resnet_model(
-    model: str, version: int, dtype: str, num_classes: int = 1000, use_cuda: bool = False
+    model: str, version: int, dtype: str, num_classes: int = _NotGiven(1000), use_cuda: bool = False
 ) -> nn.Module:
     """Build a ResNet by name.
 
     Args:
-        model: ``"resnet20"``, ``"resnet32"``, ``"resnet44"``, ``"resnet56"`` and ``"resnet110"`` for 32x32 images;
-            ``"resnet18"``, ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and ``"resnet152"`` for ImageNet (from
-            torchvision, without pretrained weights).
-        version: 1 or 2, see :class:`ResNetCIFAR`. The networks for ImageNet exist in version 1 only; asked for another,
-            they say so in the log.
+        model: For 32x32 images ``"resnet20"``, ``"resnet32"``, ``"resnet44"``, ``"resnet56"``, ``"resnet110"``
+            (:class:`ResNetCIFAR`) and ``"resnet18"`` (:class:`ResNet18CIFAR10`). For ImageNet, from torchvision without
+            pretrained weights, ``"resnet18_imagenet"``, ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and
+            ``"resnet152"``.
+        version: 1 or 2, see :class:`ResNetCIFAR`. resnet18 exists in version 2 only and the networks for ImageNet in
+            version 1; asked for another, they say so in the log.
         dtype: Type of the parameters: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``.
-        num_classes: Number of classes; note that the default is ImageNet's.
+        num_classes: Number of classes. If it is left out, a network for 32x32 images has 10 and one for ImageNet 1000.
         use_cuda: Whether to put the network on the current GPU.
 
     Returns:
@@ -289,6 +376,8 @@ def get_resnet_model(
         MissingDependencyError: A network for ImageNet was asked for and torchvision is not installed.
 
     Example:
+        >>> get_resnet_model("resnet20", 1, "fp32").classifier.out_features
+        10
         >>> get_resnet_model("resnet20", 1, "fp32", num_classes=100).classifier.out_features
         100
     """
@@ -296,15 +385,22 @@ def get_resnet_model(
         raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}")
     if version not in _VERSIONS:
         raise ValueError(f"version is {version!r}; allowed: 1 (He et al. 2015) and 2 (He et al. 2016)")
-    match = re.fullmatch(r"resnet[-_]?(\d+)", str(model).lower())
+    name = str(model).lower()
+    match = re.fullmatch(r"resnet[-_]?(\d+)", name.removesuffix(_ON_IMAGENET))
     size = int(match.group(1)) if match else 0
-    if size in _CIFAR_SIZES:
-        network: nn.Module = ResNetCIFAR(size, bottleneck=False, num_classes=num_classes, version=version)
-    elif size in _IMAGENET_SIZES:
+    on_imagenet = size in _IMAGENET_SIZES and (size != 18 or name.endswith(_ON_IMAGENET))
+    if not on_imagenet and isinstance(num_classes, _NotGiven):
+        num_classes = _CIFAR_CLASSES
+    if on_imagenet:
         network = _imagenet_model(size, version, num_classes)
+    elif name.endswith(_ON_IMAGENET) or size not in (18, *_CIFAR_SIZES):
+        sizes = ", ".join(f"resnet{size}" for size in (*_CIFAR_SIZES, *_IMAGENET_SIZES))
+        raise ValueError(f"model is {model!r}; allowed: {sizes} and resnet18{_ON_IMAGENET}")
+    elif size == 18:
+        _note_version(name, version, 2)
+        network = ResNet18CIFAR10(num_classes)
     else:
-        allowed = ", ".join(f"resnet{size}" for size in (*_CIFAR_SIZES, *_IMAGENET_SIZES))
-        raise ValueError(f"model is {model!r}; allowed: {allowed}")
+        network = ResNetCIFAR(size, bottleneck=False, num_classes=num_classes, version=version)
     network = network.to(dtype=_DTYPES[dtype])
     return network.cuda() if use_cuda else network
 
@@ -313,6 +409,12 @@ def _imagenet_model(size: int, version: int, num_classes: int) -> nn.Module:
     """A network of torchvision."""
     from mlbench_core import _torchvision
 
-    if version != 1:
-        _logger.warning("resnet%d for ImageNet exists in version 1 only; version %s was asked for", size, version)
-    return getattr(_torchvision.load("models"), f"resnet{size}")(num_classes=num_classes)
+    _note_version(f"resnet{size} for ImageNet", version, 1)
+    network: nn.Module = getattr(_torchvision.load("models"), f"resnet{size}")(num_classes=int(num_classes))
+    return network
+
+
+def _note_version(name: str, version: int, only: int) -> None:
+    """Say that a network does not exist in the version that was asked for."""
+    if version != only:
+        _logger.warning("%s exists in version %d only; version %s was asked for", name, only, version)
