@@ -37,7 +37,7 @@ class PerImage(Dataset):
 
         transforms = _torchvision.load("transforms")
         self.to_image: Callable[[Any], Any] = Image.fromarray
-        self.data, self.targets = dataset.data, dataset.targets.tolist()
+        self.data, self.targets = dataset.data, dataset.targets
         self.transform = transforms.Compose(
             [
                 transforms.RandomCrop(32, padding=4),

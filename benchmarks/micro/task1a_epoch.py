@@ -51,7 +51,7 @@ def load(folder: Path | None) -> tuple[np.ndarray, np.ndarray, str]:
     """Images, labels, and what they are."""
     if folder is not None:
         dataset = CIFAR10V1(folder, partial=True)
-        return dataset.data, dataset.targets.numpy(), f"{len(dataset):,} images of CIFAR-10"
+        return dataset.data, np.array(dataset.targets), f"{len(dataset):,} images of CIFAR-10"
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (10_000, 32, 32, 3), dtype=np.uint8)
     return images, generator.integers(0, 10, 10_000), "10,000 images of random bytes"

@@ -7,6 +7,7 @@ import hashlib
 import lzma
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,7 +156,45 @@ def test_loader_batches_equal_single_samples() -> None:
     assert labels.tolist() == list(range(6))
     partition = Partition(dataset, [4, 2])
     assert next(iter(DataLoader(partition, batch_size=2)))[1].tolist() == [4, 2]
-    assert partition.targets.tolist() == [4, 2]
+    assert partition.targets == [4, 2]
+
+
+def test_a_transform_takes_the_place_of_augmentation_and_normalization() -> None:
+    dataset = tiny(4, Augmentation())
+    seen = []
+
+    def first_pixel(image: Any) -> torch.Tensor:
+        seen.append((image.mode, image.size))
+        return torch.tensor(image.getpixel((0, 1)), dtype=torch.float32)
+
+    dataset.transform = first_pixel
+    expected = dataset.images[:, :, 1, 0].float()
+    assert torch.equal(dataset[2][0], expected[2])
+    assert dataset[2][1] == 2
+    assert torch.equal(next(iter(DataLoader(Partition(dataset, [3, 1]), batch_size=2)))[0], expected[[3, 1]])
+    for augment in (True, False):
+        batches = ImageBatches(dataset, 4, augment=augment, shuffle=False)
+        assert torch.equal(next(iter(batches))[0], expected)
+    assert set(seen) == {("RGB", (32, 32))}
+    dataset.transform = str
+    assert isinstance(dataset[0][0], str)
+    with pytest.raises(TypeError, match="transform made a str; batches need tensors"):
+        dataset.batch([0])
+    dataset.transform = None
+    assert dataset[0][0].shape == (3, 32, 32)
+
+
+def test_targets_are_a_list_whose_changes_count() -> None:
+    dataset = tiny(4)
+    assert dataset.targets == [0, 1, 2, 3]
+    assert len(set(dataset.targets)) == 4
+    dataset.targets[1] = 3
+    assert dataset[1][1] == 3
+    assert dataset.batch([0, 1])[1].tolist() == [0, 3]
+    assert next(iter(DataLoader(dataset, batch_size=4)))[1].tolist() == [0, 3, 2, 3]
+    dataset.target_transform = lambda label: 10.0 * label
+    assert dataset[3][1] == 30.0
+    assert dataset.batch([0, 1])[1].tolist() == [0.0, 30.0]
 
 
 def test_single_samples_are_augmented_from_the_global_generator() -> None:
@@ -319,7 +358,8 @@ def test_a_data_set_moves_to_a_device() -> None:
     assert dataset.size_bytes == dataset.images.numel() + 8 * 6
     assert dataset.to("cpu") is dataset
     moved = tiny(6).to("meta")
-    assert (moved.images.device.type, moved.targets.device.type) == ("meta", "meta")
+    assert moved.images.device.type == "meta"
+    assert [part.device.type for part in moved.batch(torch.arange(2))] == ["meta", "meta"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -383,7 +423,7 @@ def test_cifar_binary_version(tmp_path: Path, small_cifar: int, folder: str, suf
     assert len(dataset) == 100
     _, pixels, labels = records(2)
     assert (dataset.images[20:40].numpy() == pixels.reshape(-1, 3, 32, 32)).all()
-    assert dataset.targets[20:40].tolist() == labels.tolist()
+    assert dataset.targets[20:40] == labels.tolist()
     assert dataset.augmentation == Augmentation(padding=4, flip=True)
     assert dataset[0][0].shape == (3, 32, 32)
 
@@ -396,7 +436,7 @@ def test_cifar_python_version(tmp_path: Path, small_cifar: int, protocol: int) -
     dataset = CIFAR10V1(tmp_path, train=False)
     _, pixels, labels = records(7)
     assert (dataset.images.numpy() == pixels.reshape(-1, 3, 32, 32)).all()
-    assert dataset.targets.tolist() == labels.tolist()
+    assert dataset.targets == labels.tolist()
     assert dataset.augmentation is None
 
 
@@ -490,7 +530,7 @@ def test_real_mnist(pad: int, channels: int, shape: tuple[int, ...]) -> None:
     dataset = MNIST(test_data("mnist"), train=False, pad=pad, channels=channels)
     assert len(dataset) == 10_000
     assert dataset[0][0].shape == shape
-    assert dataset.targets[:5].tolist() == [7, 2, 1, 0, 4]
+    assert dataset.targets[:5] == [7, 2, 1, 0, 4]
     assert not dataset.images[:, :, :pad].any()
     assert MNIST(test_data("mnist"), train=False, augment=True).augmentation == Augmentation(4, flip=False)
 
@@ -536,8 +576,9 @@ def test_digits() -> None:
     train, validation = Digits(), Digits(train=False)
     assert len(train) + len(validation) == 1797
     assert train[0][0].shape == (3, 32, 32)
-    shares = torch.bincount(validation.targets) / (torch.bincount(train.targets) + torch.bincount(validation.targets))
-    assert (shares - 0.2).abs().max() < 0.005
+    held_out, kept = np.bincount(validation.targets), np.bincount(train.targets)
+    shares = held_out / (kept + held_out)
+    assert np.abs(shares - 0.2).max() < 0.005
     assert torch.equal(Digits(train=False).images, validation.images)
     assert train.augmentation == Augmentation(2, flip=False)
     assert validation.augmentation is None
@@ -553,9 +594,11 @@ def test_digits() -> None:
 def test_digits_need_no_folder() -> None:
     """A nearest-centroid rule tells the held-out digits apart, so images and labels belong together."""
     train, validation = Digits("/nowhere", augment=False), Digits("/nowhere", train=False)
-    centres = torch.stack([train.images[train.targets == digit].float().mean(0).flatten() for digit in range(10)])
+    centres = torch.stack(
+        [train.images[torch.tensor(train.targets) == digit].float().mean(0).flatten() for digit in range(10)]
+    )
     guesses = torch.cdist(validation.images.float().flatten(1), centres).argmin(1)
-    assert (guesses == validation.targets).float().mean() > 0.85
+    assert (guesses == torch.tensor(validation.targets)).float().mean() > 0.85
 
 
 @pytest.fixture

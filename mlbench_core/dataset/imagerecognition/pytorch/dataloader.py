@@ -67,8 +67,9 @@ class CIFAR10V1(ImageDataset):
     archives unpack to. The python version is a pickle; it is read without loading any code of it. Checksums are
     checked.
 
-    ``targets`` holds the labels, ``images`` the bytes as (N, 3, 32, 32), ``data`` the same as (N, 32, 32, 3) in numpy,
-    as torchvision has them.
+    ``targets`` holds the labels, a list, ``images`` the bytes as (N, 3, 32, 32), ``data`` the same as (N, 32, 32, 3) in
+    numpy, as torchvision has them. ``dataset.transform = f`` puts torchvision's transforms in the place of augmentation
+    and normalization.
 
     Args:
         root: Folder that holds the files.

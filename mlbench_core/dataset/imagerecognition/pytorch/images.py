@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation, normalize
+from mlbench_core.errors import require
 
 __all__ = ["ImageDataset"]
 
@@ -32,11 +34,15 @@ class ImageDataset(Dataset):
 
     Attributes:
         images: As given.
-        targets: As given.
+        targets: Class of each image, a list of int as torchvision has it; may be changed, until the data set is moved
+            to another device.
         classes: As given, a list.
         mean: As given, a tuple.
         std: As given, a tuple.
         augmentation: As given; may be set.
+        transform: What makes a sample of an image, in place of augmentation and normalization; None at first. It gets a
+            PIL image, as torchvision's transforms expect, one image at a time, and draws its own random numbers.
+        target_transform: What makes a label of an int; None at first.
 
     Raises:
         ValueError: Shapes or dtypes are not as listed above.
@@ -66,24 +72,25 @@ class ImageDataset(Dataset):
         if not len(mean) == len(std) == images.shape[1]:
             raise ValueError(f"mean and std have {len(mean)} and {len(std)} values for {images.shape[1]} channels")
         self.images = images
-        self.targets = targets.to(torch.int64)
+        self.targets: list[int] = targets.to(torch.int64).tolist()
+        self._moved_labels: Tensor | None = None
         self.classes = list(classes)
         self.mean = tuple(float(value) for value in mean)
         self.std = tuple(float(value) for value in std)
         self.augmentation = augmentation
+        self.transform: Callable[[Any], Any] | None = None
+        self.target_transform: Callable[[int], Any] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        position = range(len(self))[index]  # an IndexError where there is no such image
-        images, targets = self.batch([position])
-        return images[0], int(targets[0])
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.__getitems__([range(len(self))[index]])[0]  # an IndexError where there is no such image
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """Several samples, made together; what torch's DataLoader calls for each batch."""
-        images, targets = self.batch(indices)
-        return list(zip(images, targets.tolist(), strict=True))
+        samples = self.batch(indices)[0] if self.transform is None else self._transformed(indices)
+        return list(zip(samples, self._targets(indices), strict=True))
 
     def batch(
         self,
@@ -99,18 +106,22 @@ class ImageDataset(Dataset):
             memory_format: Memory format of the images, for example ``torch.channels_last``.
 
         Returns:
-            Images, float32 of shape (batch, channels, height, width), and classes, int64 of shape (batch,).
+            Images, float32 of shape (batch, channels, height, width), and classes, int64 of shape (batch,); with
+            ``transform`` and ``target_transform`` what these make, stacked.
+
+        Raises:
+            TypeError: ``transform`` makes no tensors.
         """
+        if self.augmentation is None or self.transform is not None:
+            return self.plain_batch(indices, memory_format)
         chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.images.device)
-        if self.augmentation is None:
-            return self.plain_batch(chosen, memory_format)
         images = self.augmentation(self.images[chosen], generator)
-        return normalize(images, self.mean, self.std, memory_format), self.targets[chosen]
+        return normalize(images, self.mean, self.std, memory_format), self._labels(chosen)
 
     def plain_batch(
         self, indices: Sequence[int] | Tensor, memory_format: torch.memory_format = torch.contiguous_format
     ) -> tuple[Tensor, Tensor]:
-        """Make a batch without augmentation.
+        """Make a batch without augmentation; with ``transform`` as :meth:`batch` does.
 
         Args:
             indices: Positions of the samples, int64 of shape (batch,) where it is a tensor.
@@ -120,7 +131,37 @@ class ImageDataset(Dataset):
             As :meth:`batch`.
         """
         chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.images.device)
-        return normalize(self.images[chosen], self.mean, self.std, memory_format), self.targets[chosen]
+        if self.transform is None:
+            return normalize(self.images[chosen], self.mean, self.std, memory_format), self._labels(chosen)
+        samples = self._transformed(chosen.tolist())
+        if not all(isinstance(sample, Tensor) for sample in samples):
+            raise TypeError(
+                f"transform made a {type(samples[0]).__name__}; batches need tensors: end it with ToTensor()"
+            )
+        images = torch.stack(samples).to(self.images.device)
+        return images.contiguous(memory_format=memory_format), self._labels(chosen)
+
+    def _transformed(self, indices: Sequence[int]) -> list[Any]:
+        """What ``transform`` makes of some images."""
+        assert self.transform is not None
+        pictures: Any = require("PIL.Image", "vision")
+        pixels = self.data
+        grey = pixels.shape[-1] == 1
+        return [self.transform(pictures.fromarray(pixels[i, :, :, 0] if grey else pixels[i])) for i in indices]
+
+    def _targets(self, indices: Sequence[int]) -> list[Any]:
+        """Labels of some samples, one by one."""
+        labels = [self.targets[index] for index in indices]
+        return labels if self.target_transform is None else [self.target_transform(label) for label in labels]
+
+    def _labels(self, chosen: Tensor) -> Tensor:
+        """Labels of some samples as a tensor, where the images are."""
+        if self._moved_labels is not None and self.target_transform is None:
+            return self._moved_labels[chosen]
+        labels = self._targets(chosen.tolist())
+        if self.target_transform is None:
+            return torch.tensor(labels, dtype=torch.int64)
+        return torch.stack([torch.as_tensor(label) for label in labels]).to(self.images.device)
 
     def to(self, device: torch.device | str) -> ImageDataset:
         """Move images and labels to a device, where batches are then made: nothing is copied to it any more.
@@ -132,13 +173,14 @@ class ImageDataset(Dataset):
             The data set itself.
         """
         self.images = self.images.to(device)
-        self.targets = self.targets.to(device)
+        on_cpu = self.images.device.type == "cpu"
+        self._moved_labels = None if on_cpu else torch.tensor(self.targets, dtype=torch.int64, device=device)
         return self
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that images and labels take."""
-        return self.images.nbytes + self.targets.nbytes
+        """Bytes that images and labels take on a device."""
+        return self.images.nbytes + 8 * len(self.targets)
 
     @property
     def data(self) -> np.ndarray:
