@@ -66,7 +66,7 @@ def write_pickled(dataset: LMDBDataset, path: Path) -> None:
         for start in range(0, len(dataset), 1024):
             features, labels = dataset.batch(range(start, min(start + 1024, len(dataset))))
             with environment.begin(write=True) as transaction:
-                for offset, (row, label) in enumerate(zip(features.numpy(), labels.tolist(), strict=True)):
+                for offset, (row, label) in enumerate(zip(features.numpy(), labels.flatten().tolist(), strict=True)):
                     transaction.put(b"%d" % (start + offset), pickle.dumps((row, label)))
 
 

@@ -74,7 +74,7 @@ def find_optimum(name: str, folder: Path, standardized: bool = False) -> Quality
 def dense(rows: object) -> tuple[np.ndarray, np.ndarray]:
     """All rows of a data set and their labels, in float64."""
     x, y = rows.batch(np.arange(len(rows)))  # type: ignore[attr-defined, arg-type]
-    return x.double().numpy(), y.double().numpy()
+    return x.double().numpy(), y.double().numpy().ravel()
 
 
 def reached(name: str, data: str, folder: str, workers: int, epochs: int) -> Quality:

@@ -86,7 +86,7 @@ def joined_batches(folder: Path, epochs: int) -> np.ndarray:
         for pair in zip(*parts, strict=True):
             loss = L2 / 2 * sum(w.square().sum() for w in model.parameters())
             for x, y in pair:
-                z = model.linear(x).squeeze(1)
+                z = model.linear(x)
                 loss = loss + torch.nn.functional.softplus((1 - 2 * y) * z).mean() / 2
             for parameter, gradient in zip(
                 model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True

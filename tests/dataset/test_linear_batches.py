@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from mlbench_core.dataset.linearmodels.pytorch import BlockBatchSampler, LinearBatches, LMDBDataset, collate_rows
 from mlbench_core.dataset.util.pytorch import libsvm, partition_dataset_by_rank
 from mlbench_core.dataset.util.pytorch.lmdb_store import StoreWriter
+from mlbench_core.models.pytorch.linear_models import LogisticRegression
 from tests.helpers.data import test_data
 
 pytest.importorskip("lmdb", reason="the package lmdb is not installed")
@@ -40,7 +41,7 @@ def ids(batches: Any) -> list[list[int]]:
     found = []
     for features, labels in batches:
         assert torch.equal(features[:, 1], features[:, 0] + 0.5)
-        assert torch.equal(labels, features[:, 0] % 2)
+        assert torch.equal(labels, features[:, :1] % 2)
         found.append(features[:, 0].int().tolist())
     return found
 
@@ -56,7 +57,7 @@ def test_rows_are_where_they_belong(layout: str, stores: int, tmp_path: Path) ->
     assert len(dataset) == 95
     assert [dataset[i][0][0].item() for i in (0, 9, 10, 94, -1, -95)] == [0, 9, 10, 94, 94, 0]
     features, label = dataset[7]
-    assert (features.shape, label.shape, features.dtype, label.dtype) == ((2,), (), torch.float32, torch.float32)
+    assert (features.shape, label.shape, features.dtype, label.dtype) == ((2,), (1,), torch.float32, torch.float32)
     for wrong in (95, -96):
         with pytest.raises(IndexError, match=rf"no row {wrong}: n train has 95 rows"):
             dataset[wrong]
@@ -73,11 +74,25 @@ def test_rows_are_where_they_belong(layout: str, stores: int, tmp_path: Path) ->
     assert dataset[7][0].tolist() == [7, 7.5]
 
 
+def test_labels_have_the_shape_of_a_linear_models_output(tmp_path: Path) -> None:
+    dataset = numbered(tmp_path, 8)
+    model = LogisticRegression(2)
+    loaders: list[Any] = [
+        DataLoader(dataset, batch_size=4),
+        DataLoader(dataset, batch_size=4, collate_fn=collate_rows),
+        LinearBatches(dataset, 4),
+    ]
+    for loader in loaders:
+        features, labels = next(iter(loader))
+        assert (labels.shape, labels.dtype) == ((4, 1), torch.float32)
+        assert torch.nn.functional.binary_cross_entropy(model(features), labels).isfinite()
+
+
 def test_target_transform_and_cache(tmp_path: Path) -> None:
     numbered(tmp_path, 30)
     dataset = LMDBDataset("n", "train", tmp_path, lambda label: 2 * label - 1, cache=True)
     assert [dataset[i][1].item() for i in range(3)] == [-1, 1, -1]
-    assert dataset.batch([5, 4])[1].tolist() == [1, -1]
+    assert dataset.batch([5, 4])[1].tolist() == [[1], [-1]]
     assert dataset.targets.tolist()[:3] == [0, 1, 0]
     expected = dataset.batch(range(30))[0]
     dataset.close()
@@ -194,6 +209,31 @@ def test_order_follows_from_the_seed_and_is_one_of_windows_of_blocks(tmp_path: P
     assert abs(np.corrcoef(order, np.arange(1000))[0, 1]) < 0.15
 
 
+def test_repartition_gives_workers_other_rows_in_each_epoch_and_without_it_they_keep_theirs(tmp_path: Path) -> None:
+    dataset = numbered(tmp_path, 200)
+
+    def parts(repartition: bool) -> list[set[int]]:
+        sampler = BlockBatchSampler(dataset, 10, world_size=2, min_pieces=1, repartition=repartition)
+        return [set(sampler.rows(epoch).tolist()) for epoch in range(4)]
+
+    kept, dealt = parts(False), parts(True)
+    assert kept[0] == kept[1] == kept[2] == kept[3]
+    assert len({frozenset(part) for part in dealt}) == 4
+    assert all(20 < len(first & second) < 80 for first, second in pairwise(dealt))  # of 100; 50 by chance
+
+
+def test_workers_mix_their_rows_by_random_numbers_of_their_own(tmp_path: Path) -> None:
+    """Every worker has 10 blocks of 10 rows; permuted by one stream, their orders of blocks and rows would be equal."""
+    dataset = numbered(tmp_path, 200)
+    samplers = [
+        BlockBatchSampler(dataset, 10, rank=rank, world_size=2, min_pieces=1, window_blocks=1) for rank in range(2)
+    ]
+    for epoch in range(2):
+        within_blocks = [(sampler.rows(epoch) % 10).tolist() for sampler in samplers]
+        assert [sorted(rows) for rows in within_blocks] == [sorted(10 * list(range(10)))] * 2
+        assert within_blocks[0] != within_blocks[1]
+
+
 def test_workers_get_like_parts_of_a_small_sorted_file(tmp_path: Path) -> None:
     dataset = numbered(tmp_path, 1000, per_block=400)
     for rank in range(2):
@@ -257,7 +297,7 @@ def test_real_rows_reach_logistic_regression(tmp_path: Path) -> None:
     libsvm.convert([source], tmp_path / "agaricus_train.lmdb", n_features=126, layout="csr")
     dataset = LMDBDataset("agaricus", "train", tmp_path)
     batches = LinearBatches(dataset, 512, world_size=2, rank=1)
-    weights = torch.zeros(126, requires_grad=True)
+    weights = torch.zeros(126, 1, requires_grad=True)
     for _ in range(30):
         for features, labels in batches:
             loss = torch.nn.functional.binary_cross_entropy_with_logits(features @ weights, labels)

@@ -120,6 +120,35 @@ def test_label_skew_gives_each_worker_few_classes() -> None:
         assert len({dataset.targets[index] for index in part}) == 1
 
 
+def test_label_skew_deals_its_shards_at_random() -> None:
+    """Dealt in order, every worker would have the class of its rank, whatever the seed."""
+    dataset = Labelled(100)
+    skew = {"distribution": "label_skew", "classes_per_worker": 1}
+    of_rank_0 = set()
+    for seed in range(12):
+        classes = [{dataset.targets[index] for index in part} for part in parts(10, dataset, seed=seed, **skew)]
+        assert sorted(map(tuple, classes)) == [(label,) for label in range(10)]
+        of_rank_0 |= classes[0]
+    assert len(of_rank_0) >= 4
+
+
+def test_dirichlet_fills_the_workers_in_a_random_order() -> None:
+    """With a tiny alpha who is filled first has one class. Filled by rank, that would be worker 0 with every seed."""
+    labels = [0] * 30 + [1] * 30
+    pure = [0, 0, 0]
+    for seed in range(30):
+        found = parts(3, range(60), distribution="dirichlet", alpha=1e-9, labels=labels, seed=seed)
+        for rank, part in enumerate(found):
+            pure[rank] += len({labels[index] for index in part}) == 1
+    assert all(10 <= count < 30 for count in pure)
+
+
+def test_shares_that_miss_1_by_rounding_lose_no_sample() -> None:
+    count = 4_000_000
+    cut = DataPartitioner(range(count), 0, False, [0.25, 0.25, 0.25, 0.25 - 5e-7])
+    assert sum(len(part) for part in cut.partitions) == count
+
+
 def test_classes_may_be_given() -> None:
     labels = [0] * 50 + [1] * 50
     found = parts(2, range(100), distribution="label_skew", classes_per_worker=1, labels=labels)

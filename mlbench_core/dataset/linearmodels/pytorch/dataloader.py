@@ -31,7 +31,7 @@ class Rows(Sequence[tuple[Tensor, Tensor]]):
 
     Attributes:
         features: Features of all rows, shape (rows, n_features).
-        labels: Labels of all rows, shape (rows,).
+        labels: Labels of all rows, shape (rows, 1).
     """
 
     def __init__(self, features: Tensor, labels: Tensor) -> None:
@@ -60,7 +60,7 @@ def collate_rows(rows: Any) -> tuple[Tensor, Tensor]:
         rows: The fetched rows.
 
     Returns:
-        Features, shape (rows, n_features), and labels, shape (rows,).
+        Features, shape (rows, n_features), and labels, shape (rows, 1).
     """
     if isinstance(rows, Rows):
         return rows.features, rows.labels
@@ -71,7 +71,8 @@ def collate_rows(rows: Any) -> tuple[Tensor, Tensor]:
 class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
     """Labelled rows in LMDB files, made by :mod:`mlbench_core.dataset.util.pytorch.libsvm`.
 
-    A sample is a row of ``n_features`` numbers and its label. The files are opened at the first use in each process,
+    A sample is a row of ``n_features`` numbers and its label, of shape (1,): so a batch of labels has the shape of a
+    linear model's output. The files are opened at the first use in each process,
     without locks and read-only, so objects go to the worker processes of a ``DataLoader``, forked or spawned, and
     data may lie on a read-only file system.
 
@@ -84,7 +85,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         data_type: ``"train"`` or ``"test"``.
         root: Folder with ``NAME_TYPE.lmdb``, or with several ``NAME_TYPE-....lmdb``, whose rows follow one another in
             the order of the files' names. Also the path of one store itself.
-        target_transform: What to do with each label, a tensor without dimensions.
+        target_transform: What to do with each label, a tensor of shape (1,).
         layout: ``"dense"``, or ``"sparse_csr"`` for batches in ``torch.sparse_csr`` layout. However the data is stored,
             it can be read as either; dense batches of many features are large.
         cache: Whether to keep what was read in memory, in each process for itself.
@@ -105,7 +106,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         ...     _ = writer.finish()
         >>> dataset = LMDBDataset("tiny", "train", folder)
         >>> dataset[-1]
-        (tensor([3., 4.]), tensor(1.))
+        (tensor([3., 4.]), tensor([1.]))
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
             index: Its position; negative ones count from the end.
 
         Returns:
-            Features, shape (n_features,), and the label: without ``target_transform`` a tensor without dimensions.
+            Features, shape (n_features,), and the label: without ``target_transform`` of shape (1,).
 
         Raises:
             IndexError: There is no such row.
@@ -196,7 +197,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
             rows: Their positions; negative ones count from the end. Sorted ones are the fastest.
 
         Returns:
-            Features, shape (rows, n_features), dense or sparse as ``layout`` says, and labels, shape (rows,).
+            Features, shape (rows, n_features), dense or sparse as ``layout`` says, and labels, shape (rows, 1).
 
         Raises:
             IndexError: There is no such row.
@@ -212,7 +213,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         Returns:
             Features and labels.
         """
-        labels = self._labels.index_select(0, torch.from_numpy(positions))
+        labels = self._labels.index_select(0, torch.from_numpy(positions)).unsqueeze(1)
         if self.target_transform is not None:
             labels = torch.stack([torch.as_tensor(self.target_transform(label)) for label in labels])
         return (self._dense(positions) if self.layout == "dense" else self._sparse(positions)), labels

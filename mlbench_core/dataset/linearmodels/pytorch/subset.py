@@ -66,7 +66,7 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
             rows: Their positions in this subset.
 
         Returns:
-            Features, shape (rows, n_features), and labels, shape (rows,).
+            Features, shape (rows, n_features), and labels, shape (rows, 1).
 
         Raises:
             IndexError: There is no such row.
