@@ -68,7 +68,7 @@ def test_every_value_is_what_scikit_learn_reads(which: str, layout: str, tmp_pat
         dataset = LMDBDataset(name, part, tmp_path, layout=read_as)
         features, targets = dataset.batch(range(len(dataset)))
         assert np.array_equal(features.to_dense().numpy(), expected.toarray())
-        assert targets.tolist() == (labels > 0).astype(float).tolist()
+        assert targets.flatten().tolist() == (labels > 0).astype(float).tolist()
     store = LinearStore(tmp_path / f"{name}_{part}.lmdb")
     assert store.header.label_map == ({"0": 0, "1": 1} if name == "agaricus" else {"-1": 0, "1": 1})
     store.verify()
@@ -388,3 +388,27 @@ def test_the_optimum_is_scikit_learns() -> None:
 def test_scan_counts_a_text_in_chunks(tmp_path: Path) -> None:
     shape = libsvm_text.scan(write(tmp_path / "text"), chunk_bytes=5)
     assert (shape.n_rows, shape.n_features, shape.n_values) == (4, 3, 4)
+
+
+def test_the_names_of_version_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(
+        libsvm, "download", lambda name, part, folder: made.append((name, part)) or test_data("libsvm", "heart_scale")
+    )
+    (store,) = libsvm.generate_lmdb_from_libsvm("heart_scale", "train", tmp_path)
+    assert store == tmp_path / "heart_scale_train.lmdb"
+    again = libsvm.LIBSVMDataset("heart_scale", "train", str(tmp_path))  # the store is there
+    other = libsvm.LIBSVMDataset("heart_scale", "train", tmp_path / "other")
+    assert made == [("heart_scale", "train")] * 2
+    assert len(again) == len(other) == 270
+    features, label = other[-1]
+    assert (features.shape, label.shape) == ((13,), (1,))
+    assert torch.equal(features, again[269][0])
+    with pytest.raises(ValueError, match="heart_scale has no part 'test'"):
+        libsvm.LIBSVMDataset("heart_scale", "test", tmp_path)
+    with pytest.raises(ValueError, match="name is 'mine'; known are"):
+        libsvm.generate_lmdb_from_libsvm("mine", "train", tmp_path)
+    with pytest.raises(ImportError, match="^sequential_webspam is gone: generate_lmdb_from_libsvm"):
+        exec("from mlbench_core.dataset.util.pytorch.libsvm import sequential_webspam")
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        _ = libsvm.nonsense

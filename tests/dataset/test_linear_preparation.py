@@ -80,7 +80,7 @@ def test_rows_are_held_out_of_each_class_and_batches_are_fetched_whole(tmp_path:
     assert validation.targets.sort().values.tolist() == [0, 0, 1, 1]
     x, y = next(iter(LinearBatches(validation, 8, shuffle=False)))
     np.testing.assert_array_equal(x, FEATURES[validation.rows])
-    np.testing.assert_array_equal(y, LABELS[validation.rows] > 0)
+    np.testing.assert_array_equal(y.squeeze(1), LABELS[validation.rows] > 0)
     seen = np.concatenate([x[:, 0].numpy() for x, _ in LinearBatches(train, 3, shuffle=True, seed=1)])
     assert sorted(seen) == sorted(FEATURES[train.rows, 0])
     for rows in ([], [3, 1], [0, 20], [-1, 2]):

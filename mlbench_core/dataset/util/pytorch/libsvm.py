@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,9 @@ from mlbench_core.dataset.util import tools
 from mlbench_core.dataset.util.pytorch import libsvm_text
 from mlbench_core.dataset.util.pytorch.libsvm_names import KNOWN, KnownDataset, TextFile
 from mlbench_core.dataset.util.pytorch.lmdb_store import LinearStore, StoreWriter, find_stores
-from mlbench_core.errors import DatasetError, MLBenchError
+from mlbench_core.errors import DatasetError, DatasetNotFoundError, MLBenchError
 
-__all__ = ["convert", "download", "main", "store_to_text"]
+__all__ = ["LIBSVMDataset", "convert", "download", "generate_lmdb_from_libsvm", "main", "store_to_text"]
 
 SYNTHETIC = "synthetic_dense"
 _DENSE_ROW_BYTES = 1 << 14  # text of unknown layout is stored dense where a dense row is no larger than this ...
@@ -174,6 +175,76 @@ def download(name: str, data_type: str, folder: str | os.PathLike[str]) -> Path:
         tools.check_digest(path, sha256=text.sha256)
         return path
     return tools.progress_download(text.url, path, sha256=text.sha256)
+
+
+def generate_lmdb_from_libsvm(name: str, data_type: str, root: str | os.PathLike[str]) -> list[Path]:
+    """Make the stores of one part of a known data set, as the command of this module does.
+
+    Stores that are there already are made again.
+
+    Args:
+        name: A known name.
+        data_type: ``"train"`` or ``"test"``.
+        root: Folder for the stores; a download is kept there too.
+
+    Returns:
+        The stores.
+
+    Raises:
+        ValueError: The name is not known, or it has no such part.
+        DownloadError: The text could not be downloaded.
+        DatasetError: The text is not what it should be, or the disk is full.
+    """
+    if name != SYNTHETIC:
+        _known_text(name, data_type)
+    elif data_type not in ("train", "test"):
+        raise ValueError(f"data_type must be 'train' or 'test', not {data_type!r}")
+    folder = Path(root)
+    options = _parse([name, data_type, str(folder)])
+    return _make(options, KNOWN.get(name), data_type, folder / f"{name}_{data_type}.lmdb")
+
+
+class LIBSVMDataset:
+    """One part of a known data set, whose stores are made if they are not there.
+
+    It has the rows of :class:`~mlbench_core.dataset.linearmodels.pytorch.LMDBDataset`, which is the class for training.
+
+    Args:
+        name: A known name, as for :func:`generate_lmdb_from_libsvm`.
+        data_type: ``"train"`` or ``"test"``.
+        root: Folder of the stores.
+
+    Raises:
+        ValueError: The name is not known, or it has no such part.
+        DownloadError: The text could not be downloaded.
+        DatasetError: The text or a store is damaged, or the disk is full.
+    """
+
+    def __init__(self, name: str, data_type: str, root: str | os.PathLike[str]) -> None:
+        from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset  # which rests on this package
+
+        try:
+            find_stores(Path(root), name, data_type)
+        except DatasetNotFoundError:
+            generate_lmdb_from_libsvm(name, data_type, root)
+        self.rows = LMDBDataset(name, data_type, root)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """One row: features, shape (n_features,), and its label, shape (1,)."""
+        return self.rows[index]
+
+
+def __getattr__(name: str) -> Any:
+    """Say what became of the functions of version 3.0, one for each way to store a data set."""
+    if name.startswith("sequential_"):
+        raise ImportError(
+            f"{name} is gone: generate_lmdb_from_libsvm(name, data_type, root) converts every known data set, "
+            f"convert(files, dest) any text"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _known_text(name: str, data_type: str) -> TextFile:

@@ -147,7 +147,7 @@ def logistic_optimum(
 
     Args:
         features: Rows, shape (n, n_features); they are taken to float64 some at a time.
-        labels: 0 and 1, shape (n,).
+        labels: 0 and 1, shape (n,) or (n, 1).
         l2: The penalty, above 0.
         max_iterations: Newton steps at most.
         chunk_rows: Rows that are dealt with at once.
@@ -166,9 +166,10 @@ def logistic_optimum(
     """
     if not l2 > 0:
         raise ValueError(f"l2 is {l2}; it must be above 0, or there may be no minimum")
-    if features.ndim != 2 or labels.shape != (len(features),) or not len(features):
+    n = len(features)
+    if features.ndim != 2 or labels.shape not in ((n,), (n, 1)) or not n:
         raise ValueError(f"features has shape {features.shape} and labels {labels.shape}; they must be (n, d), (n,)")
-    loss = _Loss(features, labels.astype(np.float64), l2, chunk_rows)
+    loss = _Loss(features, labels.reshape(-1).astype(np.float64), l2, chunk_rows)
     weights = np.zeros(features.shape[1] + 1)
     value, gradient, curvature = loss.at(weights)
     for _ in range(max_iterations):
