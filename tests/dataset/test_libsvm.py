@@ -408,7 +408,7 @@ def test_the_names_of_version_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         libsvm.LIBSVMDataset("heart_scale", "test", tmp_path)
     with pytest.raises(ValueError, match="name is 'mine'; known are"):
         libsvm.generate_lmdb_from_libsvm("mine", "train", tmp_path)
-    with pytest.raises(ImportError, match="^sequential_webspam is gone: generate_lmdb_from_libsvm"):
+    with pytest.raises(ImportError, match=r"^sequential_webspam is gone: generate_lmdb_from_libsvm"):
         exec("from mlbench_core.dataset.util.pytorch.libsvm import sequential_webspam")
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = libsvm.nonsense
