@@ -96,7 +96,9 @@ mlbench_core.dataset.nlp.pytorch.wmt17_dataset
   class WMT17Dataset(root, lang=('en', 'de'), download=False, train=False, validation=False, test=False, left_pad=(True, False), max_positions=(256, 256), seq_len_multiple=1, shuffle=True)
     collater(samples)
 mlbench_core.dataset.util.pytorch
-  partition_dataset_by_rank   (importable from here)
+  Partitioner, partition_dataset_by_rank   (importable from here)
+mlbench_core.dataset.util.pytorch.libsvm
+  LIBSVMDataset, generate_lmdb_from_libsvm   (importable from here)
 mlbench_core.dataset.util.pytorch.partition
   class DataPartitioner(data, rank, shuffle, sizes=[0.7, 0.2, 0.1])
     use(partition_ind)
@@ -181,6 +183,7 @@ mlbench_core.models.pytorch.linear_models
   class LogisticRegression(n_features)
     forward(x)
 mlbench_core.models.pytorch.resnet
+  BasicBlockV1, BasicBlockV2, ResNet18CIFAR10   (importable from here)
   class ResNetCIFAR(resnet_size, bottleneck, num_classes, version=_DEFAULT_RESNETCIFAR_VERSION)
     forward(x)
   get_resnet_model(model, version, dtype, num_classes=1000, use_cuda=False)
@@ -239,7 +242,7 @@ mlbench_core.utils.log_metrics
   class LogMetrics()
     log(run_id, rank, epoch, metric_name, value)
 mlbench_core.utils.pytorch
-  FCGraph   (importable from here)
+  FCGraph, config_logging, config_path, config_pytorch   (importable from here)
   initialize_backends(comm_backend='mpi', hosts=None, rank=-1, logging_level='INFO', logging_file='/mlbench.log', use_cuda=False, seed=None, cudnn_deterministic=False, ckpt_run_dir='/checkpoints', delete_existing_ckpts=False)
 mlbench_core.utils.pytorch.checkpoint
   class CheckpointFreq()
