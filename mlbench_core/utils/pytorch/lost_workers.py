@@ -30,7 +30,7 @@ __all__ = ["explained", "forget", "introduce", "is_failed_communication", "namin
 SILENCE_S = 5.0
 """How long to wait for a sign of life of workers that cannot be seen to be gone."""
 
-_LIBRARIES = ("mlbench_core.", "torch.distributed.")
+_LIBRARIES = ("mlbench_core.aggregation.", "mlbench_core.utils.pytorch.", "torch.distributed.")
 """Modules whose errors may be those of a collective operation, whoever raises them there."""
 
 _COMMUNICATION = re.compile(r"\b(gloo|nccl|mpi|connection|socket|timed out|timeout|peer|broken pipe)\b", re.IGNORECASE)
