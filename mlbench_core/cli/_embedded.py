@@ -186,7 +186,18 @@ def _free_port() -> int:
 
 
 def _start() -> Location:
-    port = _free_port()
+    """Start a master; again where another program took the port between the look at it and the master's start."""
+    while True:
+        port = _free_port()
+        try:
+            return _start_at(port)
+        except MasterError:
+            with contextlib.suppress(ConfigurationError):
+                check_port(DEFAULT_HOST, port)
+                raise  # the port is free: it was something else
+
+
+def _start_at(port: int) -> Location:
     log = user_folder("master.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     token = os.environ.get("MLBENCH_TOKEN") or None

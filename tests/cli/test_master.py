@@ -19,6 +19,7 @@ from mlbench_core.cli._client import MasterClient
 from mlbench_core.errors import MasterError, MissingDependencyError
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster
+from tests.helpers.processes import free_port
 
 
 @pytest.fixture
@@ -134,6 +135,31 @@ def test_master_that_dies_at_its_start_says_why(call: Call, patch: pytest.Monkey
     with pytest.raises(MasterError, match=r"ended at its start: disk full \(all of it: .*master\.log\)"):
         _embedded.find_or_start()
     assert _settings.read(_settings.MASTER) == {}
+
+
+def test_a_port_that_is_taken_before_the_master_listens_is_not_the_end(patch: pytest.MonkeyPatch) -> None:
+    """Another program takes the port that was found free; the master ends, and starts at another port."""
+    ports = [free_port(), free_port()]
+    started: list[int] = []
+    serving = "import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"
+    patch.setattr(_embedded, "check_installed", lambda: None)
+    patch.setattr(_embedded, "_free_port", lambda: ports[len(started)])
+    patch.setattr(_embedded, "_healthy", lambda location: len(started) == 2)
+    with socket.socket() as rival:
+        rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+        def command_of(host: str, port: int) -> list[str]:
+            started.append(port)
+            if len(started) == 1:
+                rival.bind((host, port))
+                rival.listen()
+            return [sys.executable, "-c", serving.format(port=port)]
+
+        patch.setattr(_embedded, "master_command", command_of)
+        location = _embedded.find_or_start()
+    assert started == ports
+    assert location.url == f"http://127.0.0.1:{ports[1]}"
+    _embedded.stop_embedded()
 
 
 def test_order_of_places(fake: FakeMaster, patch: pytest.MonkeyPatch) -> None:
