@@ -225,6 +225,11 @@ def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s
                 f"end the program that listens there (maybe an earlier run), or set MASTER_PORT to a free port, the "
                 f"same for every worker"
             ) from error
+        if "enforce fail" in text:  # Gloo's own start, before it looks for anybody
+            raise BackendError(
+                f"the backend {backend} cannot start here (torch says: {text.splitlines()[0]}): if GLOO_SOCKET_IFNAME "
+                f"is set, it must name a network interface of this machine that has an address"
+            ) from error
         raise WorkerError(
             f"rank {place.rank} of {place.world_size} did not meet the other workers at {where} within "
             f"{timeout_s:g} s: check that all were started, each with its own rank and the same hosts, and that they "

@@ -203,6 +203,18 @@ def test_a_port_in_use_is_named(address: str) -> None:
     assert not dist.is_initialized()
 
 
+def test_a_backend_that_cannot_start_is_not_called_absent_workers() -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "nosuchif0"
+    with (
+        pytest.raises(
+            BackendError, match=r"gloo cannot start here .*nosuchif0\): if GLOO_SOCKET_IFNAME is set, it must"
+        ),
+        initialize_backends("gloo"),
+    ):
+        pass
+    assert not dist.is_initialized()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_workers_that_do_not_come(rank: int) -> None:
     os.environ["MASTER_PORT"] = str(free_port())
