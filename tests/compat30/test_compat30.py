@@ -6,6 +6,7 @@ They call the library with the names, arguments and types of version 3.0, on sma
 from __future__ import annotations
 
 import lzma
+import math
 import re
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -100,3 +101,17 @@ def test_task_2a(world_size: int, tmp_path: Path) -> None:
     assert "goal reached" in done[0].stdout
     assert float(lines[-1][1]) >= 80
     assert re.fullmatch(r"0\.\d+", lines[-1][3])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_task_3a(world_size: int, tmp_path: Path) -> None:
+    folder = tmp_path / "dataset" / "torch" / "allreduce" / "wikitext-2"
+    folder.mkdir(parents=True)
+    sentence = " the cat sat on the mat and the dog sat on the log . \n"
+    for part, repetitions in (("train", 60), ("valid", 10), ("test", 10)):
+        (folder / f"wiki.{part}.tokens").write_text(sentence * repetitions)
+    lines = results(run("wikitext2_lstm", world_size, tmp_path))
+    assert [line[0] for line in lines] == ["1", "2", "3"]
+    perplexities = [float(perplexity) for _, perplexity, *_ in lines]
+    assert perplexities[-1] < perplexities[0] < 13  # one of 13 words at random
+    assert all(math.log(float(p)) == pytest.approx(float(loss), rel=0.05) for _, p, loss, _ in lines)
