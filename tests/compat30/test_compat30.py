@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import lzma
 import math
+import random
 import re
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -115,3 +116,30 @@ def test_task_3a(world_size: int, tmp_path: Path) -> None:
     perplexities = [float(perplexity) for _, perplexity, *_ in lines]
     assert perplexities[-1] < perplexities[0] < 13  # one of 13 words at random
     assert all(math.log(float(p)) == pytest.approx(float(loss), rel=0.05) for _, p, loss, _ in lines)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("script", ["wmt16_gnmt", "wmt17_transformer"])
+def test_tasks_4a_and_4b(script: str, world_size: int, tmp_path: Path) -> None:
+    folder = tmp_path / "dataset" / "torch" / "allreduce"
+    folder.mkdir(parents=True)
+    write_translations(folder)
+    lines = results(run(script, world_size, tmp_path))
+    assert len(lines) == 2
+    updates, bleus, losses, scales = (list(map(float, column)) for column in zip(*lines, strict=True))
+    assert 0 < updates[0] < updates[1]
+    assert all(0 <= bleu <= 100 for bleu in bleus)
+    assert losses[1] < losses[0]
+    assert scales[-1] >= 64
+
+
+def write_translations(folder: Path) -> None:
+    """Sentence pairs in the names of both archives of version 3.0, each word its own translation."""
+    words = ["dog", "cat", "runs", "sleeps", "red", "blue", "small", "old"]
+    draw = random.Random(0)
+    for name, pairs in (("train", 36), ("train.tok.clean.bpe.32000", 36), ("newstest2013", 6), ("newstest2014", 6),
+                        ("newstest2014.tok.bpe.32000", 6), ("test", 6), ("validation", 6)):  # fmt: skip
+        text = "".join(" ".join(draw.choices(words, k=draw.randint(2, 6))) + "\n" for _ in range(pairs))
+        for lang in ("en", "de"):
+            (folder / f"{name}.{lang}").write_text(text)
+    (folder / "vocab.bpe.32000").write_text("".join(f"{word}\n" for word in words))
