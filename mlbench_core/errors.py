@@ -17,7 +17,7 @@ argument is a plain :class:`ValueError` or :class:`TypeError`.
     +-- DatasetError              data on disk is missing or damaged
     |   +-- DatasetNotFoundError  a folder or file is not there (also a FileNotFoundError)
     |   +-- DownloadError         a download failed or its checksum is wrong
-    +-- WorkerError               another worker was lost
+    +-- WorkerError               another worker was lost (also a RuntimeError)
 """
 
 from __future__ import annotations
@@ -92,8 +92,11 @@ class DownloadError(DatasetError):
     """A download failed, or what arrived has the wrong checksum."""
 
 
-class WorkerError(MLBenchError):
-    """Another worker of the run was lost."""
+class WorkerError(MLBenchError, RuntimeError):
+    """Another worker of the run was lost.
+
+    A ``RuntimeError`` too, as torch's own error is, so scripts that catch that one still do.
+    """
 
 
 def require(module: str, extra: str) -> object:

@@ -57,6 +57,7 @@ def train_loop(
         warmup_init_lr=lr,
         scaled_lr=lr * world_size,
         warmup_epochs=int(math.log(world_size, 2)),
+        batches_per_epoch=MAX_BATCHES,
         factor=0.5,
         threshold_mode="abs",
         threshold=0.01,
@@ -99,7 +100,6 @@ def train_loop(
     for _ in range(EPOCHS):
         model.train()
         tracker.train()
-        scheduler.batch_step()
         batches = iterate_dataloader(train_loader, dtype, MAX_BATCHES, use_cuda)
         for batch_idx, (data, target) in zip(maybe_range(MAX_BATCHES), batches, strict=False):
             tracker.batch_start()

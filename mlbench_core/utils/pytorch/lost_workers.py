@@ -107,6 +107,8 @@ def naming_lost_workers() -> Iterator[None]:
     """
     try:
         yield
+    except WorkerError:  # the worker is named already
+        raise
     except RuntimeError as error:  # what torch and its backends raise
         if distributed.world_size() == 1 or not is_failed_communication(error):
             raise

@@ -112,3 +112,23 @@ def test_a_failure_of_a_store_of_the_users_own_is_none_of_a_collective() -> None
     with pytest.raises(dist.DistStoreError) as raised:
         store.wait(["nothing"], datetime.timedelta(milliseconds=1))
     assert not lost_workers.is_failed_communication(raised.value)
+
+
+def nested(rank: int, world_size: int) -> tuple[bool, str]:
+    """Rank 0 loses the other within two places that name lost workers, and catches it as scripts of 3.0 do."""
+    lost_workers.SILENCE_S = 0.1
+    introduce()
+    if rank == 1:
+        return False, ""
+    try:
+        with naming_lost_workers(), naming_lost_workers():
+            dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return isinstance(error, WorkerError), str(error)
+    return False, ""
+
+
+def test_a_lost_worker_is_a_runtime_error_and_is_named_once() -> None:
+    is_named, text = run_ranks(2, nested, timeout_s=30)[0]
+    assert is_named
+    assert text.count("the backend says: ") == 1
