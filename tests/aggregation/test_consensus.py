@@ -39,6 +39,51 @@ def work(rank: int, world_size: int) -> dict[str, Any]:
     return {"before": before, "inside": inside, "after": after, "total": total.tolist(), "grad": x.grad.tolist()}
 
 
+class Odd(nn.Module):
+    """Has what a state_dict lacks or what is no tensor."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), float(rank)))
+        self.frozen = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+        self.register_buffer("kept", torch.full((2,), float(rank)), persistent=False)
+        self.register_buffer("cache", None)
+        self.register_buffer("replaced", torch.full((2,), float(rank)))
+        self.register_buffer("counter", torch.tensor(rank))
+        self.calls = {"seen": rank}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.calls
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state
+
+    def values(self) -> dict[str, Any]:
+        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return {"calls": dict(self.calls), **{name: tensor.tolist() for name, tensor in tensors.items()}}
+
+
+def lend_odd(rank: int, world_size: int) -> dict[str, Any]:
+    model = nn.Sequential(Odd(rank))
+    odd = model[0]
+    memory = [tensor.data_ptr() for tensor in (odd.weight, odd.kept, odd.replaced)]
+    before = odd.values()
+    with averaged_weights(model):
+        inside = odd.values()
+        odd.calls["seen"] += 5
+        odd.counter += 5
+        odd.cache, odd.replaced, odd.kept = torch.ones(3), torch.zeros(2), odd.kept * 7
+    assert [tensor.data_ptr() for tensor in (odd.weight, odd.kept, odd.replaced)] == memory
+    return {"before": before, "inside": inside, "after": odd.values()}
+
+
+def test_all_is_given_back() -> None:
+    for rank, result in enumerate(run_ranks(2, lend_odd)):
+        assert result["after"] == result["before"]
+        assert result["inside"]["weight"] == result["inside"]["kept"] == [0.5, 0.5]
+        assert result["inside"]["frozen"] == [rank, rank]
+
+
 def test_two_workers() -> None:
     results = run_ranks(2, work)
     for result in results:

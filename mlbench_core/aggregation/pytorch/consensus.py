@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,8 +65,9 @@ def average_weights(model: nn.Module, process_group: Any = None) -> None:
 def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn.Module]:
     """Lend every worker the average of all workers' weights and floating-point buffers, for a validation.
 
-    Afterwards, also after an exception, each worker has its own again, bit for bit: so training takes the course that
-    it would have taken without the validation. Every worker must enter. What workers have in common stays as it is but
+    Afterwards, also after an exception, each worker has its own again, bit for bit: all parameters, all buffers
+    (persistent or not) and what modules keep by ``get_extra_state``. So training takes the course that it would have
+    taken without the validation. Every worker must enter. What workers have in common stays as it is but
     for rounding; where gradients are averaged that are the weights, and not the running statistics of BatchNorm, which
     each worker takes of its own batches.
 
@@ -85,9 +87,37 @@ def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn
     if distributed.world_size(process_group) == 1:
         yield model
         return
-    own = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    give_back = _snapshot(model)
     try:
         average_weights(model, process_group)
         yield model
     finally:
-        model.load_state_dict(own)
+        give_back()
+
+
+def _snapshot(model: nn.Module) -> Callable[[], None]:
+    """Copy all that a model's modules hold; return a function that gives it back, in the same tensors."""
+    parameters = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    extra = [
+        (module, copy.deepcopy(module.get_extra_state()))
+        for module in model.modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+
+    @torch.no_grad()
+    def give_back() -> None:
+        for parameter, weights in parameters:
+            parameter.copy_(weights)
+        for module, name, buffer, value in buffers:
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
+            module._buffers[name] = buffer  # a validation may have put another tensor there
+        for module, state in extra:
+            module.set_extra_state(state)
+
+    return give_back
