@@ -12,13 +12,14 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from mlbench_core.utils.pytorch import distributed
 from mlbench_core.utils.pytorch.lost_workers import introduce, naming_lost_workers
+from mlbench_core.utils.pytorch.names import plain_name
 
 __all__ = [
     "AVG_CUSTOM",
@@ -76,6 +77,9 @@ class Aggregation(ABC):
     """
 
     compression_ratio: float = 1.0
+
+    _named_state: ClassVar[tuple[str, ...]] = ()  # keys of state_dict() under which values stand by parameter name
+    _own_state: ClassVar[tuple[str, ...]] = ()  # those of them whose values differ from worker to worker
 
     def __init__(self, use_cuda: bool = False, *, process_group: Any = None) -> None:
         self.use_cuda = use_cuda
@@ -183,6 +187,26 @@ class Aggregation(ABC):
         getattr(copied, "__setstate__", copied.__dict__.update)(state)
         return copied
 
+    def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state without what one worker alone remembers, such as its error memory.
+
+        The rest, such as the state of a random generator, is the same on all workers and must stay so. A worker that
+        has only the state of another worker, or of a run with another number of workers, starts from this.
+
+        Args:
+            state_dict: What :meth:`state_dict` returned, on any worker.
+        """
+        return {key: {} if key in self._own_state else value for key, value in state_dict.items()}
+
+    def remembered_names(self, state_dict: Mapping[str, Any]) -> set[str]:
+        """Return the names of the parameters of which a state remembers something.
+
+        Args:
+            state_dict: What :meth:`state_dict` returned.
+        """
+        names = {plain_name(name) for key in self._named_state for name in state_dict.get(key, {})}
+        return {name for name in names if not name.startswith(BOOKKEEPING)}
+
     def _count_bytes(self, message: Tensor) -> None:
         """Add a message to the account of bytes sent."""
         size_bytes = message.numel() * message.element_size()
@@ -254,15 +278,15 @@ class Aggregation(ABC):
 
 
 def trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that require a gradient, each once, in the order of registration."""
+    """Yield the parameters that require a gradient, each once, in the order of registration, by their plain names."""
     named: Iterable[tuple[str, Tensor]] = model.named_parameters() if isinstance(model, nn.Module) else model.items()
-    return ((name, parameter) for name, parameter in named if parameter.requires_grad)
+    return ((plain_name(name), parameter) for name, parameter in named if parameter.requires_grad)
 
 
 def _float_buffers(model: Parameters) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers that hold floating-point or complex numbers, each once."""
     named = model.named_buffers() if isinstance(model, nn.Module) else ()
-    return ((name, buffer) for name, buffer in named if buffer.is_floating_point() or buffer.is_complex())
+    return ((plain_name(name), buffer) for name, buffer in named if buffer.is_floating_point() or buffer.is_complex())
 
 
 def refuse_sparse(parameters: Mapping[str, Tensor]) -> None:

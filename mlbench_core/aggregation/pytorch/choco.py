@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import logging
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -21,9 +24,12 @@ from mlbench_core.aggregation.pytorch.decentralized import (
 from mlbench_core.aggregation.pytorch.messages import as_bytes, as_real, from_bytes, in_blocks
 from mlbench_core.aggregation.pytorch.sign import pack_bits, scaled_signs, unpack_bits
 from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_coordinates
+from mlbench_core.utils.pytorch.names import by_plain_name
 from mlbench_core.utils.pytorch.topology import Topology
 
 __all__ = ["COMPRESSIONS", "ChocoAggregation", "Compressed", "Compression", "Identity", "RandomK", "ScaledSign", "TopK"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -190,6 +196,12 @@ class ChocoAggregation(Aggregation):
     other bookkeeping are not compressed but averaged as by
     :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation`.
 
+    The sums are right only together with the copies of all neighbors: an error in them would move the weights in every
+    call, forever. So a state says of which worker, graph and call it is. In the first call after they were made or
+    restored, the workers compare that. If the states of all of them do not belong together, as when a run goes on with
+    another number of workers, copies and sums start from zero on all. That costs a few calls' progress towards
+    agreement and nothing else.
+
     Attributes:
         gossip: Who talks to whom, with its ``topology`` and ``spectral_gap``.
         compression: The compression Q.
@@ -223,6 +235,8 @@ class ChocoAggregation(Aggregation):
         arXiv:1907.09356
     """
 
+    _named_state = _own_state = ("copies", "sums")
+
     def __init__(
         self,
         rank: int | None,
@@ -246,6 +260,10 @@ class ChocoAggregation(Aggregation):
         self.gamma = gamma
         self._copies: dict[str, Tensor] = {}  # x_hat_i by name, flat
         self._sums: dict[str, Tensor] = {}  # s_i by name, flat
+        self._calls = 0
+        self._edges_of_state: list[list[int]] | None = None  # of copies and sums that were restored
+        self._must_agree = True
+        self._first_compression = copy.deepcopy(self.compression.state_dict())
         self._raw_bytes = self._compressed_bytes = 0
 
     @property
@@ -287,8 +305,11 @@ class ChocoAggregation(Aggregation):
         self._delegate(self.gossip, bookkeeping, op, denom)
 
     def _gossip_compressed(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._must_agree:
+            self._agree_on_state()
         own = {name: self._compress(name, x_i) for name, x_i in tensors.items()}
         received = self._exchange(own)
+        self._calls += 1
         self._raw_bytes += sum(x_i.numel() * x_i.element_size() for x_i in tensors.values())
         weights = self.gossip.weights
         for name, x_i in tensors.items():
@@ -325,18 +346,56 @@ class ChocoAggregation(Aggregation):
         self._compressed_bytes += message.numel()
         return [_unpack_like(own, theirs) for theirs in received]
 
+    def _agree_on_state(self) -> None:
+        """Keep copies and sums if those of all workers belong together; else start from zero on all of them."""
+        sizes = {name: len(x_hat) for name, x_hat in self._copies.items()}
+        fits = self.gossip.agree(_tag(self._calls, self._edges_of_state, sizes))
+        if not fits or self._edges_of_state not in (None, _as_lists(self.gossip.connect())):
+            if self._copies:
+                _log.warning(
+                    "the public copies of ChocoSGD that were restored do not belong to these workers and their graph: "
+                    "all workers start them from zero"
+                )
+            self._copies.clear()
+            self._sums.clear()
+            self.compression.load_state_dict(self._first_compression)
+            self._calls = 0
+        self._edges_of_state = None
+        self._must_agree = False
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the public copies and the sums by parameter name, and the compression's state."""
-        return {"copies": dict(self._copies), "sums": dict(self._sums), "compression": self.compression.state_dict()}
+        """Return what there is to remember.
+
+        Returns:
+            The public copies and the sums by parameter name under ``"copies"`` and ``"sums"``, the compression's state
+            under ``"compression"``, and under ``"origin"`` the worker, the graph and the number of calls they are of.
+        """
+        edges = self._edges_of_state
+        if edges is None and self.gossip.topology is not None:
+            edges = _as_lists(self.gossip.topology)
+        return {
+            "copies": dict(self._copies),
+            "sums": dict(self._sums),
+            "compression": self.compression.state_dict(),
+            "origin": {
+                "rank": self.gossip.rank,
+                "world_size": self.world_size,
+                "edges": edges,
+                "calls": self._calls,
+            },
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; an empty one starts afresh.
 
+        Every worker must load its own. Copies and sums of another worker, or of another number of workers, are left
+        out with a warning; see the class for what happens then.
+
         Raises:
             ValueError: It is another aggregation's or another compression's state.
         """
-        state = {"copies": {}, "sums": {}, "compression": self.compression.state_dict(), **state_dict}
-        if set(state) != {"copies", "sums", "compression"} or set(state["copies"]) != set(state["sums"]):
+        state = {"copies": {}, "sums": {}, "compression": self._first_compression, "origin": None, **state_dict}
+        if set(state) != {"copies", "sums", "compression", "origin"} or set(state["copies"]) != set(state["sums"]):
             raise ValueError(
                 f"ChocoAggregation needs a state with copies, sums and compression, not {sorted(state_dict)}: the "
                 "checkpoint was written with another aggregation; build the optimizer with that one"
@@ -347,9 +406,31 @@ class ChocoAggregation(Aggregation):
                 f"{type(self.compression).__name__} keeps {sorted(self.compression.state_dict())}: build the optimizer "
                 "with the compression of the checkpoint"
             )
-        self._copies = {name: copy.detach().clone() for name, copy in state["copies"].items()}
-        self._sums = {name: total.detach().clone() for name, total in state["sums"].items()}
+        origin = state["origin"] or {"rank": None, "world_size": None, "edges": None, "calls": 0}
+        if state["copies"] and (origin["rank"], origin["world_size"]) != (self.gossip.rank, self.world_size):
+            _log.warning(
+                "the public copies of ChocoSGD are of worker %s of %s, this is worker %d of %d: they start from zero",
+                *("unknown" if origin[key] is None else origin[key] for key in ("rank", "world_size")),
+                self.gossip.rank,
+                self.world_size,
+            )
+            state["copies"] = state["sums"] = {}
+        self._copies = {name: x_hat.detach().clone() for name, x_hat in by_plain_name(state["copies"]).items()}
+        self._sums = {name: s_i.detach().clone() for name, s_i in by_plain_name(state["sums"]).items()}
         self.compression.load_state_dict(state["compression"])
+        self._calls = int(origin["calls"])
+        self._edges_of_state = [list(edge) for edge in origin["edges"] or ()] if self._copies else None
+        self._must_agree = True
+
+
+def _as_lists(topology: Topology) -> list[list[int]]:
+    """Return the edges of a graph as lists, which a checkpoint can hold."""
+    return [list(edge) for edge in topology.edges]
+
+
+def _tag(*values: Any) -> int:
+    """Return a number from 0 to 2^62 - 1 that differs where values differ, with all likelihood."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 2
 
 
 def _unpack_like(own: Mapping[str, Compressed], message: Tensor) -> dict[str, Compressed]:

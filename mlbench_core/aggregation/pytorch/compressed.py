@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.utils.pytorch import distributed
+from mlbench_core.utils.pytorch.names import by_plain_name
 
 __all__ = ["CompressedAggregation", "LossyAggregation"]
 
@@ -116,6 +117,9 @@ class CompressedAggregation(LossyAggregation):
         ValueError: ``world_size`` is not the number of workers in the process group.
     """
 
+    _named_state: ClassVar[tuple[str, ...]] = ("memory",)
+    _own_state: ClassVar[tuple[str, ...]] = ("memory",)
+
     def __init__(self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None) -> None:
         uncompressed = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
         super().__init__(uncompressed, use_cuda)
@@ -164,7 +168,8 @@ class CompressedAggregation(LossyAggregation):
             ValueError: The state is that of another aggregation.
         """
         self._check_keys(state_dict, {"memory"})
-        self._memory = {name: error.clone() for name, error in state_dict.get("memory", {}).items()}
+        memory = by_plain_name(state_dict.get("memory", {}))
+        self._memory = {name: error.clone() for name, error in memory.items()}
 
     def _remembered(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor's error memory, zeros at first, on the tensor's device and at least in float32."""

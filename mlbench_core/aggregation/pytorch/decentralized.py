@@ -98,12 +98,29 @@ class DecentralizedAggregation(Aggregation):
             ValueError: On every worker alike: an edge is known to one of its ends only, or the graph is not connected.
         """
         if self._weights is None or self.topology is None:
-            if self.world_size > 1:
-                self.topology = _agreed_topology(self.neighbors, self.topology, self.group)
-            assert self.topology is not None
-            row = self.topology.mixing_matrix[self.rank].tolist()
-            self._weights = tuple(row[j] for j in self.neighbors)
+            self.agree()
+        assert self.topology is not None
         return self.topology
+
+    def agree(self, tag: int = 0) -> bool:
+        """Exchange the lists of neighbors, as :meth:`connect` does, also if they were exchanged before.
+
+        Args:
+            tag: A number from 0 to 2^63 - 1 that travels with the list.
+
+        Returns:
+            Whether all workers gave the same tag; the same answer on every worker.
+
+        Raises:
+            ValueError: As in :meth:`connect`.
+        """
+        tags = {tag}
+        if self.world_size > 1:
+            self.topology, tags = _agreed_topology(self.neighbors, self.topology, self.group, tag)
+        assert self.topology is not None
+        row = self.topology.mixing_matrix[self.rank].tolist()
+        self._weights = tuple(row[j] for j in self.neighbors)
+        return len(tags) == 1
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -245,15 +262,20 @@ def _check_neighbors(
     return tuple(ranks)
 
 
-def _agreed_topology(neighbors: tuple[int, ...], topology: Topology | None, group: Any) -> Topology:
-    """Make the graph of what every worker says its neighbours are."""
+def _agreed_topology(
+    neighbors: tuple[int, ...], topology: Topology | None, group: Any, tag: int
+) -> tuple[Topology, set[int]]:
+    """Make the graph of what every worker says its neighbors are; return it and all workers' tags."""
     world_size = distributed.world_size(group)
-    row = torch.zeros(world_size, dtype=torch.uint8)
+    row = torch.zeros(world_size + 8, dtype=torch.uint8)
     row[list(neighbors)] = 1
+    row[world_size:] = torch.tensor(list(tag.to_bytes(8, "big")), dtype=torch.uint8)
     sent = distributed.get_backend_tensor(row, group)
     rows = [torch.empty_like(sent) for _ in range(world_size)]
     distributed.dist.all_gather(rows, sent, group=group)
-    adjacency = torch.stack(rows).cpu()
+    gathered = torch.stack(rows).cpu()
+    adjacency = gathered[:, :world_size]
+    tags = {int.from_bytes(bytes(row), "big") for row in gathered[:, world_size:].tolist()}
     one_sided = (adjacency > adjacency.T).nonzero().tolist()
     if one_sided:
         listing, listed = one_sided[0]
@@ -263,4 +285,4 @@ def _agreed_topology(neighbors: tuple[int, ...], topology: Topology | None, grou
             + (f"; so for {one_sided[1:]}" if one_sided[1:] else "")
         )
     agreed = from_edges(world_size, [(i, j) for i, j in adjacency.nonzero().tolist()])
-    return topology if topology is not None and topology.edges == agreed.edges else agreed
+    return topology if topology is not None and topology.edges == agreed.edges else agreed, tags

@@ -19,6 +19,7 @@ from mlbench_core.aggregation.pytorch.decentralized import (
     computing_dtype,
     refuse_gradients,
 )
+from mlbench_core.utils.pytorch.names import by_plain_name
 
 __all__ = ["DiLoCoAggregation", "PeriodicAggregation"]
 
@@ -56,6 +57,8 @@ class PeriodicAggregation(Aggregation):
     References:
         S. Stich: Local SGD Converges Fast and Communicates Little. arXiv:1805.09767
     """
+
+    _named_state = ("counts",)
 
     def __init__(self, aggregation: Aggregation, period: int) -> None:
         if not isinstance(aggregation, Aggregation):
@@ -113,7 +116,16 @@ class PeriodicAggregation(Aggregation):
                 "with another aggregation; build the optimizer with that one"
             )
         self.inside.load_state_dict(state_dict.get("inside", {}))
-        self._counts = {name: int(count) for name, count in state_dict.get("counts", {}).items()}
+        self._counts = {name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()}
+
+    def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state without what one worker alone remembers; the counters are the same on all workers."""
+        inside = {"inside": self.inside.shared_state(state_dict["inside"])} if "inside" in state_dict else {}
+        return {**state_dict, **inside}
+
+    def remembered_names(self, state_dict: Mapping[str, Any]) -> set[str]:
+        """Return the names of the parameters of which a state remembers something."""
+        return super().remembered_names(state_dict) | self.inside.remembered_names(state_dict.get("inside", {}))
 
 
 class DiLoCoAggregation(Aggregation):
@@ -158,6 +170,8 @@ class DiLoCoAggregation(Aggregation):
     References:
         A. Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models. arXiv:2311.08105
     """
+
+    _named_state = ("shared", "outer_state")
 
     def __init__(
         self,
@@ -271,9 +285,10 @@ class DiLoCoAggregation(Aggregation):
         self.outer_optimizer.state.clear()
         self.outer_optimizer.param_groups[0]["params"].clear()
         self.outer_optimizer.param_groups[0].update(state_dict.get("outer_options", {}))
-        for name, theta in state_dict.get("shared", {}).items():
+        outer_state = by_plain_name(state_dict.get("outer_state", {}))
+        for name, theta in by_plain_name(state_dict.get("shared", {})).items():
             self._share(name, theta)
-            self.outer_optimizer.state[self._shared[name]] = copy.deepcopy(state_dict["outer_state"][name])
+            self.outer_optimizer.state[self._shared[name]] = copy.deepcopy(outer_state[name])
 
 
 def _make_outer(make: Callable[[Iterable[Tensor]], Optimizer] | None) -> Optimizer:

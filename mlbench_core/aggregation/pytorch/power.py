@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,13 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation
+from mlbench_core.utils.pytorch.names import by_plain_name, check_names, plain_name
 
 __all__ = ["PowerAggregation"]
 
 COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_OUTSIDE_MODEL = re.compile(r"group\d+\.\d+")
 
 BLOCK_ELEMENTS = 2**18
 """How much of a matrix is worked on at a time on a CPU: it stays in the cache from one operation to the next."""
@@ -93,6 +97,9 @@ class PowerAggregation(LossyAggregation):
         Vogels, Karimireddy and Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization.
         arXiv:1905.13727
     """
+
+    _named_state = ("errors", "queries", "uncompressed_steps")
+    _own_state = ("errors",)
 
     def __init__(
         self,
@@ -176,7 +183,7 @@ class PowerAggregation(LossyAggregation):
         """Restore what :meth:`state_dict` returned; an empty dictionary leaves everything as it is.
 
         Raises:
-            ValueError: It is the state of another aggregation, model or rank.
+            ValueError: It is the state of another aggregation, model or rank of the approximation.
         """
         if not state_dict:
             return
@@ -186,14 +193,17 @@ class PowerAggregation(LossyAggregation):
                 f"PowerAggregation remembers {sorted(known)} but was given {sorted(state_dict)}: the checkpoint was "
                 "written with another aggregation; build the optimizer with that one"
             )
-        parameters = dict(self.model.named_parameters())
-        for what in ("errors", "queries"):
-            for name, tensor in state_dict[what].items():
-                if name in parameters:
-                    self._check_shape(what, name, tensor, parameters[name])
-        self._memory = {name: error.clone() for name, error in state_dict["errors"].items()}
-        self._queries = {name: query.clone() for name, query in state_dict["queries"].items()}
-        self._uncompressed_steps = dict(state_dict["uncompressed_steps"])
+        parameters = {plain_name(name): p for name, p in self.model.named_parameters(remove_duplicate=False)}
+        errors, queries = by_plain_name(state_dict["errors"]), by_plain_name(state_dict["queries"])
+        # an optimizer's parameters outside the model have such names too; the optimizer knows whether it has them
+        outside = {name for name in self.remembered_names(state_dict) if _OUTSIDE_MODEL.fullmatch(name)}
+        check_names(self.remembered_names(state_dict) - outside, parameters)
+        for what, tensors in (("errors", errors), ("queries", queries)):
+            for name in tensors.keys() & parameters.keys():
+                self._check_shape(what, name, tensors[name], parameters[name])
+        self._memory = {name: error.clone() for name, error in errors.items()}
+        self._queries = {name: query.clone() for name, query in queries.items()}
+        self._uncompressed_steps = by_plain_name(state_dict["uncompressed_steps"])
         self._generator.set_state(state_dict["generator"].cpu())
 
     def _remembered_by_name(self) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, in_blocks, unpack
 from mlbench_core.utils.pytorch import distributed
+from mlbench_core.utils.pytorch.names import by_plain_name
 
 __all__ = ["EFSignAggregation", "SignAggregation", "pack_bits", "scaled_signs", "unpack_bits"]
 
@@ -53,6 +54,9 @@ class SignAggregation(CompressedAggregation):
         Tolerant. arXiv:1810.05291
     """
 
+    _named_state = ("votes_held",)
+    _own_state = ()  # the workers' votes for zeros cancel only if all of them have counted alike
+
     def __init__(self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None) -> None:
         super().__init__(use_cuda=use_cuda, world_size=world_size, process_group=process_group)
         self._votes_held: dict[str, int] = {}
@@ -90,7 +94,7 @@ class SignAggregation(CompressedAggregation):
             ValueError: The state is that of another aggregation.
         """
         self._check_keys(state_dict, {"votes_held"})
-        self._votes_held = dict(state_dict.get("votes_held", {}))
+        self._votes_held = by_plain_name(state_dict.get("votes_held", {}))
 
 
 class EFSignAggregation(CompressedAggregation):

@@ -15,6 +15,7 @@ from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, unpack
+from mlbench_core.utils.pytorch.names import by_plain_name, check_names, plain_name
 
 __all__ = ["SparsifiedAggregation", "coordinates_sent", "draw_coordinates", "largest_coordinates"]
 
@@ -84,7 +85,7 @@ class SparsifiedAggregation(CompressedAggregation):
         self.error_feedback = error_feedback
         self._generator = torch.Generator().manual_seed(operator.index(seed))
         named = model.named_parameters() if isinstance(model, nn.Module) else ()
-        self._shapes = {name: parameter.shape for name, parameter in named}
+        self._shapes = {plain_name(name): parameter.shape for name, parameter in named}
 
     def coordinates_sent(self, numel: int) -> int:
         """Number of coordinates sent of a tensor.
@@ -106,7 +107,9 @@ class SparsifiedAggregation(CompressedAggregation):
             ValueError: The state is that of another aggregation or another model.
         """
         self._check_keys(state_dict, {"memory"} | ({"generator"} if self.random else set()))
-        memory = {"memory": state_dict.get("memory", {})}
+        memory = {"memory": by_plain_name(state_dict.get("memory", {}))}
+        if self._shapes:
+            check_names(set(memory["memory"]), self._shapes)
         for name, error in memory["memory"].items():
             if error.shape != self._shapes.get(name, error.shape):
                 raise ValueError(

@@ -18,7 +18,8 @@ from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.generic import Closure, check_at_least_0, check_lr, check_number, evaluate
 from mlbench_core.optim.pytorch.grad_scaler import must_skip
-from mlbench_core.optim.pytorch.wrapper import state_without_hooks
+from mlbench_core.optim.pytorch.wrapper import shared_optimizer_state, state_without_hooks
+from mlbench_core.utils.pytorch.names import check_names, plain_name
 
 __all__ = ["CompressedOptimizer", "Params", "sgd_defaults"]
 
@@ -53,6 +54,7 @@ class CompressedOptimizer(Optimizer):
     """
 
     agg_grad = True
+    own_state = ("state", "aggregation")  # momentum is that of this worker's gradients
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to step()
 
     def __init__(
@@ -154,7 +156,10 @@ class CompressedOptimizer(Optimizer):
             raise ValueError(f"several parameters are called {', '.join(repeated)}: give every parameter its own name")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's format, and what the aggregation remembers under ``"aggregation"``."""
+        """Return the state in torch's format, and what the aggregation remembers under ``"aggregation"``.
+
+        As in torch, its tensors are the optimizer's own: they change with the next step.
+        """
         state_dict = super().state_dict()
         remembered = self.aggregation.state_dict()
         return {**state_dict, "aggregation": remembered} if remembered else state_dict
@@ -163,10 +168,31 @@ class CompressedOptimizer(Optimizer):
         """Restore what :meth:`state_dict` returned.
 
         Args:
-            state_dict: Of an optimizer with the same groups.
+            state_dict: Of an optimizer with the same groups. As in torch, parameters get the names of the state if it
+                has names.
+
+        Raises:
+            ValueError: It does not fit the groups or the aggregation, or remembers parameters that are not there, as
+                where parameters had no names when it was saved and have names now.
         """
+        remembered = state_dict.get("aggregation", {})
+        groups = zip(self.param_groups, state_dict["param_groups"], strict=False)  # torch refuses other groups
+        names = [name for i, (own, saved) in enumerate(groups) for name in _names_in_group(i, {**own, **saved})]
+        check_names(self.aggregation.remembered_names(remembered), names)
         super().load_state_dict(dict(state_dict))
-        self.aggregation.load_state_dict(state_dict.get("aggregation", {}))
+        self.aggregation.load_state_dict(remembered)
+
+    def shared_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state without what one worker alone remembers: the aggregation's memory and momentum.
+
+        See :func:`~mlbench_core.optim.pytorch.wrapper.shared_optimizer_state`.
+        """
+        shared = shared_optimizer_state(self, state_dict)
+        shared["state"] = {
+            parameter: {name: value for name, value in state.items() if name != "momentum_buffer"}
+            for parameter, state in state_dict["state"].items()
+        }
+        return shared
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but hooks and the ``step`` that a scheduler patched, which belong to this very object."""
@@ -175,8 +201,7 @@ class CompressedOptimizer(Optimizer):
     def _named_parameters(self) -> Iterable[tuple[str, tuple[Tensor, dict[str, Any]]]]:
         """Yield every parameter by its name, with its group."""
         for i, group in enumerate(self.param_groups):
-            names = group.get("param_names") or [f"group{i}.{j}" for j in range(len(group["params"]))]
-            for name, parameter in zip(names, group["params"], strict=True):
+            for name, parameter in zip(_names_in_group(i, group), group["params"], strict=True):
                 yield name, (parameter, group)
 
     def _stand_in(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
@@ -198,6 +223,12 @@ class CompressedOptimizer(Optimizer):
         if tracker is not None:
             tracker.record_batch_agg()
         self._clock.report(tracker)
+
+
+def _names_in_group(number: int, group: Mapping[str, Any]) -> list[str]:
+    """Return the plain names of a group's parameters, ``"group{i}.{j}"`` where it has none."""
+    names = group.get("param_names") or [f"group{number}.{j}" for j in range(len(group["params"]))]
+    return [plain_name(name) for name in names]
 
 
 def sgd_defaults(

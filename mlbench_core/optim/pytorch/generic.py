@@ -27,6 +27,7 @@ from mlbench_core.optim.pytorch.inner import (
     without_momentum,
 )
 from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
+from mlbench_core.utils.pytorch.names import check_names
 
 __all__ = [
     "Closure",
@@ -110,6 +111,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         [0.001]
     """
 
+    own_state = ("aggregation",)
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to step()
 
     def __init__(
@@ -185,8 +187,15 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         return {"aggregation": remembered} if remembered else {}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
-        """Restore what the aggregation remembered."""
-        self.aggregation.load_state_dict(extra.get("aggregation", {}))
+        """Restore what the aggregation remembered.
+
+        Raises:
+            ValueError: It is the state of another aggregation, or remembers parameters that are not there.
+        """
+        remembered = extra.get("aggregation", {})
+        parameters = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        check_names(self.aggregation.remembered_names(remembered), [*parameters, *self._beside()])
+        self.aggregation.load_state_dict(remembered)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["OptimizerWrapper", "state_without_hooks"]
+__all__ = ["OptimizerWrapper", "shared_optimizer_state", "state_without_hooks"]
 
 
 class _NoOptimizerYet(Optimizer):
@@ -45,10 +45,15 @@ class OptimizerWrapper(Optimizer):
 
     As in torch, hooks stay with the object they were registered on: copies and pickles have none.
 
+    Attributes:
+        own_state: Keys of ``state_dict()`` under which each worker has something of its own although all workers have
+            the same weights. A checkpoint holds these of every worker.
+
     Args:
         params: Parameters to hold until :attr:`optimizer` is set.
     """
 
+    own_state: ClassVar[tuple[str, ...]] = ()
     _inner: Optimizer
 
     def __init__(self, params: Iterable[Tensor]) -> None:
@@ -120,7 +125,11 @@ class OptimizerWrapper(Optimizer):
         self._inner.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer inside, in torch's format, and what :meth:`extra_state` adds."""
+        """Return the state of the optimizer inside, in torch's format, and what :meth:`extra_state` adds.
+
+        As in torch, its tensors are the optimizer's own: they change with the next step. Copy it with
+        :func:`copy.deepcopy` if both this optimizer and the one that loads it go on in one process.
+        """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         state_dict = {**self._inner.state_dict(), **self.extra_state()}
@@ -143,6 +152,10 @@ class OptimizerWrapper(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def shared_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state without what one worker alone remembers; see :func:`shared_optimizer_state`."""
+        return shared_optimizer_state(self, state_dict)
+
     def extra_state(self) -> dict[str, Any]:
         """Return what :meth:`state_dict` holds beyond the optimizer inside; a subclass may have something."""
         return {}
@@ -157,6 +170,25 @@ class OptimizerWrapper(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         super().__setstate__({})
+
+
+def shared_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state without what one worker alone remembers.
+
+    A worker that has no state of its own, or one of a run with another number of workers, loads this: an error memory
+    of another worker would be delivered twice.
+
+    Args:
+        optimizer: The optimizer, with its aggregation if it has one.
+        state_dict: Its state, saved by any worker.
+
+    Returns:
+        The state as given, without error memories and the like; see
+        :meth:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation.shared_state`.
+    """
+    if "aggregation" not in state_dict:
+        return dict(state_dict)
+    return {**state_dict, "aggregation": optimizer.aggregation.shared_state(state_dict["aggregation"])}
 
 
 def state_without_hooks(optimizer: Optimizer) -> dict[str, Any]:

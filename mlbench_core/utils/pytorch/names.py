@@ -1,0 +1,59 @@
+"""Names of parameters, by which states are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["by_plain_name", "check_names", "plain_name"]
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name as it is without :func:`torch.compile`, which puts ``_orig_mod.`` into names.
+
+    States are kept by plain names, so that a model may be compiled, or no longer, when a run goes on from a checkpoint.
+
+    Args:
+        name: The name, for example from ``named_parameters()``.
+
+    Example:
+        >>> plain_name("_orig_mod.layer.weight")
+        'layer.weight'
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def by_plain_name(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping from names with the plain names instead.
+
+    Args:
+        values: What belongs to each parameter, by name.
+
+    Example:
+        >>> by_plain_name({"_orig_mod.weight": 3})
+        {'weight': 3}
+    """
+    return {plain_name(name): value for name, value in values.items()}
+
+
+def check_names(remembered: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a state of parameters that are not there, which would be lost silently.
+
+    Args:
+        remembered: The names in the state.
+        known: The names of the parameters that are there.
+
+    Raises:
+        ValueError: A name is not known.
+    """
+    here = sorted({plain_name(name) for name in known})
+    unknown = sorted({plain_name(name) for name in remembered} - set(here))
+    if unknown:
+        raise ValueError(
+            f"the state remembers {_first(unknown)}, but the parameters are called {_first(here)}: give them the names "
+            "that they had when the state was saved"
+        )
+
+
+def _first(names: list[str], count: int = 5) -> str:
+    return ", ".join(map(repr, names[:count])) + (", ..." if len(names) > count else "")
