@@ -14,6 +14,7 @@ argument is a plain :class:`ValueError` or :class:`TypeError`.
     |   +-- MasterNotFoundError   no master could be located (also a ValueError)
     |   +-- MasterRequestError    the master refused a request or answered with an error
     +-- CheckpointError           a checkpoint is missing, damaged or does not fit
+    |   +-- CheckpointNotFoundError  there is none (also a FileNotFoundError)
     +-- DatasetError              data on disk is missing or damaged
     |   +-- DatasetNotFoundError  a folder or file is not there (also a FileNotFoundError)
     |   +-- DownloadError         a download failed or its checksum is wrong
@@ -25,6 +26,7 @@ from __future__ import annotations
 __all__ = [
     "BackendError",
     "CheckpointError",
+    "CheckpointNotFoundError",
     "ConfigurationError",
     "DatasetError",
     "DatasetNotFoundError",
@@ -78,6 +80,10 @@ class MasterRequestError(MasterError):
 
 class CheckpointError(MLBenchError):
     """A checkpoint is missing, damaged or does not fit the model."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint to load."""
 
 
 class DatasetError(MLBenchError):

@@ -251,6 +251,7 @@ mlbench_core.utils.pytorch.checkpoint
     load(ckpt_run_dir, rank, model, optimizer, scheduler)
     load_model_by_epoch(ckpt_run_dir, rank, epoch, model)
     save(tracker, model, optimizer, scheduler, is_best)
+  determine_restore_ckpt_path(rank, checkpoint_root, run_id)
 mlbench_core.utils.pytorch.distributed
   get_backend_tensor(tensor)
   global_average(sum, count)

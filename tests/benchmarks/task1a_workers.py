@@ -49,3 +49,38 @@ def train_all(rank: int, world_size: int, runs: dict[str, list[str]]) -> dict[st
     """All runs, by name."""
     main = load_script()
     return {name: train(main, rank, world_size, arguments) for name, arguments in runs.items()}
+
+
+def resume_from_best(rank: int, world_size: int, arguments: list[str]) -> tuple[bool, list[str]]:
+    """Two epochs, and two that are parted by a resume from the best one, which is the first.
+
+    Returns:
+        Whether the parted run has the bits of the other, and the names of the files that it resumed from.
+    """
+    main = load_script()
+    parser = argparse.ArgumentParser()
+    main.add_arguments(parser)
+    common = ["--dataset", "digits", "--no-augment", *arguments]
+    models = []
+    make = main.variants.make_network
+
+    def remember(model: torch.nn.Module, *rest: Any) -> Any:
+        models.append(model)
+        return make(model, *rest)
+
+    main.variants.make_network = remember
+    with tempfile.TemporaryDirectory() as own, tempfile.TemporaryDirectory() as data:
+        folders = [own]  # rank 0's, for all
+        torch.distributed.broadcast_object_list(folders, 0)
+        names: list[str] = []
+        for epochs in (["--epochs", "1"], ["--epochs", "2", "--resume"], ["--epochs", "2"]):
+            args = parser.parse_args([*common, *epochs])
+            torch.manual_seed(args.seed)
+            folder = folders[0] if "--resume" in epochs or "1" in epochs else own + f"/{rank}"
+            if "--resume" in epochs:
+                torch.distributed.barrier()
+                names = sorted(path.name for path in Path(folder).iterdir())
+            main.train(rank, world_size, "1", data, folder, False, False, False, args)
+        torch.distributed.barrier()  # nobody needs rank 0's folder any more
+    parted, whole = (model.state_dict() for model in models[1:])
+    return all(torch.equal(parted[name], whole[name]) for name in whole), names

@@ -293,3 +293,9 @@ def test_training_is_compiled_and_validation_is_not(
 
 def test_main_is_short() -> None:
     assert len(Path(SCRIPT).read_text().splitlines()) <= 200
+
+
+def test_choco_resumes_from_the_best_epoch_to_the_bit() -> None:
+    for is_equal, names in run_ranks(2, task1a_workers.resume_from_best, ["--optimizer", "choco_sgd"], timeout_s=300):
+        assert is_equal
+        assert len([name for name in names if name.endswith("1of2.pth.tar")]) == 1

@@ -1,69 +1,97 @@
 """Checkpoints that survive a kill at any moment and hold no code.
 
-A checkpoint is written to a temporary file in the same folder, synchronised to the disk and then renamed, so under a
+A checkpoint is written to a temporary file in the same folder, synchronized to the disk and then renamed, so under a
 checkpoint's name there is always a complete file. It holds tensors and plain Python values only:
 ``torch.load(path, weights_only=True)`` reads it. Its checksums are verified on reading (torch itself does not).
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import logging
+import functools
+import json
+import math
+import numbers
 import os
-import pickle
-import random
-import re
-import zipfile
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from mlbench_core.errors import CheckpointError
+from mlbench_core.errors import CheckpointNotFoundError
+from mlbench_core.utils.pytorch import checkpoint_files as files
+from mlbench_core.utils.pytorch import checkpoint_state as states
+from mlbench_core.utils.pytorch import distributed
 
-__all__ = ["CheckpointFreq", "Checkpointer", "remove_checkpoints"]
-
-_log = logging.getLogger(__name__)
-
-_BEST_NAME = "model_best.pth.tar"
-_EPOCH_NAME = re.compile(r"(\d+)_(\d+)\.pth\.tar")
-_TEMPORARY_NAME = re.compile(r"\.saving_\d+\.tmp")
-_FORMAT = 1
+__all__ = ["CheckpointFreq", "Checkpointer", "determine_restore_ckpt_path", "remove_checkpoints"]
 
 _Path = str | os.PathLike[str]
 
 
-class CheckpointFreq(str, enum.Enum):
-    """Which epochs a :class:`Checkpointer` keeps."""
+class CheckpointFreq(enum.IntEnum):
+    """Which epochs a :class:`Checkpointer` keeps; ``CheckpointFreq("best")`` is the same as ``CheckpointFreq.BEST``."""
 
-    ALL = "all"
+    ALL = 1
     """Every epoch, and a copy of the best one."""
-    BEST = "best"
+    BEST = 2
     """Only the best epoch so far."""
-    NONE = "none"
+    NONE = 3
     """Nothing is saved."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> CheckpointFreq | None:
+        return next((freq for freq in cls if freq.name.lower() == value), None)
+
+
+def _accepting_an_epoch(save: Callable[..., None]) -> Callable[..., None]:
+    """Let ``save`` take the epoch in front of ``is_best``, where version 3.0.0 had it."""
+
+    @functools.wraps(save)
+    def wrapper(
+        self: Checkpointer, tracker: Any, model: Any, optimizer: Any, scheduler: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        is_epoch = bool(args) and isinstance(args[0], numbers.Integral) and not isinstance(args[0], bool)
+        if is_epoch and ("is_best" in kwargs or (len(args) > 1 and _is_flag(args[1]))):
+            kwargs["epoch"], *args = args  # type: ignore[assignment]
+        save(self, tracker, model, optimizer, scheduler, *args, **kwargs)
+
+    return wrapper
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, (bool, int, np.bool_, np.integer, torch.Tensor))
 
 
 class Checkpointer:
     """Saves a run's state after an epoch and brings it back.
 
-    The folder holds ``{epoch}_{rank}.pth.tar`` (each worker writes its own) and ``model_best.pth.tar`` (rank 0 writes
-    it). A checkpoint has the states of model, optimizer, scheduler and tracker, of the global random generators of
-    torch (CPU, and the current GPU if one is used), NumPy and ``random``, and of whatever else it is given: a run that
-    goes on from it computes bit by bit what the uninterrupted run would have, on a CPU.
+    With ``CheckpointFreq.ALL`` the folder holds ``{epoch}_{rank}.pth.tar``, which each worker writes for itself, and
+    ``model_best.pth.tar``, which rank 0 writes. With ``CheckpointFreq.BEST`` it holds the latter, and of each other
+    worker the part ``model_best.{id}.{rank}of{k}.pth.tar`` that it does not have in common with rank 0: its random
+    generators, tracker, BatchNorm statistics and what its optimizer's aggregation remembers, such as an error memory;
+    where an optimizer averages weights instead of gradients, everything. So all workers need one folder. The state of
+    an optimizer that is not this library's counts as common.
+
+    A checkpoint has the states of model, optimizer, scheduler and tracker, of the global random generators of torch
+    (CPU, and the current GPU if one is used), NumPy and ``random``, and of whatever else it is given: a run that goes
+    on from it computes bit by bit what the uninterrupted run would have, on a CPU.
+
+    A run that was killed while it saved goes on from the save before. If parts are missing and there is no save before,
+    or the run goes on with another number of workers, each worker takes its own file or, without one, rank 0's. The
+    memory of its optimizer's aggregation then starts afresh, with one warning.
+
+    With ``save_stats`` each worker also writes ``{epoch}_{rank}.json`` at every save: what its tracker recorded.
 
     Args:
         ckpt_run_dir: Folder of the checkpoints; made at the first save.
         rank: This worker's rank.
         freq: Which epochs are kept.
-        save_stats: Whether the tracker's state is saved.
+        save_stats: Whether the tracker's state and statistics are saved.
 
     Raises:
-        ValueError: ``freq`` is no frequency, or ``rank`` is negative.
+        ValueError: ``freq`` is not a frequency, or ``rank`` is negative.
 
     Example:
         >>> import tempfile
@@ -91,9 +119,14 @@ class Checkpointer:
         try:
             self.freq = CheckpointFreq(freq)
         except ValueError:
-            raise ValueError(f"freq is {freq!r}; it must be one of {', '.join(map(str, CheckpointFreq))}") from None
+            known = ", ".join(f"CheckpointFreq.{freq.name}" for freq in CheckpointFreq)
+            raise ValueError(f"freq is {freq!r}; it must be one of {known}") from None
         self.save_stats = save_stats
+        self._run: str | None = None
+        self._last_epoch: int | None = None
+        self._saves_of_epoch = 0
 
+    @_accepting_an_epoch
     def save(
         self,
         tracker: Any,
@@ -103,54 +136,113 @@ class Checkpointer:
         is_best: bool,
         sampler: Any = None,
         extra: Mapping[str, Any] | None = None,
+        epoch: int | None = None,
     ) -> None:
-        """Save the state at the end of epoch ``tracker.current_epoch``.
+        """Save the state at the end of an epoch. Every worker must call it; no worker waits for another.
 
-        With ``CheckpointFreq.ALL`` the epoch's file is written, and ``model_best.pth.tar`` too if ``is_best``; with
-        ``BEST`` only the latter, and only if ``is_best``; with ``NONE`` nothing. Rank 0 alone writes
-        ``model_best.pth.tar``.
+        With ``CheckpointFreq.ALL`` the epoch's file is written, and rank 0 writes ``model_best.pth.tar`` too if
+        ``is_best``. With ``BEST``, only if ``is_best``, rank 0 writes ``model_best.pth.tar`` and the others their parts
+        of it. With ``NONE`` nothing is written.
+
+        As in version 3.0.0, ``save(tracker, model, optimizer, scheduler, epoch, is_best)`` works too.
 
         Args:
             tracker: Has ``current_epoch``; its ``state_dict()`` is saved if it has one and ``save_stats`` is set.
             model: The model.
             optimizer: Anything with ``state_dict()``, or None.
             scheduler: Anything with ``state_dict()``, or None.
-            is_best: Whether this is the best epoch so far.
+            is_best: Whether this is the best epoch so far, the same on every worker.
             sampler: What decides the order of the samples: an object with ``state_dict()``, a ``torch.Generator``, or
-                a sampler with ``set_epoch``. Not needed where the order comes from torch's global generator.
+                a sampler with ``set_epoch``. Not needed if the order comes from torch's global generator.
             extra: More such objects by name, for example a gradient scaler.
+            epoch: The epoch; None takes ``tracker.current_epoch``.
 
         Raises:
             CheckpointError: Writing failed (disk full, no permission). Earlier files are untouched.
             TypeError: A state has something in it that is not a tensor or plain Python value.
         """
-        names = self._names_to_write(int(tracker.current_epoch), is_best)
-        if not names:
+        if self.freq is CheckpointFreq.NONE:
             return
-        state = {
-            "format": _FORMAT,
-            "epoch": int(tracker.current_epoch),
-            "rank": self.rank,
-            "freq": self.freq.value,
-            "save_stats": bool(self.save_stats),
-            "model": _capture("model", model),
-            "optimizer": None if optimizer is None else _capture("optimizer", optimizer),
-            "scheduler": None if scheduler is None else _capture("scheduler", scheduler),
-            "tracker": _capture_tracker(tracker) if self.save_stats else None,
-            "sampler": None if sampler is None else _capture("sampler", sampler),
-            "extra": {name: _capture(name, value) for name, value in (extra or {}).items()},
-            "rng": _rng_state(),
-        }
-        for name in names:
-            _write(Path(self.dirname, name), state, self.rank)
+        epoch = int(tracker.current_epoch if epoch is None else epoch)
+        if self.freq is CheckpointFreq.ALL or is_best:
+            self._save(tracker, model, optimizer, scheduler, bool(is_best), sampler, extra, epoch)
+        if self.save_stats:
+            self._save_statistics(tracker, epoch)
 
-    def _names_to_write(self, epoch: int, is_best: bool) -> list[str]:
-        names = []
+    def _save(
+        self,
+        tracker: Any,
+        model: torch.nn.Module,
+        optimizer: Any,
+        scheduler: Any,
+        is_best: bool,
+        sampler: Any,
+        extra: Mapping[str, Any] | None,
+        epoch: int,
+    ) -> None:
+        folder, world_size = Path(self.dirname), distributed.world_size()
+        if self.freq is CheckpointFreq.BEST and self.rank > 0 and self.rank >= world_size:
+            return  # torch does not know of other workers, so nobody could find this part
+        state = {
+            "format": files.FORMAT,
+            "save": self._name_save(epoch),
+            "epoch": epoch,
+            "rank": self.rank,
+            "world_size": world_size,
+            "freq": self.freq.name.lower(),
+            "save_stats": bool(self.save_stats),
+            "model": states.capture("model", model),
+            "optimizer": None if optimizer is None else states.capture("optimizer", optimizer),
+            "scheduler": None if scheduler is None else states.capture("scheduler", scheduler),
+            "tracker": states.capture_tracker(tracker) if self.save_stats else None,
+            "sampler": None if sampler is None else states.capture("sampler", sampler),
+            "extra": {name: states.capture(name, value) for name, value in (extra or {}).items()},
+            "rng": states.rng_state(),
+        }
         if self.freq is CheckpointFreq.ALL:
-            names.append(_epoch_name(epoch, self.rank))
-        if self.freq is not CheckpointFreq.NONE and is_best and self.rank == 0:
-            names.append(_BEST_NAME)
-        return names
+            files.write(folder / files.epoch_name(epoch, self.rank), state, self.rank)
+        if is_best and self.rank == 0:
+            files.write(folder / files.BEST_NAME, state, self.rank)
+        if self.freq is CheckpointFreq.BEST:
+            self._save_part(folder, state, model, optimizer, world_size)
+
+    def _save_part(
+        self, folder: Path, state: Mapping[str, Any], model: torch.nn.Module, optimizer: Any, world_size: int
+    ) -> None:
+        """Write this worker's part of the best epoch, and delete the parts of epochs before if it is the last."""
+        part = files.part_name(state["save"], self.rank, world_size)
+        if self.rank > 0:
+            files.write(folder / part, states.own_part(state, model, optimizer), self.rank)
+        elif world_size > 1:
+            files.share_best(folder, part, self.rank)
+        files.tidy(folder, state["save"], self.rank, world_size)
+
+    def _name_save(self, epoch: int) -> str:
+        """Return the id of this save, the same on every worker."""
+        self._saves_of_epoch = self._saves_of_epoch + 1 if epoch == self._last_epoch else 0
+        self._last_epoch = epoch
+        if self._run is None:
+            self._run = files.name_run()
+        return f"{epoch}-{self._run}-{self._saves_of_epoch}"
+
+    def _save_statistics(self, tracker: Any, epoch: int) -> None:
+        """Write what a tracker recorded, for people and plotting scripts."""
+        records = getattr(tracker, "records", None)
+        if not isinstance(records, Mapping) or not records:
+            return
+        plain = {
+            str(name): {str(e): float(v) if math.isfinite(v) else None for e, v in values.items()}
+            for name, values in records.items()
+        }
+        run_id = getattr(tracker, "run_id", None)
+        content = {
+            "run_id": None if run_id is None else str(run_id),
+            "rank": self.rank,
+            "epoch": epoch,
+            "records": plain,
+        }
+        path = Path(self.dirname, files.statistics_name(epoch, self.rank))
+        files.write(path, json.dumps(content, allow_nan=False).encode(), self.rank)
 
     @staticmethod
     def load(
@@ -164,11 +256,11 @@ class Checkpointer:
         tracker: Any = None,
         epoch: int | None = None,
     ) -> tuple[Checkpointer, torch.nn.Module, Any, Any, Any]:
-        """Bring back the state of the newest epoch that this worker saved.
+        """Bring back the state of the newest epoch that was saved. Every worker must call it.
 
-        A damaged file is passed over with a warning for the epoch before it; ``model_best.pth.tar`` is the last
-        resort, and what is loaded where it is the only file. The random generators are restored if the file comes from
-        this same rank.
+        A damaged file, and a save that a kill interrupted, is passed over with a warning for the save before it;
+        ``model_best.pth.tar`` is the last resort, and what is loaded if it is the only file. The random generators are
+        restored if the file comes from this same rank. See the class for what each worker gets of its own.
 
         Args:
             ckpt_run_dir: Folder of the checkpoints.
@@ -188,18 +280,22 @@ class Checkpointer:
             ``current_epoch`` set.
 
         Raises:
-            CheckpointError: There is no checkpoint, none can be read, or it does not fit the objects given.
+            CheckpointNotFoundError: There is no checkpoint. It is a CheckpointError and a FileNotFoundError.
+            CheckpointError: None can be read, or it does not fit the objects given.
         """
-        path, state = _newest_readable(Path(ckpt_run_dir), rank, epoch)
-        _restore(path, "model", model, state["model"])
-        for name, target in (("optimizer", optimizer), ("scheduler", scheduler), ("sampler", sampler)):
+        save, state = files.read_newest(Path(ckpt_run_dir), rank, epoch)
+        path = save.path
+        states.restore_model(path, model, state["model"])
+        if optimizer is not None:
+            states.restore_optimizer(path, optimizer, state, rank, save.lacks_parts)
+        for name, target in (("scheduler", scheduler), ("sampler", sampler)):
             if target is not None:
-                _restore(path, name, target, state[name])
+                states.restore(path, name, target, state[name])
         for name, target in (extra or {}).items():
-            _restore(path, name, target, state["extra"].get(name))
-        tracker = _restored_tracker(path, state, rank, tracker)
+            states.restore(path, name, target, state["extra"].get(name))
+        tracker = states.restore_tracker(path, state, rank, tracker)
         if state["rank"] == rank:
-            _set_rng_state(state["rng"])
+            states.set_rng_state(state["rng"])
         checkpointer = Checkpointer(ckpt_run_dir, rank, CheckpointFreq(state["freq"]), state["save_stats"])
         return checkpointer, model, optimizer, scheduler, tracker
 
@@ -217,16 +313,23 @@ class Checkpointer:
             ``model``.
 
         Raises:
-            CheckpointError: There is no such file, it is damaged, or it does not fit the model.
+            CheckpointNotFoundError: There is no such file. It is a CheckpointError and a FileNotFoundError.
+            CheckpointError: It is damaged, or it does not fit the model.
         """
-        path, state = _newest_readable(Path(ckpt_run_dir), rank, epoch)
-        _restore(path, "model", model, state["model"])
+        path = Path(ckpt_run_dir, files.epoch_name(epoch, rank))
+        try:
+            state = files.read(path)
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint of epoch {epoch} of rank {rank} in {ckpt_run_dir}; looked for {path.name}"
+            ) from None
+        states.restore_model(path, model, state["model"])
         return model
 
     @staticmethod
     def checkpoint_exists(ckpt_run_dir: _Path, rank: int, epoch: int) -> bool:
         """Whether worker ``rank`` saved ``epoch`` in this folder."""
-        return Path(ckpt_run_dir, _epoch_name(epoch, rank)).is_file()
+        return Path(ckpt_run_dir, files.epoch_name(epoch, rank)).is_file()
 
 
 def remove_checkpoints(ckpt_run_dir: _Path) -> None:
@@ -237,219 +340,28 @@ def remove_checkpoints(ckpt_run_dir: _Path) -> None:
     """
     folder = Path(ckpt_run_dir)
     for path in folder.iterdir() if folder.is_dir() else ():
-        ours = path.name == _BEST_NAME or _EPOCH_NAME.fullmatch(path.name) or _TEMPORARY_NAME.fullmatch(path.name)
-        if ours and path.is_file():
+        if files.is_checkpoint(path.name) and path.is_file():
             path.unlink(missing_ok=True)
 
 
-def _epoch_name(epoch: int, rank: int) -> str:
-    return f"{epoch}_{rank}.pth.tar"
+def determine_restore_ckpt_path(rank: int, checkpoint_root: _Path, run_id: str | int) -> str:
+    """Return the path of the file that :meth:`Checkpointer.load` would go on from.
 
+    Args:
+        rank: The worker's rank.
+        checkpoint_root: Folder of the checkpoints, or a folder that has a folder ``run_id`` with them.
+        run_id: The run's id.
 
-# ---- files
+    Returns:
+        The path of the newest whole checkpoint: the worker's own, or rank 0's if it has none or it is a part.
 
-
-def _write(path: Path, state: Mapping[str, Any], rank: int) -> None:
-    """Write a checkpoint so that ``path`` is at any moment the old file or the complete new one."""
-    temporary = path.with_name(f".saving_{rank}.tmp")  # one name per rank: what a kill leaves is overwritten next time
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _removed_on_failure(temporary):
-            with open(temporary, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:
-        reason = _os_error(error) or error
-        raise CheckpointError(
-            f"the checkpoint {path} could not be written ({reason}): free space or choose another folder with "
-            f"--root-checkpoint; checkpoints written earlier are intact"
-        ) from error
-
-
-@contextlib.contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in ``folder`` last through a power cut, where the system can synchronise folders."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-    """The operating system's error behind ``error``: torch raises one of its own when a write fails."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read and verify a checkpoint onto the CPU."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise CheckpointError(f"the checkpoint {path} is damaged: the checksum of {damaged} is wrong")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"the checkpoint {path} is damaged or holds pickled code, which is not run (files of version 3.0 do): "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise CheckpointError(
-            f"the checkpoint {path} cannot be read, it is damaged or no checkpoint: {error}"
-        ) from error
-    if not isinstance(state, dict) or state.get("format") != _FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise CheckpointError(f"the checkpoint {path} has format {found!r}; this version reads format {_FORMAT}")
-    return state
-
-
-def _newest_readable(folder: Path, rank: int, epoch: int | None) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint of ``rank`` (or that of ``epoch``) that can be read, and its path."""
-    if epoch is not None:
-        candidates = [folder / _epoch_name(epoch, rank)]
-    else:
-        epochs = [match for match in map(_EPOCH_NAME.fullmatch, _names(folder)) if match and int(match[2]) == rank]
-        epochs.sort(key=lambda match: int(match[1]), reverse=True)
-        candidates = [folder / match[0] for match in epochs] + [folder / _BEST_NAME]
-    failures = []
-    for path in candidates:
-        try:
-            return path, _read(path)
-        except FileNotFoundError:
-            continue
-        except CheckpointError as error:
-            failures.append(str(error))
-            if path is not candidates[-1]:
-                _log.warning("%s; trying the one before it", error)
-    if failures:
-        raise CheckpointError("; ".join(failures))
-    wanted = f"of epoch {epoch} " if epoch is not None else ""
-    raise CheckpointError(
-        f"there is no checkpoint {wanted}of rank {rank} in {folder}; looked for "
-        f"{_epoch_name(epoch, rank) if epoch is not None else f'<epoch>_{rank}.pth.tar and {_BEST_NAME}'}"
-    )
-
-
-def _names(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []
-
-
-# ---- states
-
-
-def _capture(name: str, target: Any) -> Any:
-    """The state of an object, checked to be plain."""
-    if isinstance(target, torch.Generator):
-        return {"generator": target.get_state()}
-    if hasattr(target, "state_dict"):
-        return _plain(target.state_dict(), name)
-    if hasattr(target, "set_epoch") and hasattr(target, "epoch"):
-        return {"epoch": int(target.epoch)}
-    raise TypeError(
-        f"{name} is a {type(target).__name__}; a checkpoint can hold objects with state_dict() and load_state_dict(), "
-        f"torch.Generator, and samplers with epoch and set_epoch()"
-    )
-
-
-def _restore(path: Path, name: str, target: Any, state: Any) -> None:
-    """Give an object the state that :func:`_capture` took."""
-    if state is None:
-        raise CheckpointError(f"the checkpoint {path} has no state of {name}; it was saved without one")
-    try:
-        if isinstance(target, torch.Generator):
-            target.set_state(state["generator"])
-        elif hasattr(target, "load_state_dict"):
-            target.load_state_dict(state)
-        else:
-            target.set_epoch(state["epoch"])
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"the checkpoint {path} does not fit the {name} it is loaded into: {error}") from error
-
-
-def _capture_tracker(tracker: Any) -> dict[str, Any]:
-    state = _plain(tracker.state_dict(), "tracker") if hasattr(tracker, "state_dict") else None
-    return {"run_id": _plain(getattr(tracker, "run_id", None), "tracker.run_id"), "state": state}
-
-
-def _restored_tracker(path: Path, state: Mapping[str, Any], rank: int, tracker: Any) -> Any:
-    saved = state["tracker"]
-    if saved is None or saved["state"] is None:
-        if tracker is not None:
-            tracker.current_epoch = state["epoch"]
-        return tracker
-    if tracker is None:
-        from mlbench_core.utils.tracker import Tracker
-
-        tracker = Tracker([], saved["run_id"], rank)
-    _restore(path, "tracker", tracker, saved["state"])
-    return tracker
-
-
-_PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, torch.dtype, torch.device, torch.Size, type(None))
-
-
-def _plain(value: Any, name: str) -> Any:
-    """A copy of ``value`` that ``torch.load(weights_only=True)`` reads, with subclasses turned into plain types."""
-    if type(value) in _PLAIN or type(value) is torch.nn.Parameter:
-        return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Mapping):
-        copy = {_plain(key, f"{name} key {key!r}"): _plain(item, f"{name}[{key!r}]") for key, item in value.items()}
-        if isinstance(value, OrderedDict):
-            return OrderedDict(copy)
-        return Counter(copy) if isinstance(value, Counter) else copy
-    for sequence in (list, tuple, set):
-        if isinstance(value, sequence):
-            return sequence(_plain(item, f"{name}[{i}]") for i, item in enumerate(value))
-    if isinstance(value, torch.Tensor):
-        return value.as_subclass(torch.Tensor)
-    if isinstance(value, str):
-        return str.__str__(value)
-    for scalar in (int, float):  # a subclass, such as an enumeration of strings
-        if isinstance(value, scalar):
-            return scalar(value)
-    raise TypeError(
-        f"{name} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds tensors and plain Python "
-        f"values only, so that reading one never runs code: let state_dict() return such"
-    )
-
-
-def _rng_state() -> dict[str, Any]:
-    """States of the global random generators."""
-    numpy_state = np.random.get_state()  # noqa: NPY002 - the global generator is what data sets and scripts draw from
-    _, keys, position, has_gauss, cached = numpy_state
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
-        "python": random.getstate(),
-        "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
-    }
-
-
-def _set_rng_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    version, keys, gauss = state["python"]
-    random.setstate((version, tuple(keys), gauss))
-    keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    Raises:
+        CheckpointNotFoundError: There is none. It is a CheckpointError and a FileNotFoundError.
+    """
+    folder = Path(checkpoint_root, str(run_id))
+    folder = folder if folder.is_dir() else Path(checkpoint_root)
+    for candidate in files.find(folder, rank):
+        path = candidate.first if candidate.first is not None and files.is_part(candidate.path.name) else candidate.path
+        if path.is_file():
+            return os.fspath(path)
+    raise CheckpointNotFoundError(f"there is no checkpoint of rank {rank} in {folder}")

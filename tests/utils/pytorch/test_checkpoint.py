@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import errno
+import json
 import logging
+import math
 import os
 import pickle
 import random
@@ -20,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from mlbench_core.errors import CheckpointError
-from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
+from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq, remove_checkpoints
 from mlbench_core.utils.tracker import Tracker
 from tests.helpers.forked import run_script
 
@@ -242,8 +245,9 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
 
 def test_nothing_to_load(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(CheckpointError, match="no checkpoint of rank 0 in"):
+        with pytest.raises(CheckpointError, match="no checkpoint of rank 0 in") as caught:
             _load(folder)
+        assert isinstance(caught.value, FileNotFoundError)
     with pytest.raises(CheckpointError, match=r"of epoch 3 of rank 0.*3_0\.pth\.tar"):
         Checkpointer.load_model_by_epoch(tmp_path, 0, 3, torch.nn.Linear(1, 1))
 
@@ -388,13 +392,16 @@ def test_states_are_made_plain_or_refused(tmp_path: Path) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.state = state["state"]
 
+    class Color(str, enum.Enum):
+        RED = "red"
+
     nested = {"a": torch.ones(2), "b": OrderedDict(c=Counter([3]))}
-    plain = [1, (2.5, None), nested, {7}, np.float64(1.5), CheckpointFreq.ALL]
+    plain = [1, (2.5, None), nested, {7}, np.float64(1.5), Color.RED, CheckpointFreq.ALL]
     saved, loaded = Holder(plain), Holder(None)
     checkpointer, model = Checkpointer(tmp_path, 0, CheckpointFreq.ALL), torch.nn.Linear(1, 1)
     checkpointer.save(_tracker(0), model, None, None, False, extra={"scaler": saved})
     Checkpointer.load(tmp_path, 0, model, None, None, extra={"scaler": loaded})
-    assert repr(loaded.state) == repr([*plain[:4], 1.5, "all"])
+    assert repr(loaded.state) == repr([*plain[:4], 1.5, "red", 1])
     with pytest.raises(TypeError, match=r"scaler\['state'\] is a builtins.object"):
         checkpointer.save(_tracker(1), model, None, None, False, extra={"scaler": Holder(object())})
     with pytest.raises(TypeError, match="sampler is a int"):
@@ -422,3 +429,69 @@ def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank is -1"):
         Checkpointer(tmp_path, -1)
     assert Checkpointer(tmp_path, 0).freq is CheckpointFreq.BEST
+
+
+def test_frequencies_of_version_3(tmp_path: Path) -> None:
+    for freq, number, text in zip(CheckpointFreq, (1, 2, 3), ("all", "best", "none"), strict=True):
+        assert freq == number
+        assert {Checkpointer(tmp_path, 0, given).freq for given in (freq, number, text)} == {freq}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("positional", "named"),
+    [
+        ((5, True), {}),  # 3.0.0
+        ((5,), {"is_best": True}),
+        ((), {"epoch": 5, "is_best": True}),
+        ((np.int64(5), np.bool_(True)), {}),
+    ],
+)
+def test_the_epoch_may_be_given_as_in_version_3(
+    tmp_path: Path, positional: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    model, optimizer = torch.nn.Linear(1, 1), None
+    Checkpointer(tmp_path, 0, CheckpointFreq.ALL).save(_tracker(1), model, optimizer, None, *positional, **named)
+    assert sorted(os.listdir(tmp_path)) == ["5_0.pth.tar", "model_best.pth.tar"]
+    assert torch.load(tmp_path / "5_0.pth.tar", weights_only=True)["epoch"] == 5
+
+
+def test_all_arguments_by_name_or_without_an_epoch(tmp_path: Path) -> None:
+    model, order = torch.nn.Linear(1, 1), torch.Generator().manual_seed(4)
+    checkpointer = Checkpointer(tmp_path, 0, CheckpointFreq.ALL)
+    checkpointer.save(tracker=_tracker(1), model=model, optimizer=None, scheduler=None, is_best=False)
+    checkpointer.save(_tracker(2), model, None, None, 1)  # a number for a flag
+    checkpointer.save(_tracker(3), model, None, None, False, order)
+    assert sorted(os.listdir(tmp_path)) == ["1_0.pth.tar", "2_0.pth.tar", "3_0.pth.tar", "model_best.pth.tar"]
+    found = torch.Generator()
+    Checkpointer.load(tmp_path, 0, model, None, None, sampler=found)
+    assert torch.equal(found.get_state(), order.get_state())
+
+
+@pytest.mark.parametrize("freq", list(CheckpointFreq))
+def test_statistics_are_written_as_json(tmp_path: Path, freq: CheckpointFreq) -> None:
+    run = Run()
+    for save_stats in (False, True):
+        run.epoch()
+        run.tracker.record_stat("odd", math.inf)
+        Checkpointer(tmp_path, 0, freq, save_stats).save(*run.state(), is_best=False)
+    path = tmp_path / "2_0.json"
+    assert list(tmp_path.glob("*.json")) == ([] if freq is CheckpointFreq.NONE else [path])
+    if path.exists():
+        found = json.loads(path.read_text(), parse_constant=pytest.fail)
+        assert (found["run_id"], found["rank"], found["epoch"]) == ("1", 0, 2)
+        loss = run.tracker.records["train_loss"]
+        assert found["records"]["train_loss"] == {str(epoch): value for epoch, value in loss.items()}
+        assert found["records"]["train_odd"] == {"1": None, "2": None}
+        remove_checkpoints(tmp_path)
+        assert not os.listdir(tmp_path)
+
+
+def test_a_model_may_be_compiled_or_no_longer(tmp_path: Path) -> None:
+    compiled, plain = torch.compile(torch.nn.Linear(2, 1), backend="eager"), torch.nn.Linear(2, 1)
+    Checkpointer(tmp_path, 0).save(_tracker(1), compiled, None, None, True)
+    Checkpointer.load(tmp_path, 0, plain, None, None)
+    assert torch.equal(plain.weight, compiled.weight)
+    torch.nn.init.zeros_(compiled.weight)
+    Checkpointer(tmp_path, 0).save(_tracker(2), plain, None, None, True)
+    Checkpointer.load(tmp_path, 0, compiled, None, None)
+    assert torch.equal(plain.weight, compiled.weight)
