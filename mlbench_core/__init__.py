@@ -20,8 +20,10 @@ _SUBPACKAGES = (
     "aggregation",
     "api",
     "cli",
+    "client",
     "controlflow",
     "dataset",
+    "distributed",
     "errors",
     "evaluation",
     "install_cuda_extensions",
@@ -31,6 +33,7 @@ _SUBPACKAGES = (
     "ops",
     "optim",
     "tasks",
+    "tracking",
     "utils",
 )
 

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import IO
 
 from mlbench_core.errors import MLBenchError, require
-from mlbench_core.utils.paths import user_folder
+from mlbench_core.paths import user_folder
 from mlbench_master.launchers import LAUNCHERS, make_launcher
 
 __all__ = ["main"]

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import mlbench_core
-from mlbench_core.utils.paths import user_folder
+from mlbench_core.paths import user_folder
 from mlbench_master.events import EventBus
 from mlbench_master.launchers import Launcher, make_launcher
 from mlbench_master.pages import make_pages

@@ -11,7 +11,7 @@ import pytest
 
 FRAMEWORK_FREE = [
     "mlbench_core",
-    "mlbench_core.api",
+    "mlbench_core.client.api",
     "mlbench_core.cli",
     "mlbench_core.dataset.util.tools",
     "mlbench_core.errors",
@@ -23,8 +23,8 @@ FRAMEWORK_FREE = [
     "mlbench_core.ops",
     "mlbench_core.tasks",
     "mlbench_core.utils",
-    "mlbench_core.utils.task_args",
-    "mlbench_core.utils.tracker",
+    "mlbench_core.controlflow.task_arguments",
+    "mlbench_core.tracking.tracker",
     "mlbench_master",
 ]
 
@@ -49,7 +49,7 @@ def test_subpackages_load_on_first_use() -> None:
 
 def test_parts_of_utils_load_on_first_use() -> None:
     code = (
-        "import sys, mlbench_core; mlbench_core.utils.task_args.task_main; mlbench_core.utils.paths; "
+        "import sys, mlbench_core; mlbench_core.utils.task_args.task_main; mlbench_core.utils.tracker; "
         "assert 'torch' not in sys.modules; print(mlbench_core.utils.pytorch.topology.FCGraph.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -28,6 +28,7 @@ from mlbench_core.controlflow.pytorch.train_validation import train_round
 from mlbench_core.dataset.imagerecognition.pytorch import Digits, ImageBatches
 from mlbench_core.dataset.nlp.pytorch import Wikitext2Dataset
 from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
+from mlbench_core.distributed.pytorch.initialize import initialize_backends
 from mlbench_core.evaluation.pytorch.criterion import ActivationRegularization
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.lr_scheduler.pytorch.lr import LRLinearWarmUp, ReduceLROnPlateauWithWarmup
@@ -42,7 +43,6 @@ from mlbench_core.optim.pytorch.centralized import (
 )
 from mlbench_core.optim.pytorch.decentralized import DecentralizedSGD
 from mlbench_core.optim.pytorch.optim import SignSGD
-from mlbench_core.utils.pytorch import initialize_backends
 
 STEPS = 20
 WORLD_SIZES = (1, 2)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from _bare_loop import bare_loop
 
+from mlbench_core.distributed.pytorch import mpi
 from mlbench_core.evaluation.pytorch.collectives import measure
-from mlbench_core.utils.pytorch import mpi
 
 OURS, BARE, MPI, BARE_MPI = "ours", "bare", "mpi", "bare_mpi"
 TIMEOUT_S = 120

@@ -34,11 +34,11 @@ def task_1a(
     from mlbench_core.dataset.imagerecognition.pytorch import Augmentation, ImageBatches, ImageDataset
     from mlbench_core.dataset.imagerecognition.pytorch.dataloader import CIFAR10_CLASSES, CIFAR10_MEAN, CIFAR10_STD
     from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
+    from mlbench_core.distributed.pytorch.memory import keep_freed_memory
     from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
     from mlbench_core.models.pytorch.resnet import get_resnet_model
     from mlbench_core.tasks import get_task
-    from mlbench_core.utils import Tracker
-    from mlbench_core.utils.pytorch.memory import keep_freed_memory
+    from mlbench_core.tracking.tracker import Tracker
 
     sys.path.insert(0, str(get_task("1a").script.parent))
     import variants

@@ -15,11 +15,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from mlbench_core.aggregation.pytorch.topology import ring
+from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.models.pytorch.resnet import get_resnet_model, resnet18_32x32
 from mlbench_core.models.pytorch.vgg import VGG
 from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
-from mlbench_core.utils.pytorch.memory import keep_freed_memory
-from mlbench_core.utils.pytorch.topology import ring
 
 LR, MOMENTUM = 1e-3, 0.9
 SIGN_LR = 1e-6

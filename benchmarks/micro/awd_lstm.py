@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from _sections import RESULTS, machine, update_section
 from torch import Tensor, nn
 
+from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.models.pytorch.language_models import LSTMLanguageModel, detached
-from mlbench_core.utils.pytorch.memory import keep_freed_memory
 
 CLASSICAL, WRAPPED, OURS = "classical: copies of weights, whole-matrix masks", "ours, copies of weights", "ours"
 HEADING = "## `awd_lstm.py`: training a language model"

@@ -22,7 +22,7 @@ from _sections import machine
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
-from mlbench_core.utils.pytorch import initialize_backends
+from mlbench_core.distributed.pytorch.initialize import initialize_backends
 
 TOTAL_BYTES = 44_695_848  # the gradient of ResNet-18
 MESSAGE_BYTES = (4096, 1 << 16, 1 << 20, 8 << 20, TOTAL_BYTES)

@@ -10,7 +10,7 @@ import statistics
 import time
 import tracemalloc
 
-from mlbench_core.utils import Tracker
+from mlbench_core.tracking.tracker import Tracker
 
 REPEATS = 15
 BATCHES_PER_REPEAT = 20_000

@@ -21,6 +21,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from mlbench_core.client.log_metrics import LogMetrics
+from mlbench_core.controlflow.task_arguments import task_main
+from mlbench_core.distributed.pytorch.initialize import initialize_backends
 from mlbench_core.errors import BackendError, ConfigurationError, require
 from mlbench_core.evaluation.latency import element_counts
 from mlbench_core.evaluation.latency_report import LatencyReport
@@ -32,9 +35,6 @@ from mlbench_core.evaluation.pytorch.collectives import (
     measure,
     why_not,
 )
-from mlbench_core.utils.log_metrics import LogMetrics
-from mlbench_core.utils.pytorch import initialize_backends
-from mlbench_core.utils.task_args import task_main
 
 logger = logging.getLogger("mlbench.task0")
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from mlbench_core.utils.task_args import task_main
+from mlbench_core.controlflow.task_arguments import task_main
 
 
 def ddp_sgd(model: nn.Module, lr: float) -> tuple[DistributedDataParallel, SGD]:

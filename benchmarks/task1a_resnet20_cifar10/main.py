@@ -17,19 +17,19 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
 from mlbench_core.controlflow.pytorch import record_validation_stats, train_round, validation_round
+from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
+from mlbench_core.controlflow.pytorch.worker import worker_main
+from mlbench_core.controlflow.task_arguments import add_run_arguments, task_main
 from mlbench_core.dataset.imagerecognition.pytorch import CIFAR10V1, MNIST, Digits, ImageBatches
 from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
+from mlbench_core.distributed.pytorch.memory import fits_on_gpu
 from mlbench_core.evaluation.goals import time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.lr_scheduler.pytorch.lr import ReduceLROnPlateauWithWarmup
 from mlbench_core.models.pytorch.resnet import get_resnet_model
 from mlbench_core.optim.pytorch.centralized import CentralizedSGD
 from mlbench_core.tasks import get_task
-from mlbench_core.utils import Tracker
-from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.utils.pytorch.memory import fits_on_gpu
-from mlbench_core.utils.pytorch.worker import worker_main
-from mlbench_core.utils.task_args import add_run_arguments, task_main
+from mlbench_core.tracking.tracker import Tracker
 
 logger = logging.getLogger("mlbench.task1a")
 

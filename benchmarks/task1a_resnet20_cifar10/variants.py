@@ -18,13 +18,13 @@ from ddp import ddp_sgd
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from mlbench_core.aggregation.pytorch.topology import ring
+from mlbench_core.controlflow.task_arguments import count
+from mlbench_core.distributed.pytorch.process_groups import world_size
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.lr_scheduler.pytorch.lr import MultiStepLRLinearWarmUp
 from mlbench_core.models.pytorch.batch_norm import convert_batch_norm
 from mlbench_core.optim.pytorch import FP16Optimizer, get_optimizer
-from mlbench_core.utils.pytorch.distributed import world_size
-from mlbench_core.utils.pytorch.topology import ring
-from mlbench_core.utils.task_args import count
 
 logger = logging.getLogger("mlbench.task1a")
 

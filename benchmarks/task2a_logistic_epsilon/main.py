@@ -15,6 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mlbench_core.controlflow.pytorch import record_validation_stats, train_round, validation_round
+from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
+from mlbench_core.controlflow.pytorch.worker import worker_main
+from mlbench_core.controlflow.task_arguments import add_run_arguments, task_main
 from mlbench_core.dataset.linearmodels.pytorch import LinearBatches
 from mlbench_core.dataset.linearmodels.pytorch.preparation import prepare_stores
 from mlbench_core.dataset.linearmodels.pytorch.subset import train_and_validation
@@ -25,10 +28,7 @@ from mlbench_core.lr_scheduler.pytorch.lr import SQRTTimeDecayLR
 from mlbench_core.models.pytorch.linear_models import LogisticRegression, Standardization
 from mlbench_core.optim.pytorch.centralized import CentralizedSGD
 from mlbench_core.tasks import get_task
-from mlbench_core.utils import Tracker
-from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.utils.pytorch.worker import worker_main
-from mlbench_core.utils.task_args import add_run_arguments, task_main
+from mlbench_core.tracking.tracker import Tracker
 
 TASK = get_task("2a")
 L2 = 2.5e-6

@@ -21,6 +21,9 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from mlbench_core.controlflow.pytorch import record_train_batch_stats, record_validation_stats, validation_round
+from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
+from mlbench_core.controlflow.pytorch.worker import worker_main
+from mlbench_core.controlflow.task_arguments import add_run_arguments, count, task_main
 from mlbench_core.dataset.nlp.pytorch import Wikitext2Dataset
 from mlbench_core.evaluation.goals import task3_time_to_perplexity_goal
 from mlbench_core.evaluation.pytorch.criterion import ActivationRegularization
@@ -29,10 +32,7 @@ from mlbench_core.lr_scheduler.pytorch.lr import LRLinearWarmUp
 from mlbench_core.models.pytorch.language_models import CarriedState, LSTMLanguageModel, detached
 from mlbench_core.optim.pytorch import NTASGD, CustomCentralizedOptimizer, scaled_rate
 from mlbench_core.tasks import get_task
-from mlbench_core.utils import Tracker
-from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.utils.pytorch.worker import worker_main
-from mlbench_core.utils.task_args import add_run_arguments, count, task_main
+from mlbench_core.tracking.tracker import Tracker
 
 logger = logging.getLogger("mlbench.task3a")
 

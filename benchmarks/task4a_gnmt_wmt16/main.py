@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from mlbench_core.controlflow.pytorch import record_validation_stats, train_round, validation_round
+from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.controlflow.pytorch.translation import epoch_parts
+from mlbench_core.controlflow.pytorch.worker import worker_main
+from mlbench_core.controlflow.task_arguments import add_run_arguments, task_main
 from mlbench_core.dataset.nlp.pytorch import BucketBatchSampler, Multi30k, TeacherForcedBatches, WMT16Dataset
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
@@ -30,10 +33,7 @@ from mlbench_core.lr_scheduler.pytorch.lr import ExponentialWarmupMultiStepLR
 from mlbench_core.models.pytorch.gnmt import GNMT, TeacherForcedGNMT, Translator
 from mlbench_core.optim.pytorch import CustomCentralizedOptimizer, FP16Optimizer
 from mlbench_core.tasks import get_task
-from mlbench_core.utils import Tracker
-from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.utils.pytorch.worker import worker_main
-from mlbench_core.utils.task_args import add_run_arguments, task_main
+from mlbench_core.tracking.tracker import Tracker
 
 logger = logging.getLogger("mlbench.task4a")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, replace
 
+from mlbench_core.controlflow.task_arguments import count
 from mlbench_core.tasks import get_task
-from mlbench_core.utils.task_args import count
 
 __all__ = ["PRESETS", "Preset", "add_arguments", "chosen"]
 

@@ -22,7 +22,10 @@ from torch.optim import Adam
 from torch.utils.data import DataLoader
 
 from mlbench_core.controlflow.pytorch import record_validation_stats
+from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.controlflow.pytorch.translation import epoch_parts, train_round_by_tokens, translation_round
+from mlbench_core.controlflow.pytorch.worker import worker_main
+from mlbench_core.controlflow.task_arguments import add_run_arguments, task_main
 from mlbench_core.dataset.nlp.pytorch import Multi30k, WMT17Dataset, get_batches, shard_batches
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import TransformerPairs
 from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
@@ -32,10 +35,7 @@ from mlbench_core.lr_scheduler.pytorch.lr import SQRTTimeDecayLRWithWarmup
 from mlbench_core.models.pytorch.transformer import SequenceGenerator, TransformerConfig, TransformerModel
 from mlbench_core.optim.pytorch import CustomCentralizedOptimizer, FP16Optimizer
 from mlbench_core.tasks import get_task
-from mlbench_core.utils import Tracker
-from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.utils.pytorch.worker import worker_main
-from mlbench_core.utils.task_args import add_run_arguments, task_main
+from mlbench_core.tracking.tracker import Tracker
 
 logger = logging.getLogger("mlbench.task4b")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from mlbench_core.utils.task_args import count
+from mlbench_core.controlflow.task_arguments import count
 
 __all__ = ["PRESETS", "Preset", "add_arguments", "take_defaults", "take_precision", "update_freq"]
 

@@ -24,7 +24,7 @@ from mlbench_core.cli import _settings
 from mlbench_core.cli._client import MasterClient, normalize_url
 from mlbench_core.cli._output import remark
 from mlbench_core.errors import ConfigurationError, MasterError, MasterNotFoundError, MissingDependencyError
-from mlbench_core.utils.paths import user_folder
+from mlbench_core.paths import user_folder
 
 __all__ = ["DEFAULT_HOST", "DEFAULT_PORT", "Location", "connect", "find", "find_or_start", "stop_embedded"]
 

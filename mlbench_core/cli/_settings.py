@@ -1,6 +1,6 @@
 """What the command remembers between calls: settings, the last answers, the embedded master.
 
-All of it is JSON below :func:`mlbench_core.utils.paths.user_folder`, written atomically and readable by its owner only.
+All of it is JSON below :func:`mlbench_core.paths.user_folder`, written atomically and readable by its owner only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.utils.paths import user_folder
+from mlbench_core.paths import user_folder
 
 __all__ = ["LAST_RUN", "MASTER", "SETTINGS", "forget", "lock", "read", "remember", "replacing"]
 

@@ -15,7 +15,7 @@ import click
 
 from mlbench_core.cli import _embedded
 from mlbench_core.cli._output import clean, json_option, print_json
-from mlbench_core.utils.paths import user_folder
+from mlbench_core.paths import user_folder
 
 __all__ = ["describe", "env"]
 
@@ -40,7 +40,7 @@ PACKAGES = (
 _ASK_TORCH = """
 import json, torch
 import torch.distributed as dist
-from mlbench_core.utils.pytorch import mpi
+from mlbench_core.distributed.pytorch import mpi
 cuda = torch.cuda.is_available()
 on = dist.is_available()
 print(json.dumps({

@@ -1,4 +1,4 @@
-"""What every part of a run uses, without any framework: the tracker, its meters, and the metrics logger.
+"""The import path of version 3.0 for the tracker, its meters and the metrics logger.
 
 Example:
     >>> from mlbench_core.utils import AverageMeter
@@ -11,9 +11,10 @@ Example:
 from __future__ import annotations
 
 from mlbench_core._lazy import lazy_subpackages
-from mlbench_core.utils.log_metrics import LogMetrics
-from mlbench_core.utils.tracker import AverageMeter, Tracker
+from mlbench_core.client.log_metrics import LogMetrics
+from mlbench_core.statistics import AverageMeter
+from mlbench_core.tracking import Tracker
 
 __all__ = ["AverageMeter", "LogMetrics", "Tracker"]
 
-__getattr__ = lazy_subpackages(__name__, "emulated_network", "paths", "pytorch", "task_args")
+__getattr__ = lazy_subpackages(__name__, "emulated_network", "log_metrics", "pytorch", "task_args", "tracker")

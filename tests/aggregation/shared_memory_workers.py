@@ -20,8 +20,8 @@ from torch import Tensor
 from mlbench_core.aggregation.pytorch import shared_memory
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
+from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import BackendError
-from mlbench_core.utils.pytorch import distributed
 
 SIZES = (0, 1, 2, 5, 1000, 200_003)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)
@@ -194,7 +194,7 @@ def too_many_files(rank: int, world_size: int) -> str:
 def second_group(rank: int, world_size: int) -> tuple[str, float]:
     """An aggregation without a process group, and in the next one, in which ranks are others."""
     aggregation = AllReduceAggregation(world_size, shared_memory=True)
-    path = distributed.store().underlying_store.path
+    path = process_groups.store().underlying_store.path
     dist.barrier()
     dist.destroy_process_group()
     tensor, said = torch.tensor([float(rank)]), ""

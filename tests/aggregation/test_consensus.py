@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
-from mlbench_core.utils.pytorch.distributed import sum_over_workers
+from mlbench_core.distributed.pytorch.process_groups import sum_over_workers
 from tests.helpers.ranks import run_ranks
 
 

@@ -14,6 +14,7 @@ from torch.optim import SGD
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
 from mlbench_core.aggregation.pytorch.consensus import consensus_distance
+from mlbench_core.aggregation.pytorch.topology import ring
 from mlbench_core.optim.pytorch import (
     CentralizedAdam,
     CentralizedSGD,
@@ -22,7 +23,6 @@ from mlbench_core.optim.pytorch import (
     GenericCentralizedOptimizer,
 )
 from mlbench_core.optim.pytorch.grad_scaler import must_skip
-from mlbench_core.utils.pytorch.topology import ring
 from tests.helpers.ranks import run_ranks
 
 Results = list[dict[str, Any]]

@@ -15,7 +15,7 @@ from mlbench_core.aggregation.pytorch.messages import BLOCK_ELEMENTS
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation
 from mlbench_core.aggregation.pytorch.sign import EFSignAggregation
 from mlbench_core.aggregation.pytorch.sparsified import SparsifiedAggregation
-from mlbench_core.utils.pytorch.topology import ring
+from mlbench_core.aggregation.pytorch.topology import ring
 from tests.helpers.ranks import run_ranks
 
 

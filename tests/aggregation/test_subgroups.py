@@ -16,6 +16,7 @@ from torch.optim import SGD
 
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
+from mlbench_core.aggregation.pytorch.topology import ring
 from mlbench_core.optim.pytorch import (
     CentralizedAdam,
     CentralizedSGD,
@@ -32,7 +33,6 @@ from mlbench_core.optim.pytorch import (
     SignSGD,
     SparsifiedSGD,
 )
-from mlbench_core.utils.pytorch.topology import ring
 from tests.helpers.ranks import run_ranks
 
 GROUPS = ([0, 2], [1, 3])  # both ranks even, or odd: a rank of the world is not one of the group

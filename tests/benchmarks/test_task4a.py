@@ -18,13 +18,13 @@ import torch
 import torch._dynamo  # the first optimizer would import it inside a test, and it sets a variable
 
 from mlbench_core.controlflow.pytorch import train_round
+from mlbench_core.controlflow.task_arguments import _make_parser
 from mlbench_core.dataset.nlp.pytorch import Multi30k, TeacherForcedBatches, build_collate_fn
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
 from mlbench_core.models.pytorch.gnmt import GNMT, TeacherForcedGNMT, Translator
 from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
-from mlbench_core.utils.task_args import _make_parser
 from tests.benchmarks.test_task1a import assert_equal
 from tests.helpers.forked import run_script
 from tests.helpers.processes import free_port

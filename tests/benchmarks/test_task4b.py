@@ -19,11 +19,11 @@ import torch
 import torch._dynamo
 
 from mlbench_core.controlflow.pytorch.translation import train_round_by_tokens, translation_round
+from mlbench_core.controlflow.task_arguments import task_main
 from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
 from mlbench_core.models.pytorch.transformer import TransformerConfig
 from mlbench_core.tasks import get_task
 from mlbench_core.utils import Tracker
-from mlbench_core.utils.task_args import task_main
 from tests.benchmarks.test_task1a import assert_equal
 from tests.helpers.forked import run_script
 from tests.helpers.processes import free_port

@@ -19,11 +19,11 @@ from mlbench_core.controlflow.pytorch import (
 )
 from mlbench_core.controlflow.pytorch.helpers import convert_dtype, iterate_dataloader, prepare_batch
 from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
+from mlbench_core.distributed.pytorch.process_groups import global_average
 from mlbench_core.evaluation.goals import task1_time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.metrics import F1Score, MLBenchMetric, TopKAccuracy
 from mlbench_core.optim.pytorch.centralized import CentralizedSGD
 from mlbench_core.utils import Tracker
-from mlbench_core.utils.pytorch.distributed import global_average
 from tests.helpers.ranks import run_ranks
 
 EPOCHS, BATCH = 8, 8
@@ -121,7 +121,7 @@ def run_script(rank: int, world_size: int, by_hand: bool) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3], gamma=0.1)
     validate = validate_by_hand if by_hand else validate_with_the_library
     best = []
-    with patch("mlbench_core.utils.tracker.LogMetrics") as log_metrics:
+    with patch("mlbench_core.tracking.tracker.LogMetrics") as log_metrics:
         tracker = Tracker(metrics, "1", rank, goal=task1_time_to_accuracy_goal)
         tracker.start()
         for _ in range(EPOCHS):

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from mlbench_core.controlflow.pytorch import train_round, validation_round
+from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.controlflow.pytorch.checkpoints_evaluation import CheckpointsEvaluationControlFlow
 from mlbench_core.controlflow.pytorch.train_validation import TrainValidation
 from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
@@ -26,7 +27,6 @@ from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.lr_scheduler.pytorch.lr import ReduceLROnPlateauWithWarmup
 from mlbench_core.optim.pytorch.centralized import CentralizedSGD, CustomCentralizedOptimizer
 from mlbench_core.utils import Tracker
-from mlbench_core.utils.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from tests.helpers.ranks import run_ranks
 
 
@@ -52,7 +52,7 @@ def model_of() -> nn.Linear:
 @pytest.fixture(autouse=True)
 def log(mocker) -> Any:
     """What is sent to the master."""
-    return mocker.patch("mlbench_core.utils.tracker.LogMetrics").log
+    return mocker.patch("mlbench_core.tracking.tracker.LogMetrics").log
 
 
 def test_a_round_is_the_plain_loop() -> None:

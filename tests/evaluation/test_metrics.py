@@ -166,7 +166,7 @@ def test_one_batch_has_the_value_of_the_call(key: str) -> None:
 
 
 def test_averages_with_the_collectives_patched(mocker) -> None:
-    mocker.patch("mlbench_core.utils.pytorch.distributed.dist")
+    mocker.patch("mlbench_core.distributed.pytorch.process_groups.dist")
     metric = TopKAccuracy(1)
     output = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7], [0.6, 0.4]])
     accuracy = metric(output, torch.tensor([1, 0, 0, 0]))
@@ -177,7 +177,7 @@ def test_averages_with_the_collectives_patched(mocker) -> None:
 
 
 def test_an_average_costs_one_all_reduce(mocker) -> None:
-    dist = mocker.patch("mlbench_core.utils.pytorch.distributed.dist", MagicMock())
+    dist = mocker.patch("mlbench_core.distributed.pytorch.process_groups.dist", MagicMock())
     metric = F1Score()
     metric.update(metric(torch.ones(3), torch.ones(3)), 3)
     metric.average()

@@ -6,8 +6,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from mlbench_core.utils.pytorch import lost_workers
-from mlbench_core.utils.pytorch.mpi import world
+from mlbench_core.distributed.pytorch import lost_workers
+from mlbench_core.distributed.pytorch.mpi import world
 
 if __name__ == "__main__":
     lost_workers.SILENCE_S = 1.5

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mlbench_core.distributed.pytorch import lost_workers
 from mlbench_core.optim.pytorch import CentralizedSGD
-from mlbench_core.utils.pytorch import lost_workers
 
 TIMEOUT_S = 3
 SILENCE_S = 1.5  # how long who waited so long looks for a sign of life

@@ -28,7 +28,7 @@ from torch import nn
 from mlbench_core.errors import WorkerError
 from mlbench_core.models.pytorch.vgg import VGG
 from mlbench_core.optim.pytorch import CentralizedSGD, PowerSGD
-from mlbench_core.utils.pytorch import lost_workers
+from mlbench_core.distributed.pytorch import lost_workers
 torch.set_num_threads(1)
 torch.manual_seed(0)
 """

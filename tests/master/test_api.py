@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.api import MLBENCH_IMAGES
 from mlbench_core.cli._results import load_folder
 from mlbench_core.cli._setups import Setup
+from mlbench_core.client.api import MLBENCH_IMAGES
 from mlbench_core.tasks import get_task
 from mlbench_master import create_app
 from mlbench_master.launchers import Job, JobStatus, Launcher, LogPage

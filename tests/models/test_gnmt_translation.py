@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mlbench_core.dataset.nlp.pytorch import Multi30k, build_collate_fn
 from mlbench_core.evaluation.pytorch.metrics import BLEUScore
+from mlbench_core.models.pytorch.generation import GNMTScore
+from mlbench_core.models.pytorch.generation.beam_search import SequenceGenerator
 from mlbench_core.models.pytorch.gnmt import GNMT, Translator
-from mlbench_core.utils.pytorch.inference import GNMTScore
-from mlbench_core.utils.pytorch.inference.beam_search import SequenceGenerator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

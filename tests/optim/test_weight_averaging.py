@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.choco import RandomK, ScaledSign, TopK
 from mlbench_core.aggregation.pytorch.sparsified import draw_coordinates
-from mlbench_core.utils.pytorch.topology import ring
+from mlbench_core.aggregation.pytorch.topology import ring
 from tests.helpers.ranks import run_ranks
 from tests.optim import weight_averaging as workers
 from tests.optim.weight_averaging import COMPRESSIONS, STEPS, gradient, start, target, topologies

@@ -23,6 +23,7 @@ from mlbench_core.aggregation.pytorch import (
     average_weights,
     consensus_distance,
 )
+from mlbench_core.aggregation.pytorch.topology import Topology, complete, exponential, from_edges, ring
 from mlbench_core.optim.pytorch import (
     CentralizedSGD,
     ChocoSGD,
@@ -31,7 +32,6 @@ from mlbench_core.optim.pytorch import (
     GenericCentralizedOptimizer,
     LocalSGD,
 )
-from mlbench_core.utils.pytorch.topology import Topology, complete, exponential, from_edges, ring
 
 STEPS = 15
 SHAPE = (5, 7)

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from mlbench_core.utils.pytorch import distributed
-from mlbench_core.utils.pytorch.lost_workers import introduce, naming_lost_workers
-from mlbench_core.utils.pytorch.names import plain_name
+from mlbench_core.aggregation.pytorch.names import plain_name
+from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.distributed.pytorch.lost_workers import introduce, naming_lost_workers
 
 __all__ = [
     "AVG_CUSTOM",
@@ -83,7 +83,7 @@ class Aggregation(ABC):
 
     def __init__(self, use_cuda: bool = False, *, process_group: Any = None) -> None:
         self.use_cuda = use_cuda
-        self.group = distributed.check_group(process_group)
+        self.group = process_groups.check_group(process_group)
         self.bytes_sent = 0
         self.last_bytes = 0
         introduce()
@@ -154,8 +154,8 @@ class Aggregation(ABC):
         """
         if self.world_size == 1:
             return
-        sent = distributed.get_backend_tensor(flag, self.group)
-        distributed.dist.all_reduce(sent, op=distributed.dist.ReduceOp.MAX, group=self.group)
+        sent = process_groups.get_backend_tensor(flag, self.group)
+        process_groups.dist.all_reduce(sent, op=process_groups.dist.ReduceOp.MAX, group=self.group)
         self._count_bytes(sent)
         if sent is not flag:
             flag.copy_(sent)

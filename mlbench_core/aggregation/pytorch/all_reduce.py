@@ -20,7 +20,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 )
 from mlbench_core.aggregation.pytorch.messages import as_real, by_dtype_and_device, divide, pack, unpack
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
-from mlbench_core.utils.pytorch import distributed
+from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "Transfer", "check_world_size"]
 
@@ -159,11 +159,11 @@ class AllReduceAggregation(Aggregation):
         sent = message
         if self.comm_dtype is not None:
             sent = as_real(message).to(self.comm_dtype)
-        sent = distributed.get_backend_tensor(sent, self.group)
+        sent = process_groups.get_backend_tensor(sent, self.group)
         if self.shared_memory:
             work: Any = self._shared_sum().start(sent)
         else:
-            work = distributed.dist.all_reduce(sent, group=self.group, async_op=True)
+            work = process_groups.dist.all_reduce(sent, group=self.group, async_op=True)
         self._count_bytes(sent)
         return Transfer(message, sent, work)
 
@@ -212,7 +212,7 @@ def check_world_size(world_size: int | None, group: Any = None) -> int:
         >>> check_world_size(None)
         1
     """
-    actual = distributed.world_size(group)
+    actual = process_groups.world_size(group)
     if world_size is None:
         return actual
     try:
@@ -222,7 +222,7 @@ def check_world_size(world_size: int | None, group: Any = None) -> int:
     if world_size != actual:
         raise ValueError(
             f"world_size is {world_size}, but "
-            + (f"the process group has {actual} workers" if distributed.is_distributed() else "there is 1 process")
+            + (f"the process group has {actual} workers" if process_groups.is_distributed() else "there is 1 process")
             + ": enter initialize_backends first and give the world_size it yields, or None"
         )
     return world_size

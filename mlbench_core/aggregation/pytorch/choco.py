@@ -22,10 +22,10 @@ from mlbench_core.aggregation.pytorch.decentralized import (
     refuse_gradients,
 )
 from mlbench_core.aggregation.pytorch.messages import as_bytes, as_real, from_bytes, in_blocks
+from mlbench_core.aggregation.pytorch.names import by_plain_name
 from mlbench_core.aggregation.pytorch.sign import pack_bits, scaled_signs, unpack_bits
 from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_coordinates
-from mlbench_core.utils.pytorch.names import by_plain_name
-from mlbench_core.utils.pytorch.topology import Topology
+from mlbench_core.aggregation.pytorch.topology import Topology
 
 __all__ = ["COMPRESSIONS", "ChocoAggregation", "Compressed", "Compression", "Identity", "RandomK", "ScaledSign", "TopK"]
 

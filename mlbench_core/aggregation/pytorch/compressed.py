@@ -18,8 +18,8 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     check_denominator,
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
-from mlbench_core.utils.pytorch import distributed
-from mlbench_core.utils.pytorch.names import by_plain_name
+from mlbench_core.aggregation.pytorch.names import by_plain_name
+from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["CompressedAggregation", "LossyAggregation"]
 
@@ -189,10 +189,10 @@ class CompressedAggregation(LossyAggregation):
         """Return every worker's message, shape (k, length), in the order of ranks; one worker sends nothing."""
         if self.world_size == 1:
             return message[None]
-        is_gloo = distributed.backend(self.group) == "gloo"
-        sent = message.cpu() if is_gloo else distributed.get_backend_tensor(message, self.group)
+        is_gloo = process_groups.backend(self.group) == "gloo"
+        sent = message.cpu() if is_gloo else process_groups.get_backend_tensor(message, self.group)
         gathered = sent.new_empty(self.world_size, sent.numel())
-        distributed.dist.all_gather(list(gathered), sent, group=self.group)
+        process_groups.dist.all_gather(list(gathered), sent, group=self.group)
         self._count_bytes(sent)
         return gathered.to(message.device)
 

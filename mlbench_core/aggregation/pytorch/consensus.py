@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
-from mlbench_core.utils.pytorch import distributed
+from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["average_weights", "averaged_weights", "consensus_distance"]
 
@@ -43,7 +43,7 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
     average = {name: weight.clone() for name, weight in weights.items()}
     AllReduceAggregation(None, process_group=process_group).aggregate(average, AVG_WORLD)
     squared = sum(float((weights[name] - average[name]).abs().square().sum()) for name in weights)
-    return float(distributed.global_average(squared, 1, process_group).sqrt())
+    return float(process_groups.global_average(squared, 1, process_group).sqrt())
 
 
 def average_weights(model: nn.Module, process_group: Any = None) -> None:
@@ -84,7 +84,7 @@ def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn
         ...     average is model
         True
     """
-    if distributed.world_size(process_group) == 1:
+    if process_groups.world_size(process_group) == 1:
         yield model
         return
     give_back = _snapshot(model)

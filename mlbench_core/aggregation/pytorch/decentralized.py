@@ -11,8 +11,8 @@ from torch import Tensor
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, UnknownOperationError
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.messages import by_dtype_and_device, in_blocks, pack, unpack
-from mlbench_core.utils.pytorch import distributed
-from mlbench_core.utils.pytorch.topology import Topology, from_edges
+from mlbench_core.aggregation.pytorch.topology import Topology, from_edges
+from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["DecentralizedAggregation"]
 
@@ -26,8 +26,8 @@ class DecentralizedAggregation(Aggregation):
 
     .. math:: x_i \leftarrow \sum_j W_{ij} x_j = x_i + \sum_{j \ne i} W_{ij} (x_j - x_i).
 
-    :math:`W` has Metropolis-Hastings weights, see :class:`~mlbench_core.utils.pytorch.topology.Topology`. It is doubly
-    stochastic for every graph, so the average of all workers stays what it was (to rounding), and it is
+    :math:`W` has Metropolis-Hastings weights, see :class:`~mlbench_core.aggregation.pytorch.topology.Topology`. It is
+    doubly stochastic for every graph, so the average of all workers stays what it was (to rounding), and it is
     :math:`1 / (1 + \deg)` where all workers have as many neighbours. Workers that agree keep their bits.
 
     Each worker knows its own neighbours only. At the first aggregation, or at :meth:`connect`, the workers exchange
@@ -51,7 +51,7 @@ class DecentralizedAggregation(Aggregation):
             ``topology`` is for another number of workers.
 
     Example:
-        >>> from mlbench_core.utils.pytorch.topology import ring
+        >>> from mlbench_core.aggregation.pytorch.topology import ring
         >>> aggregation = DecentralizedAggregation(rank=0, neighbors=None, topology=ring(1))
         >>> aggregation.spectral_gap
         1.0
@@ -71,7 +71,7 @@ class DecentralizedAggregation(Aggregation):
         process_group: Any = None,
     ) -> None:
         super().__init__(use_cuda=use_cuda, process_group=process_group)
-        self._world_size = distributed.world_size(self.group)
+        self._world_size = process_groups.world_size(self.group)
         self.rank = _check_rank(rank, self.group)
         self.neighbors = _check_neighbors(neighbors, topology, self.rank, self._world_size)
         self.topology = topology if self._world_size > 1 else from_edges(1, ())
@@ -173,8 +173,8 @@ class DecentralizedAggregation(Aggregation):
         sent = _sendable(message, self.group)
         received = [torch.empty_like(sent) for _ in self.neighbors]
         if sent.numel():
-            dist = distributed.dist
-            peers = [distributed.global_rank(rank, self.group) for rank in self.neighbors]
+            dist = process_groups.dist
+            peers = [process_groups.global_rank(rank, self.group) for rank in self.neighbors]
             transfers = [dist.P2POp(dist.isend, sent, peer, self.group) for peer in peers]
             transfers += [
                 dist.P2POp(dist.irecv, buffer, peer, self.group) for buffer, peer in zip(received, peers, strict=True)
@@ -222,15 +222,15 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _sendable(message: Tensor, group: Any) -> Tensor:
     """Put a message where the backend sends from one worker to another: Gloo does so from the host only."""
-    sent = distributed.get_backend_tensor(message, group)
-    return sent.cpu() if distributed.backend(group) == "gloo" else sent
+    sent = process_groups.get_backend_tensor(message, group)
+    return sent.cpu() if process_groups.backend(group) == "gloo" else sent
 
 
 def _check_rank(rank: int | None, group: Any) -> int:
-    actual = distributed.rank(group)
+    actual = process_groups.rank(group)
     if rank is not None and rank != actual:
         raise ValueError(
-            f"rank is {rank!r}, but this process has rank {actual} of {distributed.world_size(group)}: enter "
+            f"rank is {rank!r}, but this process has rank {actual} of {process_groups.world_size(group)}: enter "
             "initialize_backends first and give the rank it yields, or None"
         )
     return actual
@@ -251,7 +251,7 @@ def _check_neighbors(
             return ()
         raise ValueError(
             "neighbors is missing: give the ranks this worker averages with, or topology=, for example "
-            f"mlbench_core.utils.pytorch.topology.ring({world_size})"
+            f"mlbench_core.aggregation.pytorch.topology.ring({world_size})"
         )
     ranks = sorted({int(neighbor) for neighbor in neighbors})
     wrong = [neighbor for neighbor in ranks if neighbor == rank or not 0 <= neighbor < world_size]
@@ -266,13 +266,13 @@ def _agreed_topology(
     neighbors: tuple[int, ...], topology: Topology | None, group: Any, tag: int
 ) -> tuple[Topology, set[int]]:
     """Make the graph of what every worker says its neighbors are; return it and all workers' tags."""
-    world_size = distributed.world_size(group)
+    world_size = process_groups.world_size(group)
     row = torch.zeros(world_size + 8, dtype=torch.uint8)
     row[list(neighbors)] = 1
     row[world_size:] = torch.tensor(list(tag.to_bytes(8, "big")), dtype=torch.uint8)
-    sent = distributed.get_backend_tensor(row, group)
+    sent = process_groups.get_backend_tensor(row, group)
     rows = [torch.empty_like(sent) for _ in range(world_size)]
-    distributed.dist.all_gather(rows, sent, group=group)
+    process_groups.dist.all_gather(rows, sent, group=group)
     gathered = torch.stack(rows).cpu()
     adjacency = gathered[:, :world_size]
     tags = {int.from_bytes(bytes(row), "big") for row in gathered[:, world_size:].tolist()}

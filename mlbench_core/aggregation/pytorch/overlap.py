@@ -15,7 +15,7 @@ from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse, trainabl
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
 from mlbench_core.aggregation.pytorch.buckets import Bucket, Signature, plan_buckets, signature
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock, Interval
-from mlbench_core.utils.pytorch.lost_workers import naming_lost_workers
+from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 
 __all__ = ["BUCKET_SIZE_BYTES", "OverlappedReduction"]
 

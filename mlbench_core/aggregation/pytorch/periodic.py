@@ -19,7 +19,7 @@ from mlbench_core.aggregation.pytorch.decentralized import (
     computing_dtype,
     refuse_gradients,
 )
-from mlbench_core.utils.pytorch.names import by_plain_name
+from mlbench_core.aggregation.pytorch.names import by_plain_name
 
 __all__ = ["DiLoCoAggregation", "PeriodicAggregation"]
 

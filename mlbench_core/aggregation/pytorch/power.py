@@ -20,7 +20,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation
-from mlbench_core.utils.pytorch.names import by_plain_name, check_names, plain_name
+from mlbench_core.aggregation.pytorch.names import by_plain_name, check_names, plain_name
 
 __all__ = ["PowerAggregation"]
 
@@ -358,7 +358,8 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 def _orthonormal_rows(rows: Tensor) -> Tensor:
     """Orthonormalise the rows of a matrix by Gram-Schmidt, in fewer operations than for the columns of its transpose.
 
-    Where :func:`~mlbench_core.utils.pytorch.utils.orthogonalize` completes a basis, this leaves out what is dependent.
+    Where :func:`~mlbench_core.aggregation.pytorch.tensors.orthogonalize` completes a basis, this leaves out what is
+    dependent.
 
     Every row is projected three times. What the first projection leaves of a row that depends on those before it is
     rounding noise, which still points into their span. With that taken out as well, noise is a unit vector like any

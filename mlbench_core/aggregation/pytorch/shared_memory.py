@@ -39,9 +39,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.distributed.pytorch.lost_workers import naming_lost_workers
 from mlbench_core.errors import BackendError
-from mlbench_core.utils.pytorch import distributed
-from mlbench_core.utils.pytorch.lost_workers import naming_lost_workers
 
 __all__ = ["Arena", "Exchange", "SharedMemorySum"]
 
@@ -236,9 +236,9 @@ class SharedMemorySum:
 
     def __init__(self, group: Any = None) -> None:
         _check_system()
-        self._rank, self._world_size = distributed.rank(group), distributed.world_size(group)
-        self._timeout_s = distributed.timeout_s(group)
-        self._world = weakref.ref(distributed.dist.group.WORLD)  # a subgroup ends with it
+        self._rank, self._world_size = process_groups.rank(group), process_groups.world_size(group)
+        self._timeout_s = process_groups.timeout_s(group)
+        self._world = weakref.ref(process_groups.dist.group.WORLD)  # a subgroup ends with it
         self._arena = Arena.make()
         with naming_lost_workers():
             try:
@@ -284,7 +284,7 @@ class SharedMemorySum:
 
     def is_of_this_group(self) -> bool:
         """Whether it was made in the process group that there is now."""
-        return distributed.is_distributed() and self._world() is distributed.dist.group.WORLD
+        return process_groups.is_distributed() and self._world() is process_groups.dist.group.WORLD
 
     def progress(self) -> None:
         """Do what can be done without waiting.
@@ -436,7 +436,7 @@ def _check_system() -> None:
     if not hasattr(os, "memfd_create") or not _machine():
         raise BackendError("sums through shared memory need Linux: leave shared_memory out")
     try:
-        distributed.store()
+        process_groups.store()
     except RuntimeError as error:
         raise BackendError(f"{error}, through which workers could meet: leave shared_memory out") from error
 
@@ -456,10 +456,10 @@ def _machine() -> str:
 
 def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
     """Connect with all other workers, and exchange memory."""
-    rank, world_size, store = distributed.rank(group), distributed.world_size(group), distributed.store()
-    meeting = distributed.get_backend_tensor(torch.tensor(secrets.randbits(62)), group)
+    rank, world_size, store = process_groups.rank(group), process_groups.world_size(group), process_groups.store()
+    meeting = process_groups.get_backend_tensor(torch.tensor(secrets.randbits(62)), group)
     # what is random is sent by the backend: the store may still have what an earlier group left in it
-    distributed.dist.broadcast(meeting, distributed.global_rank(0, group), group=group)
+    process_groups.dist.broadcast(meeting, process_groups.global_rank(0, group), group=group)
     key = f"mlbench/shared_memory/{meeting.item():x}"
     with contextlib.closing(_socket(timeout_s)) as listener:
         address = f"\0mlbench-{secrets.token_hex(16)}"

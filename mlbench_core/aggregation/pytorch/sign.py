@@ -12,8 +12,8 @@ from torch import Tensor
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, in_blocks, unpack
-from mlbench_core.utils.pytorch import distributed
-from mlbench_core.utils.pytorch.names import by_plain_name
+from mlbench_core.aggregation.pytorch.names import by_plain_name
+from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["EFSignAggregation", "SignAggregation", "pack_bits", "scaled_signs", "unpack_bits"]
 
@@ -81,7 +81,7 @@ class SignAggregation(CompressedAggregation):
         """How this worker votes for zeros now; every message, known by its first tensor, counts its own turns."""
         turn = self._votes_held.get(message, 0)
         self._votes_held[message] = turn + 1
-        return (turn + distributed.rank(self.group)) % 2 == 0
+        return (turn + process_groups.rank(self.group)) % 2 == 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of votes held, by the name of the message's first tensor, under ``"votes_held"``."""

@@ -15,7 +15,7 @@ from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, unpack
-from mlbench_core.utils.pytorch.names import by_plain_name, check_names, plain_name
+from mlbench_core.aggregation.pytorch.names import by_plain_name, check_names, plain_name
 
 __all__ = ["SparsifiedAggregation", "coordinates_sent", "draw_coordinates", "largest_coordinates"]
 

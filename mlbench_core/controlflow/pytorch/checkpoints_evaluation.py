@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
+from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer
 from mlbench_core.controlflow.pytorch.controlflow import validation_round
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
-from mlbench_core.utils.pytorch.checkpoint import Checkpointer
 
 __all__ = ["CheckpointsEvaluationControlFlow"]
 

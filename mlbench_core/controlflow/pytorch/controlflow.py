@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from mlbench_core import __version__
 from mlbench_core.controlflow.pytorch.helpers import DTYPES, batch_size, iterate_dataloader, prepare_batch
+from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
-from mlbench_core.utils.pytorch import distributed
-from mlbench_core.utils.pytorch.modes import evaluation_mode
-from mlbench_core.utils.tracker import Tracker
+from mlbench_core.models.pytorch.modes import evaluation_mode
+from mlbench_core.tracking.tracker import Tracker
 
 __all__ = [
     "compute_train_batch_metrics",
@@ -104,7 +104,7 @@ def _validate(
         for metric in metrics:
             metric.update(metric(output, target), size)
     averages = {metric: metric.average().item() for metric in metrics}
-    return averages, distributed.global_average(loss_sum, samples).item()
+    return averages, process_groups.global_average(loss_sum, samples).item()
 
 
 def _number(value: float | Tensor) -> float:

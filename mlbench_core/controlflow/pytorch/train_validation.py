@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
+from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer
 from mlbench_core.controlflow.pytorch.controlflow import (
     compute_train_batch_metrics,
     record_train_batch_stats,
@@ -19,10 +20,9 @@ from mlbench_core.controlflow.pytorch.controlflow import (
     validation_round,
 )
 from mlbench_core.controlflow.pytorch.helpers import batch_size, maybe_range, number_of_batches, prepare_batch
+from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
-from mlbench_core.utils.pytorch import distributed
-from mlbench_core.utils.pytorch.checkpoint import Checkpointer
-from mlbench_core.utils.tracker import Tracker
+from mlbench_core.tracking.tracker import Tracker
 
 __all__ = ["TrainValidation", "train_round"]
 
@@ -103,7 +103,7 @@ def train_round(
         tracker.train()
     total = number_of_batches(dataloader, max_batch_per_epoch)
     if total is not None:
-        total = distributed.smallest(total)
+        total = process_groups.smallest(total)
     elif update_freq > 1:
         raise ValueError(
             f"update_freq is {update_freq}, but {type(dataloader).__name__} has no length, so the last update of the "

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from mlbench_core.controlflow.pytorch.controlflow import prepare_batch, record_train_batch_stats
 from mlbench_core.controlflow.pytorch.train_validation import Updates
+from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
-from mlbench_core.utils.pytorch import distributed
-from mlbench_core.utils.pytorch.modes import evaluation_mode
-from mlbench_core.utils.tracker import Tracker
+from mlbench_core.models.pytorch.modes import evaluation_mode
+from mlbench_core.tracking.tracker import Tracker
 
 __all__ = ["EpochPart", "epoch_parts", "train_round_by_tokens", "translation_round"]
 
@@ -77,7 +77,7 @@ def epoch_parts(
     """
     if not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, not {share}: give the part of an epoch")
-    total = distributed.smallest(len(batches))
+    total = process_groups.smallest(len(batches))
     total = total if most is None else min(total, most)
     updates = -(-total // update_freq)
     length = max(1, round(share * updates)) * update_freq
@@ -150,7 +150,7 @@ def train_round_by_tokens(
     model.train()
     if tracker is not None:
         tracker.train()
-    total = distributed.smallest(len(dataloader))
+    total = process_groups.smallest(len(dataloader))
 
     def scores(batch: Batch) -> Tensor:
         with torch.autocast(batch["target"].device.type, autocast, enabled=autocast is not None):
@@ -195,10 +195,10 @@ def _divisor(optimizer: Any, batches: Sequence[tuple[Batch, Tensor]], update_fre
         update_freq: Number u of them, where the epoch does not end early.
     """
     count = torch.tensor(sum(batch["ntokens"] for batch, _ in batches), dtype=torch.float64)
-    tokens = distributed.sum_over_workers(distributed.get_backend_tensor(count))
+    tokens = process_groups.sum_over_workers(process_groups.get_backend_tensor(count))
     if not hasattr(optimizer, "backward_loss"):
         return {"denom": tokens}
-    batches_of_all = distributed.world_size() * update_freq
+    batches_of_all = process_groups.world_size() * update_freq
     return {"denom": batches_of_all, "multiplier": tokens / batches_of_all}
 
 
@@ -250,7 +250,7 @@ def translation_round(
                 for metric, (translations, references) in zip(metrics, translate(batch), strict=True):
                     metric.update(metric(translations, references), len(references))
         values = {metric: metric.average().item() for metric in metrics}
-        return values, distributed.global_average(loss_sum, tokens).item()
+        return values, process_groups.global_average(loss_sum, tokens).item()
     finally:
         if tracker is not None:
             tracker.validation_end()

@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import require
-from mlbench_core.utils.meters import AverageMeter
-from mlbench_core.utils.pytorch import distributed
+from mlbench_core.statistics import AverageMeter
 
 __all__ = ["BLEUScore", "CasedBLEUScore", "DiceCoefficient", "F1Score", "MLBenchMetric", "Perplexity", "TopKAccuracy"]
 
@@ -102,7 +102,7 @@ class MLBenchMetric:
         Returns:
             The value, float32, no dimensions; 0 if no worker took in a batch.
         """
-        totals = distributed.global_average(self._local_totals(), 1) * distributed.world_size()
+        totals = process_groups.global_average(self._local_totals(), 1) * process_groups.world_size()
         return self._score(totals).to(torch.float32)
 
     def reset(self) -> None:

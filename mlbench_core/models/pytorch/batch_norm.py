@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mlbench_core.utils.pytorch import distributed
+from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["DistributedBatchNorm2d", "convert_batch_norm"]
 
@@ -51,11 +51,11 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
         self._check_input_dim(input)
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         count = x.new_tensor([x.numel() / x.shape[1]])
-        sums = distributed.sum_over_workers(torch.cat([x.sum(dim=(0, 2, 3)), count]))
+        sums = process_groups.sum_over_workers(torch.cat([x.sum(dim=(0, 2, 3)), count]))
         n = sums[-1].detach()
         mean = sums[:-1] / n
         centred = x - mean[:, None, None]
-        variance = distributed.sum_over_workers(centred.square().sum(dim=(0, 2, 3))) / n
+        variance = process_groups.sum_over_workers(centred.square().sum(dim=(0, 2, 3))) / n
         self._remember(mean.detach(), variance.detach() * (n / (n - 1).clamp(min=1)))
         scale = torch.rsqrt(variance + self.eps)
         if self.affine:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlbench_core.utils.pytorch import distributed
+from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["LinearRegression", "LogisticRegression", "Standardization"]
 
@@ -230,4 +230,4 @@ def _mean_over_workers(parts: Iterable[Tensor]) -> Tensor:
         count += len(part)
     if total is None:
         raise ValueError("there is no batch to take mean and deviation of")
-    return distributed.global_average(total, count).to(total.device)
+    return process_groups.global_average(total, count).to(total.device)

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
+from mlbench_core.aggregation.pytorch.names import check_names, plain_name
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.generic import Closure, check_at_least_0, check_lr, check_number, evaluate
 from mlbench_core.optim.pytorch.grad_scaler import must_skip
 from mlbench_core.optim.pytorch.wrapper import shared_optimizer_state, state_without_hooks
-from mlbench_core.utils.pytorch.names import check_names, plain_name
 
 __all__ = ["CompressedOptimizer", "Params", "sgd_defaults"]
 
@@ -80,7 +80,7 @@ class CompressedOptimizer(Optimizer):
 
         Args:
             closure: Clears the gradients, computes the loss and its gradients, and returns the loss.
-            tracker: A :class:`~mlbench_core.utils.tracker.Tracker` (or None) that is told when the communication and
+            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that is told when the communication and
                 when the update was done, and what the communication cost.
 
         Returns:

@@ -14,8 +14,8 @@ from mlbench_core.aggregation.pytorch.aggregation import UnknownOperationError
 from mlbench_core.aggregation.pytorch.choco import ChocoAggregation, Compression
 from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
+from mlbench_core.aggregation.pytorch.topology import Topology
 from mlbench_core.optim.pytorch.generic import GenericCentralizedOptimizer, check_lr
-from mlbench_core.utils.pytorch.topology import Topology
 
 __all__ = ["ChocoSGD", "DecentralizedSGD"]
 

@@ -218,7 +218,7 @@ class FP16Optimizer(OptimizerWrapper):
         Args:
             closure: Clears the gradients, computes the loss and calls :meth:`backward_loss`. It is called once, before
                 anything else.
-            tracker: A :class:`~mlbench_core.utils.tracker.Tracker` (or None) that is told when the aggregation and
+            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that is told when the aggregation and
                 when the update was done (not if it was skipped), and what the communication cost.
             multiplier: What gradients are divided by in float32, beside the loss scale: a positive number or a tensor
                 with one element, the same on every worker.

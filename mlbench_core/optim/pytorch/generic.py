@@ -15,6 +15,7 @@ from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, check_denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.names import check_names
 from mlbench_core.aggregation.pytorch.overlap import BUCKET_SIZE_BYTES, OverlappedReduction
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.optim.pytorch.grad_scaler import must_skip
@@ -27,7 +28,6 @@ from mlbench_core.optim.pytorch.inner import (
     without_momentum,
 )
 from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
-from mlbench_core.utils.pytorch.names import check_names
 
 __all__ = [
     "Closure",
@@ -164,7 +164,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         Args:
             closure: Clears the gradients, computes the loss and its gradients, and returns the loss. It is called
                 before the gradients are aggregated.
-            tracker: A :class:`~mlbench_core.utils.tracker.Tracker` (or None) that is told when the aggregation and
+            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that is told when the aggregation and
                 when the update was done, and what the communication cost.
 
         Returns:

@@ -116,7 +116,7 @@ class PowerSGD(GenericCentralizedOptimizer):
 
         Args:
             closure: Clears the gradients, computes the loss and its gradients, and returns the loss.
-            tracker: A :class:`~mlbench_core.utils.tracker.Tracker`, or None.
+            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker`, or None.
 
         Returns:
             What the closure returned, this worker's loss; None without a closure.

@@ -20,7 +20,7 @@ from mlbench_core.dataset.nlp.pytorch.pair_text import (
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords
 from mlbench_core.dataset.util import tools
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError
-from mlbench_core.utils.paths import user_folder
+from mlbench_core.paths import user_folder
 
 __all__ = [
     "SPECIAL_SYMBOLS",

@@ -17,7 +17,7 @@ from mlbench_core.dataset.nlp.pytorch.corpus import Corpus, Dictionary, Ids, loa
 from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part
 from mlbench_core.dataset.util import tools
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError, MissingDependencyError, require
-from mlbench_core.utils.paths import user_folder
+from mlbench_core.paths import user_folder
 
 __all__ = ["Dictionary", "Wikitext2Dataset"]
 

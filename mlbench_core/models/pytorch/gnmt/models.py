@@ -225,7 +225,7 @@ class GNMT(nn.Module):
         self, inputs: Tensor, context: DecoderContext | Sequence[Any], beam_size: int
     ) -> tuple[Tensor, Tensor, Tensor, DecoderContext]:
         """One step of a generation, for
-        :class:`~mlbench_core.utils.pytorch.inference.beam_search.SequenceGenerator`.
+        :class:`~mlbench_core.models.pytorch.generation.beam_search.SequenceGenerator`.
 
         Args:
             inputs: Newest word of each row, int64 of shape (1, rows).

@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mlbench_core.models.pytorch.generation.decoding import Hypotheses, SearchOptions, search
+from mlbench_core.models.pytorch.generation.proposals import LogitProposer
+from mlbench_core.models.pytorch.generation.scores import GNMTScore
 from mlbench_core.models.pytorch.gnmt.models import GNMT
-from mlbench_core.utils.pytorch.inference.decoding import Hypotheses, SearchOptions, search
-from mlbench_core.utils.pytorch.inference.proposals import LogitProposer
-from mlbench_core.utils.pytorch.inference.scores import GNMTScore
-from mlbench_core.utils.pytorch.modes import evaluation_mode
+from mlbench_core.models.pytorch.modes import evaluation_mode
 
 __all__ = ["GNMTState", "Translator"]
 
@@ -26,7 +26,7 @@ class Detokenizer(Protocol):
 
 
 class GNMTState:
-    """GNMT in a generation: a :class:`~mlbench_core.utils.pytorch.inference.proposals.DecoderState`.
+    """GNMT in a generation: a :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`.
 
     The source is encoded once and kept once for a sentence: the hypotheses of a sentence share it.
 
@@ -54,7 +54,7 @@ class Translator:
     r"""Translates batches of sentences by beam search and writes them as text.
 
     A translation starts after the start symbol and ends with the end symbol. Finished ones are ranked by
-    :class:`~mlbench_core.utils.pytorch.inference.scores.GNMTScore`.
+    :class:`~mlbench_core.models.pytorch.generation.scores.GNMTScore`.
 
     Args:
         model: The model. It is in evaluation mode while it translates and put back afterwards.

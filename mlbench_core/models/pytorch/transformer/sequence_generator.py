@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mlbench_core.models.pytorch.generation.decoding import Hypotheses, SearchOptions, search
+from mlbench_core.models.pytorch.generation.proposals import LogitProposer, Sampling
+from mlbench_core.models.pytorch.generation.scores import GNMTScore
+from mlbench_core.models.pytorch.modes import evaluation_mode
 from mlbench_core.models.pytorch.transformer.modules.incremental import IncrementalState
 from mlbench_core.models.pytorch.transformer.transformer import TransformerModel, Vocabulary
-from mlbench_core.utils.pytorch.inference.decoding import Hypotheses, SearchOptions, search
-from mlbench_core.utils.pytorch.inference.proposals import LogitProposer, Sampling
-from mlbench_core.utils.pytorch.inference.scores import GNMTScore
-from mlbench_core.utils.pytorch.modes import evaluation_mode
 
 __all__ = ["SequenceGenerator", "TransformerState"]
 
@@ -26,7 +26,7 @@ class WordVocabulary(Vocabulary, Protocol):
 
 
 class TransformerState:
-    """A Transformer in a generation: a :class:`~mlbench_core.utils.pytorch.inference.proposals.DecoderState`.
+    """A Transformer in a generation: a :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`.
 
     The source's keys and values are computed once and kept once for a sentence: the hypotheses of a sentence share
     them. Those of the generated tokens are kept for each row.

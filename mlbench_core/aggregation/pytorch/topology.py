@@ -1,0 +1,187 @@
+"""Sparse graphs of workers for decentralized training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Topology", "complete", "exponential", "from_edges", "ring", "torus"]
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    r"""A connected undirected graph of workers, and the weights with which neighbours are averaged.
+
+    The mixing matrix :math:`W` has Metropolis-Hastings weights: for an edge between i and j
+
+    .. math:: W_{ij} = \frac{1}{1 + \max(\deg i, \deg j)}, \qquad W_{ii} = 1 - \sum_{j \ne i} W_{ij},
+
+    and 0 elsewhere. It is symmetric and doubly stochastic, so mixing keeps the average of all workers, and needs only
+    the degrees of neighbours.
+
+    Attributes:
+        name: What the graph is called.
+        world_size: Number of workers n.
+        edges: The edges ``(i, j)`` with i < j, ascending.
+
+    References:
+        L. Xiao, S. Boyd: Fast linear iterations for distributed averaging. Systems & Control Letters 53, 2004.
+        A. Koloskova, S. Stich, M. Jaggi: Decentralized stochastic optimization and gossip algorithms with compressed
+        communication, arXiv:1902.00340 (the spectral gap in the rate).
+    """
+
+    name: str
+    world_size: int
+    edges: tuple[tuple[int, int], ...]
+    _neighbours: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_world_size(self.world_size)
+        found: list[set[int]] = [set() for _ in range(self.world_size)]
+        for i, j in self.edges:
+            if i == j or not (0 <= i < self.world_size and 0 <= j < self.world_size):
+                raise ValueError(f"edge ({i}, {j}): it must join two different ranks from 0 to {self.world_size - 1}")
+            found[i].add(j)
+            found[j].add(i)
+        object.__setattr__(self, "edges", tuple(sorted({(min(edge), max(edge)) for edge in self.edges})))
+        object.__setattr__(self, "_neighbours", tuple(tuple(sorted(ranks)) for ranks in found))
+        apart = set(range(self.world_size)) - self._reachable_from(0)
+        if apart:
+            raise ValueError(
+                f"ranks {sorted(apart)} cannot be reached from rank 0 over the edges: their models would never mix; "
+                f"add edges until the graph is connected"
+            )
+
+    def _reachable_from(self, start: int) -> set[int]:
+        reached, todo = {start}, [start]
+        while todo:
+            new = set(self._neighbours[todo.pop()]) - reached
+            reached |= new
+            todo.extend(new)
+        return reached
+
+    def neighbours(self, rank: int) -> tuple[int, ...]:
+        """Ranks that share an edge with ``rank``, ascending.
+
+        Raises:
+            ValueError: ``rank`` lies outside the graph.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank is {rank}; it must be 0 to {self.world_size - 1}")
+        return self._neighbours[rank]
+
+    @property
+    def mixing_matrix(self) -> torch.Tensor:
+        """The weights W: shape (n, n), float64, symmetric, rows and columns sum to 1."""
+        weights = torch.zeros(self.world_size, self.world_size, dtype=torch.float64)
+        for i, j in self.edges:
+            weights[i, j] = weights[j, i] = 1 / (1 + max(len(self._neighbours[i]), len(self._neighbours[j])))
+        return weights + torch.diag(1 - weights.sum(dim=1))
+
+    @property
+    def spectral_gap(self) -> float:
+        r"""How fast mixing reaches agreement: :math:`1 - \max(|\lambda_2|, |\lambda_n|)` of W, in (0, 1].
+
+        A round of mixing shrinks the distance to the average by at least the factor ``1 - spectral_gap``. It is 1 for
+        the complete graph (one round suffices) and of order :math:`1/n^2` for a ring.
+        """
+        if self.world_size == 1:
+            return 1.0
+        eigenvalues = torch.linalg.eigvalsh(self.mixing_matrix)  # ascending; the last one is 1
+        return float(1 - max(eigenvalues[-2].abs(), eigenvalues[0].abs()))
+
+
+def ring(world_size: int) -> Topology:
+    """Every worker talks to the one before and the one after it.
+
+    Example:
+        >>> ring(5).neighbours(0)
+        (1, 4)
+    """
+    return _from_offsets("ring", world_size, (1,))
+
+
+def torus(world_size: int, rows: int | None = None) -> Topology:
+    """A grid whose opposite borders are joined: every worker has up to four neighbours.
+
+    Args:
+        world_size: Number of workers; rank ``r`` lies in row ``r // columns`` and column ``r % columns``.
+        rows: Number of rows, a divisor of ``world_size``; by default the greatest that is at most its square root.
+
+    Raises:
+        ValueError: ``rows`` does not divide ``world_size``.
+
+    Example:
+        >>> torus(9).neighbours(0)
+        (1, 2, 3, 6)
+    """
+    _check_world_size(world_size)
+    if rows is None:
+        rows = next(n for n in range(math.isqrt(world_size), 0, -1) if world_size % n == 0)
+    if rows < 1 or world_size % rows:
+        raise ValueError(f"rows is {rows}; it must divide world_size {world_size}")
+    columns = world_size // rows
+    edges = set()
+    for rank in range(world_size):
+        row, column = divmod(rank, columns)
+        edges.add((rank, row * columns + (column + 1) % columns))
+        edges.add((rank, (row + 1) % rows * columns + column))
+    return Topology("torus", world_size, tuple(edge for edge in edges if edge[0] != edge[1]))
+
+
+def exponential(world_size: int) -> Topology:
+    """Every worker talks to those 1, 2, 4, 8, ... places before and after it.
+
+    About ``2 log2(n)`` neighbours each, and a spectral gap of order ``1 / log(n)``.
+
+    Example:
+        >>> exponential(8).neighbours(0)
+        (1, 2, 4, 6, 7)
+
+    References:
+        B. Ying, K. Yuan, Y. Chen, H. Hu, P. Pan, W. Yin: Exponential graph is provably efficient for decentralized deep
+        training, arXiv:2110.13363 (there with edges in one direction).
+    """
+    _check_world_size(world_size)
+    return _from_offsets("exponential", world_size, (2**k for k in range((world_size - 1).bit_length())))
+
+
+def complete(world_size: int) -> Topology:
+    """Every worker talks to every other; one round of mixing is the exact average.
+
+    Example:
+        >>> round(complete(4).spectral_gap, 12)
+        1.0
+    """
+    return _from_offsets("complete", world_size, range(1, max(world_size, 1)))
+
+
+def from_edges(world_size: int, edges: Iterable[tuple[int, int]]) -> Topology:
+    """A graph of your own.
+
+    Args:
+        world_size: Number of workers.
+        edges: Pairs of ranks; direction and repetition do not matter.
+
+    Raises:
+        ValueError: An edge joins a rank with itself or leads outside, or the graph is not connected.
+
+    Example:
+        >>> from_edges(3, [(0, 1), (1, 2)]).neighbours(1)
+        (0, 2)
+    """
+    return Topology("edges", world_size, tuple((int(i), int(j)) for i, j in edges))
+
+
+def _from_offsets(name: str, world_size: int, offsets: Iterable[int]) -> Topology:
+    _check_world_size(world_size)
+    edges = ((rank, (rank + offset) % world_size) for offset in offsets for rank in range(world_size))
+    return Topology(name, world_size, tuple(edge for edge in edges if edge[0] != edge[1]))
+
+
+def _check_world_size(world_size: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; it must be at least 1")

@@ -1,0 +1,51 @@
+"""Names of the files of checkpoints; ``controlflow/pytorch/checkpoint_files.py`` says what is in them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+BEST_NAME = "model_best.pth.tar"
+EPOCH_NAME = re.compile(r"(\d+)_(\d+)\.pth\.tar")
+STATISTICS_NAME = re.compile(r"\d+_\d+\.json")
+PART_NAME = re.compile(r"model_best\.(\w+-\w+-\d+)\.(\d+)of(\d+)\.pth\.tar")
+_TEMPORARY_NAME = re.compile(r"\.saving_\d+\.tmp")
+
+
+def epoch_name(epoch: int, rank: int) -> str:
+    """Name of a worker's file of an epoch."""
+    return f"{epoch}_{rank}.pth.tar"
+
+
+def statistics_name(epoch: int, rank: int) -> str:
+    """Name of a worker's file of statistics."""
+    return f"{epoch}_{rank}.json"
+
+
+def part_name(save: str, rank: int, world_size: int) -> str:
+    """Name of a worker's file of a save of the best epoch."""
+    return f"model_best.{save}.{rank}of{world_size}.pth.tar"
+
+
+def is_part(name: str) -> bool:
+    """Whether a file name is that of a part of a save of the best epoch."""
+    return PART_NAME.fullmatch(name) is not None
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether a file name is one of ours."""
+    names = (EPOCH_NAME, STATISTICS_NAME, PART_NAME, _TEMPORARY_NAME)
+    return name == BEST_NAME or any(pattern.fullmatch(name) for pattern in names)
+
+
+def remove_checkpoints(ckpt_run_dir: str | os.PathLike[str]) -> None:
+    """Delete the checkpoints in a folder, and what interrupted saves left; files with other names stay.
+
+    Args:
+        ckpt_run_dir: The folder; need not exist.
+    """
+    folder = Path(ckpt_run_dir)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if is_checkpoint(path.name) and path.is_file():
+            path.unlink(missing_ok=True)

@@ -1,0 +1,747 @@
+"""The master's REST interface for programs: runs, workers and metrics.
+
+:class:`ApiClient` returns futures, so that nothing waits for the network unless it wants to. Importing this module
+loads neither ``requests`` nor ``kubernetes``; making a client opens no connection to the master.
+
+Example:
+    >>> with ApiClient(url="127.0.0.1:5080") as client:
+    ...     client.endpoint
+    'http://127.0.0.1:5080/api/'
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import datetime
+import ipaddress
+import json
+import math
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+from mlbench_core.client.delivery import MetricDelivery, Receipt
+from mlbench_core.client.kubernetes import find_master
+from mlbench_core.client.outbox import spool_root
+from mlbench_core.errors import MasterRequestError
+from mlbench_core.paths import user_folder
+from mlbench_core.tasks import TASKS, find_image
+
+if TYPE_CHECKING:
+    import requests
+
+    Answer = concurrent.futures.Future[requests.Response]
+
+__all__ = ["MLBENCH_BACKENDS", "MLBENCH_IMAGES", "ApiClient"]
+
+MLBENCH_IMAGES: dict[str, tuple[str, str]] = {
+    **{image.title: (image.reference, task.key) for task in TASKS.values() for image in task.images},
+    "Custom Image": ("custom_image", ""),
+}
+"""Official images of version 3.0: a name for people -> (the image, which is what the master takes; its task)."""
+
+MLBENCH_BACKENDS: list[str] = ["MPI", "GLOO", "NCCL", "Custom Backend"]
+"""Communication backends, as :meth:`ApiClient.create_run` takes them."""
+
+_CUSTOM_IMAGE = "custom_image"
+_CUSTOM_BACKEND = "custom_backend"
+_DEFAULT_BACKEND = "gloo"
+_FLUSH_AT_CLOSE_S = 5.0
+_FLUSH_AT_EXIT_S = 3.0
+_RETRIES = 3
+_RETRY_BACKOFF_S = 0.2
+_RETRY_STATUSES = (502, 503, 504)
+
+
+class ApiClient:
+    """A client of one master.
+
+    Methods return a :class:`concurrent.futures.Future` of the ``requests`` response at once; ``result()`` raises what
+    the request raised (``requests.RequestException``), and an answer with an error status is a response like any
+    other. Every request has a time limit, and reading is repeated with back-off when the connection fails.
+
+    Metrics (:meth:`post_metric`, :meth:`post_metrics`) are delivered in order and in batches. While the master is
+    away they are kept on disk below the user's folder, and delivered when it is back: by this client, or, should the
+    process end before, by the next client for the same address that posts or flushes. Each metric carries an id, so
+    that nothing is stored twice. What a killed process loses is at most what it logged in the moment before a request
+    was answered or had failed; a batch is normally in the master's hands a few milliseconds after it was posted.
+
+    Use it as a context manager or call :meth:`close`. A client left open is closed when the process exits.
+
+    Args:
+        max_workers: Threads for requests; metrics have one of their own.
+        in_cluster: Whether this process runs in the master's Kubernetes cluster.
+        label_selector: Labels of the master's pod and service in Kubernetes.
+        k8s_namespace: Namespace of the master in Kubernetes. It is preferred if there are several masters;
+            ``"default"`` stands for any namespace.
+        url: Address of the master (``"host:port"`` or ``"http://host:port"``); without it the master is located
+            through Kubernetes.
+        load_config: Whether to load the cluster's configuration; False where the caller has loaded one.
+        token: Sent as ``Authorization: Bearer``; by default what ``MLBENCH_TOKEN`` holds.
+        timeout_s: Time limit for connecting and for each wait for an answer, in seconds.
+        spill_dir: Folder for metrics that cannot be delivered; by default ``spool`` in the user's folder.
+
+    Attributes:
+        endpoint: ``http://HOST:PORT/api/``.
+        executor: The pool that runs the requests.
+
+    Raises:
+        ValueError: An argument is out of its range, or ``url`` is no address.
+        MasterNotFoundError: Kubernetes knows of no master, or of several; it is a ``ValueError`` too.
+        MissingDependencyError: There is no ``url`` and the package ``kubernetes`` is not installed.
+    """
+
+    def __init__(
+        self,
+        max_workers: int = 5,
+        in_cluster: bool = True,
+        label_selector: str = "component=master,app=mlbench",
+        k8s_namespace: str = "default",
+        url: str | None = None,
+        load_config: bool = True,
+        *,
+        token: str | None = None,
+        timeout_s: float = 10.0,
+        spill_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if max_workers < 1:
+            raise ValueError(f"max_workers is {max_workers}, it must be at least 1")
+        if not (timeout_s > 0 and math.isfinite(timeout_s)):
+            raise ValueError(f"timeout_s is {timeout_s}, it must be a positive number of seconds")
+        self.in_cluster = in_cluster
+        self.timeout_s = timeout_s
+        if url is None:
+            url = find_master(label_selector, k8s_namespace, in_cluster, load_config)
+        self.endpoint = _endpoint(url)
+        self._sessions = _Sessions(self.endpoint, token or os.environ.get("MLBENCH_TOKEN") or None)
+        self._delivery = MetricDelivery(
+            self._sessions.post_metrics,
+            self._sessions.list_runs,
+            self.endpoint,
+            spool_root(user_folder("spool") if spill_dir is None else Path(spill_dir).absolute(), self.endpoint),
+            timeout_s,
+        )
+        # Looked up here, not at import, so that it can be replaced. Metrics have a thread of their own: a request that
+        # hangs must not delay them, nor they it.
+        self.executor = concurrent.futures.ThreadPoolExecutor(max_workers=max_workers)
+        self._metric_executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+        self._finalizer = weakref.finalize(self, _abandon, self._delivery, self._sessions)
+        self._finalizer.atexit = False  # at exit _close_open_clients tries to deliver first
+        _remember(self)
+
+    # ------------------------------------------------------------------ metrics
+
+    def get_all_metrics(self) -> Answer:
+        """All metrics of all pods and runs.
+
+        Returns:
+            Future of ``{"pod_metrics": {pod: {metric: [...]}}, "run_metrics": {run: {metric: [...]}}}``.
+        """
+        return self._get("metrics/")
+
+    def get_run_metrics(
+        self,
+        run_id: str | int,
+        since: str | datetime.datetime | None = None,
+        summarize: int | None = None,
+        metric_filter: str | None = None,
+        last_n: int | None = None,
+    ) -> Answer:
+        """Metrics of a run.
+
+        Args:
+            run_id: Id of the run.
+            since: Nothing older than this: a date, or ISO 8601 text.
+            summarize: At most this many entries of each metric, by averaging neighbours.
+            metric_filter: Only the metric of exactly this name, for example ``"train_loss @ 0"``.
+            last_n: Only the last so many entries of each metric.
+
+        Returns:
+            Future of ``{metric: [{"date", "value", "cumulative"}, ...]}``.
+        """
+        return self._get_metrics("run", run_id, since, summarize, metric_filter=metric_filter, last_n=last_n)
+
+    def get_pod_metrics(
+        self, pod_id: str, since: str | datetime.datetime | None = None, summarize: int | None = None
+    ) -> Answer:
+        """Metrics of a worker's pod, such as its load.
+
+        Args:
+            pod_id: Name of the pod, see :meth:`get_worker_pods`.
+            since: Nothing older than this: a date, or ISO 8601 text.
+            summarize: At most this many entries of each metric, by averaging neighbours.
+
+        Returns:
+            Future of ``{metric: [{"date", "value", "cumulative"}, ...]}``.
+        """
+        return self._get_metrics("pod", pod_id, since, summarize)
+
+    def download_run_metrics(
+        self, run_id: str | int, since: str | datetime.datetime | None = None, summarize: int | None = None
+    ) -> Answer:
+        """A zip file with the metrics of a run and of its pods.
+
+        Args:
+            run_id: Id of the run.
+            since: Nothing older than this: a date, or ISO 8601 text.
+            summarize: At most this many entries of each metric, by averaging neighbours.
+
+        Returns:
+            Future of the response; its ``content`` is the zip file.
+        """
+        return self._get_metrics("run", run_id, since, summarize, format="zip")
+
+    def post_metric(
+        self,
+        run_id: str | int,
+        name: str,
+        value: Any,
+        cumulative: bool = False,
+        metadata: str | Mapping[str, Any] = "",
+        date: str | datetime.datetime | None = None,
+    ) -> Answer:
+        """Send one metric of a run.
+
+        Args:
+            run_id: Id of the run.
+            name: Name of the metric, for example ``"train_loss @ 0"``.
+            value: A number, a text, or a tensor or array of one element. Infinities and NaN are sent as text.
+            cumulative: Whether the metric grows over time, like a counter.
+            metadata: Anything to keep with it: a text, or a mapping that is sent as JSON text.
+            date: When it was measured: a date, or ISO 8601 text; without a zone it is UTC. Default: now.
+
+        Returns:
+            Future of the answer to the request that held the metric. It raises
+            :class:`~mlbench_core.errors.MasterNotFoundError` where the master does not answer: the metric is kept and
+            delivered later all the same; and :class:`~mlbench_core.errors.MasterRequestError` where the master
+            refused it.
+
+        Raises:
+            ValueError: The name or the run is empty, or the value has several elements.
+            RuntimeError: The client is closed.
+        """
+        entry = {"run_id": run_id, "name": name, "value": value, "cumulative": cumulative, "metadata": metadata}
+        return self._post([_metric_line({**entry, "date": date})])
+
+    def post_metrics(self, metrics: Iterable[Mapping[str, Any]]) -> Answer:
+        """Send many metrics, in this order, in as few requests as possible.
+
+        Args:
+            metrics: Mappings with the arguments of :meth:`post_metric`: ``name``, ``value``, ``run_id`` (or
+                ``pod_name``), and optionally ``cumulative``, ``metadata``, ``date``, ``id``. Two metrics with the same
+                ``id`` are one.
+
+        Returns:
+            Future of the answer to the request that held the last one; see :meth:`post_metric`.
+
+        Raises:
+            ValueError: There is none, or one of them is wrong; then none is sent.
+        """
+        lines = [_metric_line(metric) for metric in metrics]
+        if not lines:
+            raise ValueError("metrics is empty: give at least one")
+        return self._post(lines)
+
+    def flush(self, timeout_s: float = _FLUSH_AT_CLOSE_S) -> bool:
+        """Wait until every metric posted so far is with the master.
+
+        Args:
+            timeout_s: The longest to wait, in seconds.
+
+        Returns:
+            Whether nothing is left to deliver.
+        """
+        return self._delivery.flush(timeout_s)
+
+    # ------------------------------------------------------------------ runs and workers
+
+    def get_runs(self) -> Answer:
+        """All runs; future of a list."""
+        return self._get("runs/")
+
+    def get_run(self, run_id: str | int) -> Answer:
+        """One run.
+
+        Args:
+            run_id: Id of the run.
+        """
+        return self._get(f"runs/{_id(run_id, 'run_id')}/")
+
+    def create_run(
+        self,
+        name: str,
+        num_workers: int,
+        num_cpus: float = 2.0,
+        max_bandwidth: int = 1000,
+        image: str | None = None,
+        backend: str | None = None,
+        custom_image_name: str | None = None,
+        custom_image_command: str | None = None,
+        custom_backend: str | None = None,
+        run_all_nodes: bool = False,
+        gpu_enabled: bool = False,
+        light_target: bool = False,
+        *,
+        task: str | None = None,
+        arguments: Sequence[str] = (),
+    ) -> Answer:
+        """Start a run: a task, one of :data:`MLBENCH_IMAGES`, or an image of one's own.
+
+        Args:
+            name: Name of the run, a DNS label that is not in use.
+            num_workers: Number of workers.
+            num_cpus: Cores of each worker.
+            max_bandwidth: Bandwidth of each worker in Mbit/s; a master that cannot limit it refuses less than 1000.
+            image: A key of :data:`MLBENCH_IMAGES`, or the name of one of its images.
+            backend: One of :data:`MLBENCH_BACKENDS` in any case; Gloo if left out.
+            custom_image_name: Name of an image of one's own, with ``custom_image_command``. A master without containers
+                runs the command on its machine, and says so in ``job_metadata.notes``.
+            custom_image_command: The command of a worker in it.
+            custom_backend: Name of a backend of one's own.
+            run_all_nodes: Whether every worker runs the command, with ``custom_backend``; else only the first one does,
+                and it has to start the others itself.
+            gpu_enabled: Whether the workers use GPUs: the command gets ``--gpu``.
+            light_target: Whether the goal is the task's light one: the command gets ``--light``.
+            task: Key of a task, for example ``"1a"``, instead of an image.
+            arguments: Further arguments of the task's script.
+
+        Returns:
+            Future of the run: status 201; 400 where the name is no DNS label, 409 where it is in use.
+
+        Raises:
+            ValueError: An image or backend is unknown, or arguments are missing or contradict one another.
+        """
+        if num_workers < 1:
+            raise ValueError(f"num_workers is {num_workers}, it must be at least 1")
+        if not num_cpus > 0:
+            raise ValueError(f"num_cpus is {num_cpus}, it must be positive")
+        if not max_bandwidth > 0:
+            raise ValueError(f"max_bandwidth is {max_bandwidth}, it must be positive (Mbit/s)")
+        body: dict[str, Any] = {
+            "name": name,
+            "num_workers": num_workers,
+            "num_cpus": num_cpus,
+            "max_bandwidth": max_bandwidth,
+            "gpu_enabled": _truth(gpu_enabled),
+            "light_target": _truth(light_target),
+            **_what_to_run(image, custom_image_name, custom_image_command, task, arguments),
+            **_backend_fields(backend, custom_backend, run_all_nodes),
+        }
+        return self._request("POST", "runs/", json=body)
+
+    def delete_run(self, run_id: str | int) -> Answer:
+        """Delete a run and its metrics; it is stopped first where it still runs.
+
+        Args:
+            run_id: Id of the run.
+        """
+        return self._request("DELETE", f"runs/{_id(run_id, 'run_id')}/")
+
+    def stop_run(self, run_id: str | int) -> Answer:
+        """Stop a run and keep its metrics.
+
+        Args:
+            run_id: Id of the run.
+
+        Returns:
+            Future of the run. It raises :class:`~mlbench_core.errors.MasterRequestError` if the master is of version
+            3.0, which cannot do this.
+        """
+        advice = "cannot stop a run and keep its metrics; delete_run stops it and deletes them"
+        return self._new_request("POST", f"runs/{_id(run_id, 'run_id')}/stop/", advice)
+
+    def get_run_logs(self, run_id: str | int, since_line: int = 0) -> Answer:
+        """What the workers of a run wrote.
+
+        Args:
+            run_id: Id of the run.
+            since_line: Leave out this many lines; the answer's ``next`` continues.
+
+        Returns:
+            Future of ``{"lines": [...], "next": N}``. It raises :class:`~mlbench_core.errors.MasterRequestError` if
+            the master is of version 3.0, which cannot do this.
+        """
+        advice = "has no logs; the last lines are in job_metadata of get_run"
+        return self._new_request(
+            "GET", f"runs/{_id(run_id, 'run_id')}/logs/", advice, params={"since_line": since_line}
+        )
+
+    def get_worker_pods(self) -> Answer:
+        """The workers, each with ``name``, ``labels`` (JSON text), ``phase`` and ``ip``; future of a list."""
+        return self._get("pods/")
+
+    # ------------------------------------------------------------------ life
+
+    def close(self, timeout_s: float = _FLUSH_AT_CLOSE_S) -> bool:
+        """Deliver what waits, keep on disk what cannot be delivered, and end the threads.
+
+        Closing again does nothing.
+
+        Args:
+            timeout_s: The longest to try to deliver, in seconds.
+
+        Returns:
+            Whether all metrics were delivered.
+        """
+        delivered = self._delivery.close(timeout_s)
+        self._metric_executor.shutdown(wait=delivered)
+        self.executor.shutdown(wait=True)
+        self._sessions.close()
+        self._finalizer.detach()
+        return delivered
+
+    def __enter__(self) -> ApiClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _post(self, lines: list[str]) -> Answer:
+        receipts = [self._delivery.put(line) for line in lines]
+        return self._metric_executor.submit(self._settle, receipts[-1])
+
+    def _settle(self, receipt: Receipt) -> requests.Response:
+        return self._delivery.settle(receipt)
+
+    def _get(self, path: str, **params: Any) -> Answer:
+        return self._request("GET", path, params={key: value for key, value in params.items() if value is not None})
+
+    def _get_metrics(
+        self,
+        kind: str,
+        owner: str | int,
+        since: str | datetime.datetime | None,
+        summarize: int | None,
+        **params: Any,
+    ) -> Answer:
+        for name, value in (("summarize", summarize), ("last_n", params.get("last_n"))):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, it must be at least 1 or left out")
+        return self._get(
+            f"metrics/{_id(owner, f'{kind}_id')}/",
+            metric_type=kind,
+            since=None if since is None else _date(since),
+            summarize=summarize,
+            **params,
+        )
+
+    def _new_request(self, method: str, path: str, advice: str, **options: Any) -> Answer:
+        """A request that masters of version 3.0 do not know; their 404 is an error that says so."""
+        return self.executor.submit(
+            self._sessions.new_request, method, self.endpoint + path, advice, timeout=self.timeout_s, **options
+        )
+
+    def _request(self, method: str, path: str, **options: Any) -> Answer:
+        return self.executor.submit(
+            self._sessions.request, method, self.endpoint + path, timeout=self.timeout_s, **options
+        )
+
+
+class _Sessions:
+    """HTTP sessions, one for each thread: a ``requests.Session`` is not made for several.
+
+    Args:
+        endpoint: The master's address.
+        token: Sent with each request, where there is one.
+    """
+
+    def __init__(self, endpoint: str, token: str | None) -> None:
+        self._endpoint = endpoint
+        self._token = token
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._all: list[requests.Session] = []
+        self._metric_session: requests.Session | None = None
+
+    def request(self, method: str, url: str, **options: Any) -> requests.Response:
+        """Send a request with this thread's session; reading is repeated when the connection or a proxy fails."""
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is None:
+            session = self._local.session = self._make(retries=_RETRIES)
+        return session.request(method, url, **options)
+
+    def new_request(self, method: str, url: str, advice: str, **options: Any) -> requests.Response:
+        """Send a request that masters of version 3.0 do not know.
+
+        Raises:
+            MasterRequestError: The master does not know it.
+        """
+        response = self.request(method, url, **options)
+        if response.status_code == HTTPStatus.NOT_FOUND and not _has_message(response):
+            raise MasterRequestError(
+                f"the master at {self._endpoint} {advice}: it does not know {urlsplit(url).path}, like version 3.0",
+                response.status_code,
+            )
+        return response
+
+    def post_metrics(self, body: str, timeout_s: float) -> requests.Response:
+        """Send a JSON text to the metrics; never repeated here, and by one thread at a time."""
+        return self._for_metrics().post(
+            self._endpoint + "metrics/",
+            data=body.encode(),
+            headers={"Content-Type": "application/json"},
+            timeout=timeout_s,
+            allow_redirects=False,  # a redirected POST becomes a GET, and its metrics would be lost
+        )
+
+    def list_runs(self, timeout_s: float) -> requests.Response:
+        """Ask for all runs; by the thread that sends metrics."""
+        return self._for_metrics().get(self._endpoint + "runs/", timeout=timeout_s)
+
+    def _for_metrics(self) -> requests.Session:
+        if self._metric_session is None:
+            self._metric_session = self._make(retries=0)
+        return self._metric_session
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            sessions, self._all = self._all, []
+        for session in sessions:
+            session.close()
+
+    def _make(self, retries: int) -> requests.Session:
+        import requests
+        from requests.adapters import HTTPAdapter
+        from urllib3.util.retry import Retry
+
+        policy = Retry(
+            total=retries,
+            backoff_factor=_RETRY_BACKOFF_S,
+            status_forcelist=_RETRY_STATUSES,
+            allowed_methods=("GET",),
+            raise_on_status=False,
+        )
+        session = requests.Session()
+        session.auth = self._sign  # a function: a .netrc entry must not replace the token
+        session.trust_env = not _is_loopback(self._endpoint)  # a proxy elsewhere must not see this machine's master
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, HTTPAdapter(max_retries=policy))
+        with self._lock:
+            self._all.append(session)
+        return session
+
+    def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        if self._token is not None:
+            request.headers["Authorization"] = f"Bearer {self._token}"
+        return request
+
+
+# ---------------------------------------------------------------------- clients that nobody closed
+
+_open_clients: weakref.WeakSet[ApiClient] = weakref.WeakSet()
+_remember_lock = threading.Lock()
+_closes_at_exit = False
+
+
+def _remember(client: ApiClient) -> None:
+    global _closes_at_exit
+    with _remember_lock:
+        if not _closes_at_exit:
+            atexit.register(_close_open_clients)
+            _closes_at_exit = True
+        _open_clients.add(client)
+
+
+def _close_open_clients() -> None:
+    for client in list(_open_clients):
+        client._delivery.close(_FLUSH_AT_EXIT_S)
+
+
+def _abandon(delivery: MetricDelivery, sessions: _Sessions) -> None:
+    """The client was dropped without :meth:`ApiClient.close`: what waits goes to disk, without a wait."""
+    delivery.close()
+    sessions.close()
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def _endpoint(url: str) -> str:
+    """The REST interface below a master's address.
+
+    Example:
+        >>> _endpoint("10.0.0.7:80"), _endpoint("https://mlbench.example.org/api/")
+        ('http://10.0.0.7:80/api/', 'https://mlbench.example.org/api/')
+    """
+    example = "give HOST:PORT or http://HOST:PORT, for example http://127.0.0.1:5080"
+    text = str(url).strip()
+    full = text if "://" in text else f"http://{text}"
+    try:
+        parts = urlsplit(full)
+        port_is_zero = parts.port == 0  # raises where the port is no number
+    except ValueError as error:
+        raise ValueError(f"url {url!r} is no address of a master ({error}): {example}") from None
+    wrong = (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or port_is_zero
+        or parts.query
+        or parts.fragment
+        or parts.username is not None
+        or any(character.isspace() for character in full)
+    )
+    if wrong:
+        raise ValueError(f"url {url!r} is no address of a master: {example}")
+    path = parts.path.rstrip("/").removesuffix("/api")
+    return f"{parts.scheme}://{parts.netloc}{path}/api/"
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = urlsplit(endpoint).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _id(value: str | int, name: str) -> str:
+    """An id as a part of a path."""
+    if value is None or not str(value).strip():
+        raise ValueError(f"{name} is {value!r}, it must be an id as the master gave it")
+    return quote(str(value), safe="")
+
+
+def _date(value: str | datetime.datetime | None) -> str:
+    """A date as the master takes it; text is passed on, None is now, and without a zone it is UTC."""
+    if isinstance(value, str):
+        return value
+    moment = value or datetime.datetime.now(datetime.timezone.utc)
+    if moment.tzinfo is not None:
+        moment = moment.astimezone(datetime.timezone.utc)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _plain_value(value: Any) -> str | int | float:
+    """A metric's value as JSON has it; the rest as text."""
+    if hasattr(value, "item") and callable(value.item):
+        value = value.item()  # a tensor, an array or a scalar of numpy; raises ValueError for several elements
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, (str, int, float)):
+        return value
+    if value is None:
+        raise ValueError("value is None: a metric needs a number or a text")
+    return str(value)
+
+
+def _metric_line(metric: Mapping[str, Any]) -> str:
+    """One metric as the JSON text that goes to the master, with an id of its own."""
+    unknown = metric.keys() - {"run_id", "pod_name", "name", "value", "cumulative", "metadata", "date", "id"}
+    if unknown:
+        raise ValueError(f"a metric has no {', '.join(sorted(map(repr, unknown)))}; see post_metric")
+    name = metric.get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f"name is {name!r}, it must be a text that is not empty")
+    owner = "pod_name" if metric.get("pod_name") is not None else "run_id"
+    if owner == "pod_name" and metric.get("run_id") is not None:
+        raise ValueError("run_id and pod_name: give one of them, not both")
+    _id(metric.get("run_id") if owner == "run_id" else metric["pod_name"], owner)  # type: ignore[arg-type]
+    metadata = metric.get("metadata", "")
+    body = {
+        "id": str(metric.get("id") or uuid.uuid4().hex),
+        owner: metric[owner],
+        "name": name,
+        "date": _date(metric.get("date")),
+        "value": _plain_value(metric.get("value")),
+        "cumulative": bool(metric.get("cumulative", False)),
+        "metadata": metadata if isinstance(metadata, str) else json.dumps(metadata, default=str),
+    }
+    return json.dumps(body, allow_nan=False)
+
+
+def _has_message(response: requests.Response) -> bool:
+    """Whether an error is in the form of this version's master: it knew the request, and refused it."""
+    try:
+        answer = response.json()
+    except ValueError:
+        return False
+    return isinstance(answer, dict) and "message" in answer
+
+
+def _truth(value: bool) -> str:
+    """A truth value as text: the master of version 3.0 compares with "true"."""
+    return "true" if value else "false"
+
+
+def _image(value: str) -> str:
+    """The master's name of an image given by its key in MLBENCH_IMAGES or by its name, in any case."""
+    if value.lower().replace(" ", "_") == _CUSTOM_IMAGE:
+        return _CUSTOM_IMAGE
+    try:
+        return find_image(value)[1].reference
+    except ValueError:
+        raise ValueError(
+            f"image {value!r} is unknown; known are {', '.join(map(repr, MLBENCH_IMAGES))}; "
+            "for another one give custom_image_name and custom_image_command"
+        ) from None
+
+
+def _backend(value: str) -> str | None:
+    """The master's name of a backend; None if it is unknown."""
+    name = value.lower().replace(" ", "_")
+    return name if name in (backend.lower().replace(" ", "_") for backend in MLBENCH_BACKENDS) else None
+
+
+def _what_to_run(
+    image: str | None,
+    custom_image_name: str | None,
+    custom_image_command: str | None,
+    task: str | None,
+    arguments: Sequence[str],
+) -> dict[str, Any]:
+    """The fields of a run that say what it runs."""
+    if isinstance(arguments, str):
+        raise ValueError(f"arguments is the text {arguments!r}, it must be a list: {arguments.split()!r}")
+    if task is not None:
+        if image is not None or custom_image_name is not None:
+            raise ValueError(f"task {task!r} and image {image or custom_image_name!r}: give one of them")
+        return {"task": task, "arguments": [str(argument) for argument in arguments]}
+    if arguments:
+        raise ValueError("arguments are those of a task's script: give task, or put them in custom_image_command")
+    chosen = None if image is None else _image(image)
+    if chosen == _CUSTOM_IMAGE or (image is None and custom_image_name is not None):
+        if not custom_image_name or not custom_image_command:
+            raise ValueError(
+                "a custom image needs custom_image_name and custom_image_command, "
+                f"given are {custom_image_name!r} and {custom_image_command!r}"
+            )
+        return {
+            "image_name": _CUSTOM_IMAGE,
+            "custom_image_name": custom_image_name,
+            "custom_image_command": custom_image_command,
+        }
+    if image is None:
+        raise ValueError("nothing to run: give task, image, or custom_image_name with custom_image_command")
+    if custom_image_name is not None:
+        raise ValueError(f"image {image!r} and custom_image_name {custom_image_name!r}: give one of them")
+    return {"image_name": chosen}
+
+
+def _backend_fields(backend: str | None, custom_backend: str | None, run_all_nodes: bool) -> dict[str, Any]:
+    """The fields of a run that say how its workers talk to one another."""
+    chosen = None if backend is None else _backend(backend)
+    if backend is not None and chosen is None:
+        raise ValueError(
+            f"backend {backend!r} is unknown; known are {', '.join(MLBENCH_BACKENDS)}; "
+            "for another one give custom_backend"
+        )
+    if custom_backend is not None and chosen not in (None, _CUSTOM_BACKEND):
+        raise ValueError(f"backend {backend!r} and custom_backend {custom_backend!r}: give one of them")
+    if custom_backend is not None:
+        return {"backend": _CUSTOM_BACKEND, "custom_backend": custom_backend, "run_all_nodes": _truth(run_all_nodes)}
+    if chosen == _CUSTOM_BACKEND:
+        raise ValueError(f"backend {backend!r} needs custom_backend, the name of the backend")
+    return {"backend": chosen or _DEFAULT_BACKEND}

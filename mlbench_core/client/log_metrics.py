@@ -1,0 +1,163 @@
+"""Metrics of a worker, sent to whichever master the environment names.
+
+A training script, and :class:`~mlbench_core.tracking.tracker.Tracker` on its behalf, calls
+:meth:`LogMetrics.log`; the client behind it is made on first use and never makes training wait or fail.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from mlbench_core.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from mlbench_core.client.api import ApiClient
+
+__all__ = ["LogMetrics"]
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_AT_CLOSE_S = 5.0
+
+_Key = tuple[int, "str | None", "str | None"]
+
+
+class _SharedClient:
+    """The process's client for the master that the environment names now.
+
+    A fork and a change of ``MLBENCH_MASTER_URL`` or ``MLBENCH_TOKEN`` lead to a client of their own: threads do not
+    survive a fork, and metrics belong to the master that was named when they were logged.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._client: ApiClient | None = None
+        self._key: _Key | None = None
+        self._watches_forks = False
+        self._lost = 0
+        self._problem = ""
+
+    def _forget(self) -> None:
+        """In a forked child: the parent's client, its threads and its queue are the parent's."""
+        self._lock = threading.Lock()
+        self._client = None
+        self._key = None
+        self._lost = 0
+
+    def get(self) -> ApiClient | None:
+        """The client, or None where no master is named or none can be located."""
+        url = os.environ.get("MLBENCH_MASTER_URL") or None
+        if url is None and not os.environ.get("KUBERNETES_SERVICE_HOST"):
+            return None
+        key = (os.getpid(), url, os.environ.get("MLBENCH_TOKEN") or None)
+        with self._lock:
+            if key != self._key:
+                if self._client is not None:
+                    self._client.close()
+                self._client = None
+                self._key = key
+                self._client = self._make(url)
+            self._lost += self._client is None
+            return self._client
+
+    def _make(self, url: str | None) -> ApiClient | None:
+        from mlbench_core.client.api import ApiClient
+
+        if not self._watches_forks and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+            self._watches_forks = True
+        try:
+            return ApiClient(max_workers=1, in_cluster=True, url=url)
+        except MissingDependencyError as error:
+            self._problem = (
+                f"this process runs in a Kubernetes cluster, but its master cannot be found: {error}, or set "
+                "MLBENCH_MASTER_URL to the address of the master"
+            )
+        except Exception as error:
+            self._problem = str(error)
+        logger.error("metrics are not reported, the run goes on: %s", self._problem)
+        atexit.register(self._report_lost)
+        return None
+
+    def _report_lost(self) -> None:
+        """Say once more, where it is read, at the end of the output, that metrics are missing."""
+        atexit.unregister(self._report_lost)
+        lost, self._lost = self._lost, 0
+        if lost:
+            logger.error("%d metric(s) of this process were not reported: %s", lost, self._problem)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until what was logged is with the master; True where it is, or there is nothing to deliver."""
+        with self._lock:
+            client = self._client
+        return client is None or client.flush(timeout_s)
+
+    def close(self) -> None:
+        """Deliver what can be delivered within a few seconds, keep the rest on disk, and end the threads."""
+        with self._lock:
+            client, self._client, self._key = self._client, None, None
+        self._report_lost()
+        if client is not None:
+            client.close()
+
+
+_shared = _SharedClient()
+
+
+class LogMetrics:
+    """Sends metrics of this worker to the master that the environment names.
+
+    The master is the one at ``MLBENCH_MASTER_URL``, else the one found through Kubernetes where the process runs in
+    a cluster (``KUBERNETES_SERVICE_HOST`` is set). Where there is neither, nothing happens. The first metric makes
+    the client; metrics are delivered in order in the background, see :class:`~mlbench_core.client.api.ApiClient`.
+    """
+
+    @staticmethod
+    def log(run_id: str | int, rank: int, epoch: int, metric_name: str, value: Any) -> None:
+        """Send one value; returns at once and never raises because of the master.
+
+        Args:
+            run_id: Id of the run, as the master gave it.
+            rank: Rank of this worker; the metric is named ``"<metric_name> @ <rank>"``.
+            epoch: Current epoch; sent with the rank as JSON metadata.
+            metric_name: Name of the metric without the rank.
+            value: A number, a text, or a tensor or array of one element.
+
+        Example:
+            >>> LogMetrics.log(run_id=1, rank=0, epoch=2, metric_name="val_loss", value=0.25)  # no master: nothing
+        """
+        client = _shared.get()
+        if client is None:
+            return
+        try:
+            client.post_metric(
+                run_id,
+                f"{metric_name} @ {rank}",
+                value,
+                cumulative=False,
+                metadata=json.dumps({"rank": rank, "epoch": epoch}),
+            )
+        except Exception as error:
+            logger.warning("metric %r = %r of run %r could not be sent: %s", metric_name, value, run_id, error)
+
+    @staticmethod
+    def flush(timeout_s: float = _FLUSH_AT_CLOSE_S) -> bool:
+        """Wait until all that was logged is with the master.
+
+        Args:
+            timeout_s: The longest to wait, in seconds.
+
+        Returns:
+            Whether nothing is left to deliver (True where there is no master).
+        """
+        return _shared.flush(timeout_s)
+
+    @staticmethod
+    def close() -> None:
+        """Deliver what can be delivered, keep the rest on disk for the next client, and end the threads."""
+        _shared.close()

@@ -1,0 +1,415 @@
+"""The files of checkpoints: how they are written, and which of them belong together.
+
+A *save* is what all k workers wrote of one moment. Its files carry one id, so that files of different saves are never
+mixed:
+
+=====================================  ==============================================================
+``{epoch}_{rank}.pth.tar``             what worker ``rank`` saved of an epoch; the id is inside
+``model_best.pth.tar``                 what rank 0 saved of the best epoch; the id is inside
+``model_best.{id}.{rank}of{k}.pth.tar``  what worker ``rank`` alone has of the best epoch. Rank 0's is
+                                       ``model_best.pth.tar`` itself under a second name (a hard link).
+=====================================  ==============================================================
+
+The workers do not wait for one another while they save. So a save of the best epoch passes through these states:
+
+1. *partial*: some workers have written their file of it. ``model_best.pth.tar`` may be the new one already; the save
+   before is still there, under the names that have its id.
+2. *whole*: all have. The worker that finds all files deletes those of the saves before.
+
+A run that is killed leaves the last save partial at worst, and the one before it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import secrets
+import shutil
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlbench_core import checkpoint_names as names
+from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.errors import CheckpointError, CheckpointNotFoundError
+
+__all__ = [
+    "FORMAT",
+    "find",
+    "name_run",
+    "read",
+    "read_newest",
+    "share_best",
+    "tidy",
+    "write",
+]
+
+_log = logging.getLogger("mlbench_core.controlflow.pytorch.checkpoint")
+
+FORMAT = 1
+PARTIAL = "partial"
+"""Key of a state that holds only what differs from rank 0's."""
+
+
+def name_run() -> str:
+    """Make a word that all workers of this process group share, and that no run before had.
+
+    It takes no collective, because a script may save on some workers only.
+    """
+    mine = secrets.token_hex(8)
+    if process_groups.world_size() == 1:
+        return mine
+    try:
+        shared: bytes = process_groups.store().compare_set("mlbench/checkpoint", "", mine)
+    except RuntimeError:  # an MPI that is built into torch has no store: then an epoch that is saved twice looks alike
+        return "0"
+    return shared.decode()
+
+
+# ---- writing
+
+
+def write(path: Path, content: Mapping[str, Any] | bytes, rank: int) -> None:
+    """Write a file so that ``path`` is at any moment the old file or the complete new one.
+
+    Args:
+        path: Where to.
+        content: A state for ``torch.save``, or bytes.
+        rank: This worker's rank.
+
+    Raises:
+        CheckpointError: Writing failed. The old file is untouched.
+    """
+    temporary = _temporary(path, rank)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _removed_on_failure(temporary):
+            with open(temporary, "wb") as file:
+                if isinstance(content, bytes):
+                    file.write(content)
+                else:
+                    torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:
+        reason = _os_error(error) or error
+        raise CheckpointError(
+            f"the checkpoint {path} could not be written ({reason}): free space or choose another folder with "
+            f"--root-checkpoint; checkpoints written earlier are intact"
+        ) from error
+
+
+def share_best(folder: Path, part: str, rank: int) -> None:
+    """Give ``model_best.pth.tar`` a second name, under which it stays when the next best epoch is saved."""
+    best, path = folder / names.BEST_NAME, folder / part
+    try:
+        path.unlink(missing_ok=True)
+        os.link(best, path)
+    except OSError:  # a file system without hard links
+        temporary = _temporary(path, rank)
+        with _removed_on_failure(temporary):
+            shutil.copy2(best, temporary)
+            os.replace(temporary, path)
+    _sync_folder(folder)
+
+
+def tidy(folder: Path, save: str, rank: int, world_size: int) -> None:
+    """Delete what is not needed any more after this worker wrote its file of a save of the best epoch.
+
+    If the save is whole, these are all files of saves before it. Otherwise a worker deletes its own files, but those
+    of this save and of the last whole one.
+    """
+    saves = _best_saves(folder)
+    mine = saves.pop(save, _Save())
+    if world_size == 1:
+        _delete(path for other in saves.values() for path in other.files.values())
+    elif mine.is_whole:
+        start = min(_written_ns(path) for path in mine.files.values())
+        # what is newer belongs to a save that other workers have begun in the meantime
+        old = (path for other in saves.values() for path in other.files.values() if _written_ns(path) < start)
+        _delete(old)
+    else:
+        kept = max([s for s in saves.values() if s.is_whole] or saves.values(), key=_Save.written_ns, default=None)
+        _delete(other.files[rank] for other in saves.values() if other is not kept and rank in other.files)
+
+
+def _temporary(path: Path, rank: int) -> Path:
+    return path.with_name(f".saving_{rank}.tmp")  # one name per rank: what a kill leaves is overwritten next time
+
+
+@contextlib.contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` last through a power cut, where the system can synchronize folders."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """The operating system's error behind ``error``: torch raises one of its own when a write fails."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _delete(paths: Iterator[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _written_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:  # another worker tidied up
+        return 0
+
+
+# ---- reading
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read and verify a checkpoint onto the CPU.
+
+    Raises:
+        CheckpointError: It is damaged, or no checkpoint.
+        FileNotFoundError: There is no such file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"the checkpoint {path} is damaged: the checksum of {damaged} is wrong")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"the checkpoint {path} is damaged or holds pickled code, which is not run (files of version 3.0 do): "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be read, it is damaged or no checkpoint: {error}"
+        ) from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise CheckpointError(f"the checkpoint {path} has format {found!r}; this version reads format {FORMAT}")
+    return state
+
+
+def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, dict[str, Any]]:
+    """Read the newest save that can be read, or that of an epoch, as one worker has it.
+
+    Every worker looks at the same files in the same order, so all of them choose the same save.
+
+    Args:
+        folder: The folder.
+        rank: This worker's rank.
+        epoch: The epoch; None for the newest save.
+
+    Returns:
+        The save, and the state. The state is rank 0's, with its ``"rank"``, if the save has none of this worker.
+
+    Raises:
+        CheckpointError: There is none, or none that can be read.
+    """
+    failures: list[str] = []
+    for candidate in find(folder, rank, epoch):
+        try:
+            if failures:
+                _log.warning("%s; trying the one before it", failures[-1])
+            return candidate, candidate.read()
+        except FileNotFoundError:
+            continue
+        except CheckpointError as error:
+            failures.append(str(error))
+    if failures:
+        raise CheckpointError("; ".join(failures))
+    wanted = f"of epoch {epoch} " if epoch is not None else ""
+    looked_for = names.epoch_name(epoch, rank) if epoch is not None else f"<epoch>_{rank}.pth.tar and {names.BEST_NAME}"
+    raise CheckpointNotFoundError(f"there is no checkpoint {wanted}of rank {rank} in {folder}; looked for {looked_for}")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A save as one worker may read it.
+
+    Attributes:
+        first: Rank 0's file; None where only files of other workers lie in this folder, as without a shared one.
+        own: This worker's file; None where there is none, or it is rank 0's.
+        lacks_parts: Whether it is a save of the best epoch without the parts of all workers.
+    """
+
+    first: Path | None
+    own: Path | None
+    lacks_parts: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The file that has this worker's state."""
+        path = self.own or self.first
+        assert path is not None
+        return path
+
+    def read(self) -> dict[str, Any]:
+        """Read the state; rank 0's decides whether the save can be read at all, so that all workers agree on that."""
+        if self.first is None or self.own is None:
+            return read(self.path)
+        first = read(self.first)
+        try:
+            own = read(self.own)
+        except CheckpointError as error:
+            _log.warning("%s; taking the file of rank 0 for it", error)
+            return first
+        return _completed(own, first) if own.get(PARTIAL) else own
+
+
+def _completed(own: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a partial state with what it has in common with rank 0's."""
+    own["model"] = {**first["model"], **own["model"]}
+    if first["optimizer"] is not None:
+        own["optimizer"] = {**first["optimizer"], **own["optimizer"]}
+    return own
+
+
+def find(folder: Path, rank: int, epoch: int | None = None) -> Iterator[Candidate]:
+    """Find the saves that a worker may go on from, the best choice first.
+
+    These are the epochs from the newest on, and then the best epoch. A save that is not whole comes after all others
+    of its kind: a run that was killed while it saved goes on from the save before.
+
+    Args:
+        folder: The folder.
+        rank: This worker's rank.
+        epoch: Only this epoch; None for all.
+    """
+    epochs: dict[int, dict[int, Path]] = {}
+    for name in _names(folder):
+        if match := names.EPOCH_NAME.fullmatch(name):
+            epochs.setdefault(int(match[1]), {})[int(match[2])] = folder / name
+    numbers = sorted(epochs, reverse=True) if epoch is None else [epoch]
+    partial: list[Candidate] = []
+    told = 0
+    for number in numbers:
+        files = epochs.get(number, {})
+        if rank not in files and 0 not in files:
+            continue
+        candidate, is_whole = _of_epoch(files, rank)
+        if is_whole or epoch is not None:
+            _say_passed_over(*(other.path.name for other in partial[told:]))
+            told = len(partial)
+            yield candidate
+        else:
+            partial.append(candidate)
+    yield from partial
+    if epoch is None:
+        yield from _of_best(folder, rank)
+
+
+def _of_epoch(files: Mapping[int, Path], rank: int) -> tuple[Candidate, bool]:
+    """One epoch's save, and whether it is whole."""
+    if 0 not in files:
+        return Candidate(None, files[rank]), False
+    alone = _header(files[rank]) if rank in files else None
+    if rank > 0 and alone is not None and alone.world_size == 1:  # torch does not know of the others, as with Horovod
+        return Candidate(None, files[rank]), True
+    headers = {0: _header(files[0])}
+    world_size = headers[0].world_size if headers[0] is not None else None
+
+    def belongs(other: int) -> bool:
+        if other in files and other not in headers:
+            headers[other] = _header(files[other])
+        return other in files and headers[other] in (None, headers[0])  # a damaged one is reported when it is read
+
+    own = files[rank] if rank != 0 and belongs(rank) else None
+    return Candidate(files[0], own), world_size is None or all(belongs(other) for other in range(world_size))
+
+
+def _of_best(folder: Path, rank: int) -> Iterator[Candidate]:
+    """The saves of the best epoch."""
+    saves = _best_saves(folder)
+    path = folder / names.BEST_NAME
+    header = _header(path)
+    parts = saves.pop(header.save, _Save()) if header is not None and header.save is not None else _Save()
+    is_whole = header is None or all(other in parts.files for other in range(1, header.world_size or 1))
+    best = Candidate(path, parts.files.get(rank) if rank else None, lacks_parts=not is_whole)
+    if is_whole:
+        yield best
+    for save in sorted(saves.values(), key=_Save.written_ns, reverse=True):
+        if save.is_whole:
+            if not is_whole:
+                _say_passed_over(names.BEST_NAME)
+            yield Candidate(save.files[0], save.files.get(rank) if rank else None)
+    if not is_whole:
+        yield best
+
+
+class _Save:
+    """The files of one save of the best epoch, by rank."""
+
+    def __init__(self, world_size: int = 1) -> None:
+        self.world_size = world_size
+        self.files: dict[int, Path] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        return all(rank in self.files for rank in range(self.world_size))
+
+    def written_ns(self) -> int:
+        return max(map(_written_ns, self.files.values()), default=0)
+
+
+def _best_saves(folder: Path) -> dict[str, _Save]:
+    saves: dict[str, _Save] = {}
+    for name in _names(folder):
+        if match := names.PART_NAME.fullmatch(name):
+            saves.setdefault(match[1], _Save(int(match[3]))).files[int(match[2])] = folder / name
+    return saves
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What says to which save a file belongs; None in files of versions that did not say."""
+
+    save: str | None
+    world_size: int | None
+
+
+def _header(path: Path) -> _Header | None:
+    """Look into a checkpoint without reading its tensors; None if it cannot be read."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return _Header(state.get("save"), state.get("world_size"))
+    except (OSError, RuntimeError, EOFError, KeyError, ValueError, AttributeError, pickle.UnpicklingError):
+        return None
+
+
+def _names(folder: Path) -> list[str]:
+    return os.listdir(folder) if folder.is_dir() else []
+
+
+def _say_passed_over(*names: str) -> None:
+    for name in names:
+        _log.warning(
+            "other workers' files of the same save as %s are missing, as after a kill: taking the save before", name
+        )

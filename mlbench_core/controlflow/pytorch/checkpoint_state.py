@@ -1,0 +1,189 @@
+"""The states in a checkpoint: taken from objects, made plain, and given back."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mlbench_core.aggregation.pytorch.names import plain_name
+from mlbench_core.checkpoint_names import BEST_NAME
+from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.errors import CheckpointError
+
+__all__ = [
+    "capture",
+    "capture_tracker",
+    "own_part",
+    "restore",
+    "restore_model",
+    "restore_optimizer",
+    "restore_tracker",
+    "rng_state",
+    "set_rng_state",
+]
+
+_log = logging.getLogger("mlbench_core.controlflow.pytorch.checkpoint")
+
+
+def capture(name: str, target: Any) -> Any:
+    """Return the state of an object, checked to be plain."""
+    if isinstance(target, torch.Generator):
+        return {"generator": target.get_state()}
+    if hasattr(target, "state_dict"):
+        return _plain(target.state_dict(), name)
+    if hasattr(target, "set_epoch") and hasattr(target, "epoch"):
+        return {"epoch": int(target.epoch)}
+    raise TypeError(
+        f"{name} is a {type(target).__name__}; a checkpoint can hold objects with state_dict() and load_state_dict(), "
+        f"torch.Generator, and samplers with epoch and set_epoch()"
+    )
+
+
+def restore(path: Path, name: str, target: Any, state: Any) -> None:
+    """Give an object the state that :func:`capture` took."""
+    if state is None:
+        raise CheckpointError(f"the checkpoint {path} has no state of {name}; it was saved without one")
+    try:
+        if isinstance(target, torch.Generator):
+            target.set_state(state["generator"])
+        elif hasattr(target, "load_state_dict"):
+            target.load_state_dict(state)
+        else:
+            target.set_epoch(state["epoch"])
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint {path} does not fit the {name} it is loaded into: {error}") from error
+
+
+def own_part(state: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return what a worker has for itself of its state; the rest it has in common with rank 0.
+
+    If gradients are averaged these are, of model and optimizer, the buffers (such as BatchNorm's statistics) and what
+    the optimizer lists as its ``own_state``. If weights are averaged, with neighbors or now and then, or the workers
+    train in subgroups, it is everything.
+    """
+    world_size = process_groups.world_size()
+    if getattr(optimizer, "agg_grad", True) is False or getattr(optimizer, "world_size", world_size) != world_size:
+        return dict(state)
+    part = {**state, "partial": True, "model": {}, "optimizer": None}
+    if isinstance(model, torch.nn.Module):
+        buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        part["model"] = {name: value for name, value in state["model"].items() if name in buffers}
+    if state["optimizer"] is not None:
+        part["optimizer"] = {key: state["optimizer"].get(key, {}) for key in getattr(optimizer, "own_state", ())}
+    return part
+
+
+def restore_model(path: Path, model: Any, state: Mapping[str, Any]) -> None:
+    """Give a model the state that :func:`capture` took, whether it is compiled now or was then."""
+    names = {plain_name(name): name for name in model.state_dict()} if isinstance(model, torch.nn.Module) else {}
+    restore(path, "model", model, {names.get(plain_name(name), name): value for name, value in state.items()})
+
+
+def restore_optimizer(path: Path, optimizer: Any, state: Mapping[str, Any], rank: int, lacks_parts: bool) -> None:
+    """Give an optimizer its state, without what was remembered by another worker or among other workers.
+
+    If the parts of other workers are missing, all workers leave out what they remembered for themselves.
+    """
+    of = state["optimizer"]
+    here = process_groups.world_size()
+    # versions that did not save the number of workers had rank 0's file alone for the best epoch
+    then = state.get("world_size", 1 if path.name == BEST_NAME else here)
+    is_own = state["rank"] == rank and then == here and not lacks_parts
+    if of is not None and not is_own and hasattr(optimizer, "shared_state_dict"):
+        shared = optimizer.shared_state_dict(of)
+        if _count_tensors(shared) < _count_tensors(of):
+            _log.warning(
+                "what the aggregation of %s remembered starts afresh: the checkpoint %s is of worker %d of %s%s, and "
+                "this is worker %d of %d",
+                type(optimizer).__name__, path, state["rank"], state.get("world_size", "an unknown number"),
+                ", without the parts of other workers" if lacks_parts else "", rank, here,
+            )  # fmt: skip
+        of = shared
+    restore(path, "optimizer", optimizer, of)
+
+
+def _count_tensors(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return sum(map(_count_tensors, value.values()))
+    return int(isinstance(value, torch.Tensor))
+
+
+def capture_tracker(tracker: Any) -> dict[str, Any]:
+    """Return the state of a tracker and the id of its run."""
+    state = _plain(tracker.state_dict(), "tracker") if hasattr(tracker, "state_dict") else None
+    return {"run_id": _plain(getattr(tracker, "run_id", None), "tracker.run_id"), "state": state}
+
+
+def restore_tracker(path: Path, state: Mapping[str, Any], rank: int, tracker: Any) -> Any:
+    """Return a tracker with the state that :func:`capture_tracker` took: the one given, or a new one."""
+    saved = state["tracker"]
+    if saved is None or saved["state"] is None:
+        if tracker is not None:
+            tracker.current_epoch = state["epoch"]
+        return tracker
+    if tracker is None:
+        from mlbench_core.tracking.tracker import Tracker
+
+        tracker = Tracker([], saved["run_id"], rank)
+    restore(path, "tracker", tracker, saved["state"])
+    return tracker
+
+
+_PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, torch.dtype, torch.device, torch.Size, type(None))
+
+
+def _plain(value: Any, name: str) -> Any:
+    """A copy of ``value`` that ``torch.load(weights_only=True)`` reads, with subclasses turned into plain types."""
+    if type(value) in _PLAIN or type(value) is torch.nn.Parameter:
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        copy = {_plain(key, f"{name} key {key!r}"): _plain(item, f"{name}[{key!r}]") for key, item in value.items()}
+        if isinstance(value, OrderedDict):
+            return OrderedDict(copy)
+        return Counter(copy) if isinstance(value, Counter) else copy
+    for sequence in (list, tuple, set):
+        if isinstance(value, sequence):
+            return sequence(_plain(item, f"{name}[{i}]") for i, item in enumerate(value))
+    if isinstance(value, torch.Tensor):
+        return value.as_subclass(torch.Tensor)
+    if isinstance(value, str):
+        return str.__str__(value)
+    for scalar in (int, float):  # a subclass, such as an enumeration of strings
+        if isinstance(value, scalar):
+            return scalar(value)
+    raise TypeError(
+        f"{name} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds tensors and plain Python "
+        f"values only, so that reading one never runs code: let state_dict() return such"
+    )
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of the global random generators."""
+    numpy_state = np.random.get_state()  # noqa: NPY002 - the global generator is what data sets and scripts draw from
+    _, keys, position, has_gauss, cached = numpy_state
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
+        "python": random.getstate(),
+        "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Give the global random generators the states that :func:`rng_state` took."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002

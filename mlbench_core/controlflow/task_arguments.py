@@ -1,0 +1,291 @@
+"""The command line that all task scripts share."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlbench_core.errors import ConfigurationError, MLBenchError, WorkerError
+from mlbench_core.paths import user_folder
+
+__all__ = ["BACKENDS", "DEFAULT_TIMEOUT_S", "add_run_arguments", "count", "task_main"]
+
+BACKENDS = ("gloo", "nccl", "mpi")
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""Seconds to wait for other workers, unless ``--timeout`` says otherwise; torch's own default for Gloo."""
+
+_MPIRUN_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_LAUNCHER_VARIABLES = (*((name,) for name in _MPIRUN_RANKS), ("SLURM_PROCID", "SLURM_NTASKS"))
+
+
+def task_main(
+    main_func: Callable[..., Any],
+    uid: str = "allreduce",
+    *,
+    argv: Sequence[str] | None = None,
+    add_arguments: Callable[[argparse.ArgumentParser], Any] | None = None,
+) -> None:
+    """Read a task's command line, make its folders, and run it.
+
+    Calls ``main_func(run_id=..., dataset_dir=..., ckpt_run_dir=..., output_dir=..., rank=..., backend=..., hosts=...,
+    validation_only=..., gpu=..., light_target=...)``: by keyword, so a task may name its parameters in any order. Under
+    torchrun rank, hosts and world size come from the environment: the rank is ``RANK``, and hosts is None, which tells
+    ``initialize_backends`` to read the rest there. Without ``--backend`` it is ``"nccl"`` with ``--gpu``, ``"mpi"``
+    under an mpirun where mpi4py is installed, and ``"gloo"`` otherwise.
+
+    An option may be shortened as long as it stays unambiguous: ``--root-data`` is ``--root-dataset``.
+
+    Errors in the arguments end the process with status 2, an :class:`MLBenchError` of the task with status 1, each with
+    one line on standard error. If another worker was lost, the traceback of the backend's own error comes before it.
+
+    Args:
+        main_func: The task. It takes the ten names above as keyword arguments.
+        uid: The task's name in paths: ``<root-dataset>/torch/<uid>``, ``<root-checkpoint>/<uid>/<run_id>`` and
+            ``<root-output>/<uid>/<run_id>``.
+        argv: Arguments to read instead of those of the process.
+        add_arguments: Adds a task's own arguments to the parser; ``main_func`` is then also called with ``args=``, the
+            namespace of all arguments, in which ``args.timeout`` is for ``initialize_backends(timeout_s=...)``.
+
+    Raises:
+        TypeError: ``main_func`` cannot be called.
+        ValueError: ``uid`` cannot be the name of a folder.
+
+    Example:
+        >>> def main(run_id, rank, backend, **others):
+        ...     print(run_id, rank, backend)
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     roots = [f"--root-{name}={folder}" for name in ("dataset", "checkpoint", "output")]
+        ...     task_main(main, "task1a", argv=["--run_id", "7", "--hosts", "a,b", "--rank", "1", *roots])
+        7 1 gloo
+    """
+    if not callable(main_func):
+        raise TypeError(f"main_func is {main_func!r}, which cannot be called; pass the task's main function")
+    if not _is_folder_name(uid):
+        raise ValueError(f"uid is {uid!r}, but it must be able to name a folder, as 'task1a' is")
+    parser = _make_parser()
+    if add_arguments is not None:
+        parser.add_argument(
+            "--timeout",
+            type=_seconds,
+            default=DEFAULT_TIMEOUT_S,
+            metavar="SECONDS",
+            help="how long to wait for other workers before they count as lost [%(default)g]",
+        )
+        add_arguments(parser)
+    args = parser.parse_args(argv)
+    if not _is_folder_name(args.run_id):
+        parser.error(f"argument --run_id: {args.run_id!r} cannot name a folder; use letters, digits, '-', '_' and '.'")
+    try:
+        rank, hosts = _rank_and_hosts(args.rank, args.hosts, os.environ)
+    except ValueError as error:
+        parser.error(str(error))
+    extra = {} if add_arguments is None else {"args": args}
+    try:
+        main_func(
+            run_id=args.run_id,
+            dataset_dir=_make_folder("--root-dataset", args.root_dataset, "torch", uid),
+            ckpt_run_dir=_make_folder("--root-checkpoint", args.root_checkpoint, uid, args.run_id),
+            output_dir=_make_folder("--root-output", args.root_output, uid, args.run_id),
+            rank=rank,
+            backend=args.backend or _default_backend(args.gpu, os.environ),
+            hosts=hosts,
+            validation_only=args.validation_only,
+            gpu=args.gpu,
+            light_target=args.light_target,
+            **extra,
+        )
+    except MLBenchError as error:
+        if isinstance(error, WorkerError) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        message = " ".join(str(error).split())
+        sys.stderr.write(f"{parser.prog}: error: {message}\n")
+        raise SystemExit(1) from error
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None) -> None:
+    """Add what every task that trains takes: how long, from where on, what to keep, and the seed.
+
+    Args:
+        parser: Gets ``--epochs``, ``--past-goal``, ``--resume``, ``--checkpoint`` and ``--seed``.
+        epochs: The task's budget; None where it depends on other arguments.
+
+    Example:
+        >>> parser = argparse.ArgumentParser()
+        >>> add_run_arguments(parser, epochs=8)
+        >>> sorted(vars(parser.parse_args(["--resume", "--seed", "0"])).items())
+        [('checkpoint', False), ('epochs', 8), ('past_goal', False), ('resume', True), ('seed', 0)]
+    """
+    shown = "" if epochs is None else " [%(default)s]"
+    parser.add_argument("--epochs", type=count, default=epochs, metavar="N", help="at most so many epochs" + shown)
+    parser.add_argument("--past-goal", action="store_true", help="use up the epochs, even when the goal is reached")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run")
+    parser.add_argument("--checkpoint", action="store_true", help="write one after every epoch, not of the best")
+    parser.add_argument(
+        "--seed", type=_seed, default=42, metavar="N", help="of weights, dropout and the data's order [%(default)s]"
+    )
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1: the ``type`` of such an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is none.
+
+    Example:
+        >>> count("12")
+        12
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    """What every random generator takes."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 2^32 - 1")
+    return int(text)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser for which two spellings of one option do not make its short form ambiguous."""
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """The options that a short form may stand for, each once."""
+        return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    """The parser of the shared arguments; every name is spelled with ``_`` and with ``-``."""
+    parser = _Parser(description="Run a benchmark task.")
+
+    def add(name: str, **options: Any) -> None:
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}"))
+        parser.add_argument(*spellings, **options)
+
+    add("run_id", default=os.environ.get("MLBENCH_RUN_ID") or "1", metavar="ID", help="id of the run [%(default)s]")
+    for name, folder in (("dataset", "datasets"), ("checkpoint", "checkpoints"), ("output", "output")):
+        default = str(user_folder(folder))
+        # argparse formats help with %, which a folder's name may hold
+        shown = default.replace("%", "%%")
+        add(f"root-{name}", default=default, metavar="DIR", help=f"folder of the {folder} [{shown}]")
+    add("validation_only", action="store_true", help="only evaluate the checkpoints of the run")
+    add("gpu", action="store_true", help="train on GPUs")
+    add("light", action="store_true", dest="light_target", help="stop at the light goal")
+    add("rank", type=int, help="number of this worker, from 0; needed with several --hosts")
+    add(
+        "backend",
+        type=str.lower,
+        choices=BACKENDS,
+        help="communication backend [nccl with --gpu, mpi under mpirun, else gloo]",
+    )
+    add("hosts", help="the workers' hosts by rank, separated by commas; one entry for each worker")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    """A positive number of seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return seconds
+
+
+def _rank_and_hosts(rank: int | None, hosts: str | None, environment: Mapping[str, str]) -> tuple[int, str | None]:
+    """This worker's rank, and the hosts where they were given by hand.
+
+    Args:
+        rank: What ``--rank`` says.
+        hosts: What ``--hosts`` says.
+        environment: The environment variables, where launchers leave the rank.
+
+    Returns:
+        Rank and hosts; hosts is None where the environment knows them, or there is one worker.
+
+    Raises:
+        ValueError: Rank and hosts contradict each other.
+    """
+    under_torchrun = bool(environment.get("RANK") and environment.get("WORLD_SIZE"))
+    if under_torchrun and (environment.get("TORCHELASTIC_RUN_ID") or not hosts):
+        return _torchrun_rank(environment), None
+    launched = _launched_rank(environment)
+    if hosts:
+        names = [name.strip() for name in hosts.split(",")]
+        if not all(names):
+            raise ValueError(f"argument --hosts: {hosts!r} has an empty entry; write host names separated by commas")
+        if rank is None and launched is None and len(names) > 1:
+            raise ValueError(f"argument --rank: needed, because --hosts names {len(names)} workers; from 0")
+        if rank is None:
+            rank = 0 if launched is None else launched
+        if not 0 <= rank < len(names):
+            raise ValueError(
+                f"argument --rank: {rank} is outside the {len(names)} hosts {','.join(names)}; "
+                f"it must be from 0 to {len(names) - 1}"
+            )
+        return rank, ",".join(names)
+    if launched is not None:
+        return launched, None
+    if rank is not None and rank != 0:
+        raise ValueError(
+            f"argument --rank: {rank} is outside the hosts, because without --hosts there is one worker, of rank 0; "
+            "name every worker's host with --hosts, or start the workers with torchrun"
+        )
+    return 0, None
+
+
+def _default_backend(gpu: bool, environment: Mapping[str, str]) -> str:
+    """The backend of workers that were started without ``--backend``."""
+    if gpu:
+        return "nccl"
+    # srun sets PMI's variables too, without an MPI that could be relied on
+    names = ("OMPI_COMM_WORLD_RANK",) if environment.get("SLURM_PROCID") else _MPIRUN_RANKS
+    if environment.get("RANK") or not any(environment.get(name) for name in names):
+        return "gloo"
+    return "gloo" if importlib.util.find_spec("mpi4py") is None else "mpi"
+
+
+def _torchrun_rank(environment: Mapping[str, str]) -> int:
+    """``RANK``, checked against ``WORLD_SIZE``."""
+    rank, size = environment["RANK"], environment["WORLD_SIZE"]
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise ValueError(
+            f"the environment has RANK={rank} and WORLD_SIZE={size}; the rank must be from 0 to WORLD_SIZE - 1"
+        )
+    return int(rank)
+
+
+def _launched_rank(environment: Mapping[str, str]) -> int | None:
+    """The rank that mpirun or srun gave this process, or None."""
+    for rank, *others in _LAUNCHER_VARIABLES:
+        if environment.get(rank, "").isdecimal() and all(environment.get(name) for name in others):
+            return int(environment[rank])
+    return None
+
+
+def _is_folder_name(name: str) -> bool:
+    """Whether a text is safe as the name of one folder."""
+    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+
+
+def _make_folder(option: str, root: str, *parts: str) -> str:
+    """Make a folder below ``root`` and give its path."""
+    folder = Path(root).expanduser().absolute().joinpath(*parts)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the folder {folder} cannot be made ({error.strerror}); choose another {option}"
+        ) from error
+    return str(folder)

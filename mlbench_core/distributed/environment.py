@@ -1,0 +1,401 @@
+"""How the workers of a run find each other: who started them, and what that starter left in the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mlbench_core.distributed.interfaces import resolves
+from mlbench_core.errors import ConfigurationError
+
+__all__ = [
+    "DEFAULT_PORT",
+    "ClusterEnvironment",
+    "HostsEnvironment",
+    "MPICHEnvironment",
+    "MPIWorldEnvironment",
+    "OpenMPIEnvironment",
+    "Place",
+    "SingleProcessEnvironment",
+    "SlurmEnvironment",
+    "TorchrunEnvironment",
+    "detect_environment",
+]
+
+DEFAULT_PORT = 29500
+"""Port of the rendezvous where ``MASTER_PORT`` names none; torchrun's default too."""
+
+_SCONTROL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in the world.
+
+    Attributes:
+        rank: Its number among all workers, from 0.
+        world_size: Number of workers.
+        local_rank: Its number among the workers of its machine, from 0.
+        master_address: Host of the rendezvous, where rank 0 runs; None if there is nobody to meet.
+        master_port: Port of the rendezvous.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int = 0
+    master_address: str | None = None
+    master_port: int = DEFAULT_PORT
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables by which torch and its tools know this place; none for a worker alone."""
+        if self.master_address is None:
+            return {}
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+class ClusterEnvironment(ABC):
+    """One way of starting workers, read from environment variables.
+
+    Args:
+        environment: The environment variables; by default those of this process.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self.environment = os.environ if environment is None else environment
+
+    @abstractmethod
+    def is_active(self) -> bool:
+        """Whether this process was started this way."""
+
+    @abstractmethod
+    def place(self) -> Place:
+        """This worker's place.
+
+        Raises:
+            ConfigurationError: A variable is missing or no number, or the numbers contradict each other.
+        """
+
+    def _has(self, *names: str) -> bool:
+        return all(self.environment.get(name) for name in names)
+
+    def _integer(self, name: str, default: int | None = None) -> int:
+        text = self.environment.get(name)
+        if not text and default is not None:
+            return default
+        try:
+            return int(text or "")
+        except ValueError:
+            raise ConfigurationError(
+                f"the environment variable {name} is {text!r}; {self.name} sets it to a whole number"
+            ) from None
+
+    def _port(self, default: int = DEFAULT_PORT) -> int:
+        port = self._integer("MASTER_PORT", default)
+        if not 0 < port < 65536:
+            raise ConfigurationError(f"MASTER_PORT is {port}; a port is a number from 1 to 65535")
+        return port
+
+    def _checked(self, place: Place) -> Place:
+        if place.world_size < 1 or not 0 <= place.rank < place.world_size:
+            raise ConfigurationError(
+                f"{self.name} gives rank {place.rank} in a world of {place.world_size}; "
+                f"the rank must be at least 0 and below the world size"
+            )
+        return place
+
+
+class HostsEnvironment(ClusterEnvironment):
+    """Workers started by hand with ``--hosts a,b --rank i``: one worker for each entry, the first is the rendezvous.
+
+    Args:
+        hosts: Host names or addresses by rank. A host that runs several workers is named several times.
+        rank: This worker's number in ``hosts``; may be left at -1 where ``hosts`` has one entry.
+        environment: As in :class:`ClusterEnvironment`; ``MASTER_PORT`` is the rendezvous' port.
+
+    Raises:
+        ValueError: An entry is empty, or ``rank`` lies outside ``hosts``.
+
+    Example:
+        >>> HostsEnvironment("10.0.0.1,10.0.0.2", 1, {}).place()
+        Place(rank=1, world_size=2, local_rank=0, master_address='10.0.0.1', master_port=29500)
+    """
+
+    name = "--hosts"
+
+    def __init__(self, hosts: str | Sequence[str], rank: int, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__(environment)
+        entries = hosts.split(",") if isinstance(hosts, str) else hosts
+        self.hosts = [str(host).strip() for host in entries]
+        if not self.hosts or not all(self.hosts):
+            raise ValueError(f"hosts is {hosts!r}; it must be host names separated by commas, one for each worker")
+        if rank == -1 and len(self.hosts) == 1:
+            rank = 0
+        if not 0 <= rank < len(self.hosts):
+            raise ValueError(
+                f"rank is {rank}, but hosts names {len(self.hosts)} workers ({','.join(self.hosts)}): "
+                f"rank must be 0 to {len(self.hosts) - 1}, another one for each worker"
+            )
+        self.rank = rank
+
+    def is_active(self) -> bool:
+        return True
+
+    def place(self) -> Place:
+        local_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
+        return Place(self.rank, len(self.hosts), local_rank, self.hosts[0], self._port())
+
+
+class TorchrunEnvironment(ClusterEnvironment):
+    """Workers started by ``torchrun``, or by anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Example:
+        >>> variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "4000"}
+        >>> TorchrunEnvironment(variables).place()
+        Place(rank=1, world_size=2, local_rank=0, master_address='a', master_port=4000)
+    """
+
+    name = "torchrun"
+
+    def is_active(self) -> bool:
+        return self._has("RANK", "WORLD_SIZE")
+
+    def place(self) -> Place:
+        rank, world_size = self._integer("RANK"), self._integer("WORLD_SIZE")
+        address = self.environment.get("MASTER_ADDR")
+        if not address and world_size > 1:
+            raise ConfigurationError(
+                f"RANK={rank} and WORLD_SIZE={world_size} are set, but MASTER_ADDR is not: set it to the host of rank "
+                f"0, start the workers with torchrun, or unset RANK and WORLD_SIZE to run alone"
+            )
+        return self._checked(Place(rank, world_size, self._integer("LOCAL_RANK", 0), address or None, self._port()))
+
+
+class _MPIEnvironment(ClusterEnvironment):
+    """What the variables of all ``mpirun`` programs have in common."""
+
+    rank_name: ClassVar[str]
+    size_name: ClassVar[str]
+    local_rank_name: ClassVar[str]
+    local_size_name: ClassVar[str]
+
+    def is_active(self) -> bool:
+        return self._has(self.rank_name, self.size_name)
+
+    def place(self) -> Place:
+        rank, size = self._integer(self.rank_name), self._integer(self.size_name)
+        address = self.environment.get("MASTER_ADDR")
+        if not address and size > 1:
+            if self._integer(self.local_size_name, 0) != size:
+                raise ConfigurationError(
+                    f"{self.name} started {size} workers on more than one host, and none knows where rank 0 is: "
+                    f"set MASTER_ADDR to the first host's address for all (mpirun -x MASTER_ADDR=... with Open MPI, "
+                    f"-genv MASTER_ADDR ... with MPICH)"
+                )
+            address = "127.0.0.1"
+        return self._checked(Place(rank, size, self._integer(self.local_rank_name, 0), address or None, self._port()))
+
+
+class OpenMPIEnvironment(_MPIEnvironment):
+    """Workers started by Open MPI's ``mpirun``; over several hosts it needs ``-x MASTER_ADDR=<first host>``."""
+
+    name = "Open MPI's mpirun"
+    rank_name = "OMPI_COMM_WORLD_RANK"
+    size_name = "OMPI_COMM_WORLD_SIZE"
+    local_rank_name = "OMPI_COMM_WORLD_LOCAL_RANK"
+    local_size_name = "OMPI_COMM_WORLD_LOCAL_SIZE"
+
+
+class MPICHEnvironment(_MPIEnvironment):
+    """Workers started by MPICH's or Intel's ``mpirun``; over several hosts it needs ``-genv MASTER_ADDR <host>``."""
+
+    name = "MPICH's mpirun"
+    rank_name = "PMI_RANK"
+    size_name = "PMI_SIZE"
+    local_rank_name = "MPI_LOCALRANKID"
+    local_size_name = "MPI_LOCALNRANKS"
+
+
+class MPIWorldEnvironment(ClusterEnvironment):
+    """Workers of the backend ``mpi``, whoever started them: MPI itself says how many there are and which one this is.
+
+    The workers tell each other their hosts, so ``MASTER_ADDR`` need not be set. Asking starts MPI.
+
+    Args:
+        expected: What was given by hand (``--hosts`` and ``--rank``) or by torchrun, if anything was; MPI must agree.
+        hosts: The hosts that were given by hand, if any: as many as MPI has workers.
+        environment: As in :class:`ClusterEnvironment`.
+    """
+
+    name = "MPI"
+
+    def __init__(
+        self,
+        expected: ClusterEnvironment | None = None,
+        hosts: str | Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(environment)
+        self.expected = expected
+        self.hosts = hosts
+
+    def is_active(self) -> bool:
+        return self._has("OMPI_COMM_WORLD_SIZE") or self._has("PMI_SIZE") or self._has("PMIX_RANK")
+
+    def place(self) -> Place:
+        from mlbench_core.distributed.pytorch import mpi  # loads torch
+
+        world = mpi.world()
+        mpi.check_variables(world, self.environment)
+        if self.hosts:
+            mpi.check_launch(world, -1, len(HostsEnvironment(self.hosts, 0).hosts), HostsEnvironment.name)
+        if self.expected is not None:
+            given = self.expected.place()
+            mpi.check_launch(world, given.rank, given.world_size, self.expected.name)
+        if world.size == 1:
+            return Place(rank=0, world_size=1)
+        hosts = world.hosts()
+        local_rank = hosts[: world.rank].count(hosts[world.rank])
+        address = self.environment.get("MASTER_ADDR") or ("127.0.0.1" if len(set(hosts)) == 1 else hosts[0])
+        return self._checked(Place(world.rank, world.size, local_rank, address, self._port()))
+
+
+class SlurmEnvironment(ClusterEnvironment):
+    """Workers started by SLURM's ``srun``, one for each task; the first node of the step is the rendezvous.
+
+    Its address is ``MASTER_ADDR`` where that is set. Otherwise it is the node's name if the name resolves here, and if
+    not the address by which SLURM reaches the node (``NodeAddr`` of ``scontrol show node``).
+
+    Without ``MASTER_PORT`` the port comes from the job's number, so that jobs that share a node keep apart. The shell
+    of ``sbatch`` or ``salloc`` itself, which sees the same variables as task 0, is not a worker.
+
+    Example:
+        >>> variables = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "71234",
+        ...              "SLURM_NODELIST": "node[07-08]"}
+        >>> SlurmEnvironment(variables).place()
+        Place(rank=2, world_size=4, local_rank=0, master_address='node07', master_port=26234)
+    """
+
+    name = "SLURM's srun"
+
+    def is_active(self) -> bool:
+        in_step = self._has("SLURM_STEP_ID")
+        batch_shell = self.environment.get("ENVIRONMENT") == "BATCH" and not in_step
+        interactive_shell = self.environment.get("SLURM_JOB_NAME") in ("bash", "interactive") and not in_step
+        tasks = self._has("SLURM_STEP_NUM_TASKS") or self._has("SLURM_NTASKS")
+        return self._has("SLURM_PROCID") and tasks and not batch_shell and not interactive_shell
+
+    def place(self) -> Place:
+        size = self._integer("SLURM_STEP_NUM_TASKS" if self._has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS")
+        nodes = next((self.environment[name] for name in self._node_lists if self._has(name)), "")
+        address = self.environment.get("MASTER_ADDR") or _slurm_address(nodes)
+        if not address and size > 1:
+            raise ConfigurationError(
+                f"SLURM started {size} tasks, but none of {', '.join(self._node_lists)} names the nodes: "
+                f"set MASTER_ADDR"
+            )
+        port = self._port(15000 + self._integer("SLURM_JOB_ID", DEFAULT_PORT - 15000) % 20000)
+        rank, local_rank = self._integer("SLURM_PROCID"), self._integer("SLURM_LOCALID", 0)
+        return self._checked(Place(rank, size, local_rank, address or None, port))
+
+    _node_lists: ClassVar[tuple[str, ...]] = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+
+
+class SingleProcessEnvironment(ClusterEnvironment):
+    """A worker on its own: a world of size 1 that opens no port."""
+
+    name = "no launcher"
+
+    def is_active(self) -> bool:
+        return True
+
+    def place(self) -> Place:
+        return Place(rank=0, world_size=1)
+
+
+def first_slurm_host(nodes: str) -> str:
+    """First name in SLURM's short form of a list of nodes; empty for an empty list.
+
+    Example:
+        >>> first_slurm_host("gpu-[003-005,9]-ib,login1"), first_slurm_host("r[1-2]n[07-08]")
+        ('gpu-003-ib', 'r1n07')
+    """
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group()) if match else ""
+
+
+def _slurm_address(nodes: str) -> str:
+    """Where the first of some nodes can be reached: its name, or what SLURM knows where that does not resolve."""
+    listed = _scontrol("show", "hostnames", nodes).split() if "[" in nodes else []
+    name = listed[0] if listed else first_slurm_host(nodes)
+    if not name or resolves(name):
+        return name
+    known = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", name))
+    return known.group(1) if known else name
+
+
+def _scontrol(*arguments: str) -> str:
+    """What SLURM's ``scontrol`` answers; empty where it is not there, fails or is silent."""
+    try:
+        done = subprocess.run(
+            ["scontrol", *arguments], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def detect_environment(
+    hosts: str | Sequence[str] | None = None, rank: int = -1, environment: Mapping[str, str] | None = None
+) -> ClusterEnvironment:
+    """Find out how this worker was started.
+
+    torchrun's agent comes first, because it already keeps the rendezvous; then ``hosts`` with ``rank``; then the other
+    launchers' variables; and a process that none of them started is alone.
+
+    Args:
+        hosts: Hosts of the workers by rank, as in :class:`HostsEnvironment`; None or empty if not given by hand.
+        rank: This worker's rank in ``hosts``; -1 if not given by hand.
+        environment: The environment variables; by default those of this process.
+
+    Returns:
+        The environment; nothing has been contacted yet.
+
+    Raises:
+        ValueError: ``rank`` lies outside ``hosts``, or is given without hosts and without a launcher.
+
+    Example:
+        >>> detect_environment("a,b", 0, {}).name
+        '--hosts'
+    """
+    environment = os.environ if environment is None else environment
+    torchrun = TorchrunEnvironment(environment)
+    if torchrun.is_active() and (environment.get("TORCHELASTIC_RUN_ID") or not hosts):
+        return torchrun
+    launchers = (OpenMPIEnvironment(environment), MPICHEnvironment(environment), SlurmEnvironment(environment))
+    launcher = next((candidate for candidate in launchers if candidate.is_active()), None)
+    if hosts:
+        several = (hosts.count(",") if isinstance(hosts, str) else len(hosts) - 1) > 0
+        if rank == -1 and several and launcher is not None:
+            return launcher
+        return HostsEnvironment(hosts, rank, environment)
+    if launcher is not None:
+        return launcher
+    if rank > 0:
+        raise ValueError(
+            f"rank is {rank}, but there are no hosts: name every worker's host (--hosts a,b --rank {rank}), "
+            f"start the workers with torchrun, or leave the rank out to run alone"
+        )
+    return SingleProcessEnvironment(environment)

@@ -1,0 +1,84 @@
+"""The place of a worker among all workers, and its device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from mlbench_core.errors import ConfigurationError
+
+__all__ = ["FCGraph"]
+
+
+class FCGraph:
+    """The graph in which every worker talks to every other, and this worker's place and device in it.
+
+    Args:
+        rank: This worker's number, 0 to ``world_size - 1``.
+        world_size: Number of workers.
+        use_cuda: Whether this worker computes on a GPU. Workers of one machine take its GPUs in turn by their local
+            rank (``LOCAL_RANK``, else the rank).
+
+    Raises:
+        ValueError: ``world_size`` is not positive, or ``rank`` lies outside.
+        ConfigurationError: ``use_cuda`` and there is no GPU.
+
+    Example:
+        >>> graph = FCGraph(rank=1, world_size=3)
+        >>> graph.current_device_name, graph.neighbours
+        ('cpu', (0, 2))
+    """
+
+    def __init__(self, rank: int, world_size: int, use_cuda: bool = False) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; it must be at least 1")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}; with world_size {world_size} it must be 0 to {world_size - 1}")
+        self.rank = rank
+        self.world_size = world_size
+        self.use_cuda = use_cuda
+        if use_cuda:
+            _gpu_index(rank)
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """The other workers' ranks, ascending."""
+        return tuple(other for other in range(self.world_size) if other != self.rank)
+
+    @property
+    def current_device_name(self) -> str:
+        """Name of the device this worker computes on: ``"cpu"`` or ``"cuda:<index>"``."""
+        return f"cuda:{_gpu_index(self.rank)}" if self.use_cuda else "cpu"
+
+    @property
+    def current_device(self) -> torch.device:
+        """The device this worker computes on."""
+        return torch.device(self.current_device_name)
+
+    def assigned_gpu_id(self) -> int | None:
+        """Make this worker's GPU the current CUDA device.
+
+        Returns:
+            Its index; None without ``use_cuda``, and then nothing is changed.
+        """
+        if not self.use_cuda:
+            return None
+        index = _gpu_index(self.rank)
+        torch.cuda.set_device(index)
+        return index
+
+    def __str__(self) -> str:
+        return f"FCGraph(rank={self.rank}, world_size={self.world_size}, device={self.current_device_name})"
+
+    __repr__ = __str__
+
+
+def _gpu_index(rank: int) -> int:
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ConfigurationError(
+            "use_cuda=True, but torch sees no GPU on this machine: leave out use_cuda (and --gpu) to compute on the "
+            "CPU, or install a torch build with CUDA and check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
+    return int(os.environ.get("LOCAL_RANK") or rank) % count

@@ -1,0 +1,253 @@
+"""Joining the other workers, and leaving them again."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from mlbench_core.distributed.environment import (
+    ClusterEnvironment,
+    HostsEnvironment,
+    MPIWorldEnvironment,
+    Place,
+    SlurmEnvironment,
+    TorchrunEnvironment,
+    detect_environment,
+)
+from mlbench_core.distributed.interfaces import interface_variables, resolves
+from mlbench_core.distributed.pytorch import mpi, process_groups
+from mlbench_core.distributed.pytorch.devices import FCGraph
+from mlbench_core.distributed.pytorch.lost_workers import forget, introduce, naming_lost_workers
+from mlbench_core.distributed.pytorch.settings import config_logging, config_path, config_pytorch
+from mlbench_core.errors import BackendError, ConfigurationError, WorkerError
+
+__all__ = ["initialize_backends"]
+
+_log = logging.getLogger(__name__)
+
+_RESOLVE_S = 20.0
+"""How long the name of rank 0's host may take to appear: a container's is known shortly after the container starts."""
+
+
+@contextlib.contextmanager
+def initialize_backends(
+    comm_backend: str = "mpi",
+    hosts: str | Sequence[str] | None = None,
+    rank: int = -1,
+    logging_level: str | int = "INFO",
+    logging_file: str | os.PathLike[str] | None = None,
+    use_cuda: bool = False,
+    seed: int | None = None,
+    cudnn_deterministic: bool = False,
+    ckpt_run_dir: str | os.PathLike[str] | None = None,
+    delete_existing_ckpts: bool = False,
+    timeout_s: float = 1800.0,
+) -> Iterator[tuple[int, int, FCGraph]]:
+    """Join the other workers for the length of a ``with`` block.
+
+    The workers are found through torchrun's environment, ``hosts`` and ``rank``, an ``mpirun``'s or SLURM's
+    environment; a process started by none of them is a world of size 1 (see
+    :mod:`mlbench_core.distributed.environment`). With the backend ``mpi`` the workers have to be started by
+    ``mpirun`` (or another starter of MPI programs), which gives rank and world size; where ``hosts`` and ``rank`` or
+    torchrun's environment are given too, they must agree with it.
+
+    At the end of the block, also after an exception, the process group is destroyed, and environment variables, loggers
+    and cuDNN's settings are as they were. Random generators and the current CUDA device stay as they are. Over ``mpi``,
+    where the others would wait for ever for a worker that failed, a process that ends after an exception left the block
+    ends the others too.
+
+    Args:
+        comm_backend: ``"gloo"`` (CPU), ``"nccl"`` (GPU), ``"mpi"`` (CPU, and GPU by way of the host; that of torch if
+            it was built with MPI, otherwise :mod:`mlbench_core.distributed.pytorch.mpi`, which needs mpi4py), or
+            another backend that is registered with torch.
+        hosts: Host of each worker, separated by commas; the first one is the rendezvous, at port ``MASTER_PORT`` or
+            29500. A host that runs several workers is named several times.
+        rank: This worker's number in ``hosts``.
+        logging_level: Least severe level of messages shown.
+        logging_file: File that messages are also written to; None for no file.
+        use_cuda: Whether to compute on the GPU.
+        seed: Seed of the random generators of torch, NumPy and ``random``; None leaves them alone.
+        cudnn_deterministic: Whether cuDNN only uses deterministic algorithms.
+        ckpt_run_dir: Folder of the checkpoints, which is made; None is ``checkpoints`` in the user's data folder.
+        delete_existing_ckpts: Whether to delete checkpoints that lie there.
+        timeout_s: Seconds to wait for the other workers, here and in every later collective operation.
+
+    Yields:
+        ``(rank, world_size, graph)``.
+
+    Raises:
+        BackendError: The backend is unknown or cannot be used here.
+        MissingDependencyError: The backend is ``mpi``, torch has none built in, and mpi4py is not installed.
+        ConfigurationError: The port is taken, the host of rank 0 has no address, ``use_cuda`` without a GPU, variables
+            that contradict each other or MPI's world, or there is a process group already.
+        WorkerError: The others did not come within ``timeout_s``, or a collective operation in the block failed; the
+            message names the workers that are gone or silent, and the backend's own error is its cause. Every other
+            error of the block passes as it is.
+        ValueError: ``rank`` lies outside ``hosts``, or another argument is wrong.
+
+    Example:
+        >>> with initialize_backends("gloo", logging_level="WARNING") as (rank, world_size, graph):
+        ...     print(rank, world_size, graph.current_device)
+        0 1 cpu
+    """
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s is {timeout_s}; it must be a positive number of seconds")
+    comm_backend = _checked_backend(comm_backend)
+    if dist.is_initialized():
+        raise ConfigurationError(
+            "this process belongs to a process group already: leave the with block of initialize_backends, or call "
+            "torch.distributed.destroy_process_group(), before joining another"
+        )
+    environment = detect_environment(hosts, rank)
+    if comm_backend == "mpi" and mpi.register(timeout_s):
+        given = isinstance(environment, (HostsEnvironment, SlurmEnvironment, TorchrunEnvironment))
+        environment = MPIWorldEnvironment(environment if given else None, hosts)
+    place = environment.place()
+    if comm_backend != "mpi":  # whose workers know each other from mpirun
+        _await_address(environment, place, min(timeout_s, _RESOLVE_S))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_variables({**place.variables(), **interface_variables(place.master_address)}))
+        stack.enter_context(_cudnn_restored())
+        stack.callback(config_logging(logging_level, logging_file))
+        stack.callback(_leave)
+        stack.push(_note_failure)
+        if use_cuda or comm_backend == "nccl":
+            FCGraph(place.rank, place.world_size, use_cuda=True).assigned_gpu_id()
+        _join(comm_backend, environment, place, timeout_s)
+        introduce()
+        stack.enter_context(naming_lost_workers())
+        world = config_pytorch(use_cuda, seed, cudnn_deterministic)
+        config_path(ckpt_run_dir, delete_existing_ckpts)
+        with naming_lost_workers():  # from its end on the workers know each other
+            process_groups.barrier()  # the rendezvous may close once all have joined
+        _log.debug("joined over %s, started by %s: %s", comm_backend, environment.name, world[2])
+        yield world
+
+
+def _checked_backend(name: str) -> str:
+    name = str(name).lower()
+    known = sorted({"gloo", "mpi", "nccl"} | set(dist.Backend.backend_list) - {"undefined", "fake"})
+    if name not in known:
+        raise BackendError(f"the communication backend {name!r} is unknown; known here are {', '.join(known)}")
+    if name == "nccl" and torch.cuda.device_count() == 0:
+        raise BackendError("the backend nccl works on GPUs only, and torch sees none on this machine: use gloo")
+    missing = {"nccl": not dist.is_nccl_available(), "gloo": not dist.is_gloo_available()}
+    if missing.get(name, False):
+        raise BackendError(
+            f"the backend {name} needs a torch that was built with it, and torch {torch.__version__} here was not: "
+            f"install another build of torch"
+        )
+    return name
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the length of a block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _cudnn_restored() -> Iterator[None]:
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
+
+
+def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float) -> None:
+    """Wait until rank 0's host has an address; torch would go on trying until the timeout of the whole run.
+
+    Raises:
+        ConfigurationError: It has none after ``limit_s`` seconds.
+    """
+    if place.master_address is None or place.world_size == 1:
+        return
+    remedies = {
+        HostsEnvironment: "name its IP address in --hosts",
+        TorchrunEnvironment: "give torchrun its --local-addr",
+    }
+    deadline = time.monotonic() + limit_s
+    while not resolves(place.master_address):
+        if time.monotonic() > deadline:
+            remedy = remedies.get(type(environment), "set MASTER_ADDR to its IP address for every worker")
+            raise ConfigurationError(
+                f"the host of rank 0, {place.master_address!r} as {environment.name} says, has no address that "
+                f"{socket.gethostname()} knows: {remedy}"
+            )
+        time.sleep(0.5)
+
+
+def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s: float) -> None:
+    """Make the process group."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    where = f"{place.master_address}:{place.master_port}"
+    try:
+        if backend == "mpi":
+            dist.init_process_group("mpi", timeout=timeout)
+        elif place.world_size == 1:
+            _init_over(dist.HashStore(), backend, place, timeout)
+        elif isinstance(environment, TorchrunEnvironment):
+            dist.init_process_group(backend, init_method="env://", timeout=timeout)  # torchrun may keep the store
+        else:
+            store = dist.TCPStore(
+                str(place.master_address),
+                place.master_port,
+                place.world_size,
+                is_master=place.rank == 0,
+                timeout=timeout,
+            )
+            _init_over(store, backend, place, timeout)
+    except RuntimeError as error:
+        text = str(error)
+        if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE).lower() in text.lower():
+            raise ConfigurationError(
+                f"port {place.master_port}, where rank 0 meets the other workers, is in use on {place.master_address}: "
+                f"end the program that listens there (maybe an earlier run), or set MASTER_PORT to a free port, the "
+                f"same for every worker"
+            ) from error
+        if "enforce fail" in text:  # Gloo's own start, before it looks for anybody
+            raise BackendError(
+                f"the backend {backend} cannot start here (torch says: {text.splitlines()[0]}): if GLOO_SOCKET_IFNAME "
+                f"is set, it must name a network interface of this machine that has an address"
+            ) from error
+        raise WorkerError(
+            f"rank {place.rank} of {place.world_size} did not meet the other workers at {where} within "
+            f"{timeout_s:g} s: check that all were started, each with its own rank and the same hosts, and that they "
+            f"can reach that port. torch says: {text.splitlines()[0] if text else type(error).__name__}"
+        ) from error
+
+
+def _init_over(store: dist.Store, backend: str, place: Place, timeout: datetime.timedelta) -> None:
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+
+
+def _note_failure(kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    """Remember an exception that ends the block: over MPI the others would wait for this worker for ever."""
+    if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        mpi.fail_at_exit(f"{type(error).__name__}: {error}")
+
+
+def _leave() -> None:
+    forget()
+    if dist.is_initialized():
+        dist.destroy_process_group()

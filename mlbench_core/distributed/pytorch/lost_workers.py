@@ -1,0 +1,235 @@
+"""Which worker was lost, where a collective operation fails.
+
+The error of a backend says that a connection was closed or that time is up, not whose. So workers leave a card in the
+process group's store (:func:`introduce`), read each other's when the first collective has gone through, and where a
+later one fails look who is left: a process of the same machine can be seen to be gone; of others, and of processes that
+hang, only silence tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.errors import WorkerError
+
+__all__ = ["explained", "forget", "introduce", "is_failed_communication", "naming_lost_workers"]
+
+SILENCE_S = 5.0
+"""How long to wait for a sign of life of workers that cannot be seen to be gone."""
+
+_LIBRARIES = ("mlbench_core.aggregation.", "mlbench_core.distributed.", "torch.distributed.")
+"""Modules whose errors may be those of a collective operation, whoever raises them there."""
+
+_COMMUNICATION = re.compile(r"\b(gloo|nccl|mpi|connection|socket|timed out|timeout|peer|broken pipe)\b", re.IGNORECASE)
+"""What a failed collective operation says; asked of errors that come out of one of these libraries."""
+
+_GLOO = re.compile(r"\bgloo/|^Application timeout caused pair closure")
+"""What Gloo says to those who wait for their work themselves, as autograd and a user's ``work.wait()`` do."""
+
+_RAISE = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
+
+
+@dataclass(frozen=True)
+class _Card:
+    """Where a worker runs. ``machine`` is equal for processes that see each other's process ids."""
+
+    host: str
+    pid: int
+    started: str
+    machine: str
+
+    def is_gone(self) -> bool:
+        """Whether the process is known to have ended; False where it cannot be seen from here."""
+        if self.machine != _machine() or not self.machine:
+            return False
+        state, started = _state_and_start(self.pid)
+        return state in ("", "Z", "X") or started != self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class _Acquaintances:
+    """The cards of the workers of one process group."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.cards: dict[int, _Card] = {}
+
+    def of_this_group(self) -> bool:
+        return self.group is not None and self.group is dist.group.WORLD
+
+
+_known = _Acquaintances()
+
+
+def introduce() -> None:
+    """Leave this worker's card in the process group's store, once; no collective, and nothing for one worker.
+
+    A process group that has no store (that of an MPI built into torch) goes without: losses then stay nameless.
+    """
+    if process_groups.world_size() == 1 or _known.of_this_group():
+        return
+    _known.group, _known.cards = dist.group.WORLD, {}
+    _, started = _state_and_start(os.getpid())
+    card = _Card(socket.gethostname(), os.getpid(), started, _machine())
+    with contextlib.suppress(RuntimeError, ValueError):
+        process_groups.store().set(_key("card", process_groups.rank()), json.dumps(asdict(card)))
+
+
+def forget() -> None:
+    """Let go of the process group before it is destroyed: its store keeps the rendezvous' port."""
+    _known.group, _known.cards = None, {}
+
+
+@contextlib.contextmanager
+def naming_lost_workers() -> Iterator[None]:
+    """Turn the failure of a collective operation inside into an error that says who was lost.
+
+    Any other error passes as it is, whatever its text: a data loader of the user's may time out as well.
+
+    Raises:
+        WorkerError: Communication failed. The message names the workers that are gone or do not answer; the backend's
+            own error is its cause.
+    """
+    try:
+        yield
+    except WorkerError:  # the worker is named already
+        raise
+    except RuntimeError as error:  # what torch and its backends raise
+        if process_groups.world_size() == 1 or not is_failed_communication(error):
+            raise
+        raise explained(error) from error
+    if _known.of_this_group() and not _known.cards:
+        _read_cards()
+
+
+def is_failed_communication(error: RuntimeError) -> bool:
+    """Whether an error was raised by a collective operation, or by the process group's store for one.
+
+    torch has types for some of these errors. Gloo's are plain RuntimeErrors, which come out of compiled code; so the
+    place that raised an error decides, and the text only among those of one place. A ``raise`` statement outside of
+    torch.distributed and of this library is nobody's collective.
+
+    Args:
+        error: The error, as it was caught.
+    """
+    module, by_statement = _origin(error)
+    is_library = module.startswith(_LIBRARIES)
+    if isinstance(error, dist.DistError):
+        return is_library or (isinstance(error, dist.DistBackendError) and not by_statement)
+    if is_library:
+        return bool(_COMMUNICATION.search(str(error)))
+    return not by_statement and bool(_GLOO.search(str(error)))
+
+
+def _origin(error: BaseException) -> tuple[str, bool]:
+    """The module whose code raised an error, and whether a ``raise`` statement did, or a call of compiled code."""
+    place = error.__traceback__
+    if place is None:
+        return "", True
+    while place.tb_next is not None:
+        place = place.tb_next
+    code = place.tb_frame.f_code.co_code
+    return str(place.tb_frame.f_globals.get("__name__", "")), code[place.tb_lasti] in _RAISE
+
+
+def explained(error: Exception) -> WorkerError:
+    """The error of a failed communication that says who was lost; finding out takes up to ten seconds.
+
+    Args:
+        error: What the backend says.
+    """
+    return WorkerError(f"{_who_is_lost_in_time()}; the backend says: {_first_line(error)}")
+
+
+def _who_is_lost_in_time() -> str:
+    """As :func:`_who_is_lost`, where the store answers at all: to a request over a cut cable it never does."""
+    answer: list[str] = []
+    asking = threading.Thread(target=lambda: answer.append(_who_is_lost()), name="who-is-lost", daemon=True)
+    asking.start()
+    asking.join(2 * SILENCE_S)
+    return answer[0] if answer else f"communication failed: {_name(0)}, who keeps the process group's store, is silent"
+
+
+def _who_is_lost() -> str:
+    """One clause that names who is gone, else who does not answer.
+
+    Workers that notice the loss say so before they end, which may be before another one looks: they are not the cause.
+    """
+    try:
+        store = process_groups.store()
+    except RuntimeError:
+        two = process_groups.world_size() == 2
+        return f"communication with worker {1 - process_groups.rank()} failed" if two else "communication failed"
+    silent = set(range(process_groups.world_size())) - {process_groups.rank()}
+    deadline = time.monotonic() + SILENCE_S
+    while True:
+        try:
+            store.set(_key("noticed", process_groups.rank()), "1")
+            silent -= {rank for rank in silent if store.check([_key("noticed", rank)])}
+        except RuntimeError:
+            return f"lost {_name(0)}, who keeps the process group's store, which does not answer"
+        gone = [rank for rank in sorted(silent) if rank in _known.cards and _known.cards[rank].is_gone()]
+        if gone:
+            return "lost " + ", ".join(_name(rank) for rank in gone)
+        if not silent or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    if not silent:
+        return "communication failed, though all workers are there: was the network cut?"
+    names = ", ".join(_name(rank) for rank in sorted(silent))
+    return f"communication failed, and there is no sign of life from {names}"
+
+
+def _read_cards() -> None:
+    """Read all workers' cards; who took part in a collective has left one."""
+    keys = [_key("card", rank) for rank in range(process_groups.world_size())]
+    with contextlib.suppress(RuntimeError):
+        if process_groups.store().check(keys):
+            _known.cards = {rank: _Card(**json.loads(process_groups.store().get(key))) for rank, key in enumerate(keys)}
+
+
+def _name(rank: int) -> str:
+    card = _known.cards.get(rank)
+    return f"worker {rank}" if card is None else f"worker {rank} ({card})"
+
+
+def _key(what: str, rank: int) -> str:
+    return f"mlbench/{what}/{rank}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def _machine() -> str:
+    """Names the running kernel and the namespace of process ids; empty where the system does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """State of a process and when it started, in ticks since the kernel did; empty if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except OSError:
+        return "", ""

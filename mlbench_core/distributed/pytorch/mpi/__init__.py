@@ -1,0 +1,147 @@
+"""MPI as a backend of ``torch.distributed``, for a torch that was built without it.
+
+The wheels of torch have no MPI. This package gives them one: :func:`register` makes ``"mpi"`` a backend whose process
+groups work over mpi4py (``pip install 'mlbench-core[mpi]'``). As with an MPI built into torch, ``mpirun`` gives ranks
+and world size. :func:`~mlbench_core.utils.pytorch.initialize_backends` registers it by itself::
+
+    mpirun -n 2 python main.py
+
+where ``main.py`` has::
+
+    with initialize_backends("mpi") as (rank, world_size, graph):
+        ...
+
+or, without ``initialize_backends``::
+
+    mpi.register()
+    torch.distributed.init_process_group("mpi")
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from mlbench_core.distributed.pytorch.mpi.group import MPIProcessGroup
+from mlbench_core.distributed.pytorch.mpi.lane import Work
+from mlbench_core.distributed.pytorch.mpi.store import connect, serve
+from mlbench_core.distributed.pytorch.mpi.world import check_launch, check_variables, fail_at_exit, why_not, world
+from mlbench_core.errors import BackendError, MissingDependencyError
+
+__all__ = [
+    "MPIProcessGroup",
+    "check_launch",
+    "check_variables",
+    "fail_at_exit",
+    "is_available",
+    "is_registered",
+    "register",
+    "why_not",
+    "world",
+]
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""Time limit of operations where none is given; torch's default too."""
+
+
+def is_available() -> bool:
+    """Whether this process can use the backend ``mpi``: torch was built with it, or mpi4py is installed.
+
+    Example:
+        >>> is_available() == (why_not() is None)
+        True
+    """
+    return why_not() is None
+
+
+def is_registered() -> bool:
+    """Whether ``mpi`` is the backend of this package."""
+    return getattr(c10d, "ProcessGroupMPI", None) is _Maker
+
+
+def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
+    """Make ``mpi`` a backend of ``torch.distributed``; MPI starts with the first process group.
+
+    Afterwards ``torch.distributed.is_mpi_available()`` is true. Calling it again only changes the time limit. A torch
+    that was built with MPI keeps its own.
+
+    torch neither gives an MPI backend a time limit nor a store, since those built into it have no use for them. So the
+    limit is given here; groups made by ``new_group`` have it too.
+
+    Args:
+        timeout_s: Seconds after which an operation that other workers do not come for has failed.
+
+    Returns:
+        Whether ``mpi`` is the backend of this package, and not one that was built into torch.
+
+    Raises:
+        MissingDependencyError: mpi4py is not installed.
+        BackendError: MPI cannot be used here for another reason.
+        ValueError: ``timeout_s`` is not positive.
+
+    Example:
+        >>> register()  # doctest: +SKIP
+        True
+        >>> dist.init_process_group("mpi")  # doctest: +SKIP
+    """
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s is {timeout_s}; it must be a positive number of seconds")
+    if dist.is_available() and dist.is_mpi_available() and not is_registered():
+        return False
+    reason = why_not()
+    if reason is not None:
+        raise (MissingDependencyError if "pip install" in reason else BackendError)(reason)
+    _Maker.timeout_s = timeout_s
+    if not is_registered():
+        dist.Backend.register_backend("mpi", _make_by_plugin, devices=["cpu", "cuda"])
+        # torch does not look among the registered backends for this one name: it asks for the class that an MPI build
+        # would have brought, which is this one from now on.
+        c10d.ProcessGroupMPI = _Maker  # type: ignore[misc, assignment, attr-defined]
+        c10d._MPI_AVAILABLE = True  # type: ignore[attr-defined]
+    return True
+
+
+class _Maker:
+    """Stands where torch expects the process group class of an MPI build."""
+
+    timeout_s = DEFAULT_TIMEOUT_S
+
+    @classmethod
+    def create(cls, ranks: Sequence[int]) -> MPIProcessGroup:
+        """Make the group of the workers with these ranks in MPI's world; of all of them for an empty list."""
+        found = world()
+        check_variables(found, os.environ)
+        made: list[Any] = []
+
+        def make() -> None:
+            if ranks:
+                members = found.mpi.COMM_WORLD.Get_group().Incl(list(ranks))
+                made.append(found.mpi.COMM_WORLD.Create_group(members))
+                members.Free()
+            else:
+                comm = found.mpi.COMM_WORLD.Dup()
+                made.extend([comm, *(serve(comm) if found.size > 1 else ())])
+
+        def meet() -> list[Any]:  # of a part of the world no communicator exists yet to meet on
+            return [] if ranks else [found.mpi.COMM_WORLD.Ibarrier()]
+
+        name = f"making a process group, rank {found.rank} of {found.size}"
+        work = Work(found.lane, cls, name, meet, make, [], cls.timeout_s, in_order=True)
+        found.lane.submit(work, background=False)
+        work.wait()
+        fail_at_exit("")
+        comm, *meeting = made
+        store = (meeting[0] or connect(*meeting[1])) if meeting else None
+        return MPIProcessGroup(found, comm, cls.timeout_s, store)
+
+
+def _make_by_plugin(store: Any, rank: int, size: int, timeout: Any) -> MPIProcessGroup:
+    """As torch makes a registered backend's group, should it treat ``mpi`` as any other name one day."""
+    check_launch(world(), rank, size, "init_process_group")
+    group = _Maker.create(())
+    group.set_timeout(timeout)
+    return group

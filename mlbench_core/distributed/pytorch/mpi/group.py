@@ -1,0 +1,482 @@
+"""torch's process group over MPI."""
+
+# torch's stubs have each method twice, for its two callers; only one of them calls a group written in Python.
+# mypy: disable-error-code="override, assignment, attr-defined, call-arg"
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mlbench_core.distributed.pytorch.mpi.buffers import Buffer, flat
+from mlbench_core.distributed.pytorch.mpi.lane import Work
+from mlbench_core.distributed.pytorch.mpi.transfers import MAX_ELEMENTS, Transfers, chunks
+from mlbench_core.distributed.pytorch.mpi.world import World
+
+__all__ = ["MPIProcessGroup"]
+
+
+class MPIProcessGroup(dist.ProcessGroup):
+    """A process group whose operations are done by MPI.
+
+    It is made by ``torch.distributed.init_process_group("mpi")`` and ``new_group`` after
+    :func:`~mlbench_core.distributed.pytorch.mpi.register`. The methods are those that the functions of
+    ``torch.distributed`` call.
+
+    Args:
+        world: MPI's world.
+        comm: The communicator, which this group frees at its end.
+        timeout_s: Seconds after which an operation that others do not come for has failed.
+        store: Where the workers of the whole world can leave each other signs; None for other groups.
+
+    Attributes:
+        signs: The store, until the group is shut down.
+    """
+
+    def __init__(self, world: World, comm: Any, timeout_s: float, store: dist.Store | None = None) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())
+        self.timeout_s = timeout_s
+        self.signs = store
+        self._world = world
+        self._comm = comm
+        self._transfers = Transfers(world, comm)
+        self._name = self._description = ""
+        self._collected: list[Work] | None = None
+        world.lane.join()
+        self._place = f"rank {comm.Get_rank()} of {comm.Get_size()}"
+
+    # torch asks in these spellings
+
+    def getBackendName(self) -> str:
+        """The backend's name."""
+        return "mpi"
+
+    def setGroupName(self, name: str) -> None:
+        """Take the name that torch gives this group."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """The name that torch gave this group."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        """Take the group's description."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        """The group's description."""
+        return self._description
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Set the time limit of the operations that follow."""
+        self.timeout_s = timeout.total_seconds()
+
+    # Reductions
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        opts = dist.AllreduceOptions() if opts is None else opts
+        return self._all_reduce("all_reduce", tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        return self._all_reduce("all_reduce_coalesced", tensors, opts)
+
+    def _all_reduce(self, name: str, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
+        reductions = [self._world.datatypes.reduction(opts.reduceOp, tensor.dtype) for tensor in tensors]
+        buffers = [
+            Buffer(tensor, on_host=reduction.on_host) for tensor, reduction in zip(tensors, reductions, strict=True)
+        ]
+
+        def finish() -> None:
+            for buffer, reduction in zip(buffers, reductions, strict=True):
+                self._transfers.all_reduce(buffer.memory, reduction)
+                buffer.write_back()
+
+        return self._collective(name, finish, tensors, opts)
+
+    def reduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        opts = dist.ReduceOptions() if opts is None else opts
+        tensor = _only(tensors, "reduce")
+        root = self._peer(opts.rootRank, "reduce")
+        reduction = self._world.datatypes.reduction(opts.reduceOp, tensor.dtype)
+        buffer = Buffer(tensor, on_host=reduction.on_host)
+
+        def finish() -> None:
+            self._transfers.reduce(buffer.memory, root, reduction)
+            if root == self.rank():
+                buffer.write_back()
+
+        return self._collective("reduce", finish, tensors, opts)
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
+    ) -> Work:
+        output, parts = _only(outputs, "reduce_scatter"), _only(inputs, "reduce_scatter")
+        self._check_parts("reduce_scatter", parts, output)
+        return self._reduce_scatter("reduce_scatter", [output], [flat(parts)], opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+        return self._reduce_scatter("reduce_scatter_single", [output], [source], opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        return self._reduce_scatter("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _reduce_scatter(
+        self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any
+    ) -> Work:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        jobs = []
+        for output, source in zip(outputs, inputs, strict=True):
+            self._check_whole(name, "input", source, "output", output)
+            reduction = self._world.datatypes.reduction(opts.reduceOp, output.dtype)
+            host = reduction.on_host
+            jobs.append((Buffer(output, fill=False, on_host=host), Buffer(source, on_host=host), reduction))
+
+        def finish() -> None:
+            for output, source, reduction in jobs:
+                self._transfers.reduce_scatter(output.memory, source.memory, reduction)
+                output.write_back()
+
+        return self._collective(name, finish, outputs, opts)
+
+    # Moving data
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        opts = dist.BroadcastOptions() if opts is None else opts
+        root = self._peer(opts.rootRank, "broadcast")
+        buffers = [Buffer(tensor, fill=root == self.rank()) for tensor in tensors]
+
+        def finish() -> None:
+            for buffer in buffers:
+                self._transfers.broadcast(buffer.memory, root)
+                if root != self.rank():
+                    buffer.write_back()
+
+        return self._collective("broadcast", finish, tensors, opts)
+
+    def allgather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        return self._all_gather_lists("all_gather", outputs, inputs, opts)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        by_input = [list(tensors) for tensors in zip(*outputs, strict=True)]
+        return self._all_gather_lists("all_gather_coalesced", by_input, inputs, opts)
+
+    def _all_gather_lists(
+        self, name: str, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any
+    ) -> Work:
+        for parts, source in zip(outputs, inputs, strict=True):
+            self._check_parts(name, parts, source)
+        wholes = [source.new_empty(self.size() * source.numel()) for source in inputs]
+
+        def spread() -> None:
+            for parts, whole in zip(outputs, wholes, strict=True):
+                _spread(whole, parts)
+
+        tensors = [tensor for parts in outputs for tensor in parts]
+        return self._all_gather(name, wholes, inputs, opts, tensors, spread)
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+        return self._all_gather("all_gather_single", [output], [source], opts, [output])
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        return self._all_gather("all_gather_into_tensor_coalesced", outputs, inputs, opts, outputs)
+
+    _allgather_base = all_gather_single
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def _all_gather(
+        self,
+        name: str,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        opts: Any,
+        result: Sequence[torch.Tensor],
+        then: Callable[[], None] = lambda: None,
+    ) -> Work:
+        jobs = []
+        for output, source in zip(outputs, inputs, strict=True):
+            self._check_whole(name, "output", output, "input", source)
+            jobs.append((Buffer(output, fill=False), Buffer(source)))
+
+        def finish() -> None:
+            for output, source in jobs:
+                self._transfers.all_gather(output.memory, source.memory)
+                output.write_back()
+            then()
+
+        return self._collective(name, finish, result, dist.AllgatherOptions() if opts is None else opts)
+
+    def gather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> Work:
+        opts = dist.GatherOptions() if opts is None else opts
+        source, root = _only(inputs, "gather"), self._peer(opts.rootRank, "gather")
+        parts = list(_only(outputs, "gather")) if root == self.rank() else []
+        buffer, whole = Buffer(source), None
+        if root == self.rank():
+            self._check_parts("gather", parts, source)
+            whole = buffer.memory.new_empty(self.size() * source.numel())
+
+        def finish() -> None:
+            self._transfers.gather(whole, buffer.memory, root)
+            if whole is not None:
+                _spread(whole, parts)
+
+        return self._collective("gather", finish, parts, opts)
+
+    def scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
+    ) -> Work:
+        opts = dist.ScatterOptions() if opts is None else opts
+        output, root = _only(outputs, "scatter"), self._peer(opts.rootRank, "scatter")
+        buffer, whole = Buffer(output, fill=False), None
+        if root == self.rank():
+            parts = _only(inputs, "scatter")
+            self._check_parts("scatter", parts, output)
+            whole = Buffer(flat(parts))
+
+        def finish() -> None:
+            self._transfers.scatter(buffer.memory, None if whole is None else whole.memory, root)
+            buffer.write_back()
+
+        return self._collective("scatter", finish, outputs, opts)
+
+    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Work:
+        for name, parts in (("output", outputs), ("input", inputs)):
+            if len(parts) != self.size():
+                raise ValueError(f"all_to_all has {len(parts)} {name} tensors for a group of {self.size()} workers")
+        incoming, outgoing = [Buffer(part, fill=False) for part in outputs], [Buffer(part) for part in inputs]
+        return self._all_to_all(incoming, outgoing, incoming, outputs, opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> Work:
+        outward, inward = Buffer(output, fill=False), Buffer(source)
+        incoming = self._rows("output", outward.memory, output_split_sizes)
+        outgoing = self._rows("input", inward.memory, input_split_sizes)
+        return self._all_to_all(incoming, outgoing, [outward], [output], opts)
+
+    alltoall_base = all_to_all_single
+
+    def _all_to_all(
+        self,
+        incoming: Sequence[Any],
+        outgoing: Sequence[Any],
+        buffers: Sequence[Buffer],
+        result: Sequence[torch.Tensor],
+        opts: Any,
+    ) -> Work:
+        memories = [
+            [part.memory if isinstance(part, Buffer) else part for part in parts] for parts in (incoming, outgoing)
+        ]
+
+        def finish() -> None:
+            self._transfers.all_to_all(*memories)
+            for buffer in buffers:
+                buffer.write_back()
+
+        return self._collective("all_to_all", finish, result, dist.AllToAllOptions() if opts is None else opts)
+
+    def _rows(self, name: str, memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """The rows (entries of the first dimension) of a tensor by worker."""
+        rows, size = (memory.shape[0] if memory.dim() else 1), self.size()
+        if not sizes:
+            if rows % size:
+                raise ValueError(f"all_to_all_single's {name} has {rows} rows: {size} workers cannot share them evenly")
+            sizes = [rows // size] * size
+        if len(sizes) != size or sum(sizes) != rows:
+            raise ValueError(
+                f"all_to_all_single's {name}_split_sizes are {list(sizes)}; they must be {size} numbers, one for each "
+                f"worker, whose sum is the {name}'s {rows} rows"
+            )
+        return list(memory.split(list(sizes))) if memory.dim() else [memory]
+
+    # Messages
+
+    def send(self, tensors: Sequence[torch.Tensor], dst_rank: int, tag: int = 0) -> Work:
+        buffer = Buffer(_only(tensors, "send"))
+        peer, tag = self._peer(dst_rank, "send"), self._tag(tag)
+
+        def post() -> list[Any]:
+            send = self._comm.Isend
+            return [send(self._transfers.moving(chunk), peer, tag) for chunk in chunks(buffer.memory)]
+
+        return self._submit(self._work(f"send to {peer}", post, None, tensors, None, in_order=False), True)
+
+    def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work:
+        return self._receive(tensors, self._peer(src_rank, "recv"), tag, f"recv from {src_rank}")
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work:
+        elements = _only(tensors, "recv").numel()
+        if elements > MAX_ELEMENTS:
+            raise ValueError(
+                f"a tensor of {elements} elements comes in several messages, so its source has to be named: "
+                f"pass src, or send at most {MAX_ELEMENTS} elements"
+            )
+        return self._receive(tensors, self._world.mpi.ANY_SOURCE, tag, "recv from any")
+
+    def _receive(self, tensors: Sequence[torch.Tensor], source: int, tag: int, name: str) -> Work:
+        buffer, tag = Buffer(_only(tensors, "recv"), fill=False), self._tag(tag)
+        status = self._world.mpi.Status()
+
+        def post() -> list[Any]:
+            receive = self._comm.Irecv
+            requests = [receive(self._transfers.moving(chunk), source, tag) for chunk in chunks(buffer.memory)]
+            return [_Receipt(requests[0], status), *requests[1:]]
+
+        def finish() -> None:
+            buffer.write_back()
+            work.source = status.Get_source()
+
+        work = self._work(name, post, finish, tensors, None, in_order=False)
+        return self._submit(work, True)
+
+    # Meeting
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._collective("barrier", None, [], dist.BarrierOptions() if opts is None else opts)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._collected = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._collected = self._collected or [], None
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        def post() -> list[_Done]:
+            return [_Done(work) for work in works]
+
+        tensors = [tensor for work in works for tensor in work.result()]
+        return self._submit(self._work("coalesced operations", post, finish, tensors, None, in_order=False), True)
+
+    def shutdown(self) -> None:
+        """Finish what is under way and free the communicator."""
+        if self._comm is None:
+            return
+        lane = self._world.lane
+        lane.leave(self, drain=not self._world.failed)
+        if lane.broken is None and not self._world.failed:
+            self._comm.Free()
+        self._comm = self.signs = None
+
+    def abort(self) -> None:
+        """End all workers of the run at once."""
+        self._world.mpi.COMM_WORLD.Abort(1)
+
+    # How an operation becomes a work
+
+    def _collective(
+        self, name: str, finish: Callable[[], None] | None, result: Sequence[torch.Tensor], opts: Any
+    ) -> Work:
+        work = self._work(name, lambda: [self._comm.Ibarrier()], finish, result, opts.timeout, in_order=True)
+        return self._submit(work, opts.asyncOp)
+
+    def _work(
+        self,
+        name: str,
+        post: Callable[[], Sequence[Any]],
+        finish: Callable[[], None] | None,
+        result: Sequence[torch.Tensor],
+        timeout: datetime.timedelta | None,
+        in_order: bool,
+    ) -> Work:
+        own = timeout is not None and timeout.total_seconds() > 0
+        seconds = timeout.total_seconds() if own and timeout is not None else self.timeout_s
+        return Work(self._world.lane, self, f"{name}, {self._place}", post, finish, result, seconds, in_order)
+
+    def _submit(self, work: Work, background: bool) -> Work:
+        if self._comm is None:
+            raise dist.DistBackendError(f"MPI: {work.name}: this process group was destroyed")
+        self._world.lane.submit(work, background or self._collected is not None)
+        if self._collected is not None:
+            self._collected.append(work)
+        return work
+
+    def _peer(self, rank: int, name: str) -> int:
+        if not 0 <= rank < self.size():
+            raise ValueError(f"{name} names rank {rank} of the group; the group's ranks are 0 to {self.size() - 1}")
+        return int(rank)
+
+    def _tag(self, tag: int) -> int:
+        if not 0 <= tag < self._transfers.own_tag:
+            raise ValueError(f"the tag is {tag}; MPI's tags are 0 to {self._transfers.own_tag - 1}")
+        return int(tag)
+
+    def _check_parts(self, name: str, parts: Sequence[torch.Tensor], single: torch.Tensor) -> None:
+        """One part for each worker, of the shape and dtype that each worker gives or takes."""
+        if len(parts) != self.size():
+            raise ValueError(f"{name} has a list of {len(parts)} tensors; the group has {self.size()} workers")
+        for part in parts:
+            if part.numel() != single.numel() or part.dtype != single.dtype:
+                raise ValueError(
+                    f"{name} needs tensors of one size and dtype, and has {tuple(part.shape)} of {part.dtype} beside "
+                    f"{tuple(single.shape)} of {single.dtype}"
+                )
+
+    def _check_whole(self, name: str, whole_name: str, whole: torch.Tensor, part_name: str, part: torch.Tensor) -> None:
+        if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
+            raise ValueError(
+                f"{name}'s {whole_name} must have {self.size()} times the elements of its {part_name}, in the same "
+                f"dtype: {tuple(whole.shape)} of {whole.dtype} and {tuple(part.shape)} of {part.dtype} do not fit"
+            )
+
+
+class _Receipt:
+    """A request that keeps its status."""
+
+    def __init__(self, request: Any, status: Any) -> None:
+        self._request = request
+        self._status = status
+
+    def Test(self) -> bool:
+        return bool(self._request.Test(self._status))
+
+
+class _Done:
+    """A work as a request that has completed with it."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def Test(self) -> bool:
+        return self._work.done
+
+
+def _only(items: Sequence[Any], name: str) -> Any:
+    if len(items) != 1:
+        raise ValueError(f"{name} takes one tensor or list for each worker and got {len(items)}")
+    return items[0]
+
+
+def _spread(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Copy consecutive elements into the tensors of a list."""
+    if not parts or not parts[0].numel():
+        return
+    with torch.no_grad():
+        for part, values in zip(parts, whole.split(parts[0].numel()), strict=True):
+            part.copy_(values.view(part.shape))
+    if parts[0].is_cuda:
+        torch.cuda.current_stream(parts[0].device).synchronize()

@@ -1,0 +1,67 @@
+"""A key-value store between MPI's workers.
+
+torch gives the backend ``mpi`` no store. Who was lost shows there, though: a worker that is alive can leave a sign in a
+store while MPI itself is stuck (see :mod:`mlbench_core.distributed.pytorch.lost_workers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from mlbench_core.distributed.interfaces import own_addresses
+
+__all__ = ["connect", "serve"]
+
+_LOOPBACK = "127.0.0.1"
+_PROBE_S = 2.0
+"""How long to wait for one of rank 0's addresses, of which some may lead nowhere."""
+_TIMEOUT = datetime.timedelta(seconds=10)
+
+
+def serve(comm: Any) -> tuple[dist.Store | None, tuple[str, list[str], int]]:
+    """Open a store on rank 0 and tell all workers of a communicator where it is; all of them must call this.
+
+    Args:
+        comm: The communicator of mpi4py.
+
+    Returns:
+        The store on rank 0, None elsewhere; and rank 0's host, addresses and port. The port is 0 where rank 0 could
+        not open one.
+    """
+    store: dist.TCPStore | None = None
+    if comm.Get_rank() == 0:
+        with contextlib.suppress(RuntimeError, OSError):
+            store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+    port = 0 if store is None else store.port
+    return store, comm.bcast((socket.gethostname(), own_addresses(), port), 0)
+
+
+def connect(host: str, addresses: list[str], port: int) -> dist.Store | None:
+    """Find rank 0's store.
+
+    Args:
+        host: Rank 0's host name.
+        addresses: Where it may be reached.
+        port: Where its store listens.
+
+    Returns:
+        The store; None where no address leads to it, as behind a firewall: losses then stay nameless.
+    """
+    candidates = [_LOOPBACK, *addresses] if host == socket.gethostname() else addresses
+    for address in _answering(candidates, port) if port else ():
+        with contextlib.suppress(RuntimeError):
+            return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
+    return None
+
+
+def _answering(addresses: list[str], port: int) -> Iterator[str]:
+    for address in addresses:
+        with contextlib.suppress(OSError):
+            socket.create_connection((address, port), _PROBE_S).close()
+            yield address

@@ -1,0 +1,149 @@
+"""MPI's blocking collectives on contiguous tensors, for any number of elements.
+
+MPI counts elements in a C ``int``. Longer messages go in chunks; where the layout does not allow it, as for what is
+gathered, each worker's part goes as a message of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mlbench_core.distributed.pytorch.mpi.buffers import address
+from mlbench_core.distributed.pytorch.mpi.datatypes import Reduction
+from mlbench_core.distributed.pytorch.mpi.world import World
+
+__all__ = ["Transfers", "chunks"]
+
+MAX_ELEMENTS = 2**31 - 1
+"""Most elements in one message."""
+
+
+def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A contiguous tensor in pieces that MPI can count, without copying; the tensor itself if it is short enough."""
+    if tensor.numel() <= MAX_ELEMENTS:
+        yield tensor
+    else:
+        yield from tensor.view(-1).split(MAX_ELEMENTS)
+
+
+class Transfers:
+    """The collectives of one communicator. All tensors are contiguous, and of one dtype in one call.
+
+    Args:
+        world: MPI's world.
+        comm: The communicator.
+
+    Attributes:
+        rank: This worker's rank in the communicator.
+        size: The communicator's number of workers.
+        own_tag: Tag of messages that belong to collectives.
+    """
+
+    def __init__(self, world: World, comm: Any) -> None:
+        self.mpi = world.mpi
+        self.comm = comm
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self.own_tag: int = comm.Get_attr(world.mpi.TAG_UB)
+        self._datatypes = world.datatypes
+
+    def moving(self, tensor: torch.Tensor) -> list[Any]:
+        """A tensor whose elements are only moved, as mpi4py takes it."""
+        return [address(self.mpi, tensor), tensor.numel(), self._datatypes.moving(tensor.dtype)]
+
+    def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+        """Reduce in place; every worker gets the result."""
+        for chunk in chunks(tensor):
+            message = [address(self.mpi, chunk), chunk.numel(), reduction.datatype]
+            self.comm.Allreduce(self.mpi.IN_PLACE, message, reduction.op)
+        self._divide(tensor, reduction)
+
+    def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
+        """Reduce in place on ``root``; elsewhere the tensor stays as it is."""
+        for chunk in chunks(tensor):
+            message = [address(self.mpi, chunk), chunk.numel(), reduction.datatype]
+            if self.rank == root:
+                self.comm.Reduce(self.mpi.IN_PLACE, message, reduction.op, root)
+            else:
+                self.comm.Reduce(message, None, reduction.op, root)
+        if self.rank == root:
+            self._divide(tensor, reduction)
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction) -> None:
+        """Reduce ``source``, a part for each worker; ``output`` is this worker's part of the result."""
+        if source.numel() <= MAX_ELEMENTS:
+            inward = [address(self.mpi, source), output.numel(), reduction.datatype]
+            outward = [address(self.mpi, output), output.numel(), reduction.datatype]
+            self.comm.Reduce_scatter_block(inward, outward, reduction.op)
+            self._divide(output, reduction)
+            return
+        for root, part in enumerate(source.view(-1).split(output.numel())):
+            whole = part.clone() if self.rank == root else part
+            self.reduce(whole, root, reduction)
+            if self.rank == root:
+                output.view(-1).copy_(whole)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Give ``root``'s tensor to all."""
+        for chunk in chunks(tensor):
+            self.comm.Bcast(self.moving(chunk), root)
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        """Put every worker's ``source`` into ``output``, in the order of the ranks."""
+        if output.numel() <= MAX_ELEMENTS:
+            received = [address(self.mpi, output), source.numel(), self._datatypes.moving(source.dtype)]
+            self.comm.Allgather(self.moving(source), received)
+            return
+        for root, part in enumerate(output.view(-1).split(source.numel())):
+            if root == self.rank:
+                part.copy_(source.view(-1))
+            self.broadcast(part, root)
+
+    def all_to_all(self, output: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+        """Give each worker its part and take one from each; the parts may differ in size and be empty.
+
+        Args:
+            output: What comes, by the rank it comes from.
+            source: What goes, by the rank it goes to.
+        """
+        tag = self.own_tag
+        requests = []
+        for peer, part in enumerate(output):
+            requests += [self.comm.Irecv(self.moving(chunk), peer, tag) for chunk in chunks(part) if chunk.numel()]
+        for peer, part in enumerate(source):
+            requests += [self.comm.Isend(self.moving(chunk), peer, tag) for chunk in chunks(part) if chunk.numel()]
+        self.mpi.Request.Waitall(requests)
+
+    def gather(self, output: torch.Tensor | None, source: torch.Tensor, root: int) -> None:
+        """Put every worker's ``source`` into ``root``'s ``output``, in the order of the ranks."""
+        datatype = self._datatypes.moving(source.dtype)
+        if source.numel() * self.size <= MAX_ELEMENTS:
+            received = None if output is None else [address(self.mpi, output), source.numel(), datatype]
+            self.comm.Gather(self.moving(source), received, root)
+            return
+        incoming = self._nothing(source) if output is None else output.view(-1).split(source.numel())
+        outgoing = self._nothing(source)
+        outgoing[root] = source
+        self.all_to_all(incoming, outgoing)
+
+    def scatter(self, output: torch.Tensor, source: torch.Tensor | None, root: int) -> None:
+        """Give each worker its part of ``root``'s ``source``, in the order of the ranks."""
+        datatype = self._datatypes.moving(output.dtype)
+        if output.numel() * self.size <= MAX_ELEMENTS:
+            sent = None if source is None else [address(self.mpi, source), output.numel(), datatype]
+            self.comm.Scatter(sent, self.moving(output), root)
+            return
+        incoming = self._nothing(output)
+        incoming[root] = output
+        outgoing = self._nothing(output) if source is None else source.view(-1).split(output.numel())
+        self.all_to_all(incoming, outgoing)
+
+    def _nothing(self, like: torch.Tensor) -> list[torch.Tensor]:
+        return [like.new_empty(0)] * self.size
+
+    def _divide(self, tensor: torch.Tensor, reduction: Reduction) -> None:
+        if reduction.divide:
+            tensor.div_(self.size)

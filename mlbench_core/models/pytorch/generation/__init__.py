@@ -1,0 +1,29 @@
+"""Generating sequences: one batched search for translation and language models, and the rules it ranks by."""
+
+from mlbench_core.models.pytorch.generation.decoding import Hypotheses, SearchOptions, search
+from mlbench_core.models.pytorch.generation.proposals import (
+    Constraints,
+    DecoderState,
+    LogitProposer,
+    Proposal,
+    Proposer,
+    Sampling,
+    keep_forced,
+)
+from mlbench_core.models.pytorch.generation.scores import GNMTScore, LengthPenaltyScore, Score
+
+__all__ = [
+    "Constraints",
+    "DecoderState",
+    "GNMTScore",
+    "Hypotheses",
+    "LengthPenaltyScore",
+    "LogitProposer",
+    "Proposal",
+    "Proposer",
+    "Sampling",
+    "Score",
+    "SearchOptions",
+    "keep_forced",
+    "search",
+]

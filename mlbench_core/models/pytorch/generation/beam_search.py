@@ -1,0 +1,195 @@
+"""Greedy and beam search for models that generate by themselves, such as GNMT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mlbench_core.models.pytorch.generation.decoding import Hypotheses, SearchOptions, search
+from mlbench_core.models.pytorch.generation.proposals import Constraints, Proposal, keep_forced
+from mlbench_core.models.pytorch.generation.scores import GNMTScore, LengthPenaltyScore, Score
+
+__all__ = ["GeneratingModel", "SequenceGenerator", "reorder_context"]
+
+
+class GeneratingModel(Protocol):
+    """What :class:`SequenceGenerator` needs of a model.
+
+    Two attributes are optional. ``batch_first`` (bool, False if missing) says whether ``generate`` takes and gives
+    (rows, 1) instead of (1, rows). ``reorder_context(context, rows)`` gives the context whose row r is row ``rows[r]``
+    of the old one; if it is missing, :func:`reorder_context` does that for a context of the usual three parts.
+    """
+
+    def generate(self, inputs: Tensor, context: Any, beam_size: int) -> tuple[Tensor, Tensor, Tensor | None, Any]:
+        """One time step.
+
+        Args:
+            inputs: Newest token of each row, int64 of shape (1, rows), or (rows, 1) with ``batch_first``.
+            context: What the last step returned, or the initial context.
+            beam_size: How many tokens to propose for each row, at most the vocabulary.
+
+        Returns:
+            The likeliest next tokens (int64) and their log-probabilities, both of shape (1, rows, beam_size); attention
+            on the source, shape (1, rows, source), exactly 0 at padding, or None; and the new context. With
+            ``batch_first`` the first two dimensions are swapped.
+        """
+
+
+class SequenceGenerator:
+    r"""Translates by the likeliest word (greedy search) or by beam search.
+
+    Finished translations are ranked by :class:`~mlbench_core.models.pytorch.generation.scores.GNMTScore`.
+
+    Args:
+        model: See :class:`GeneratingModel`. It should be in evaluation mode.
+        beam_size: Hypotheses kept for each sentence.
+        max_seq_len: The longest translation, with the start and the end symbol, at least 2. A translation that reaches
+            it is closed there by an end symbol of probability 1.
+        len_norm_factor: :math:`\alpha` of the length normalisation.
+        len_norm_const: :math:`c` of the length normalisation.
+        cov_penalty_factor: :math:`\beta` of the coverage penalty.
+        eos: End symbol; the default is that of the WMT16 vocabulary.
+        pad: Padding symbol; the default is that of the WMT16 vocabulary.
+
+    Raises:
+        ValueError: An argument is out of its bounds.
+
+    References:
+        Wu et al. 2016, Google's Neural Machine Translation System, arXiv 1609.08144, section 7.
+    """
+
+    def __init__(
+        self,
+        model: GeneratingModel,
+        beam_size: int = 5,
+        max_seq_len: int = 100,
+        len_norm_factor: float = 0.6,
+        len_norm_const: float = 5,
+        cov_penalty_factor: float = 0.1,
+        *,
+        eos: int = 3,
+        pad: int = 0,
+    ) -> None:
+        if max_seq_len < 2:
+            raise ValueError(f"max_seq_len is {max_seq_len}; the start and the end symbol need at least 2")
+        if beam_size < 1:
+            raise ValueError(f"beam_size is {beam_size}; it must be at least 1")
+        self.model = model
+        self.beam_size = beam_size
+        self.max_seq_len = max_seq_len
+        self.score = GNMTScore(len_norm_factor, len_norm_const, cov_penalty_factor)
+        self.eos = eos
+        self.pad = pad
+
+    def greedy_search(
+        self, batch_size: int, initial_input: Tensor, initial_context: Any = None
+    ) -> tuple[Tensor, Tensor, int]:
+        """Take the likeliest word at each step.
+
+        Args:
+            batch_size: Number of sentences.
+            initial_input: Start symbol of each sentence, int64 of any shape with ``batch_size`` elements.
+            initial_context: What the model's ``generate`` gets in the first step; one row for each sentence.
+
+        Returns:
+            The translations, int64 of shape (batch_size, max_seq_len): start symbol, words, end symbol, padding; their
+            lengths with start and end symbol, int64 of shape (batch_size,); and the number of time steps.
+
+        Raises:
+            ValueError: ``initial_input`` has another number of elements.
+        """
+        return self._search(batch_size, initial_input, initial_context, 1, LengthPenaltyScore(0.0))
+
+    def beam_search(
+        self, batch_size: int, initial_input: Tensor, initial_context: Any = None
+    ) -> tuple[Tensor, Tensor, int]:
+        """Keep the ``beam_size`` best hypotheses at each step and return the best finished one.
+
+        Arguments, results and errors are those of :meth:`greedy_search`.
+        """
+        return self._search(batch_size, initial_input, initial_context, self.beam_size, self.score)
+
+    def _search(
+        self, batch_size: int, initial_input: Tensor, initial_context: Any, beam_size: int, score: Score
+    ) -> tuple[Tensor, Tensor, int]:
+        if initial_input.numel() != batch_size:
+            raise ValueError(
+                f"initial_input has shape {tuple(initial_input.shape)}; batch_size {batch_size} needs as many elements"
+            )
+        start = initial_input.reshape(batch_size)
+        options = SearchOptions(eos=self.eos, pad=self.pad, beam_size=beam_size, score=score)
+        found = search(_GeneratingState(self.model, initial_context), start, options, self.max_seq_len - 1)
+        return self._with_start(start, found)
+
+    def _with_start(self, start: Tensor, found: Hypotheses) -> tuple[Tensor, Tensor, int]:
+        """Put the start symbol before the best hypothesis of each sentence."""
+        translation = torch.cat((start.unsqueeze(1), found.tokens[:, 0]), dim=1)
+        return translation, found.lengths[:, 0] + 1, found.steps
+
+
+class _GeneratingState:
+    """A model with ``generate`` as the search's :class:`~mlbench_core.models.pytorch.generation.proposals.Proposer`."""
+
+    def __init__(self, model: GeneratingModel, context: Any) -> None:
+        self.model = model
+        self.context = context
+        self.rows_dim = 0 if getattr(model, "batch_first", False) else 1
+
+    def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
+        """The model's proposals, without what is forbidden. A forced token has probability 1."""
+        rows = len(tokens)
+        words, log_probs, attention, self.context = self.model.generate(
+            tokens.unsqueeze(1 - self.rows_dim), self.context, count + len(constraints.forbidden)
+        )
+        words, log_probs = words.reshape(rows, -1), log_probs.reshape(rows, -1).float()
+        for token in constraints.forbidden:
+            log_probs = log_probs.masked_fill(words == token, float("-inf"))
+        if constraints.forced is not None:
+            words, log_probs = keep_forced(words, log_probs, constraints.forced, log_probs.new_zeros(rows))
+        return Proposal(words, log_probs, None if attention is None else attention.reshape(rows, -1))
+
+    def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
+        """Let the context follow; it is kept for each row."""
+        if hasattr(self.model, "reorder_context"):
+            self.context = self.model.reorder_context(self.context, rows)
+        else:
+            self.context = reorder_context(self.context, rows, batch_first=self.rows_dim == 0)
+
+
+def reorder_context(context: Sequence[Any] | None, rows: Tensor, batch_first: bool = False) -> list[Any] | None:
+    """Pick rows of a decoder's context of three parts.
+
+    Args:
+        context: Encoder's outputs of shape (source, rows, features), or (rows, source, features) with ``batch_first``;
+            lengths of the sources, shape (rows,); and the decoder's hidden state: tensors of shape
+            (..., rows, features) in any nesting of lists and tuples. Any part may be None.
+        rows: int64 of shape (new rows,): the old row that each new row continues.
+        batch_first: Where the encoder's outputs have their rows.
+
+    Returns:
+        The new context, None for None.
+
+    Raises:
+        ValueError: The context does not have three parts.
+    """
+    if context is None:
+        return None
+    if len(context) != 3:
+        raise ValueError(
+            f"the context has {len(context)} parts, not encoder outputs, lengths and hidden state; "
+            "give the model a method reorder_context(context, rows)"
+        )
+    outputs, lengths, hidden = context
+    return [_rows_of(outputs, rows, 0 if batch_first else 1), _rows_of(lengths, rows, 0), _rows_of(hidden, rows, -2)]
+
+
+def _rows_of(part: Any, rows: Tensor, dim: int) -> Any:
+    """Pick rows of a tensor, or of each tensor of a list or tuple."""
+    if part is None:
+        return None
+    if isinstance(part, Tensor):
+        return part.index_select(dim, rows.to(part.device))
+    return type(part)([_rows_of(inner, rows, dim) for inner in part])

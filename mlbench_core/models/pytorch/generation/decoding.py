@@ -1,0 +1,318 @@
+r"""Beam search and sampling for a whole batch at once.
+
+One loop over time steps and none over sentences or hypotheses. The live hypotheses are the rows of one batch: those of
+the first sentence, those of the second, and so on, the same number of each. In a step
+
+1. the model proposes the likeliest next tokens of each row (a ``Proposer``),
+2. of all proposals of a sentence the best are selected,
+3. those that end become finished hypotheses, the others the live ones of the next step,
+4. sentences that are done leave the batch, and the model's state follows the rows (``reorder``).
+
+A model takes part by giving scores for the next token and reordering its state (``DecoderState``, ``LogitProposer``),
+a language model as well as a decoder that looks at a source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mlbench_core.models.pytorch.generation.proposals import FREE, Constraints, Proposal, Proposer
+from mlbench_core.models.pytorch.generation.scores import LengthPenaltyScore, Score
+
+__all__ = ["Hypotheses", "SearchOptions", "search"]
+
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What to search for.
+
+    Args:
+        eos: Token that ends a sequence.
+        pad: Token that is never generated and fills the results.
+        beam_size: Hypotheses kept for each sentence, at least 1; with sampling, independent draws for each sentence.
+        min_len: The fewest tokens of a hypothesis, with the end symbol.
+        score: How finished hypotheses are ranked. Live ones are ranked by their log-probability.
+        stop_early: Whether a sentence is done as soon as ``beam_size`` hypotheses have ended; otherwise it goes on
+            until no live hypothesis can beat any of the ``beam_size`` best.
+        independent: Whether the rows of a sentence do not compete: each goes on with its one proposal (for sampling).
+
+    Raises:
+        ValueError: ``beam_size`` or ``min_len`` is below 1.
+    """
+
+    eos: int
+    pad: int
+    beam_size: int = 1
+    min_len: int = 1
+    score: Score = field(default_factory=LengthPenaltyScore)
+    stop_early: bool = True
+    independent: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("beam_size", "min_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass
+class Hypotheses:
+    """The finished hypotheses of each sentence, the best first."""
+
+    tokens: Tensor
+    """int64 of shape (batch, beam, longest), without the start token, with the end symbol, then padding."""
+    lengths: Tensor
+    """Tokens with the end symbol, int64 of shape (batch, beam); 0 where there is no hypothesis."""
+    scores: Tensor
+    """What they are ranked by, float32 of shape (batch, beam); -inf where there is no hypothesis."""
+    ended: Tensor
+    """How many hypotheses have ended, also those no longer among the best, int64 of shape (batch,)."""
+    steps: int = 0
+    """Time steps of the search."""
+
+    @staticmethod
+    def none(batch_size: int, width: int, longest: int, pad: int, device: torch.device) -> Hypotheses:
+        """No hypotheses yet, with room for ``width`` of each sentence."""
+        return Hypotheses(
+            tokens=torch.full((batch_size, width, longest), pad, dtype=torch.int64, device=device),
+            lengths=torch.zeros((batch_size, width), dtype=torch.int64, device=device),
+            scores=torch.full((batch_size, width), _NEVER, device=device),
+            ended=torch.zeros(batch_size, dtype=torch.int64, device=device),
+        )
+
+    def add(self, sentences: Tensor, tokens: Tensor, length: int, scores: Tensor) -> None:
+        """Keep the best of the old and the new.
+
+        Args:
+            sentences: int64 of shape (sentences,): whose hypotheses these are.
+            tokens: int64 of shape (sentences, new, longest).
+            length: Their tokens with the end symbol.
+            scores: Shape (sentences, new); -inf for what is no hypothesis.
+        """
+        is_new = scores > _NEVER
+        lengths = is_new * length
+        best, place = torch.cat((self.scores[sentences], scores), dim=1).topk(self.scores.shape[1], dim=1)
+        self.scores[sentences] = best
+        self.lengths[sentences] = torch.cat((self.lengths[sentences], lengths), dim=1).gather(1, place)
+        self.tokens[sentences] = _pick(torch.cat((self.tokens[sentences], tokens), dim=1), place)
+        self.ended[sentences] += is_new.sum(dim=1)
+
+    def to_lists(self, nbest: int = 1) -> list[list[list[int]]]:
+        """The tokens of the ``nbest`` best hypotheses of each sentence, cut to their lengths."""
+        tokens, lengths = self.tokens[:, :nbest].tolist(), self.lengths[:, :nbest].tolist()
+        return [
+            [row[:length] for row, length in zip(rows, ends, strict=True) if length]
+            for rows, ends in zip(tokens, lengths, strict=True)
+        ]
+
+
+@dataclass
+class _Live:
+    """The hypotheses that go on; ``n`` sentences are left, each with ``width`` rows."""
+
+    sentences: Tensor  # (n,): place in the batch
+    limits: Tensor  # (n,): the most tokens, with the end symbol
+    tokens: Tensor  # (n, width, longest): what was generated
+    newest: Tensor  # (n, width): what the model is fed next
+    log_probs: Tensor  # (n, width); -inf: no hypothesis
+    coverage: Tensor | None = None  # (n, width, source): attention of all steps
+
+    def keep(self, kept: Tensor) -> _Live:
+        """Only the sentences at these places."""
+        return _Live(
+            sentences=self.sentences[kept],
+            limits=self.limits[kept],
+            tokens=self.tokens[kept],
+            newest=self.newest[kept],
+            log_probs=self.log_probs[kept],
+            coverage=None if self.coverage is None else self.coverage[kept],
+        )
+
+
+class _Candidates(NamedTuple):
+    """The best continuations of each sentence, sorted; all of shape (n, candidates)."""
+
+    log_probs: Tensor
+    parents: Tensor
+    tokens: Tensor
+
+
+@torch.no_grad()
+def search(
+    proposer: Proposer,
+    start: Tensor,
+    options: SearchOptions,
+    max_len: int | Tensor,
+    prefix: Tensor | None = None,
+) -> Hypotheses:
+    """Generate the best sequences, or draw some, for a batch of sentences.
+
+    A hypothesis ends when the end symbol is among the ``beam_size`` best continuations of its sentence; at the last
+    step nothing but the end symbol is allowed. Two values a step go from the device to the host: whether a hypothesis
+    ended, and how many sentences are left.
+
+    Args:
+        proposer: The model, its state holding one row for each sentence; ``reorder`` asks for more.
+        start: First token to feed, int64 of shape (batch,).
+        options: What to search for.
+        max_len: The most tokens of a hypothesis, with the end symbol: one number, or one for each sentence, int64 of
+            shape (batch,).
+        prefix: Tokens that each sequence has to begin with, int64 of shape (batch, length); where it is padding the
+            sequence is free.
+
+    Returns:
+        The hypotheses.
+
+    Raises:
+        ValueError: ``max_len`` is below ``min_len``, or shapes do not fit.
+
+    Example:
+        >>> from mlbench_core.models.pytorch.generation.proposals import LogitProposer
+        >>> class Alphabet:  # after token i comes i + 1
+        ...     def step(self, tokens):
+        ...         return 9.0 * torch.eye(5)[(tokens + 1) % 5], None
+        ...     def reorder(self, rows, sentences):
+        ...         pass
+        >>> found = search(LogitProposer(Alphabet()), torch.tensor([1, 2]), SearchOptions(eos=4, pad=0), max_len=9)
+        >>> found.to_lists()
+        [[[2, 3, 4]], [[3, 4]]]
+
+    References:
+        Graves 2012, Sequence Transduction with Recurrent Neural Networks, arXiv 1211.3711.
+    """
+    limits = _limits(max_len, start, options)
+    if prefix is not None and (prefix.dim() != 2 or len(prefix) != len(start)):
+        raise ValueError(f"prefix has shape {tuple(prefix.shape)}; it must be ({len(start)}, length)")
+    shortest, longest = (int(value) for value in torch.aminmax(limits)) if len(limits) else (0, 0)
+    finished = Hypotheses.none(len(start), options.beam_size, longest, options.pad, start.device)
+    live = _begin(proposer, start, limits, longest, options)
+    for step in range(longest):
+        finished.steps = step + 1
+        constraints = _constraints(live, step, shortest, prefix, options)
+        # One more than the beam: the end symbol takes no place among the live hypotheses.
+        count = 1 if options.independent else options.beam_size + 1
+        proposal = proposer.propose(live.newest.flatten(), count, constraints)
+        live.coverage = _add_attention(live, proposal.attention, options)
+        candidates = _select(live, proposal, options)
+        _finish(finished, live, candidates, step, options)
+        rows, live = _continue(live, candidates, step, options)
+        kept = _open_sentences(finished, live, step, options).nonzero().squeeze(1)
+        if len(kept) == 0:
+            break
+        live = _follow(proposer, rows, live, kept)
+    return finished
+
+
+def _limits(max_len: int | Tensor, start: Tensor, options: SearchOptions) -> Tensor:
+    """The limit of each sentence, checked."""
+    if start.dim() != 1:
+        raise ValueError(f"start has shape {tuple(start.shape)}; it must be (batch,)")
+    limits = torch.as_tensor(max_len, dtype=torch.int64, device=start.device)
+    if limits.shape not in ((), start.shape):
+        raise ValueError(f"max_len has shape {tuple(limits.shape)}; it must be one number or {tuple(start.shape)}")
+    if limits.numel() and int(limits.min()) < options.min_len:
+        raise ValueError(f"max_len is {int(limits.min())}, less than min_len {options.min_len}")
+    return limits.expand(start.shape)
+
+
+def _begin(proposer: Proposer, start: Tensor, limits: Tensor, longest: int, options: SearchOptions) -> _Live:
+    """One row for each sentence; as many as wanted if they do not compete."""
+    width = options.beam_size if options.independent else 1
+    n = len(start)
+    sentences = torch.arange(n, device=start.device)
+    if width > 1:
+        proposer.reorder(sentences.repeat_interleave(width), None)
+    tokens = torch.full((n, width, longest), options.pad, dtype=torch.int64, device=start.device)
+    newest = start.unsqueeze(1).expand(n, width)
+    return _Live(sentences, limits, tokens, newest, torch.zeros((n, width), device=start.device))
+
+
+def _constraints(live: _Live, step: int, shortest: int, prefix: Tensor | None, options: SearchOptions) -> Constraints:
+    """Padding never, the end symbol not too early, the prefix, and the end symbol at the limit."""
+    forbidden = (options.pad,) if step + 1 >= options.min_len else (options.pad, options.eos)
+    forced = None
+    if prefix is not None and step < prefix.shape[1]:
+        wanted = prefix[live.sentences, step]
+        forced = wanted.masked_fill(wanted == options.pad, FREE)
+    if step + 1 >= shortest:
+        forced = live.limits.new_full(live.limits.shape, FREE) if forced is None else forced
+        forced = forced.masked_fill(live.limits == step + 1, options.eos)
+    if forced is not None:
+        forced = forced.repeat_interleave(live.newest.shape[1])
+    return Constraints(forbidden, forced)
+
+
+def _add_attention(live: _Live, attention: Tensor | None, options: SearchOptions) -> Tensor | None:
+    """Coverage with this step's attention, where the score needs it."""
+    if attention is None or not options.score.uses_coverage:
+        return None
+    attention = attention.float().unflatten(0, live.newest.shape)
+    return attention if live.coverage is None else live.coverage + attention
+
+
+def _select(live: _Live, proposal: Proposal, options: SearchOptions) -> _Candidates:
+    """The best of all proposals of a sentence, twice the beam: at most half of them can be ends."""
+    n, width = live.log_probs.shape
+    count = proposal.tokens.shape[1]
+    log_probs = live.log_probs.unsqueeze(2) + proposal.log_probs.view(n, width, count)
+    best, place = log_probs.flatten(1).topk(min(2 * options.beam_size, width * count), dim=1)
+    tokens = proposal.tokens.reshape(n, width * count).gather(1, place)
+    return _Candidates(best, place.div(count, rounding_mode="floor"), tokens)
+
+
+def _finish(finished: Hypotheses, live: _Live, candidates: _Candidates, step: int, options: SearchOptions) -> None:
+    """Take the hypotheses that end among the best candidates."""
+    log_probs, parents, tokens = (part[:, : options.beam_size] for part in candidates)
+    ends = (tokens == options.eos) & (log_probs > _NEVER)
+    if not ends.any():
+        return
+    coverage = None if live.coverage is None else _pick(live.coverage, parents)
+    length = torch.full((), step + 1, device=log_probs.device)
+    scores = options.score(log_probs, length, coverage).masked_fill(~ends, _NEVER)
+    sequences = _pick(live.tokens, parents)
+    sequences[:, :, step] = tokens
+    finished.add(live.sentences, sequences, step + 1, scores)
+
+
+def _continue(live: _Live, candidates: _Candidates, step: int, options: SearchOptions) -> tuple[Tensor, _Live]:
+    """The best candidates that do not end, and the row of the batch that each continues."""
+    going_on = candidates.log_probs.masked_fill(candidates.tokens == options.eos, _NEVER)
+    log_probs, place = going_on.topk(min(options.beam_size, going_on.shape[1]), dim=1)
+    parents, newest = candidates.parents.gather(1, place), candidates.tokens.gather(1, place)
+    tokens = _pick(live.tokens, parents)
+    tokens[:, :, step] = newest
+    coverage = None if live.coverage is None else _pick(live.coverage, parents)
+    n, width = live.newest.shape
+    rows = torch.arange(n, device=parents.device).unsqueeze(1) * width + parents
+    return rows, _Live(live.sentences, live.limits, tokens, newest, log_probs, coverage)
+
+
+def _open_sentences(finished: Hypotheses, live: _Live, step: int, options: SearchOptions) -> Tensor:
+    """Which sentences are not done, bool of shape (n,)."""
+    best_live = live.log_probs.amax(dim=1)
+    done = finished.ended[live.sentences] >= options.beam_size
+    if not options.stop_early:
+        soonest = torch.full((), step + 2, device=best_live.device)
+        reachable = torch.maximum(options.score(best_live, soonest), options.score(best_live, live.limits))
+        done &= reachable <= finished.scores[live.sentences].amin(dim=1)
+    return (best_live > _NEVER) & ~done
+
+
+def _follow(proposer: Proposer, rows: Tensor, live: _Live, kept: Tensor) -> _Live:
+    """Drop the sentences that are done, and let the model's state follow."""
+    if len(kept) < len(rows):
+        proposer.reorder(rows[kept].flatten(), kept)
+        return live.keep(kept)
+    if rows.shape[1] > 1:  # otherwise each row is where it was
+        proposer.reorder(rows.flatten(), None)
+    return live
+
+
+def _pick(values: Tensor, index: Tensor) -> Tensor:
+    """Of values of shape (n, m, ...) those at the places ``index`` of shape (n, k): shape (n, k, ...)."""
+    return values[torch.arange(len(values), device=values.device).unsqueeze(1), index]

@@ -1,0 +1,5 @@
+"""Where the time of a run goes: the Tracker, its clocks and its sinks."""
+
+from mlbench_core.tracking.tracker import Tracker
+
+__all__ = ["Tracker"]

@@ -1,0 +1,143 @@
+"""Where a tracker's numbers go besides the master: files, TensorBoard, or any function.
+
+A sink is called ``sink(name, value, epoch, step)``. It may also have ``flush()``, ``close()`` and
+``write_summary(summary)``, which the tracker calls after an epoch, at its own end, and with its final summary.
+
+Example:
+    >>> from mlbench_core.tracking.tracker import Tracker
+    >>> seen = []
+    >>> tracker = Tracker([], run_id="1", rank=0, sinks=[lambda *record: seen.append(record)])
+    >>> tracker.record_loss(0.5)
+    >>> seen
+    [('train_loss', 0.5, 0, 0)]
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from mlbench_core.errors import require
+
+__all__ = ["CSVSink", "JSONLSink", "Sink", "TensorBoardSink"]
+
+
+class Sink(Protocol):
+    """Anything that takes a recorded number."""
+
+    def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> Any:
+        """Take one number.
+
+        Args:
+            name: Prefixed name, for example ``"val_loss"``.
+            value: The number; a text only for ``"TaskResult"``.
+            epoch: Epoch, from 0.
+            step: Training batches finished so far.
+        """
+
+
+class _FileSink:
+    """A text file, opened on first use, that is appended to."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def _open(self) -> TextIO:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8", newline="")
+        return self._file
+
+    def flush(self) -> None:
+        """Hand what was written to the operating system."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; the next number opens it again."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            file.close()
+
+
+class JSONLSink(_FileSink):
+    """One JSON object a line: time, epoch, step, name, value; at the end one with the run's summary.
+
+    JSON knows no infinities, so a value that is not finite is written as null.
+
+    Args:
+        path: The file, appended to; its folder is made.
+        fields: Further fields of every line, for example ``rank=0``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **fields: str | int | float) -> None:
+        super().__init__(path)
+        self._fields = fields
+
+    def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
+        """Write one line."""
+        finite = value if isinstance(value, str) or math.isfinite(value) else None
+        self._write({"epoch": epoch, "step": step, "name": name, "value": finite})
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write the run's summary as a line ``{"summary": {...}}``."""
+        self._write({"summary": summary})
+
+    def _write(self, content: dict[str, Any]) -> None:
+        line = {"time": datetime.now(timezone.utc).isoformat(), **self._fields, **content}
+        self._open().write(json.dumps(line) + "\n")
+
+
+class CSVSink(_FileSink):
+    """Rows of epoch, step, name and value, below one header line.
+
+    Args:
+        path: The file, appended to; its folder is made.
+    """
+
+    HEADER = ("epoch", "step", "name", "value")
+
+    def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
+        """Write one row."""
+        file = self._open()
+        writer = csv.writer(file, lineterminator="\n")
+        if file.tell() == 0:
+            writer.writerow(self.HEADER)
+        writer.writerow((epoch, step, name, value))
+
+
+class TensorBoardSink:
+    """Scalars, and texts, for TensorBoard. The step of its charts is the number of finished batches.
+
+    Args:
+        folder: Folder of the event files.
+
+    Raises:
+        MissingDependencyError: TensorBoard or torch is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        require("tensorboard", "tensorboard")
+        writers: Any = require("torch.utils.tensorboard", "torch")
+        self._writer = writers.SummaryWriter(os.fspath(folder))
+
+    def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
+        """Write one scalar or text."""
+        if isinstance(value, str):
+            self._writer.add_text(name, value, step)
+        else:
+            self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """Write what waits."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what waits and end the writer's thread."""
+        self._writer.close()

@@ -1,0 +1,1016 @@
+"""Where the time of a training run goes, how good it gets, and when it reaches its goal."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
+from types import TracebackType
+from typing import Any
+
+from mlbench_core.client.log_metrics import LogMetrics
+from mlbench_core.errors import CheckpointError
+from mlbench_core.statistics import AverageMeter, QuantileSketch
+from mlbench_core.tracking.clock import DeviceClock, DeviceEvent, cuda_event, cuda_in_use
+from mlbench_core.tracking.energy import energy_counter
+from mlbench_core.tracking.progress import ProgressBar, wants_progress
+from mlbench_core.tracking.sinks import Sink
+from mlbench_core.tracking.summary import TrackerSummary
+
+__all__ = ["AverageMeter", "Goal", "Tracker"]
+
+logger = logging.getLogger(__name__)
+
+Goal = Callable[[str, float, "Tracker"], "str | None"]
+
+TRAIN_PREFIX = "train_"
+VALIDATION_PREFIX = "val_"
+_STATE_VERSION = 1
+_FLUSH_TIMEOUT_S = 5.0
+
+_NUMBERS_IN_STATE = {
+    "current_epoch": "current_epoch",
+    "best_epoch": "best_epoch",
+    "goal_reached": "goal_reached",
+    "goal_text": "goal_text",
+    "time_to_goal_s": "time_to_goal_s",
+    "is_training": "is_training",
+    "minimize": "minimize",
+    "is_latest_best": "_is_latest_best",
+    "train_s": "_train_s",
+    "validation_s": "_validation_s",
+    "batches": "_batches",
+    "batches_in_epoch": "_batches_in_epoch",
+    "batches_per_epoch": "batches_per_epoch",
+    "samples": "_samples",
+    "tokens": "_tokens",
+    "communication_total_s": "_communication_total_s",
+    "communication_exposed_s": "_communication_exposed_s",
+    "communication_size_bytes": "_communication_size_bytes",
+}
+"""Entries of a state dict that are one attribute each."""
+
+_STEP_GROUPS = ("communication_steps", "compute_steps", "metrics_steps", "preprocess_steps")
+
+
+@dataclass(frozen=True)
+class _NamedMetric:
+    """Stands for a metric of which only the name is known, after loading a checkpoint."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Seconds since the start of the run."""
+
+    train_s: float = 0.0
+    validation_s: float = 0.0
+    steps_s: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, steps: Iterable[str]) -> float:
+        """Seconds of some of the steps."""
+        return sum(self.steps_s.get(name, 0.0) for name in steps)
+
+
+def _step_method(name: str) -> Callable[[Tracker], None]:
+    """The method ``record_batch_step(name)`` for one name, in a single call where nothing special is to do."""
+
+    def record(self: Tracker) -> None:
+        mark = self._mark
+        if mark is not None and self._device is None and name in self._step_s:
+            self._mark = now = time.perf_counter()
+            self._step_s[name] += now - mark
+        else:
+            self.record_batch_step(name)
+
+    record.__doc__ = f'Mark the end of the step ``"{name}"``, see :meth:`record_batch_step`.'
+    return record
+
+
+class Tracker:
+    """Tracks times, statistics and metrics of one worker.
+
+    A batch runs from :meth:`batch_start` to :meth:`batch_end`; a step's time runs from the mark before it to its own
+    mark. Marks outside a batch book nothing. Training time is the time inside batches, less validation that ran inside
+    one. The clock is :func:`time.perf_counter`, or CUDA events where ``use_cuda`` holds; those are read once the device
+    has passed them, so that nothing waits for the device. Memory does not grow with the number of batches.
+
+    Statistics are named ``train_<name>`` or ``val_<name>``, and each is shown to the goal until that is reached.
+    Numbers for the master go through ``LogMetrics.log``, which adds the rank to the name.
+
+    Not safe for use from several threads at once.
+
+    Args:
+        metrics: The run's metrics, anything with a ``name``; the first is the primary one. May be empty.
+        run_id: Id of the run, as the master gave it.
+        rank: Rank of this worker.
+        goal: Called ``(metric_name, value, tracker)``, gives None or the result's text. A factory that needs no
+            arguments is called for its goal.
+        communication_steps: Names of the steps that count as communication. Default ``["agg"]``.
+        compute_steps: Default ``["fwd_pass", "comp_loss", "backprop", "opt_step"]``.
+        metrics_steps: Default ``["comp_metrics"]``.
+        preprocess_steps: Default ``["batch_load"]``.
+        minimize: Whether smaller values of the primary metric are better.
+        sinks: Further receivers of every recorded number, see :mod:`mlbench_core.tracking.sinks`.
+        progress: Whether to draw a progress bar; None means on rank 0 when standard error is a terminal.
+        use_cuda: Whether steps are timed on the CUDA device; None means where CUDA is in use at the first batch.
+        history_size: How many recent batches and statistics ``history`` holds, and how many epochs each entry of
+            ``records``.
+        make_event: Makes the events of the device clock; for tests.
+
+    Attributes:
+        current_epoch: Epoch, from 0.
+        best_epoch: Epoch of the best value of the primary metric.
+        best_metric_value: That value; before any it is the worst there is (an infinity).
+        start_time: Wall-clock time of :meth:`start`, seconds since 1970; None before. No duration is taken from it.
+        train_prefix: What names of training statistics begin with, ``"train_"``.
+        val_prefix: What names of validation statistics begin with, ``"val_"``.
+        primary_metric: The first metric, or None.
+        goal_reached: Whether the goal was reached.
+        goal_text: The text of the goal, once reached.
+        time_to_goal_s: Training seconds until then.
+        epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch; those of the loss and the metrics are
+            there before the first value.
+        is_training: Whether statistics are those of training.
+        records: Prefixed name to {epoch: mean of the epoch}.
+        history: The most recent ``(epoch, name, value, batch, time_s)``, with the name ``"batch_time_s"`` for each
+            batch. ``batch`` is the number of batches finished by then, ``time_s`` the seconds since :meth:`start`.
+        batches_per_epoch: Batches of an epoch for the progress bar; learnt from the first epoch unless set.
+
+    Raises:
+        TypeError: ``goal``, a step's name or a sink is of the wrong kind.
+        ValueError: ``history_size`` is below 1.
+
+    Example:
+        >>> tracker = Tracker([], run_id="1", rank=0)
+        >>> tracker.start()
+        >>> for _ in range(3):
+        ...     tracker.batch_start()
+        ...     tracker.record_batch_fwd_pass()
+        ...     tracker.batch_end(samples=32)
+        >>> tracker.record_loss(0.5, n=32)
+        >>> tracker.epoch_stats["train_loss"].avg
+        0.5
+        >>> tracker.summary().samples
+        96
+    """
+
+    def __init__(
+        self,
+        metrics: Iterable[Any],
+        run_id: str | int,
+        rank: int,
+        goal: Goal | Callable[[], Goal] | None = None,
+        communication_steps: str | Iterable[str] | None = None,
+        compute_steps: str | Iterable[str] | None = None,
+        metrics_steps: str | Iterable[str] | None = None,
+        preprocess_steps: str | Iterable[str] | None = None,
+        minimize: bool = False,
+        *,
+        sinks: Iterable[Sink] = (),
+        progress: bool | None = None,
+        use_cuda: bool | None = None,
+        history_size: int = 1000,
+        make_event: Callable[[], DeviceEvent] = cuda_event,
+    ) -> None:
+        if history_size < 1:
+            raise ValueError(f"history_size is {history_size}, but it must be at least 1")
+        self.metrics = list(metrics or ())
+        self.run_id = run_id
+        self.rank = rank
+        self.goal = goal
+        self.communication_steps = _steps("communication_steps", communication_steps, ["agg"])
+        self.compute_steps = _steps("compute_steps", compute_steps, ["fwd_pass", "comp_loss", "backprop", "opt_step"])
+        self.metrics_steps = _steps("metrics_steps", metrics_steps, ["comp_metrics"])
+        self.preprocess_steps = _steps("preprocess_steps", preprocess_steps, ["batch_load"])
+        self.minimize = minimize
+        self.primary_metric: Any = self.metrics[0] if self.metrics else None
+        self._sinks = list(sinks)
+        for sink in self._sinks:
+            if not callable(sink):
+                raise TypeError(f"sink {sink!r} is not callable; a sink is called (name, value, epoch, step)")
+
+        self.current_epoch = 0
+        self.best_epoch = 0
+        self.best_metric_value = self._worst
+        self._is_latest_best = False
+        self.goal_reached = False
+        self.goal_text: str | None = None
+        self.time_to_goal_s: float | None = None
+        self.start_time: float | None = None
+        self.train_prefix = TRAIN_PREFIX
+        self.val_prefix = VALIDATION_PREFIX
+        self.is_training = True
+        self.epoch_stats: dict[str, AverageMeter] = {}
+        self.reset_epoch_stats()
+        self.records: dict[str, dict[int, float]] = {}
+        self.history: deque[tuple[int, str, float, int, float]] = deque(maxlen=history_size)
+        self.batches_per_epoch: int | None = None
+
+        # The primary metric in the validation that runs, as record_metric gets it.
+        self._validation_mean = AverageMeter()
+        self._best_before: tuple[float, int, bool] | None = None
+        self._is_primary_told = False
+
+        self._start_s: float | None = None
+        self._batch_start: float | None = None
+        self._mark: float | None = None
+        self._validation_start: float | None = None
+        self._earlier_wall_s = 0.0
+        self._step_s: dict[str, float] = {}
+        self._epoch_ends: deque[_Totals] = deque(maxlen=history_size)
+        self._train_s = 0.0
+        self._validation_s = 0.0
+        self._batches = 0
+        self._batches_in_epoch = 0
+        self._batch_times = QuantileSketch()
+        self._samples = 0
+        self._tokens = 0
+        self._communication_total_s = 0.0
+        self._communication_exposed_s = 0.0
+        self._communication_size_bytes = 0
+
+        self._use_cuda = use_cuda
+        self._make_event = make_event
+        self._device: DeviceClock | None = None
+        self._joules: Callable[[], float] | None = None
+        self._joules_at_start = 0.0
+        self._earlier_energy_j: float | None = None
+        self._wanted_progress = progress
+        self._progress: ProgressBar | None = None
+        self._prepared = False
+        self._closed = False
+
+    # ------------------------------------------------------------------ phases of a run
+
+    @property
+    def goal(self) -> Goal | None:
+        """The goal, called ``(metric_name, value, tracker)``; may be set at any time."""
+        return self._goal
+
+    @goal.setter
+    def goal(self, goal: Goal | Callable[[], Goal] | None) -> None:
+        self._goal = _as_goal(goal)
+
+    def start(self) -> None:
+        """Start the run's wall clock.
+
+        Raises:
+            RuntimeError: It was started before.
+        """
+        if self._start_s is not None:
+            raise RuntimeError("the tracker was started before; start() is called once, before the first epoch")
+        self._start_s = time.perf_counter()
+        self.start_time = time.time()
+
+    def train(self) -> None:
+        """Name the statistics that follow ``train_...``."""
+        self.is_training = True
+
+    def validation(self) -> None:
+        """Name the statistics that follow ``val_...``."""
+        if self.is_training:
+            self._expect_primary()
+        self.is_training = False
+
+    def validation_start(self) -> None:
+        """Start the clock of a validation."""
+        self._expect_primary()
+        self._validation_start = time.perf_counter()
+
+    def validation_end(self) -> None:
+        """Book the time since :meth:`validation_start`; without one, nothing.
+
+        A validation inside a batch is no part of that batch.
+        """
+        if self._validation_start is None:
+            return
+        elapsed_s = time.perf_counter() - self._validation_start
+        self._validation_start = None
+        self._validation_s += elapsed_s
+        if self._batch_start is not None and self._mark is not None:
+            self._batch_start += elapsed_s
+            self._mark += elapsed_s
+            if self._device is not None:
+                self._device.skip()
+
+    def epoch_end(self) -> None:
+        """End the epoch: send the steps' times, start new means.
+
+        Each worker sends its own: ``<step>`` and ``CumulativeTrainTimeEpoch`` are seconds of the epoch, and
+        ``cum_<step>`` are seconds of the run so far. An epoch without batches sends none.
+        """
+        before, now = self._epoch_ends[-1] if self._epoch_ends else _Totals(), self._totals()
+        self._epoch_ends.append(now)
+        if self._batches_in_epoch:
+            numbers = {name: now.of([name]) - before.of([name]) for name in now.steps_s}
+            numbers["CumulativeTrainTimeEpoch"] = now.train_s - before.train_s
+            numbers.update({f"cum_{name}": total for name, total in now.steps_s.items()})
+            for name, value in numbers.items():
+                self._send(name, value)
+                self._to_sinks(name, value)
+            self.batches_per_epoch = self._batches_in_epoch
+        self._batches_in_epoch = 0
+        if self._progress is not None:
+            self._progress.clear()
+        self._each_sink("flush")
+        self.reset_epoch_stats()
+        self._expect_primary()
+        self.current_epoch += 1
+
+    def epochs(self, most: int, past_goal: bool = False) -> Iterator[int]:
+        """Numbers of the epochs to train: from the current one, until the goal is reached or the budget is spent.
+
+        A run that goes on from a checkpoint has those that were left, and none after its goal.
+
+        Args:
+            most: The budget in epochs.
+            past_goal: Whether the goal ends nothing.
+
+        Example:
+            >>> tracker = Tracker([], "1", 0)
+            >>> for epoch in tracker.epochs(most=3):
+            ...     tracker.goal_reached = epoch == 1
+            ...     tracker.epoch_end()
+            >>> tracker.current_epoch
+            2
+        """
+        for epoch in range(self.current_epoch, most):
+            if self.goal_reached and not past_goal:
+                return
+            yield epoch
+
+    def reset_epoch_stats(self) -> None:
+        """Forget the means of the current epoch."""
+        self.epoch_stats = self._empty_meters(self.metrics)
+
+    def _empty_meters(self, metrics: Iterable[Any]) -> dict[str, AverageMeter]:
+        names = ["loss", *(metric.name for metric in metrics)]
+        prefixes = (self.train_prefix, self.val_prefix, f"{self.val_prefix}global_")
+        return {f"{prefix}{name}": AverageMeter() for prefix in prefixes for name in names}
+
+    # ------------------------------------------------------------------ batches and their steps
+
+    def batch_start(self) -> None:
+        """Start a batch. One left open gives the time up to its last mark to training."""
+        if self._batch_start is not None or not self._prepared:
+            self._before_batch()
+        if self._device is not None:
+            self._device.batch_start()
+        self._batch_start = self._mark = time.perf_counter()
+
+    def batch_end(self, samples: int = 0, tokens: int = 0) -> None:
+        """End a batch; without :meth:`batch_start`, nothing.
+
+        Args:
+            samples: Training samples of the batch on this worker, for the throughput.
+            tokens: Training tokens of it.
+        """
+        start = self._batch_start
+        if start is None:
+            return
+        now = time.perf_counter()
+        self._batch_start = self._mark = None
+        self._batches += 1
+        self._batches_in_epoch += 1
+        if self._device is not None:
+            self._device.batch_end()
+        else:
+            self._book_batch(now - start)
+        if samples or tokens:
+            self.count(samples, tokens)
+        if self._progress is not None and self._progress.due():
+            self._progress.draw(self.current_epoch, self._batches_in_epoch, self.batches_per_epoch, str(self))
+
+    def record_batch_step(self, name: str) -> None:
+        """Mark the end of a step: its time runs from the mark before. Outside a batch, nothing.
+
+        Args:
+            name: The step; any name, also one not in the constructor's lists.
+
+        Raises:
+            TypeError: ``name`` is no string.
+        """
+        mark = self._mark
+        if mark is None:
+            return
+        now = time.perf_counter()
+        steps = self._step_s
+        if name not in steps:
+            self._new_step(name)
+        if self._device is None:
+            steps[name] += now - mark
+        else:
+            self._device.mark(name)
+        self._mark = now
+
+    record_batch_init = _step_method("init")
+    record_batch_load = _step_method("batch_load")
+    record_batch_fwd_pass = _step_method("fwd_pass")
+    record_batch_comp_loss = _step_method("comp_loss")
+    record_batch_backprop = _step_method("backprop")
+    record_batch_agg = _step_method("agg")
+    record_batch_opt_step = _step_method("opt_step")
+    record_batch_comp_metrics = _step_method("comp_metrics")
+
+    def record_communication(self, total_s: float, exposed_s: float, size_bytes: int) -> None:
+        """Add communication that may have run beside the backward pass.
+
+        Args:
+            total_s: Seconds during which communication ran.
+            exposed_s: The part of them that training waited for; above ``total_s`` it counts as all of it.
+            size_bytes: Bytes that this worker sent.
+
+        Raises:
+            ValueError: One of them is negative or no number.
+        """
+        for name, value in (("total_s", total_s), ("exposed_s", exposed_s), ("size_bytes", size_bytes)):
+            if not value >= 0:
+                raise ValueError(f"{name} is {value}, but times and sizes are at least 0")
+        self._communication_total_s += float(total_s)
+        self._communication_exposed_s += float(min(exposed_s, total_s))
+        self._communication_size_bytes += int(size_bytes)
+
+    def book_as_communication(self, step: str, seconds: float) -> None:
+        """Move time from a step, within which training waited for communication, to the first communication step.
+
+        Args:
+            step: For example ``"backprop"``, where gradients are averaged during the backward pass.
+            seconds: How long training waited; at most what is booked on the step is moved.
+
+        Raises:
+            ValueError: ``seconds`` is negative or no number.
+        """
+        if not seconds >= 0:
+            raise ValueError(f"seconds is {seconds}, but times are at least 0")
+        moved = min(float(seconds), self._step_s.get(step, 0.0))
+        if moved > 0 and self.communication_steps:
+            target = self.communication_steps[0]
+            self._step_s[step] -= moved
+            self._step_s[target] = self._step_s.get(target, 0.0) + moved
+
+    def count(self, samples: int = 0, tokens: int = 0) -> None:
+        """Count training data, for the throughput.
+
+        Args:
+            samples: Samples that this worker trained on.
+            tokens: Tokens that this worker trained on.
+
+        Raises:
+            ValueError: One of them is negative.
+        """
+        if samples < 0 or tokens < 0:
+            raise ValueError(f"samples={samples}, tokens={tokens}, but counts are at least 0")
+        self._samples += int(samples)
+        self._tokens += int(tokens)
+
+    # ------------------------------------------------------------------ statistics
+
+    def record_loss(self, value: float, n: float = 1, log_to_api: bool = False) -> None:
+        """Record the loss, see :meth:`record_stat`.
+
+        Args:
+            value: Mean loss over ``n`` samples.
+            n: Number of samples.
+            log_to_api: Whether to send it to the master.
+        """
+        self.record_stat("loss", value, n, log_to_api)
+
+    def record_metric(self, metric: Any, value: float, n: float = 1, log_to_api: bool = False) -> None:
+        """Record a metric's value, see :meth:`record_stat`.
+
+        In validation the primary metric may become the best, see :meth:`is_best`, with the weighted mean of what was
+        recorded since the validation began: since :meth:`validation_start`, or since :meth:`validation` ended training.
+        A value given to :meth:`update_primary_metric` in the same validation counts instead of this mean.
+
+        Args:
+            metric: The metric, or its name.
+            value: Its mean over ``n`` samples.
+            n: Number of samples.
+            log_to_api: Whether to send it to the master.
+        """
+        name = metric if isinstance(metric, str) else metric.name
+        value = _number(self._prefix + name, value)
+        # Before it is recorded, so that a goal which looks at the best value sees this one.
+        if not self.is_training and self.primary_metric is not None and name == self.primary_metric.name:
+            self._judge_mean(value, n)
+        self.record_stat(name, value, n, log_to_api)
+
+    def record_stat(self, name: str, value: float, n: float = 1, log_to_api: bool = False) -> None:
+        """Record a statistic and show it to the goal.
+
+        Args:
+            name: Its name; ``train_`` or ``val_`` comes before it. What stands for all workers is named
+                ``global_<name>``.
+            value: A number, or a tensor of one element: the mean over ``n`` samples.
+            n: Number of samples, the weight in the epoch's mean.
+            log_to_api: Whether to send it to the master.
+
+        Raises:
+            TypeError: ``value`` is no number.
+            ValueError: ``n`` is negative.
+        """
+        name = self._prefix + name
+        value = _number(name, value)
+        meter = self.epoch_stats.get(name)
+        if meter is None:
+            meter = self.epoch_stats[name] = AverageMeter()
+        meter.update(value, n)
+        by_epoch = self.records.setdefault(name, {})
+        by_epoch[self.current_epoch] = meter.avg
+        if len(by_epoch) > (self.history.maxlen or 1):
+            del by_epoch[next(iter(by_epoch))]
+        self.history.append((self.current_epoch, name, value, self._batches, self._wall_s()))
+        if log_to_api:
+            self._send(name, value)
+        if self._sinks:
+            self._to_sinks(name, value)
+        if self._goal is not None and not self.goal_reached:
+            self._check_goal(name, value)
+
+    def update_primary_metric(self, new_metric_value: float) -> None:
+        """Tell the value of the primary metric after a validation.
+
+        The first value is the best so far, whatever it is; later ones must be better than the best, equal is not
+        enough. A value that is no number (nan) is never best.
+
+        Args:
+            new_metric_value: A number, or a tensor of one element.
+        """
+        value = _number("the primary metric", new_metric_value)
+        if self._best_before is not None:  # what was recorded in this validation counts no more
+            self.best_metric_value, self.best_epoch, self._is_latest_best = self._best_before
+            self._best_before = None
+        self._is_primary_told = True
+        self._judge(value)
+
+    def _judge(self, value: float) -> None:
+        """Take a value of the primary metric as the latest, and as the best if it is."""
+        better = value < self.best_metric_value if self.minimize else value > self.best_metric_value
+        self._is_latest_best = better
+        if better:
+            self.best_metric_value = value
+            self.best_epoch = self.current_epoch
+
+    def _judge_mean(self, value: float, n: float) -> None:
+        """Add a recorded value to the mean of this validation, and judge that against the time before it."""
+        mean = self._validation_mean
+        is_first = mean.count == 0
+        mean.update(value, n)
+        if self._is_primary_told or mean.count == 0:
+            return
+        if self._best_before is None:
+            self._best_before = (self.best_metric_value, self.best_epoch, self._is_latest_best)
+        else:
+            self.best_metric_value, self.best_epoch, self._is_latest_best = self._best_before
+        self._judge(value if is_first else mean.avg)
+
+    def _expect_primary(self) -> None:
+        """Begin a validation: what is recorded from now on has a mean of its own."""
+        self._validation_mean.reset()
+        self._best_before = None
+        self._is_primary_told = False
+
+    def is_best(self) -> bool:
+        """Whether the latest value of the primary metric is of this epoch and the best so far."""
+        return self._is_latest_best and self.best_epoch == self.current_epoch
+
+    # ------------------------------------------------------------------ totals
+
+    def get_total_train_time(self) -> float:
+        """Seconds inside training batches, without validation."""
+        self._drain()
+        return self._train_s
+
+    def get_total_val_time(self) -> float:
+        """Seconds of validation."""
+        return self._validation_s
+
+    def get_total_compute_time(self) -> float:
+        """Seconds of the compute steps."""
+        return self._total_of(self.compute_steps)
+
+    def get_total_communication_time(self) -> float:
+        """Seconds of the communication steps: communication that training waited for."""
+        return self._total_of(self.communication_steps)
+
+    def get_total_metrics_time(self) -> float:
+        """Seconds of the metrics steps."""
+        return self._total_of(self.metrics_steps)
+
+    def get_total_preprocess_time(self) -> float:
+        """Seconds of the preprocess steps."""
+        return self._total_of(self.preprocess_steps)
+
+    @property
+    def epoch_metrics(self) -> dict[str, list[float]]:
+        """Step to its seconds in each epoch; the current one is last as soon as it has any.
+
+        Of a long run the last ``history_size`` epochs have an entry each, and the first entry has all before them.
+        """
+        return {name: self._by_epoch(partial(_Totals.of, steps=[name])) for name in self._step_s}
+
+    @property
+    def cumulative_train_time(self) -> list[float]:
+        """Seconds inside training batches in each epoch, as in :attr:`epoch_metrics`; their sum is the total."""
+        return self._by_epoch(lambda totals: totals.train_s)
+
+    @property
+    def cumulative_val_time(self) -> list[float]:
+        """Seconds of validation in each epoch."""
+        return self._by_epoch(lambda totals: totals.validation_s)
+
+    @property
+    def cumulative_compute_time(self) -> list[float]:
+        """Seconds of the compute steps in each epoch."""
+        return self._by_epoch(lambda totals: totals.of(self.compute_steps))
+
+    @property
+    def cumulative_communication_time(self) -> list[float]:
+        """Seconds of the communication steps in each epoch."""
+        return self._by_epoch(lambda totals: totals.of(self.communication_steps))
+
+    @property
+    def cumulative_metrics_time(self) -> list[float]:
+        """Seconds of the metrics steps in each epoch."""
+        return self._by_epoch(lambda totals: totals.of(self.metrics_steps))
+
+    @property
+    def cumulative_preprocess_time(self) -> list[float]:
+        """Seconds of the preprocess steps in each epoch."""
+        return self._by_epoch(lambda totals: totals.of(self.preprocess_steps))
+
+    @property
+    def batch_times(self) -> list[float]:
+        """Seconds of the most recent batches, those in ``history``."""
+        self._drain()
+        return [entry[2] for entry in self.history if entry[1] == "batch_time_s"]
+
+    def summary(self) -> TrackerSummary:
+        """The run in numbers, so far; on CUDA without the batches that the device has not finished."""
+        train_s = self.get_total_train_time()
+        phases = {
+            "compute": self.get_total_compute_time(),
+            "communication": self.get_total_communication_time(),
+            "metrics": self.get_total_metrics_time(),
+            "preprocess": self.get_total_preprocess_time(),
+        }
+        shares = {name: seconds / train_s for name, seconds in phases.items()} if train_s > 0 else {}
+        if shares:
+            shares["other"] = max(0.0, 1.0 - sum(shares.values()))
+        quantile = self._batch_times.quantile
+        has_best = self._has_best
+        return TrackerSummary(
+            run_id=str(self.run_id),
+            rank=self.rank,
+            epochs=self.current_epoch,
+            batches=self._batches,
+            wall_s=self._wall_s(),
+            train_s=train_s,
+            validation_s=self._validation_s,
+            compute_s=phases["compute"],
+            communication_s=phases["communication"],
+            metrics_s=phases["metrics"],
+            preprocess_s=phases["preprocess"],
+            steps_s=dict(self._step_s),
+            shares=shares,
+            samples=self._samples,
+            tokens=self._tokens,
+            samples_per_s=self._samples / train_s if self._samples and train_s > 0 else None,
+            tokens_per_s=self._tokens / train_s if self._tokens and train_s > 0 else None,
+            batch_p50_s=quantile(0.5),
+            batch_p90_s=quantile(0.9),
+            batch_p99_s=quantile(0.99),
+            communication_total_s=self._communication_total_s,
+            communication_exposed_s=self._communication_exposed_s,
+            communication_size_bytes=self._communication_size_bytes,
+            energy_j=self._energy_j(),
+            best_metric_value=self.best_metric_value if has_best else None,
+            best_epoch=self.best_epoch if has_best else None,
+            goal_reached=self.goal_reached,
+            goal_text=self.goal_text,
+            time_to_goal_s=self.time_to_goal_s,
+        )
+
+    def publish_summary(self, world_size: int = 1) -> None:
+        """Send the run's totals to the master as one metric ``summary``, JSON text; only rank 0 does.
+
+        ``mlbench run --wait`` and ``mlbench charts`` draw their tables and charts from it.
+
+        Args:
+            world_size: Number of workers. Throughput is this worker's times it, since all workers have parts of equal
+                size and wait for one another in every step.
+        """
+        if self.rank != 0:
+            return
+        numbers = self.summary()
+        rate = numbers.samples_per_s
+        report = {
+            "workers": world_size,
+            "goal_reached": numbers.goal_reached,
+            "time_to_goal_s": numbers.time_to_goal_s,
+            "total_s": {
+                "train": numbers.train_s,
+                "compute": numbers.compute_s,
+                "communication": numbers.communication_s,
+                "exposed_communication": numbers.communication_exposed_s,
+                "metrics": numbers.metrics_s,
+                "preprocess": numbers.preprocess_s,
+                "validation": numbers.validation_s,
+            },
+            "samples_per_s": None if rate is None else rate * world_size,
+            "epochs": numbers.epochs,
+            "best": numbers.best_metric_value,
+            "bytes_sent": numbers.communication_size_bytes,
+        }
+        self._send("summary", json.dumps(report))
+
+    def __str__(self) -> str:
+        """One line: the epoch, the means of its statistics, the best value, the training time."""
+        parts = [f"Epoch {self.current_epoch}"]
+        of_all = f"{self.val_prefix}global_"
+        for name, meter in self.epoch_stats.items():
+            twin = self.epoch_stats.get(of_all + name.removeprefix(self.val_prefix))
+            if meter.count and (twin is None or not twin.count):
+                parts.append(f"{name} {meter.avg:.4g}")
+        if self._has_best:
+            metric = getattr(self.primary_metric, "name", "metric")
+            parts.append(f"best {metric} {self.best_metric_value:.4g} (epoch {self.best_epoch})")
+        parts.append(f"train time {self._train_s:.1f} s")
+        if self.goal_reached:
+            parts.append("goal reached")
+        return " | ".join(parts)
+
+    # ------------------------------------------------------------------ end, and state
+
+    def close(self) -> None:
+        """End the run: flush and close the sinks, remove the progress bar, hand what is left to the master.
+
+        Waits for the device, and at most 5 seconds for the master. A second call does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._progress is not None:
+            self._progress.clear()
+            self._progress = None
+        if self._device is not None:
+            self._device.drain(wait=True)
+        if self._sinks:
+            self._each_sink("write_summary", self.summary().to_dict())
+        self._each_sink("flush")
+        self._each_sink("close")
+        LogMetrics.flush(_FLUSH_TIMEOUT_S)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, as plain containers: fit for JSON and ``torch.load(weights_only=True)``.
+
+        A batch that is open is not part of it; sinks, the goal and the progress bar are the new tracker's own.
+        """
+        self._drain()
+        state: dict[str, Any] = {"version": _STATE_VERSION}
+        state.update({key: getattr(self, name) for key, name in _NUMBERS_IN_STATE.items()})
+        state.update({group: list(getattr(self, group)) for group in _STEP_GROUPS})
+        state["metrics"] = [str(metric.name) for metric in self.metrics]
+        state["best_metric_value"] = self.best_metric_value if self._has_best else None
+        state["steps_s"] = dict(self._step_s)
+        state["wall_s"] = self._wall_s()
+        state["energy_j"] = self._energy_j()
+        state["batch_times"] = self._batch_times.state()
+        state["epoch_stats"] = {name: [m.val, m.sum, m.count] for name, m in self.epoch_stats.items() if m.count}
+        state["epoch_ends"] = [asdict(totals) for totals in self._epoch_ends]
+        state["records"] = {name: [[e, v] for e, v in values.items()] for name, values in self.records.items()}
+        state["history"] = [list(entry) for entry in self.history]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where another tracker's :meth:`state_dict` was taken; times go on adding up.
+
+        Step lists and ``minimize`` are taken over. Metrics are only where this tracker was made without: then each is
+        known by its name alone.
+
+        Args:
+            state: What :meth:`state_dict` gave, possibly by way of JSON.
+
+        Raises:
+            CheckpointError: It is no state of a tracker; this tracker is then unchanged.
+        """
+        try:
+            attributes = self._attributes_of(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"this is no state of a tracker (version {_STATE_VERSION}): {type(error).__name__}: {error}; "
+                "pass what Tracker.state_dict() gave"
+            ) from error
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self._batch_start = self._mark = self._validation_start = None
+        self._device = None
+        self._prepared = False
+        if self._start_s is not None:
+            self._start_s = time.perf_counter()
+
+    def _attributes_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The attributes that a state stands for."""
+        if state["version"] != _STATE_VERSION:
+            raise ValueError(f"version {state['version']!r}")
+        new: dict[str, Any] = {name: state[key] for key, name in _NUMBERS_IN_STATE.items()}
+        new.update({group: _steps(group, state[group], []) for group in _STEP_GROUPS})
+        best = state["best_metric_value"]
+        new["best_metric_value"] = best if best is not None else (float("inf") if new["minimize"] else float("-inf"))
+        if not self.metrics and state["metrics"]:
+            new["metrics"] = [_NamedMetric(name) for name in state["metrics"]]
+            new["primary_metric"] = new["metrics"][0]
+        meters = self._empty_meters(new.get("metrics", self.metrics))
+        for name, (val, total, count) in state["epoch_stats"].items():
+            meters[name] = meter = AverageMeter()
+            meter.val, meter.sum, meter.count = val, total, count
+            meter.avg = total / count if count else 0
+        new["epoch_stats"] = meters
+        new["records"] = {name: {int(e): v for e, v in values} for name, values in state["records"].items()}
+        new["history"] = deque(map(tuple, state["history"]), maxlen=self.history.maxlen)
+        new["_epoch_ends"] = deque(
+            (_Totals(**ends) for ends in state.get("epoch_ends", ())), maxlen=self._epoch_ends.maxlen
+        )
+        new["_batch_times"] = sketch = QuantileSketch()
+        sketch.load(state["batch_times"])
+        new["_step_s"] = {str(name): float(seconds) for name, seconds in state["steps_s"].items()}
+        new["_earlier_wall_s"] = float(state["wall_s"])
+        new["_earlier_energy_j"] = state["energy_j"]
+        return new
+
+    # ------------------------------------------------------------------ internals
+
+    @property
+    def _prefix(self) -> str:
+        return self.train_prefix if self.is_training else self.val_prefix
+
+    @property
+    def _worst(self) -> float:
+        return float("inf") if self.minimize else float("-inf")
+
+    @property
+    def _has_best(self) -> bool:
+        return self.best_metric_value != self._worst
+
+    def _before_batch(self) -> None:
+        """What only the first batch needs, and what a batch that was left open leaves to do."""
+        if self._batch_start is not None and self._mark is not None and self._device is None:
+            self._train_s += self._mark - self._batch_start
+        if self._prepared:
+            return
+        self._prepared = True
+        if self._start_s is None:
+            self._start_s = time.perf_counter()
+        if cuda_in_use() if self._use_cuda is None else self._use_cuda:
+            self._device = DeviceClock(self._book_step, self._book_batch, self._make_event)
+            self._joules = energy_counter()
+            self._joules_at_start = self._joules() if self._joules else 0.0
+        if self._progress is None and wants_progress(self._wanted_progress, self.rank):
+            self._progress = ProgressBar()
+
+    def _new_step(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"step {name!r} is of type {type(name).__name__}, but a step's name is a string")
+        self._step_s[name] = 0.0
+
+    def _book_step(self, name: str, seconds: float) -> None:
+        self._step_s[name] += seconds
+
+    def _book_batch(self, seconds: float) -> None:
+        self._train_s += seconds
+        self._batch_times.add(seconds)
+        self.history.append((self.current_epoch, "batch_time_s", seconds, self._batches, self._wall_s()))
+
+    def _drain(self) -> None:
+        if self._device is not None:
+            self._device.drain()
+
+    def _totals(self) -> _Totals:
+        """The totals so far, of what the device has finished."""
+        self._drain()
+        return _Totals(self._train_s, self._validation_s, dict(self._step_s))
+
+    def _total_of(self, steps: Iterable[str]) -> float:
+        return self._totals().of(steps)
+
+    def _by_epoch(self, pick: Callable[[_Totals], float]) -> list[float]:
+        """How much one of the totals grew in each epoch."""
+        totals, now = list(self._epoch_ends), self._totals()
+        if now != (totals[-1] if totals else _Totals()):
+            totals.append(now)
+        return [pick(after) - pick(before) for before, after in pairwise([_Totals(), *totals])]
+
+    def _wall_s(self) -> float:
+        return self._earlier_wall_s + (0.0 if self._start_s is None else time.perf_counter() - self._start_s)
+
+    def _energy_j(self) -> float | None:
+        if self._joules is None:
+            return self._earlier_energy_j
+        return (self._earlier_energy_j or 0.0) + self._joules() - self._joules_at_start
+
+    def _check_goal(self, name: str, value: float) -> None:
+        """Ask the goal; when it is reached, note it and let rank 0 send the result."""
+        text = self._goal(name, value, self) if self._goal is not None else None
+        if text is None:
+            return
+        self.goal_reached = True
+        self.goal_text = str(text)
+        self.time_to_goal_s = self.get_total_train_time()
+        logger.info("goal reached: %s", text)
+        result: dict[str, float | str] = {
+            "TaskResult": self.goal_text,
+            "TotalCumulativeTrainTime": self.time_to_goal_s,
+        }
+        known = [*self.preprocess_steps, *self.compute_steps, *self.communication_steps, *self.metrics_steps]
+        result.update({f"global_cum_{step}": self._step_s.get(step, 0.0) for step in [*known, *self._step_s]})
+        for key, entry in result.items():
+            if self.rank == 0:
+                self._send(key, entry)
+            self._to_sinks(key, entry)
+
+    def _send(self, name: str, value: float | str) -> None:
+        LogMetrics.log(self.run_id, self.rank, self.current_epoch, name, value)
+
+    def _to_sinks(self, name: str, value: float | str) -> None:
+        for sink in tuple(self._sinks):
+            self._call_sink(sink, sink, name, value, self.current_epoch, self._batches)
+
+    def _each_sink(self, method: str, *arguments: Any) -> None:
+        for sink in tuple(self._sinks):
+            function = getattr(sink, method, None)
+            if function is not None:
+                self._call_sink(sink, function, *arguments)
+
+    def _call_sink(self, sink: Sink, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call a sink; one that cannot write any more (a full disk) is dropped, the run goes on."""
+        try:
+            function(*arguments)
+        except OSError as error:
+            self._sinks = [other for other in self._sinks if other is not sink]
+            logger.warning("%r receives nothing any more, the run goes on: %s", sink, error)
+
+
+def _steps(argument: str, steps: str | Iterable[str] | None, default: list[str]) -> list[str]:
+    """The names of a group of steps as a list."""
+    if steps is None:
+        return default
+    names = [steps] if isinstance(steps, str) else list(steps)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument} has {name!r} of type {type(name).__name__}, but names of steps are strings")
+    return names
+
+
+def _number(name: str, value: Any) -> float:
+    """A plain number: tensors and arrays of one element lose their framework, so that no graph is kept alive."""
+    try:
+        return value if type(value) in (int, float) else float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} is {value!r}, but a statistic is a number or a tensor of one element") from error
+
+
+def _as_goal(goal: Any) -> Goal | None:
+    """The goal itself, where a factory that needs no arguments may have been given.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if goal is None or _accepts(goal, 3):
+        return goal
+    if callable(goal) and _accepts(goal, 0):
+        made = goal()
+        if made is not None and _accepts(made, 3):
+            return made
+    raise TypeError(
+        f"goal is {goal!r}, but a goal is called (metric_name, value, tracker); "
+        "pass one, or a function without required arguments that makes one"
+    )
+
+
+def _accepts(function: Any, arguments: int) -> bool:
+    """Whether a call with that many positional arguments fits."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that does not tell
+        return arguments > 0
+    return True

@@ -1,0 +1,483 @@
+"""Metrics reach the master once and in order, whatever happens to it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlbench_core.client.api import ApiClient
+from mlbench_core.client.delivery import MAX_BATCH
+from mlbench_core.errors import MasterNotFoundError, MasterRequestError
+from tests.client.stub_master import StubMaster
+
+Connect = Callable[..., ApiClient]
+
+
+def spooled(folder: Path) -> list[Any]:
+    """Values of the metrics on disk, in order."""
+    return [
+        json.loads(line)["value"] for file in sorted(folder.rglob("*.jsonl")) for line in file.read_text().splitlines()
+    ]
+
+
+def test_metrics_arrive_in_order_with_an_id_each(master: StubMaster, connect: Connect) -> None:
+    client = connect()
+    futures = [client.post_metric(7, "loss @ 0", value) for value in range(200)]
+    assert client.flush(10)
+    assert master.values == list(range(200))
+    assert {future.result(5).status_code for future in futures} == {201}
+    assert len({metric["id"] for metric in master.metrics}) == 200
+    assert len(master.deliveries) == 200
+
+
+def test_many_metrics_go_in_few_requests(master: StubMaster, connect: Connect) -> None:
+    client = connect()
+    future = client.post_metrics([{"run_id": 1, "name": "m", "value": i} for i in range(MAX_BATCH + 5)])
+    assert future.result(20).status_code == 201
+    assert master.batches == [MAX_BATCH, 5]
+    assert master.values == list(range(MAX_BATCH + 5))
+
+
+def test_posting_does_not_wait_for_a_master_that_hangs(master: StubMaster, connect: Connect) -> None:
+    reached, release = threading.Event(), threading.Event()
+
+    def hang(method: str, path: str, body: Any) -> None:
+        reached.set()
+        release.wait(20)
+
+    master.respond = hang
+    client = connect(timeout_s=20)
+    try:
+        futures = [client.post_metric(1, "loss @ 0", 0)]
+        assert reached.wait(20)
+        futures += [client.post_metric(1, "loss @ 0", value) for value in range(1, 50)]
+        assert not any(future.done() for future in futures)
+        assert not client.flush(0.05)
+    finally:
+        release.set()
+    assert client.flush(10)
+    assert master.values == list(range(50))
+    assert master.batches == [1, 49]  # what came while the first request was out went together
+
+
+def test_a_master_that_is_away_at_the_start_gets_everything_later(master: StubMaster, connect: Connect) -> None:
+    master.stop()
+    client = connect()
+    futures = [client.post_metric(1, "loss @ 0", value) for value in range(30)]
+    with pytest.raises(MasterNotFoundError, match="kept and delivered"):
+        futures[0].result(10)
+    assert not client.flush(0.1)
+    master.start()
+    assert client.flush(20)
+    assert master.values == list(range(30))
+    assert len(master.deliveries) == 30
+
+
+def test_the_background_thread_delivers_without_a_flush(master: StubMaster, connect: Connect) -> None:
+    arrived = threading.Event()
+    master.stop()
+    client = connect()
+    with pytest.raises(MasterNotFoundError):
+        client.post_metric(1, "loss @ 0", 1).result(10)
+
+    def notice(method: str, path: str, body: Any) -> None:
+        arrived.set()
+
+    master.respond = notice
+    master.start()
+    assert arrived.wait(20)
+
+
+def test_a_master_that_dies_midway_has_everything_once_and_in_order(master: StubMaster, connect: Connect) -> None:
+    client = connect()
+    value = 0
+    for _ in range(3):
+        for _ in range(40):
+            client.post_metric(1, "loss @ 0", value)
+            value += 1
+        master.stop()
+        for _ in range(40):
+            client.post_metric(1, "loss @ 0", value)
+            value += 1
+        master.start()
+    assert client.flush(20)
+    assert master.values == list(range(value))
+
+
+@pytest.mark.parametrize("outcome", ["no answer", 500, 503, 401, 429, "404 of a proxy"])
+def test_an_answer_lost_after_storing_does_not_double(master: StubMaster, connect: Connect, outcome: str | int) -> None:
+    """Stored, and the answer is lost or wrong: it is sent again, and its id makes that harmless."""
+    failures = iter([True, True])
+
+    def lose(method: str, path: str, body: Any) -> tuple[int, Any] | None:
+        if not next(failures, False):
+            return None
+        master.store(body)
+        if outcome == "404 of a proxy":
+            return 404, b"<html>no such host</html>"
+        return (0, None) if outcome == "no answer" else (int(outcome), {"message": "later"})
+
+    master.respond = lose
+    client = connect()
+    for value in range(5):
+        client.post_metric(1, "loss @ 0", value)
+    assert client.flush(20)
+    assert master.values == list(range(5))
+    assert len(master.deliveries) > 5
+
+
+def test_a_refused_metric_does_not_hold_up_the_others(
+    master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    def picky(method: str, path: str, body: Any) -> tuple[int, Any] | None:
+        entries = body if isinstance(body, list) else [body]
+        if any(entry["name"] == "bad" for entry in entries):
+            return 422, {"status": 422, "message": "name: bad"}
+        return None
+
+    master.respond = picky
+    client = connect()
+    names = ["good"] * 10 + ["bad"] + ["good"] * 10 + ["bad"]
+    future = client.post_metrics([{"run_id": 1, "name": name, "value": i} for i, name in enumerate(names)])
+    with caplog.at_level(logging.WARNING, "mlbench_core"), pytest.raises(MasterRequestError, match="name: bad") as info:
+        future.result(10)
+    assert info.value.status == 422
+    assert client.flush(10)
+    assert master.values == [i for i, name in enumerate(names) if name == "good"]
+    assert caplog.text.count("refused a metric") == 2
+
+
+def test_metrics_of_a_deleted_run_are_dropped_together(master: StubMaster, connect: Connect) -> None:
+    def without_run_2(method: str, path: str, body: Any) -> tuple[int, Any] | None:
+        entries = body if isinstance(body, list) else [body]
+        return (404, {"message": "no run 2"}) if any(entry["run_id"] == 2 for entry in entries) else None
+
+    master.respond = without_run_2
+    client = connect()
+    future = client.post_metrics([{"run_id": 1 + i % 2, "name": "m", "value": i} for i in range(1000)])
+    with pytest.raises(MasterRequestError):
+        future.result(20)
+    assert client.flush(20)
+    assert master.values == list(range(0, 1000, 2))
+    assert len(master.requests) < 40
+
+
+def test_what_a_closed_client_could_not_deliver_the_next_one_does(
+    master: StubMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master.stop()
+    first = connect(spill_dir=tmp_path)
+    for value in range(10):
+        first.post_metric(1, "loss @ 0", value)
+    assert first.close(timeout_s=0.1) is False
+    assert spooled(tmp_path) == list(range(10))
+    master.start()
+    second = connect(spill_dir=tmp_path)
+    second.post_metric(1, "loss @ 0", 10)
+    assert second.close(10) is True
+    assert master.values == list(range(11))
+    assert spooled(tmp_path) == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_an_open_client_keeps_its_metrics_to_itself(master: StubMaster, connect: Connect, tmp_path: Path) -> None:
+    master.stop()
+    first = connect(spill_dir=tmp_path)
+    with pytest.raises(MasterNotFoundError):
+        first.post_metric(1, "loss @ 0", "first").result(10)
+    second = connect(spill_dir=tmp_path)
+    with pytest.raises(MasterNotFoundError):
+        second.post_metric(1, "loss @ 0", "second").result(10)
+    assert (first._delivery.pending, second._delivery.pending) == (1, 1)
+    first.close(timeout_s=0)
+    master.start()
+    assert second.flush(10)
+    assert connect(spill_dir=tmp_path).flush(10)  # once the first is closed, a third delivers what it left
+    assert sorted(master.values) == ["first", "second"]
+
+
+PROCESS = """
+import os, signal, sys
+from mlbench_core.client.api import ApiClient
+client = ApiClient(url=sys.argv[1], spill_dir=sys.argv[2], timeout_s=2)
+futures = [client.post_metric(1, "loss @ 0", value) for value in range(20)]
+if sys.argv[3] == "killed":
+    futures[-1].exception()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["exits", "killed"])
+def test_a_process_that_ends_while_the_master_is_away_loses_nothing(
+    how: str, master: StubMaster, connect: Connect, tmp_path: Path
+) -> None:
+    master.stop()
+    done = subprocess.run([sys.executable, "-c", PROCESS, master.url, tmp_path, how], capture_output=True, text=True)
+    assert done.returncode == (0 if how == "exits" else -9), done.stderr
+    assert "Traceback" not in done.stderr
+    assert spooled(tmp_path) == list(range(20))
+    master.start()
+    assert connect(spill_dir=tmp_path).flush(10)
+    assert master.values == list(range(20))
+
+
+def test_a_process_that_exits_without_closing_delivers(master: StubMaster, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, master.url, tmp_path, "exits"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert master.values == list(range(20))
+    assert list(tmp_path.rglob("*.jsonl")) == []
+
+
+def test_a_dropped_client_keeps_its_metrics_on_disk(master: StubMaster, tmp_path: Path) -> None:
+    master.stop()
+    client = ApiClient(url=master.url, spill_dir=tmp_path)
+    assert isinstance(client.post_metric(1, "loss @ 0", 5).exception(10), MasterNotFoundError)
+    gone = weakref.ref(client)
+    del client
+    gc.collect()
+    assert gone() is None  # and the leak guard sees that its threads have ended
+    assert spooled(tmp_path) == [5]
+
+
+def test_a_torn_line_is_left_out(
+    master: StubMaster, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    master.stop()
+    first = connect(spill_dir=tmp_path)
+    for value in range(3):
+        first.post_metric(1, "loss @ 0", value)
+    first.close(timeout_s=0.1)
+    file = max(tmp_path.rglob("*.jsonl"))
+    file.write_text(file.read_text() + '{"id": "x", "na')
+    master.start()
+    assert connect(spill_dir=tmp_path).flush(10)
+    assert master.values == [0, 1, 2]
+    assert "left out 1 damaged line" in caplog.text
+
+
+def test_memory_stays_bounded_while_the_master_is_away(master: StubMaster, connect: Connect, tmp_path: Path) -> None:
+    master.stop()
+    client = connect(spill_dir=tmp_path)
+    with pytest.raises(MasterNotFoundError):
+        client.post_metric(1, "loss @ 0", 0).result(10)
+    with pytest.raises(MasterNotFoundError):
+        client.post_metrics([{"run_id": 1, "name": "m", "value": i} for i in range(1, 25_000)]).result(30)
+    delivery = client._delivery
+    assert delivery.pending == 25_000
+    assert sum(len(chunk.lines) + len(chunk.receipts) for chunk in delivery._chunks) == 0
+    assert len(delivery._chunks) <= 4
+    master.start()
+    assert client.flush(60)
+    assert master.values == list(range(25_000))
+    assert max(master.batches) <= MAX_BATCH
+
+
+def test_a_full_disk_keeps_metrics_in_memory_up_to_a_limit(
+    master: StubMaster, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where a folder should be")
+    master.stop()
+    client = connect(spill_dir=blocked)
+    client._delivery._max_in_memory = 10
+    futures = [client.post_metric(1, "loss @ 0", value) for value in range(15)]
+    for future in futures:
+        assert future.exception(10) is not None
+    assert "cannot be kept on disk" in caplog.text
+    assert "is lost" in str(futures[-1].exception())
+    master.start()
+    assert client.flush(20)
+    assert master.values == list(range(10))
+
+
+def test_flush_says_when_time_is_up_and_closing_twice_is_harmless(master: StubMaster, connect: Connect) -> None:
+    master.stop()
+    client = connect()
+    client.post_metric(1, "loss @ 0", 1)
+    assert client.flush(0) is False
+    assert client.flush(0.05) is False
+    assert client.close(timeout_s=0.05) is False
+    assert client.close(timeout_s=0.05) is False
+    with pytest.raises(RuntimeError, match="closed"):
+        client.post_metric(1, "loss @ 0", 2)
+
+
+def test_an_outage_is_reported_once(master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    master.stop()
+    client = connect()
+    for value in range(5):
+        client.post_metric(1, "loss @ 0", value).exception(10)
+    client.flush(0.3)
+    assert caplog.text.count("does not answer") == 1
+
+
+def test_threads_that_post_together_lose_nothing(master: StubMaster, connect: Connect) -> None:
+    client = connect()
+
+    def post(worker: int) -> None:
+        for value in range(100):
+            client.post_metric(1, f"loss @ {worker}", value)
+
+    threads = [threading.Thread(target=post, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    master.stop()
+    master.start()
+    for thread in threads:
+        thread.join()
+    assert client.flush(20)
+    for worker in range(4):
+        assert [m["value"] for m in master.metrics if m["name"] == f"loss @ {worker}"] == list(range(100))
+
+
+class OldMaster:
+    """How a master of version 3.0 answers: 500 to a list, to a metric of a run that it does not have, and to its own
+    mistakes.
+    """
+
+    def __init__(self, stub: StubMaster) -> None:
+        self.runs: list[object] = [1]
+        self.lists_runs = True
+        self.is_broken = False
+        self.tried: list[Any] = []
+        self._stub = stub
+        stub.respond = self.respond
+
+    def respond(self, method: str, path: str, body: Any) -> tuple[int, Any] | None:
+        if method == "GET":
+            return (
+                (200, [{"id": run} for run in self.runs]) if self.lists_runs else (500, b"<h1>Server Error (500)</h1>")
+            )
+        is_bad = isinstance(body, list) or body["run_id"] not in self.runs or body["name"] == "bad"
+        if not isinstance(body, list):
+            self.tried.append(body["value"])
+        return (500, b"<h1>Server Error (500)</h1>") if is_bad or self.is_broken else None
+
+    def posts(self) -> int:
+        return sum(method == "POST" for method, *_ in self._stub.requests)
+
+
+def test_metrics_of_a_run_deleted_at_an_old_master_hold_up_nothing(
+    master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = OldMaster(master)
+    client = connect()
+    future = client.post_metrics([{"run_id": 1 + i % 2, "name": "m", "value": i} for i in range(100)])
+    with pytest.raises(MasterRequestError, match="does not know the metric's run"):
+        future.result(20)
+    assert client.flush(20)
+    assert master.values == list(range(0, 100, 2))
+    assert len(master.requests) < 50 + 40  # each good one, the lists that showed that there are none, and few of run 2
+    assert caplog.text.count("the master has no run 2") == 1
+    client.post_metric(1, "m", "after").result(10)
+    assert (master.values[-1], old.tried.count(1)) == ("after", 1)
+
+
+@pytest.mark.parametrize("lists_runs", [True, False])
+def test_a_metric_that_an_old_master_cannot_take_is_dropped_after_three_attempts(
+    lists_runs: bool, master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = OldMaster(master)
+    old.lists_runs = lists_runs
+    client = connect()
+    names = ["good"] * 3 + ["bad"] * 2 + ["good"] * 3 + ["bad"] * 2 + ["good"]
+    client.post_metrics([{"run_id": 1, "name": name, "value": i} for i, name in enumerate(names)])
+    assert client.flush(20)
+    assert sorted(master.values) == [i for i, name in enumerate(names) if name == "good"]
+    assert [old.tried.count(i) for i, name in enumerate(names) if name == "good"] == [1] * 7
+    assert [old.tried.count(i) for i, name in enumerate(names) if name == "bad"] == [3] * 4
+    assert caplog.text.count("the master answers 500 to 4 metric(s) and takes others") == 1
+
+
+def test_a_bad_metric_alone_is_kept_until_another_one_is_accepted(
+    master: StubMaster, connect: Connect, tmp_path: Path
+) -> None:
+    """Alone it does not tell a bad metric from a broken master."""
+    old = OldMaster(master)
+    client = connect(spill_dir=tmp_path)
+    with pytest.raises(MasterNotFoundError):
+        client.post_metric(1, "bad", "bad").result(10)
+    assert not client.flush(0.2)
+    assert spooled(tmp_path) == ["bad"]
+    client.post_metric(1, "good", "good")
+    assert client.flush(20)
+    assert (master.values, spooled(tmp_path)) == (["good"], [])
+    assert old.tried.count("good") == 1
+
+
+def test_bad_metrics_in_chunks_of_their_own_hold_up_nothing(master: StubMaster, connect: Connect) -> None:
+    old = OldMaster(master)
+    client = connect()
+    delivery = client._delivery
+    with delivery._sending:  # nothing is sent while the chunks are made
+        for index in range(4):
+            client.post_metric(1, "bad" if index % 2 == 0 else "good", index)
+            delivery._chunks[-1].open = False
+    assert client.flush(20)
+    assert master.values == [1, 3]
+    assert len(master.deliveries) == 2
+    assert old.tried.count(0) == old.tried.count(2) == 3
+
+
+def test_a_master_that_answers_500_to_everything_is_away_and_nothing_is_lost(
+    master: StubMaster, connect: Connect, tmp_path: Path
+) -> None:
+    old = OldMaster(master)
+    old.is_broken = True
+    client = connect(spill_dir=tmp_path)
+    client.post_metrics([{"run_id": 1, "name": "m", "value": i} for i in range(200)])
+    assert not client.flush(1)
+    assert spooled(tmp_path) == list(range(200))
+    assert old.posts() < 100  # a few attempts with a few requests each
+    old.is_broken = False
+    assert client.flush(20)
+    assert master.values == list(range(200))
+    assert len(master.deliveries) == 200
+
+
+def test_many_metrics_for_an_old_master_need_little_more_than_a_request_each(
+    master: StubMaster, connect: Connect
+) -> None:
+    old = OldMaster(master)
+    client = connect()
+    client.post_metrics([{"run_id": 1, "name": "m", "value": i} for i in range(300)])
+    assert client.flush(20)
+    assert master.values == list(range(300))
+    assert old.posts() < 300 + 30
+
+
+def test_what_an_old_master_took_before_an_outage_is_not_sent_again(master: StubMaster, connect: Connect) -> None:
+    """It does not know ids, so it would store them twice."""
+    old = OldMaster(master)
+    answers = old.respond
+
+    def until_50(method: str, path: str, body: Any) -> tuple[int, Any] | None:
+        return (0, None) if method == "POST" and len(master.metrics) == 50 else answers(method, path, body)
+
+    client = connect()
+    master.respond = until_50
+    client.post_metrics([{"run_id": 1, "name": "m", "value": i} for i in range(100)])
+    assert not client.flush(0.5)
+    master.respond = answers
+    assert client.flush(20)
+    assert master.values == list(range(100))
+    assert len(master.deliveries) == 100
+
+
+def test_a_missing_token_is_named(master: StubMaster, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    master.respond = lambda method, path, body: (401, {"message": "Authorization: send the master's token"})
+    client = connect()
+    assert isinstance(client.post_metric(1, "m", 1).exception(10), MasterNotFoundError)
+    assert "it answers 401 Unauthorized: set MLBENCH_TOKEN to the token that the master was started with" in caplog.text
