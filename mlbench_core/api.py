@@ -1,0 +1,8 @@
+"""The import path of version 3.0 for :mod:`mlbench_core.client.api`."""
+
+import sys
+
+from mlbench_core.client import api
+from mlbench_core.client.api import *  # noqa: F403
+
+sys.modules[__name__] = api  # the same module, so that a name that is set here is set there

@@ -1,0 +1,8 @@
+"""The import path of version 3.0 for :mod:`mlbench_core.distributed.pytorch.settings`."""
+
+import sys
+
+from mlbench_core.distributed.pytorch import settings
+from mlbench_core.distributed.pytorch.settings import *  # noqa: F403
+
+sys.modules[__name__] = settings  # the same module, so that a name that is set here is set there

@@ -1,0 +1,8 @@
+"""The import path of version 3.0 for :mod:`mlbench_core.aggregation.pytorch.tensors`."""
+
+import sys
+
+from mlbench_core.aggregation.pytorch import tensors
+from mlbench_core.aggregation.pytorch.tensors import *  # noqa: F403
+
+sys.modules[__name__] = tensors  # the same module, so that a name that is set here is set there

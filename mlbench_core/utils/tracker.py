@@ -1,0 +1,8 @@
+"""The import path of version 3.0 for :mod:`mlbench_core.tracking.tracker`."""
+
+import sys
+
+from mlbench_core.tracking import tracker
+from mlbench_core.tracking.tracker import *  # noqa: F403
+
+sys.modules[__name__] = tracker  # the same module, so that a name that is set here is set there
