@@ -66,6 +66,8 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
         print("rank", rank, "epoch", epoch, "loss", epoch_loss / len(train_set))
     if rank == 0:
         print(tracker)
+        for part, share in tracker.summary().shares.items():
+            print(f"{part}: {share:.0%} of the training time")
     tracker.close()
 
 

@@ -85,6 +85,8 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
             break
     if rank == 0:
         print(tracker)
+        for part, share in tracker.summary().shares.items():
+            print(f"{part}: {share:.0%} of the training time")
     tracker.close()
 
 
