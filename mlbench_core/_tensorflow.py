@@ -1,4 +1,4 @@
-"""The import paths of version 3.0 that ended in ``tensorflow``: one sentence instead of the modules."""
+"""Refuse the import paths of version 3.0 that end in ``tensorflow``, with a message that says why."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["install"]
 
 
 class _NoTensorFlow(MetaPathFinder):
-    """Is asked last, for what no other finder has found."""
+    """Finder that comes last, for modules that no other finder has found."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Refuse ``mlbench_core.*.tensorflow``; know nothing of any other module."""
+        """Raise an ImportError for ``mlbench_core.*.tensorflow``; find no other module."""
         if fullname.startswith("mlbench_core.") and fullname.endswith(".tensorflow"):
-            # no ModuleNotFoundError: "from package import tensorflow" would swallow that one, and its sentence
+            # not a ModuleNotFoundError: "from package import tensorflow" would hide that one and its message
             raise ImportError(
                 f"{fullname} does not exist: TensorFlow is not supported in this version of mlbench-core; "
                 f"use {fullname.removesuffix('tensorflow')}pytorch, or stay with mlbench-core 3.0",
@@ -29,6 +29,6 @@ class _NoTensorFlow(MetaPathFinder):
 
 
 def install() -> None:
-    """Let the imports say so from now on; once in a process."""
+    """Add the finder to ``sys.meta_path``, once per process."""
     if not any(isinstance(finder, _NoTensorFlow) for finder in sys.meta_path):
         sys.meta_path.append(_NoTensorFlow())

@@ -181,7 +181,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--collective", choices=COLLECTIVES, default="all_reduce", help="default: all_reduce")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="types (default: all)")
     parser.add_argument("--repetitions", type=count, default=100, help="of each size and type (default: 100)")
-    parser.add_argument("--sizes", type=count, help="so many sizes (default: 80; with --light 13, up to 1e6 elements)")
+    parser.add_argument("--sizes", type=count, help="number of sizes (default: 80; with --light 13, at most 1e6)")
     parser.add_argument("--elements", type=count, nargs="+", help="these sizes instead")
     parser.add_argument("--max-elements", type=count, help="leave out larger sizes")
     parser.add_argument(

@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what does not go together.
+    """Refuse flags that cannot be combined.
 
     Raises:
         ConfigurationError: The message names both flags.

@@ -1,6 +1,6 @@
 """Task 4a: GNMT on WMT16 English-German, synchronous Adam, time to a BLEU of 24 (light goal: 20).
 
-One process per worker, at most 128 sentences a worker at a time; gradients are accumulated until 2,048 sentences of
+One process per worker, at most 128 sentences per worker and batch; gradients are accumulated until 2,048 sentences of
 all k workers are together, averaged, and clipped before the update (Wu et al. 2016, arXiv 1609.08144). After every 30 %
 of an epoch the workers translate the validation text by beam search, each its share. README.md has the whole
 description, presets.py the sizes.

@@ -17,7 +17,7 @@ class Preset:
 
     Attributes:
         global_batch: Sentences of all workers in an update.
-        batch_size: Sentences of a worker at a time, at most.
+        batch_size: Largest number of sentences in a worker's batch.
         epochs: At most so many.
         lr: Rate after the warm-up.
         warmup_steps: Updates of the warm-up.
@@ -36,7 +36,7 @@ class Preset:
     validate_every: float = 0.3
 
     def divided(self, world_size: int) -> tuple[int, int]:
-        """Sentences of a worker at a time, and how many such batches it accumulates before an update.
+        """Sentences in a worker's batch, and the number of batches that it accumulates before an update.
 
         Example:
             >>> [PRESETS["big"].divided(world_size) for world_size in (1, 4, 16, 32)]
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that choose a preset and change it."""
     add = parser.add_argument
     add("--preset", choices=sorted(PRESETS), default="big", help="size of model and batches (default: big)")
-    add("--batch-size", type=count, metavar="N", help="sentences of a worker at a time, at most (big: 128)")
+    add("--batch-size", type=count, metavar="N", help="largest number of sentences in a worker's batch (big: 128)")
     add("--global-batch", type=count, metavar="N", help="sentences of all workers in an update (big: 2048)")
     add("--lr", type=float, metavar="RATE", help="learning rate after the warm-up (default: 0.002)")
     add("--max-batches", type=count, metavar="N", help="batches of a worker in an epoch, to try something out")

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that choose a preset and change it, and the precision."""
     add = parser.add_argument
     add("--preset", choices=sorted(PRESETS), default="big", help="size of the model (default: big)")
-    add("--max-tokens", type=count, metavar="N", help="most tokens of a worker at a time (big: 8192)")
+    add("--max-tokens", type=count, metavar="N", help="largest number of tokens in a worker's batch (big: 8192)")
     add("--global-tokens", type=count, metavar="N", help="tokens of all workers in an update (big: 131072)")
     add("--lr", type=float, help="rate at the end of the warm-up (big: 1.976e-3)")
     add("--warmup-steps", type=count, metavar="N", help="updates of the warm-up (big: 1000)")

@@ -118,7 +118,7 @@ class EmulatedNetwork:
 
     @staticmethod
     def why_not() -> str | None:
-        """Tell why this machine cannot emulate a network; None if it can.
+        """Return why this machine cannot emulate a network, or None if it can.
 
         It tries: two namespaces, a pair of interfaces and a filter are made and removed.
         """
@@ -240,7 +240,7 @@ class EmulatedNetwork:
             The process. Leaving the ``with`` block ends it.
 
         Raises:
-            ValueError: There is no such host.
+            ValueError: The host does not exist.
             ConfigurationError: The network is not up: use ``with``.
         """
         command = [_program("ip"), "netns", "exec", self._up(host), *argv]
@@ -251,12 +251,12 @@ class EmulatedNetwork:
         return process
 
     def cut(self, host: int) -> None:
-        """Pull a host's cable: packets to and from it are lost, its connections stay open until they time out."""
+        """Cut the link of a host: its packets are lost, and its connections stay open until they time out."""
         self._up(host)
         _run("ip", "-n", self._switch, "link", "set", f"p{host}", "down")
 
     def restore(self, host: int) -> None:
-        """Put a host's cable back."""
+        """Restore the link of a host."""
         self._up(host)
         _run("ip", "-n", self._switch, "link", "set", f"p{host}", "up")
 
@@ -314,7 +314,7 @@ class EmulatedNetwork:
 
 
 def _find(program: str) -> str | None:
-    """Path of a program of the administrator, whose folders are not on everybody's PATH."""
+    """Return the path of a system administration program, whose folder may not be in PATH."""
     return shutil.which(program, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
 
 

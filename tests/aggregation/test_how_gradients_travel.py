@@ -283,7 +283,7 @@ def test_all_workers_refuse_a_scaler_that_looked_too_early_at_one(results: Resul
     for result in results:
         assert len(result["looked_too_early"]) == 2
         for error in result["looked_too_early"]:
-            assert "before they were averages" in error
+            assert "before they were averaged" in error
             assert "use mlbench_core.optim.pytorch.DistributedGradScaler" in error
 
 
@@ -389,7 +389,7 @@ def test_what_would_be_ignored_or_overflow_is_refused() -> None:
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model, other = layers(), layers()
-    with pytest.raises(ValueError, match=r"SGD has none of them: make it over model\.parameters"):
+    with pytest.raises(ValueError, match=r"SGD has none of them: create it with model\.parameters"):
         GenericCentralizedOptimizer(1, model, optimizer=SGD(other.parameters(), lr=0.1))
     optimizer = GenericCentralizedOptimizer(1, model)
     with pytest.raises(ValueError, match="SGD has none of them"):

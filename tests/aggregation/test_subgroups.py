@@ -192,9 +192,9 @@ def test_a_group_that_does_not_fit_is_refused(results: tuple[list[Any], list[Any
     for *_, errors in results[0]:
         other, no_group, four, two_answers = errors
         assert "process_group must be a group that this process belongs to" in other
-        assert "process_group must be what torch.distributed.new_group returned, or None, not list" in no_group
+        assert "process_group must be a group from torch.distributed.new_group, or None, not list" in no_group
         assert "world_size is 4, but the process group has 2 workers" in four
-        assert "give AllReduceAggregation the process_group" in two_answers
+        assert "give the process_group to AllReduceAggregation" in two_answers
 
 
 def test_horovod_has_no_groups() -> None:

@@ -317,7 +317,7 @@ def test_bad_arguments_are_named() -> None:
     early = averaging.state_dict()
     averaging.check(1.0)
     averaging.check(1.0)
-    with pytest.raises(ValueError, match="make both again"):
+    with pytest.raises(ValueError, match="create the optimizer and NTASGD again"):
         averaging.load_state_dict(early)
 
 

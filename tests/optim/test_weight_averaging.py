@@ -331,7 +331,7 @@ class TestBytes:
 
 
 MESSAGES = {
-    "one-sided pair": r"rank 0 has rank 1 as a neighbour, but not the other way round: .*the edge \(0, 1\)",
+    "one-sided pair": r"rank 0 has rank 1 as a neighbor, but not the reverse: .*the edge \(0, 1\)",
     "alone": r"cannot be reached from rank 0 over the edges",
     "missing": r"neighbors is missing: give the ranks this worker averages with, or topology=",
     "itself": r"neighbors has \[\d\]: rank \d's neighbours must be other ranks from 0 to \d",

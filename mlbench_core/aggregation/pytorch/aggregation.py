@@ -180,7 +180,7 @@ class Aggregation(ABC):
         return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Aggregation:
-        """A copy that communicates through the same group, which cannot be copied."""
+        """Return a copy that communicates through the same group, because a group cannot be copied."""
         memo[id(self.group)] = self.group
         copied = memo[id(self)] = object.__new__(type(self))
         state = copy.deepcopy(self.__getstate__(), memo)
@@ -188,10 +188,10 @@ class Aggregation(ABC):
         return copied
 
     def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without what one worker alone remembers, such as its error memory.
+        """Return a state without the entries that differ between workers, such as the error memory.
 
-        The rest, such as the state of a random generator, is the same on all workers and must stay so. A worker that
-        has only the state of another worker, or of a run with another number of workers, starts from this.
+        The other entries, such as the state of a random generator, are the same on all workers and must stay so. A
+        worker starts from this state if it has only that of another worker, or of a run with another number of workers.
 
         Args:
             state_dict: What :meth:`state_dict` returned, on any worker.
@@ -199,10 +199,10 @@ class Aggregation(ABC):
         return {key: {} if key in self._own_state else value for key, value in state_dict.items()}
 
     def remembered_names(self, state_dict: Mapping[str, Any]) -> set[str]:
-        """Return the names of the parameters of which a state remembers something.
+        """Return the names of the parameters that have an entry in a state.
 
         Args:
-            state_dict: What :meth:`state_dict` returned.
+            state_dict: The result of :meth:`state_dict`.
         """
         names = {plain_name(name) for key in self._named_state for name in state_dict.get(key, {})}
         return {name for name in names if not name.startswith(BOOKKEEPING)}

@@ -329,7 +329,7 @@ class ChocoAggregation(Aggregation):
                 memory[name] = torch.zeros(x_i.numel(), dtype=dtype, device=x_i.device)
             elif remembered.numel() != x_i.numel():
                 raise ValueError(
-                    f"{name!r} has {x_i.numel()} numbers, but {remembered.numel()} are remembered of it: the state is "
+                    f"{name!r} has {x_i.numel()} elements, but its state has {remembered.numel()}: the state is "
                     "of another model"
                 )
             else:
@@ -347,13 +347,13 @@ class ChocoAggregation(Aggregation):
         return [_unpack_like(own, theirs) for theirs in received]
 
     def _agree_on_state(self) -> None:
-        """Keep copies and sums if those of all workers belong together; else start from zero on all of them."""
+        """Keep copies and sums if those of all workers belong together, or else start from zero on all workers."""
         sizes = {name: len(x_hat) for name, x_hat in self._copies.items()}
         fits = self.gossip.agree(_tag(self._calls, self._edges_of_state, sizes))
         if not fits or self._edges_of_state not in (None, _as_lists(self.gossip.connect())):
             if self._copies:
                 _log.warning(
-                    "the public copies of ChocoSGD that were restored do not belong to these workers and their graph: "
+                    "the restored public copies of ChocoSGD do not belong to these workers and their graph: "
                     "all workers start them from zero"
                 )
             self._copies.clear()
@@ -409,7 +409,7 @@ class ChocoAggregation(Aggregation):
         origin = state["origin"] or {"rank": None, "world_size": None, "edges": None, "calls": 0}
         if state["copies"] and (origin["rank"], origin["world_size"]) != (self.gossip.rank, self.world_size):
             _log.warning(
-                "the public copies of ChocoSGD are of worker %s of %s, this is worker %d of %d: they start from zero",
+                "the public copies of ChocoSGD belong to worker %s of %s, not to worker %d of %d: they start from zero",
                 *("unknown" if origin[key] is None else origin[key] for key in ("rank", "world_size")),
                 self.gossip.rank,
                 self.world_size,
@@ -429,7 +429,7 @@ def _as_lists(topology: Topology) -> list[list[int]]:
 
 
 def _tag(*values: Any) -> int:
-    """Return a number from 0 to 2^62 - 1 that differs where values differ, with all likelihood."""
+    """Return a hash of values, a number from 0 to 2^62 - 1."""
     return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 2
 
 

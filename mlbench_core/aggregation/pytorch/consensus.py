@@ -96,7 +96,7 @@ def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn
 
 
 def _snapshot(model: nn.Module) -> Callable[[], None]:
-    """Copy all that a model's modules hold; return a function that gives it back, in the same tensors."""
+    """Copy the whole state of a model's modules, and return a function that restores it in the same tensors."""
     parameters = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())

@@ -106,7 +106,7 @@ class DecentralizedAggregation(Aggregation):
         """Exchange the lists of neighbors, as :meth:`connect` does, also if they were exchanged before.
 
         Args:
-            tag: A number from 0 to 2^63 - 1 that travels with the list.
+            tag: A number from 0 to 2^63 - 1 that is sent with the list.
 
         Returns:
             Whether all workers gave the same tag; the same answer on every worker.
@@ -241,7 +241,7 @@ def _check_neighbors(
 ) -> tuple[int, ...]:
     """Return this worker's neighbours, ascending, each once."""
     if neighbors is not None and topology is not None:
-        raise ValueError("neighbors and topology are both given: give the one that says who talks to whom")
+        raise ValueError("neighbors and topology are both given: give only one of them")
     if topology is not None:
         if topology.world_size != world_size:
             raise ValueError(f"topology is for {topology.world_size} workers, but there are {world_size}")
@@ -265,7 +265,7 @@ def _check_neighbors(
 def _agreed_topology(
     neighbors: tuple[int, ...], topology: Topology | None, group: Any, tag: int
 ) -> tuple[Topology, set[int]]:
-    """Make the graph of what every worker says its neighbors are; return it and all workers' tags."""
+    """Build the graph from the neighbors of every worker; return it and the tags of all workers."""
     world_size = process_groups.world_size(group)
     row = torch.zeros(world_size + 8, dtype=torch.uint8)
     row[list(neighbors)] = 1
@@ -280,7 +280,7 @@ def _agreed_topology(
     if one_sided:
         listing, listed = one_sided[0]
         raise ValueError(
-            f"rank {listing} has rank {listed} as a neighbour, but not the other way round: neighbours exchange "
+            f"rank {listing} has rank {listed} as a neighbor, but not the reverse: neighbors exchange "
             f"tensors, so both must list the edge ({listing}, {listed})"
             + (f"; so for {one_sided[1:]}" if one_sided[1:] else "")
         )

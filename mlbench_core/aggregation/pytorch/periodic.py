@@ -119,12 +119,12 @@ class PeriodicAggregation(Aggregation):
         self._counts = {name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()}
 
     def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without what one worker alone remembers; the counters are the same on all workers."""
+        """Return a state without the entries that differ between workers; the counters are the same on all of them."""
         inside = {"inside": self.inside.shared_state(state_dict["inside"])} if "inside" in state_dict else {}
         return {**state_dict, **inside}
 
     def remembered_names(self, state_dict: Mapping[str, Any]) -> set[str]:
-        """Return the names of the parameters of which a state remembers something."""
+        """Return the names of the parameters that have an entry in a state."""
         return super().remembered_names(state_dict) | self.inside.remembered_names(state_dict.get("inside", {}))
 
 

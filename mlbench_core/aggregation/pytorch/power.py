@@ -248,7 +248,7 @@ class PowerAggregation(LossyAggregation):
     def _query(self, matrix: _Matrix) -> Tensor:
         r"""Return the rows of :math:`Q^\top` to start from, the same on all workers.
 
-        Rows that became zero or undefined are drawn anew: a warm start must not lose a direction for ever. The
+        Rows that became zero or undefined are drawn again: a warm start must not lose a direction permanently. The
         generator is used in every step, needed or not, so that it is in the same state on all workers.
         """
         rows, columns = matrix.delta.shape

@@ -43,7 +43,7 @@ class Topology:
         found: list[set[int]] = [set() for _ in range(self.world_size)]
         for i, j in self.edges:
             if i == j or not (0 <= i < self.world_size and 0 <= j < self.world_size):
-                raise ValueError(f"edge ({i}, {j}): it must join two different ranks from 0 to {self.world_size - 1}")
+                raise ValueError(f"edge ({i}, {j}) must join two different ranks from 0 to {self.world_size - 1}")
             found[i].add(j)
             found[j].add(i)
         object.__setattr__(self, "edges", tuple(sorted({(min(edge), max(edge)) for edge in self.edges})))

@@ -24,7 +24,7 @@ _TensorOrModule = TypeVar("_TensorOrModule", Tensor, nn.Module)
 
 
 def maybe_range(maximum: int | None) -> Iterable[int]:
-    """Count from 0 up to a maximum, or for ever.
+    """Count from 0 up to a maximum, or indefinitely.
 
     Args:
         maximum: How many numbers; None for no end.

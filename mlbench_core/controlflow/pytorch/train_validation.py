@@ -53,8 +53,8 @@ def train_round(
     init (gradients to zero), forward pass, loss, backward pass, aggregation and update (both told by the optimizer
     where its ``step`` takes a tracker), metrics.
 
-    All workers train on as many batches as the one with the fewest: parts of a data set that differ by one sample can
-    differ by one batch, and the worker with one more would wait for the others' gradients for ever. They agree in one
+    All workers train on the number of batches of the worker with the fewest: parts of a data set that differ by one
+    sample can differ by one batch, and the worker with one more would wait indefinitely. They agree in one
     small message before the first batch, so every worker's loader must know its length, or none.
 
     With ``update_freq`` :math:`u > 1` the gradients of u batches are accumulated before an update, and nothing is sent

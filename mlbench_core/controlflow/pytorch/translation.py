@@ -29,13 +29,13 @@ Translate = Callable[[Batch], Sequence[Texts]]
 
 
 class EpochPart:
-    """Consecutive batches of an epoch: a loader that can be read once.
+    """Consecutive batches of an epoch, as a loader that can be read once.
 
     Attributes:
         is_last: Whether the epoch ends with this part.
 
     Args:
-        batches: The iterator that gives them; it goes on behind the part.
+        batches: Iterator over the batches of the epoch; the next part continues with it.
         length: Number of batches.
         is_last: As above.
     """
@@ -55,18 +55,18 @@ class EpochPart:
 def epoch_parts(
     batches: Collection[Any], share: float, update_freq: int = 1, most: int | None = None
 ) -> Iterator[EpochPart]:
-    """Cut the batches of an epoch into parts, to validate after each of them.
+    """Split the batches of an epoch into parts, to validate after each part.
 
-    Every worker must call it, since all cut alike: as the one with the fewest batches.
+    Every worker must call it, because all workers use the same parts: those of the worker with the fewest batches.
 
     Args:
-        batches: This worker's batches; it has a length.
-        share: Part of the epoch after which to validate, above 0 and at most 1. The last part has what is left.
-        update_freq: Batches of each worker before an update; parts but the last end with an update.
+        batches: Batches of this worker, with a length.
+        share: Share of the epoch in one part, above 0 and at most 1. The last part has the remaining batches.
+        update_freq: Number of batches of each worker before an update. Every part except the last ends with an update.
         most: Largest number of batches in the epoch; None for all.
 
     Yields:
-        The parts, each to be read before the next one is asked for.
+        The parts. Read each part to its end before you take the next one.
 
     Raises:
         ValueError: ``share`` is not above 0 and at most 1.
@@ -76,7 +76,7 @@ def epoch_parts(
         [(['a', 'b'], False), (['c', 'd'], False), (['e', 'f'], False), (['g', 'h'], True)]
     """
     if not 0 < share <= 1:
-        raise ValueError(f"share must be above 0 and at most 1, not {share}: give the part of an epoch")
+        raise ValueError(f"share must be above 0 and at most 1, not {share}: give the share of an epoch in one part")
     total = process_groups.smallest(len(batches))
     total = total if most is None else min(total, most)
     updates = -(-total // update_freq)
@@ -109,7 +109,7 @@ def train_round_by_tokens(
     denominator n. An optimizer with a loss scale divides by k u in half precision, which keeps the sum in range, and
     by n / (k u) in float32. The last update of an epoch may have fewer batches than u.
 
-    All workers train on as many batches as the one with the fewest.
+    All workers train on the same number of batches, that of the worker with the fewest.
 
     Args:
         dataloader: This worker's batches; it has a length. Each has ``net_input``, the model's arguments by name,

@@ -62,8 +62,8 @@ def initialize_backends(
 
     At the end of the block, also after an exception, the process group is destroyed, and environment variables, loggers
     and cuDNN's settings are as they were. Random generators and the current CUDA device stay as they are. Over ``mpi``,
-    where the others would wait for ever for a worker that failed, a process that ends after an exception left the block
-    ends the others too.
+    where the others would wait indefinitely for a failed worker, a process that ends after an exception left the block
+    also ends the others.
 
     Args:
         comm_backend: ``"gloo"`` (CPU), ``"nccl"`` (GPU), ``"mpi"`` (CPU, and GPU by way of the host; that of torch if
@@ -242,7 +242,7 @@ def _init_over(store: dist.Store, backend: str, place: Place, timeout: datetime.
 
 
 def _note_failure(kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-    """Remember an exception that ends the block: over MPI the others would wait for this worker for ever."""
+    """Remember an exception that ends the block: over MPI the others would wait for this worker indefinitely."""
     if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
         mpi.fail_at_exit(f"{type(error).__name__}: {error}")
 

@@ -44,7 +44,7 @@ def is_distributed() -> bool:
 
 
 def check_group(group: Any) -> Any:
-    """Return a subgroup of workers as given, if this process belongs to it.
+    """Check that this process belongs to a subgroup of workers, and return the subgroup.
 
     Args:
         group: What ``torch.distributed.new_group`` returned; None for all workers.
@@ -66,7 +66,7 @@ def check_group(group: Any) -> Any:
         )
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"process_group must be what torch.distributed.new_group returned, or None, not {type(group).__name__}"
+            f"process_group must be a group from torch.distributed.new_group, or None, not {type(group).__name__}"
         )
     return group
 

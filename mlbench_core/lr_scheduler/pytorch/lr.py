@@ -43,12 +43,12 @@ logger = logging.getLogger(__name__)
 
 
 def _current_rates(schedule: LRScheduler) -> list[float]:
-    """The rates of all groups, as numbers: a rate in a tensor changes in place."""
+    """Return the rates of all groups as numbers, because a rate in a tensor changes in place."""
     return [float(group["lr"]) for group in schedule.optimizer.param_groups]
 
 
 def _changed_rates(schedule: LRScheduler, before: list[float]) -> list[tuple[int, float]]:
-    """The groups whose rates have changed, with the new rates; none where ``before`` is empty."""
+    """Return the groups whose rates have changed and their new rates; none if ``before`` is empty."""
     now = _current_rates(schedule) if before else []
     return [(i, rate) for i, (old, rate) in enumerate(zip(before, now, strict=True)) if rate != old]
 
@@ -64,7 +64,7 @@ class _Schedule(LRScheduler):
         """Set the rates of the next step.
 
         Args:
-            epoch: Deprecated by torch: the number of the step.
+            epoch: The number of the step. Deprecated in torch.
         """
         before = _current_rates(self) if self.verbose else []
         super().step(epoch)

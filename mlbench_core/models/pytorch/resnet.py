@@ -349,7 +349,7 @@ def resnet18_32x32(num_classes: int) -> nn.Module:
 
 
 class _NotGiven(int):
-    """A number that stands in a signature and can be told from the same number given by a caller."""
+    """A default number in a signature that can be distinguished from the same number given by a caller."""
 
 
 def get_resnet_model(
@@ -363,7 +363,7 @@ def get_resnet_model(
             pretrained weights, ``"resnet18_imagenet"``, ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and
             ``"resnet152"``.
         version: 1 or 2, see :class:`ResNetCIFAR`. resnet18 exists in version 2 only and the networks for ImageNet in
-            version 1; asked for another, they say so in the log.
+            version 1; if you ask for another version, the log says so.
         dtype: Type of the parameters: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``.
         num_classes: Number of classes. If it is left out, a network for 32x32 images has 10 and one for ImageNet 1000.
         use_cuda: Whether to put the network on the current GPU.
@@ -415,6 +415,6 @@ def _imagenet_model(size: int, version: int, num_classes: int) -> nn.Module:
 
 
 def _note_version(name: str, version: int, only: int) -> None:
-    """Say that a network does not exist in the version that was asked for."""
+    """Log that a network does not exist in the requested version."""
     if version != only:
         _logger.warning("%s exists in version %d only; version %s was asked for", name, only, version)

@@ -63,7 +63,7 @@ optimizers: dict[str, type[Optimizer]] = {
 
 
 class UnknownOptimizerError(ValueError, KeyError):
-    """There is no optimizer of that name; a KeyError too, as in version 3.0."""
+    """The name of an optimizer is unknown. It is also a KeyError, as in version 3.0."""
 
     def __str__(self) -> str:
         return ValueError.__str__(self)  # KeyError's would put the message in quotes

@@ -100,8 +100,8 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
             raise ValueError(f"grad_clip must be positive, or inf for no clipping, not {grad_clip}")
         if average_custom and overlap and getattr(aggregation, "comm_dtype", comm_dtype) == torch.float16:
             raise ValueError(
-                "comm_dtype must not be torch.float16 with overlap and average_custom, which sends sums before step() "
-                "knows the denom that brings them into its range: use torch.bfloat16, or overlap=False"
+                "comm_dtype must not be torch.float16 with overlap and average_custom, because sums are sent before "
+                "step() gets the denom and may overflow: use torch.bfloat16, or overlap=False"
             )
         if optimizer is None:
             raise ValueError("optimizer is missing: give a torch optimizer over the model's parameters")
@@ -331,7 +331,7 @@ def _with_fused_kernel(fused: bool | None, overlap: Overlap, model: nn.Module | 
     if fused and with_gaps:
         raise ValueError(
             f"fused must be False or None, not True: {with_gaps[0]!r} is a part of a larger tensor, and torch's fused "
-            "kernel would write into the rest of that"
+            "kernel would write into the rest of this tensor"
         )
     has_kernel = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
     return True if fused or (has_kernel and not with_gaps) else None

@@ -183,7 +183,7 @@ class CompressedOptimizer(Optimizer):
         self.aggregation.load_state_dict(remembered)
 
     def shared_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without what one worker alone remembers: the aggregation's memory and momentum.
+        """Return a state without the entries that differ between workers: error memory and momentum.
 
         See :func:`~mlbench_core.optim.pytorch.wrapper.shared_optimizer_state`.
         """

@@ -144,7 +144,7 @@ class FP16Optimizer(OptimizerWrapper):
         )
         self.grad_clip = grad_clip
         if use_horovod and process_group is not None:
-            raise ValueError("process_group must be None with use_horovod, which sends nothing through torch's groups")
+            raise ValueError("process_group must be None with use_horovod: Horovod uses no process groups of torch")
         self.aggregation: AllReduceAggregation = (
             AllReduceAggregationHVD(world_size, divide_before, use_cuda)
             if use_horovod

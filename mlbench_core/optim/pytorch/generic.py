@@ -177,8 +177,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         known = {id(parameter) for parameter in self.model.parameters()}
         if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
             raise ValueError(
-                f"optimizer must update parameters of the model, but {type(optimizer).__name__} has none of them: make "
-                "it over model.parameters() of the same model"
+                f"optimizer must update parameters of the model, but {type(optimizer).__name__} has none of them: "
+                "create it with model.parameters() of the same model"
             )
 
     def extra_state(self) -> dict[str, Any]:
@@ -440,8 +440,8 @@ def _check_aggregation(
         )
     if process_group is not None and aggregation.group is not process_group:
         raise ValueError(
-            f"process_group is given, and an aggregation too, which is of other workers: give "
-            f"{type(aggregation).__name__} the process_group"
+            f"process_group must be that of the aggregation, which has other workers: give the process_group to "
+            f"{type(aggregation).__name__}"
         )
     return aggregation
 

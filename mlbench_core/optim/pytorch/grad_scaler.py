@@ -83,7 +83,7 @@ def must_skip(optimizer: Optimizer, aggregation: Aggregation, looked_too_early: 
     Args:
         optimizer: The optimizer whose ``step`` this is.
         aggregation: Through which to agree.
-        looked_too_early: Whether the scaler looked at this worker's gradients before they were averages.
+        looked_too_early: Whether the scaler read the gradients of this worker before they were averaged.
 
     Returns:
         True if gradients overflowed on any worker; False also where there is no scaler.
@@ -100,9 +100,9 @@ def must_skip(optimizer: Optimizer, aggregation: Aggregation, looked_too_early: 
     aggregation.any_worker(found_inf)
     if found_inf.item() == _TOO_EARLY:
         raise ValueError(
-            "a GradScaler has looked at gradients of some worker before they were averages (they were on their way, or "
+            "a GradScaler read the gradients of a worker before they were averaged (they were still being sent, or "
             "the worker had no backward pass outside no_sync): use mlbench_core.optim.pytorch.DistributedGradScaler, "
-            "which waits for them"
+            "which waits for the averages"
         )
     if found_inf.item() > 0:
         return True
@@ -121,7 +121,7 @@ def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
                 continue
             if parameter.grad.dtype == torch.float16:
                 raise ValueError(
-                    "a GradScaler is for float32 parameters under autocast, and these gradients are float16, in which "
-                    "unscaled ones vanish: train a float16 model with FP16Optimizer"
+                    "a GradScaler needs float32 parameters under autocast, but these gradients are float16, in which "
+                    "unscaled gradients vanish: train a float16 model with FP16Optimizer"
                 )
             parameter.grad.mul_(inverse.to(parameter.grad.device))

@@ -153,7 +153,7 @@ class NTASGD:
                 "mlbench_core.optim.pytorch that has a torch.optim.SGD inside, as CentralizedSGD has"
             )
         if interval is not None and patience is not None:
-            raise ValueError("interval and patience are both given: each is a rule of its own, give one of them")
+            raise ValueError("interval and patience are both given, but select different rules: give only one of them")
         self.optimizer = optimizer
         self.patience = None if patience is None else _positive("patience", patience)
         self.interval = _positive("interval", 5 if interval is None else interval) if patience is None else None
@@ -251,7 +251,9 @@ class NTASGD:
             ValueError: The state is from before the optimizer began to average, and this one has begun.
         """
         if self.is_averaging and not state_dict["is_averaging"]:
-            raise ValueError("the optimizer averages already, and the state is from before that: make both again")
+            raise ValueError(
+                "the optimizer averages already, but the state does not: create the optimizer and NTASGD again"
+            )
         self.best = state_dict["best"]
         self.checks_since_best = state_dict["checks_since_best"]
         self._recent = list(state_dict["recent"])

@@ -37,7 +37,7 @@ class ImageBatches(ResumablePasses):
     share the rest evenly, and at most k - 1 images are left out of that epoch.
 
     On a :class:`~mlbench_core.dataset.util.pytorch.Partition` the number of batches is that of the smallest part of the
-    cut, so it is the same on every worker even where parts differ by one sample, and no collective waits for ever.
+    cut, so it is the same on every worker even where parts differ by one sample, and no collective waits indefinitely.
 
     Args:
         dataset: An :class:`ImageDataset`, or a partition of one.

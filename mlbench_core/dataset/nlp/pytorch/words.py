@@ -1,9 +1,9 @@
-"""Lines of text as words, in a way that can be undone.
+"""Reversible tokenization: split lines of text into words, and join them again.
 
-Words are those of the Moses tokenizer, without its escapes. Moses' detokenizer puts the spaces back that such words
-are usually written with, and is right for about 98 % of a news text. Where it is wrong, a word of its own before the
-place says so: :data:`SPACING_MARK`, "here it is the other way round". So every line comes back as it was, and a
-vocabulary of plain Moses words still fits.
+Words are those of the Moses tokenizer, without its escapes. The detokenizer of Moses restores the usual spaces around
+words, which is right for about 98 % of the lines of a news text. Where it is wrong, the words contain
+:data:`SPACING_MARK`, which reverses the rule for the next word. So every line is restored exactly, and a vocabulary of
+plain Moses words still fits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlbench_core.errors import require
 __all__ = ["SPACING_MARK", "clean_line", "escape_words", "join_words", "split_words", "unescape_words"]
 
 SPACING_MARK = "\uffed"
-"""The word before which spaces are not what Moses' rules say: ``U+FFED``, a small black square."""
+"""Mark before a word whose spacing is the reverse of Moses' rules: ``U+FFED``, a small black square."""
 
 _REPLACEMENT = "\u25a0"
 _TOKENIZERS = ("moses", "spacy")
@@ -27,10 +27,10 @@ _HYPHEN = "@-@"  # a hyphen that Moses, asked to, split a word at
 
 
 def clean_line(line: str) -> str:
-    """A line without what no translation depends on.
+    """Normalize white space in a line and remove control characters.
 
-    Runs of white space, also no-break spaces and the like, become one space; control characters go; the spacing mark,
-    should a text have it, becomes U+25A0, the large black square.
+    A run of white space, no-break spaces included, becomes one space. If the text contains the spacing mark, it becomes
+    U+25A0, the large black square.
 
     Args:
         line: Text, with or without its line end.

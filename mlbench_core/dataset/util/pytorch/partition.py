@@ -28,7 +28,7 @@ class Partition(Dataset):
         data: The whole data set.
         indices: Positions in ``data`` of the samples of this part.
         smallest_part: Number of samples of the smallest part of the same cut, by default of this one. A batcher that
-            stops there runs the same number of batches on every worker, so no collective waits for ever.
+            stops there runs the same number of batches on every worker, so no collective waits indefinitely.
 
     Attributes:
         data: The whole data set.
@@ -66,7 +66,7 @@ class Partition(Dataset):
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that are missing here. Special names, and `data` of an object that pickle or copy has
-        # not filled yet, must stay missing: looking them up in `self.data` would come back here for ever.
+        # not filled yet, must stay missing: looking them up in `self.data` would come back here indefinitely.
         if name == "data" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.data, name)

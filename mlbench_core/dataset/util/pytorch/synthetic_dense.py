@@ -33,7 +33,7 @@ _LABELS = 1_000
 
 
 def _bits(count: int, *purpose: int) -> NDArray[np.uint64]:
-    """Random bits. numpy guarantees this stream of PCG64 for ever, as it does not for drawn numbers."""
+    """Random bits. numpy guarantees that this stream of PCG64 never changes, but not drawn numbers."""
     return np.random.PCG64(np.random.SeedSequence(purpose)).random_raw(count)
 
 
@@ -76,7 +76,7 @@ def synthetic_rows(
     Labels are drawn from the logistic model :math:`P(y = 1 \mid x) = \sigma(w^\top x)` with
     :func:`synthetic_weights`.
 
-    The random bits are numpy's PCG64 stream, which is fixed for ever. All sums are of whole numbers below 2^53, so they
+    The random bits are numpy's PCG64 stream, which never changes. All sums are of whole numbers below 2^53, so they
     are exact in whatever order a machine adds them. Only the exponential of the last step may differ in its last place,
     which changes a label with a probability of about 2^-52.
 

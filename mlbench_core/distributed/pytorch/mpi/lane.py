@@ -5,7 +5,7 @@ that waits for a work, which then does what is due itself instead of waiting for
 work over costs some 30 microseconds, an all-reduce of 100 numbers 2).
 
 A work has two parts. It is *posted* with MPI requests that do not block: those of its messages, or for a collective a
-barrier that does not block. When they have completed it is *finished*, by MPI's blocking call in the case of a
+non-blocking barrier. When they have completed it is *finished*, by MPI's blocking call in the case of a
 collective. Since all workers are then known to be there, that call does not wait for anyone. So a wait can have a time
 limit and can be interrupted, messages go out beside a collective that others are late for, and still MPI's blocking
 algorithms move the data, which are faster than its non-blocking ones. Should a worker or its link be lost in the

@@ -29,7 +29,7 @@ _GRACE_S = 2.0
 """How long a worker that failed waits for the others to fail too before it ends them."""
 
 _ABORT_S = 5.0
-"""How long ending the others may take: over a link that is cut it takes for ever."""
+"""How long ending the others may take: over a link that is cut it never returns."""
 
 _LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun", "PMI_SIZE": "MPICH's mpirun"}
 
@@ -151,7 +151,7 @@ def check_variables(found: World, environment: Mapping[str, str]) -> None:
 
 
 def fail_at_exit(reason: str) -> None:
-    """Let the end of this process end the other workers too, who would wait for it for ever.
+    """Let the end of this process end the other workers too, who would wait for it indefinitely.
 
     An empty reason takes it back. Does nothing before the first process group over MPI.
     """

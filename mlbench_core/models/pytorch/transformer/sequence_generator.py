@@ -82,7 +82,7 @@ class SequenceGenerator:
         len_penalty: p: above 1 favours longer translations.
         retain_dropout: Leave the model in the mode it has.
         sampling: Draw tokens from the model's distribution instead of searching.
-        sampling_topk: Draw among the so many likeliest tokens; -1 for all.
+        sampling_topk: Draw among this number of the most likely tokens; -1 for all.
         sampling_temperature: Below 1 sharpens the distribution, above 1 flattens it.
         generator: Source of the random numbers for sampling, on the model's device; None for torch's global one.
 
@@ -152,7 +152,7 @@ class SequenceGenerator:
                 ``src_lengths``, and ``batch["target"]``, int64 of shape (batch, target), which may be missing.
             maxlen_a: A translation has at most ``maxlen_a * tokens of the source + maxlen_b`` tokens.
             maxlen_b: See ``maxlen_a``.
-            prefix_size: A translation has to begin with so many tokens of the reference.
+            prefix_size: Number of tokens of the reference with which a translation has to begin.
             remove_bpe: Divided words are joined where this stands, see the dictionary's ``string``.
             nbest: How many translations of each sentence.
             ignore_case: Whether all text is made lower case.

@@ -78,7 +78,7 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
     Training (``shuffle``): pairs are sorted into buckets by length, shuffled within each, and cut into batches of all
     workers together; what is left in the buckets, in order of its length, makes further batches, and fewer than a batch
     are left out of that epoch. The batches' order is shuffled. So k workers with batches of b see, step by step, what
-    one worker with batches of kb sees. All follows from (seed, epoch) alone, and workers need not speak.
+    one worker with batches of kb sees. Everything depends only on (seed, epoch), so workers do not communicate.
 
     Validation (``shuffle=False``): every pair comes once, in order of its length; the workers' shares of a batch
     differ by at most one pair. With fewer pairs than workers some get an empty batch.

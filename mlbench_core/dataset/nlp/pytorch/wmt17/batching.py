@@ -114,7 +114,7 @@ def shard_batches(
 ) -> list[list[int]]:
     """This worker's share of batches that are the same on every worker: every k-th.
 
-    Every worker gets as many, so that none waits for ever in a collective.
+    Every worker gets the same number, so that none waits indefinitely in a collective.
 
     Args:
         batches: Batches of all workers.

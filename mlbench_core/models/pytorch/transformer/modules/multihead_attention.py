@@ -44,7 +44,7 @@ class MultiheadAttention(nn.Module):
         num_heads: Number of heads; it divides ``embed_dim``.
         dropout: Probability that an attention weight becomes 0 in training.
         softmax_type: ``"default"``: as ``backend`` says. ``"fast_fill"``, for which version 3.0 had a kernel that fills
-            the mask: mask and softmax in torch's fused kernels, as ``backend="fused"``. Both give the same numbers.
+            the mask: mask and softmax in torch's fused kernels, as with ``backend="fused"``. The results are the same.
         bias: Whether the projections add a bias.
         backend: ``"reference"`` (plain), ``"fused"`` (torch's kernels; the plain path where weights are asked for),
             ``"kernel"`` (:func:`~mlbench_core.ops.pytorch.attention.short_attention`, which is plain PyTorch where its
