@@ -9,6 +9,7 @@ argument is a plain :class:`ValueError` or :class:`TypeError`.
     MLBenchError
     +-- ConfigurationError        the run was set up in a way that cannot work
     |   +-- BackendError          a communication backend is unknown or not available here
+    |   +-- MasterAddressError    the master's address is not one (also a ValueError)
     |   +-- MissingDependencyError  an optional package is not installed (also an ImportError)
     +-- MasterError               the master
     |   +-- MasterNotFoundError   no master could be located (also a ValueError)
@@ -32,6 +33,7 @@ __all__ = [
     "DatasetNotFoundError",
     "DownloadError",
     "MLBenchError",
+    "MasterAddressError",
     "MasterError",
     "MasterNotFoundError",
     "MasterRequestError",
@@ -51,6 +53,10 @@ class ConfigurationError(MLBenchError):
 
 class BackendError(ConfigurationError):
     """A communication backend is unknown or cannot be used here."""
+
+
+class MasterAddressError(ConfigurationError, ValueError):
+    """The address of the master is not an address."""
 
 
 class MissingDependencyError(ConfigurationError, ImportError):

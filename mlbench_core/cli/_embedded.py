@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlbench_core.cli import _settings
-from mlbench_core.cli._client import MasterClient, normalize_url
+from mlbench_core.cli._client import MasterClient
 from mlbench_core.cli._output import remark
+from mlbench_core.client.rest import base_url
 from mlbench_core.errors import ConfigurationError, MasterError, MasterNotFoundError, MissingDependencyError
 from mlbench_core.paths import user_folder
 
@@ -52,13 +53,13 @@ def configured(dashboard_url: str | None = None) -> Location | None:
     """
     token = os.environ.get("MLBENCH_TOKEN") or None
     if dashboard_url:
-        return Location(normalize_url(dashboard_url), token or _known_token(dashboard_url), "--dashboard-url")
+        return Location(base_url(dashboard_url), token or _known_token(dashboard_url), "--dashboard-url")
     if os.environ.get("MLBENCH_MASTER_URL"):
-        url = normalize_url(os.environ["MLBENCH_MASTER_URL"])
+        url = base_url(os.environ["MLBENCH_MASTER_URL"])
         return Location(url, token or _known_token(url), "MLBENCH_MASTER_URL")
     settings = _settings.read(_settings.SETTINGS)
     if settings.get("master_url"):
-        return Location(normalize_url(str(settings["master_url"])), token or settings.get("token"), _settings.SETTINGS)
+        return Location(base_url(str(settings["master_url"])), token or settings.get("token"), _settings.SETTINGS)
     return None
 
 
@@ -66,7 +67,7 @@ def _known_token(url: str) -> str | None:
     """The remembered token of a master at this address, so that naming the embedded one by hand works too."""
     for name, key in ((_settings.SETTINGS, "master_url"), (_settings.MASTER, "url")):
         known = _settings.read(name)
-        if known.get(key) and normalize_url(str(known[key])) == normalize_url(url):
+        if known.get(key) and base_url(str(known[key])) == base_url(url):
             return known.get("token") or None
     return None
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import datetime
-import ipaddress
 import json
 import math
 import os
@@ -26,11 +25,11 @@ from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
 
 from mlbench_core.client.delivery import MetricDelivery, Receipt
 from mlbench_core.client.kubernetes import find_master
 from mlbench_core.client.outbox import spool_root
+from mlbench_core.client.rest import RestClient, message_of, path_part
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.paths import user_folder
 from mlbench_core.tasks import TASKS, find_image
@@ -57,8 +56,7 @@ _DEFAULT_BACKEND = "gloo"
 _FLUSH_AT_CLOSE_S = 5.0
 _FLUSH_AT_EXIT_S = 3.0
 _RETRIES = 3
-_RETRY_BACKOFF_S = 0.2
-_RETRY_STATUSES = (502, 503, 504)
+_JSON = {"Content-Type": "application/json"}
 
 
 class ApiClient:
@@ -94,7 +92,8 @@ class ApiClient:
         executor: The pool that runs the requests.
 
     Raises:
-        ValueError: An argument is out of its range, or ``url`` is no address.
+        ValueError: An argument is out of its range.
+        MasterAddressError: ``url`` is not an address; it is a ``ValueError`` too.
         MasterNotFoundError: Kubernetes knows of no master, or of several; it is a ``ValueError`` too.
         MissingDependencyError: There is no ``url`` and the package ``kubernetes`` is not installed.
     """
@@ -120,11 +119,14 @@ class ApiClient:
         self.timeout_s = timeout_s
         if url is None:
             url = find_master(label_selector, k8s_namespace, in_cluster, load_config)
-        self.endpoint = _endpoint(url)
-        self._sessions = _Sessions(self.endpoint, token or os.environ.get("MLBENCH_TOKEN") or None)
+        token = token or os.environ.get("MLBENCH_TOKEN")
+        self._rest = RestClient(url, token, timeout_s, _RETRIES)
+        self.endpoint = f"{self._rest.url}/api/"
+        # The delivery of metrics decides itself when to repeat a request.
+        rest = RestClient(url, token, timeout_s)
         self._delivery = MetricDelivery(
-            self._sessions.post_metrics,
-            self._sessions.list_runs,
+            lambda body, limit_s: rest.request("POST", "metrics/", data=body.encode(), headers=_JSON, timeout=limit_s),
+            lambda limit_s: rest.request("GET", "runs/", timeout=limit_s),
             self.endpoint,
             spool_root(user_folder("spool") if spill_dir is None else Path(spill_dir).absolute(), self.endpoint),
             timeout_s,
@@ -133,7 +135,7 @@ class ApiClient:
         # hangs must not delay them, nor they it.
         self.executor = concurrent.futures.ThreadPoolExecutor(max_workers=max_workers)
         self._metric_executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-        self._finalizer = weakref.finalize(self, _abandon, self._delivery, self._sessions)
+        self._finalizer = weakref.finalize(self, _abandon, self._delivery, self._rest, rest)
         self._finalizer.atexit = False  # at exit _close_open_clients tries to deliver first
         _remember(self)
 
@@ -356,7 +358,9 @@ class ApiClient:
             3.0, which cannot do this.
         """
         advice = "cannot stop a run and keep its metrics; delete_run stops it and deletes them"
-        return self._new_request("POST", f"runs/{_id(run_id, 'run_id')}/stop/", advice)
+        return self.executor.submit(
+            _request_unknown_to_3_0, self._rest, advice, "POST", f"runs/{_id(run_id, 'run_id')}/stop/"
+        )
 
     def get_run_logs(self, run_id: str | int, since_line: int = 0) -> Answer:
         """What the workers of a run wrote.
@@ -370,9 +374,8 @@ class ApiClient:
             the master is of version 3.0, which cannot do this.
         """
         advice = "has no logs; the last lines are in job_metadata of get_run"
-        return self._new_request(
-            "GET", f"runs/{_id(run_id, 'run_id')}/logs/", advice, params={"since_line": since_line}
-        )
+        path, params = f"runs/{_id(run_id, 'run_id')}/logs/", {"since_line": since_line}
+        return self.executor.submit(_request_unknown_to_3_0, self._rest, advice, "GET", path, params=params)
 
     def get_worker_pods(self) -> Answer:
         """The workers, each with ``name``, ``labels`` (JSON text), ``phase`` and ``ip``; future of a list."""
@@ -394,8 +397,7 @@ class ApiClient:
         delivered = self._delivery.close(timeout_s)
         self._metric_executor.shutdown(wait=delivered)
         self.executor.shutdown(wait=True)
-        self._sessions.close()
-        self._finalizer.detach()
+        self._finalizer()
         return delivered
 
     def __enter__(self) -> ApiClient:
@@ -416,7 +418,7 @@ class ApiClient:
         return self._delivery.settle(receipt)
 
     def _get(self, path: str, **params: Any) -> Answer:
-        return self._request("GET", path, params={key: value for key, value in params.items() if value is not None})
+        return self._request("GET", path, params=params)  # requests leaves out parameters that are None
 
     def _get_metrics(
         self,
@@ -437,106 +439,19 @@ class ApiClient:
             **params,
         )
 
-    def _new_request(self, method: str, path: str, advice: str, **options: Any) -> Answer:
-        """A request that masters of version 3.0 do not know; their 404 is an error that says so."""
-        return self.executor.submit(
-            self._sessions.new_request, method, self.endpoint + path, advice, timeout=self.timeout_s, **options
-        )
-
     def _request(self, method: str, path: str, **options: Any) -> Answer:
-        return self.executor.submit(
-            self._sessions.request, method, self.endpoint + path, timeout=self.timeout_s, **options
+        return self.executor.submit(self._rest.request, method, path, **options)
+
+
+def _request_unknown_to_3_0(rest: RestClient, advice: str, method: str, path: str, **options: Any) -> requests.Response:
+    """Send a request that masters of version 3.0 do not know, and raise an error with advice if this is one."""
+    response = rest.request(method, path, **options)
+    # This version's master says in "message" that the run is missing; another 404 means that the path is unknown.
+    if response.status_code == HTTPStatus.NOT_FOUND and message_of(response) is None:
+        raise MasterRequestError(
+            f"the master at {rest.url} {advice}: it does not know /api/{path}, like version 3.0", response.status_code
         )
-
-
-class _Sessions:
-    """HTTP sessions, one for each thread: a ``requests.Session`` is not made for several.
-
-    Args:
-        endpoint: The master's address.
-        token: Sent with each request, where there is one.
-    """
-
-    def __init__(self, endpoint: str, token: str | None) -> None:
-        self._endpoint = endpoint
-        self._token = token
-        self._local = threading.local()
-        self._lock = threading.Lock()
-        self._all: list[requests.Session] = []
-        self._metric_session: requests.Session | None = None
-
-    def request(self, method: str, url: str, **options: Any) -> requests.Response:
-        """Send a request with this thread's session; reading is repeated when the connection or a proxy fails."""
-        session: requests.Session | None = getattr(self._local, "session", None)
-        if session is None:
-            session = self._local.session = self._make(retries=_RETRIES)
-        return session.request(method, url, **options)
-
-    def new_request(self, method: str, url: str, advice: str, **options: Any) -> requests.Response:
-        """Send a request that masters of version 3.0 do not know.
-
-        Raises:
-            MasterRequestError: The master does not know it.
-        """
-        response = self.request(method, url, **options)
-        if response.status_code == HTTPStatus.NOT_FOUND and not _has_message(response):
-            raise MasterRequestError(
-                f"the master at {self._endpoint} {advice}: it does not know {urlsplit(url).path}, like version 3.0",
-                response.status_code,
-            )
-        return response
-
-    def post_metrics(self, body: str, timeout_s: float) -> requests.Response:
-        """Send a JSON text to the metrics; never repeated here, and by one thread at a time."""
-        return self._for_metrics().post(
-            self._endpoint + "metrics/",
-            data=body.encode(),
-            headers={"Content-Type": "application/json"},
-            timeout=timeout_s,
-            allow_redirects=False,  # a redirected POST becomes a GET, and its metrics would be lost
-        )
-
-    def list_runs(self, timeout_s: float) -> requests.Response:
-        """Ask for all runs; by the thread that sends metrics."""
-        return self._for_metrics().get(self._endpoint + "runs/", timeout=timeout_s)
-
-    def _for_metrics(self) -> requests.Session:
-        if self._metric_session is None:
-            self._metric_session = self._make(retries=0)
-        return self._metric_session
-
-    def close(self) -> None:
-        """Close all connections."""
-        with self._lock:
-            sessions, self._all = self._all, []
-        for session in sessions:
-            session.close()
-
-    def _make(self, retries: int) -> requests.Session:
-        import requests
-        from requests.adapters import HTTPAdapter
-        from urllib3.util.retry import Retry
-
-        policy = Retry(
-            total=retries,
-            backoff_factor=_RETRY_BACKOFF_S,
-            status_forcelist=_RETRY_STATUSES,
-            allowed_methods=("GET",),
-            raise_on_status=False,
-        )
-        session = requests.Session()
-        session.auth = self._sign  # a function: a .netrc entry must not replace the token
-        session.trust_env = not _is_loopback(self._endpoint)  # a proxy elsewhere must not see this machine's master
-        for scheme in ("http://", "https://"):
-            session.mount(scheme, HTTPAdapter(max_retries=policy))
-        with self._lock:
-            self._all.append(session)
-        return session
-
-    def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        if self._token is not None:
-            request.headers["Authorization"] = f"Bearer {self._token}"
-        return request
+    return response
 
 
 # ---------------------------------------------------------------------- clients that nobody closed
@@ -560,58 +475,21 @@ def _close_open_clients() -> None:
         client._delivery.close(_FLUSH_AT_EXIT_S)
 
 
-def _abandon(delivery: MetricDelivery, sessions: _Sessions) -> None:
-    """The client was dropped without :meth:`ApiClient.close`: what waits goes to disk, without a wait."""
+def _abandon(delivery: MetricDelivery, *rest_clients: RestClient) -> None:
+    """Keep undelivered metrics on disk without waiting, and close all connections."""
     delivery.close()
-    sessions.close()
+    for rest in rest_clients:
+        rest.close()
 
 
 # ---------------------------------------------------------------------- arguments
-
-
-def _endpoint(url: str) -> str:
-    """The REST interface below a master's address.
-
-    Example:
-        >>> _endpoint("10.0.0.7:80"), _endpoint("https://mlbench.example.org/api/")
-        ('http://10.0.0.7:80/api/', 'https://mlbench.example.org/api/')
-    """
-    example = "give HOST:PORT or http://HOST:PORT, for example http://127.0.0.1:5080"
-    text = str(url).strip()
-    full = text if "://" in text else f"http://{text}"
-    try:
-        parts = urlsplit(full)
-        port_is_zero = parts.port == 0  # raises where the port is no number
-    except ValueError as error:
-        raise ValueError(f"url {url!r} is no address of a master ({error}): {example}") from None
-    wrong = (
-        parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or port_is_zero
-        or parts.query
-        or parts.fragment
-        or parts.username is not None
-        or any(character.isspace() for character in full)
-    )
-    if wrong:
-        raise ValueError(f"url {url!r} is no address of a master: {example}")
-    path = parts.path.rstrip("/").removesuffix("/api")
-    return f"{parts.scheme}://{parts.netloc}{path}/api/"
-
-
-def _is_loopback(endpoint: str) -> bool:
-    host = urlsplit(endpoint).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _id(value: str | int, name: str) -> str:
     """An id as a part of a path."""
     if value is None or not str(value).strip():
         raise ValueError(f"{name} is {value!r}, it must be an id as the master gave it")
-    return quote(str(value), safe="")
+    return path_part(value)
 
 
 def _date(value: str | datetime.datetime | None) -> str:
@@ -660,15 +538,6 @@ def _metric_line(metric: Mapping[str, Any]) -> str:
         "metadata": metadata if isinstance(metadata, str) else json.dumps(metadata, default=str),
     }
     return json.dumps(body, allow_nan=False)
-
-
-def _has_message(response: requests.Response) -> bool:
-    """Whether an error is in the form of this version's master: it knew the request, and refused it."""
-    try:
-        answer = response.json()
-    except ValueError:
-        return False
-    return isinstance(answer, dict) and "message" in answer
 
 
 def _truth(value: bool) -> str:

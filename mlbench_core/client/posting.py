@@ -28,6 +28,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from mlbench_core.client.rest import TOKEN_ADVICE, reason
 from mlbench_core.errors import MasterRequestError
 
 if TYPE_CHECKING:
@@ -43,15 +44,8 @@ _ASIDE_IN_A_ROW = 3
 _OTHERS_TRIED = 5
 _PAIRS_THAT_TELL = 2
 _INTERNAL_ERROR = "it answers 500 Internal Server Error"
-_NOT_FOR_GOOD = frozenset(
-    {
-        HTTPStatus.UNAUTHORIZED,
-        HTTPStatus.FORBIDDEN,
-        HTTPStatus.REQUEST_TIMEOUT,
-        HTTPStatus.TOO_EARLY,
-        HTTPStatus.TOO_MANY_REQUESTS,
-    }
-)
+_TOKEN_NEEDED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
+_NOT_FOR_GOOD = _TOKEN_NEEDED | {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
 
 Post = Callable[[str, float], "requests.Response"]
 ListRuns = Callable[[float], "requests.Response"]
@@ -127,7 +121,8 @@ class Poster:
         response = self._request(lambda limit_s: self._post(body, limit_s), deadline)
         if response.ok or _is_refused(response) or response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR:
             return response
-        raise NoAnswer(_describe(response))
+        advice = f": {TOKEN_ADVICE}" if response.status_code in _TOKEN_NEEDED else ""
+        raise NoAnswer(f"it answers {response.status_code} {response.reason}{advice}")
 
     def is_gone(self, run_id: str, deadline: float | None) -> bool:
         """Whether the master lists its runs, and this one is not among them.
@@ -161,7 +156,7 @@ class Poster:
         try:
             return send(limit_s)
         except requests.RequestException as error:
-            raise NoAnswer(str(error)) from error
+            raise NoAnswer(reason(error)) from error
 
 
 class _Delivery:
@@ -344,13 +339,6 @@ def _is_refused(response: requests.Response) -> bool:
     if status == HTTPStatus.NOT_FOUND:
         return response.headers.get("Content-Type", "").startswith("application/json")
     return True
-
-
-def _describe(response: requests.Response) -> str:
-    said = f"it answers {response.status_code} {response.reason}"
-    if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        return f"{said}: set MLBENCH_TOKEN to the token that the master was started with"
-    return said
 
 
 def _refusal(line: str, response: requests.Response) -> MasterRequestError:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlbench_core.cli import _client
+from mlbench_core.client.rest import base_url
 from mlbench_core.errors import ConfigurationError
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster, entry
@@ -186,11 +187,16 @@ def test_something_else_on_the_port(answer: bytes, fake: FakeMaster, call: Call)
     assert "not as an MLBench master does" in call("status", code=1).stderr
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port"])
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "x:0", "http://x/?y=1"])
 def test_bad_address(url: str, call: Call) -> None:
-    assert "is no address of a master" in call("status", "--dashboard-url", url, code=1).stderr
+    assert "url of the master must be" in call("status", "--dashboard-url", url, code=1).stderr
     with pytest.raises(ConfigurationError):
-        _client.normalize_url(url)
+        base_url(url)
+
+
+@pytest.mark.parametrize("ending", ["/", "/api", "/api/"])
+def test_the_address_may_be_that_of_the_api(ending: str, fake: FakeMaster, call: Call) -> None:
+    call("status", "--dashboard-url", fake.url + ending)
 
 
 def test_no_master_says_what_to_do(call: Call) -> None:

@@ -19,7 +19,8 @@ class StubMaster:
         deliveries: Ids in order of arrival, repeated ones too.
         batches: Number of metrics in each accepted request.
         requests: ``(method, path, headers, body)`` of every request.
-        respond: Called with method, path and body before anything else; an answer overrules the stub's own.
+        respond: Called with method, path and body before anything else; an answer overrules the stub's own. That of a
+            redirect is the new address.
     """
 
     def __init__(self) -> None:
@@ -91,6 +92,8 @@ class StubMaster:
         handler.send_response(status)
         handler.send_header("Content-Type", "text/html" if isinstance(answer, bytes) else "application/json")
         handler.send_header("Content-Length", str(len(content)))
+        if 300 <= status < 400:
+            handler.send_header("Location", answer)
         handler.end_headers()
         handler.wfile.write(content)
 

@@ -88,7 +88,7 @@ def test_a_wrong_address_is_one_warning(environment: pytest.MonkeyPatch, caplog:
     for value in range(3):
         LogMetrics.log(1, 0, 0, "loss", value)
     assert len(caplog.records) == 1
-    assert "is no address of a master" in caplog.text
+    assert "url of the master must be" in caplog.text
 
 
 def test_an_outage_is_one_warning_and_loses_nothing(

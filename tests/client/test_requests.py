@@ -296,7 +296,7 @@ def test_the_endpoint_of_a_url(url: str, endpoint: str) -> None:
     "url", ["", "http://", "ftp://host:1", "host:port", "host:99999", "host:0", "a b:80", "host:1/?x=1", "u:p@host:1"]
 )
 def test_a_url_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="is no address of a master"):
+    with pytest.raises(ValueError, match="url of the master must be"):
         ApiClient(url=url)
 
 

@@ -1,0 +1,29 @@
+"""Host names and addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+
+__all__ = ["is_loopback"]
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if a host name or address can only mean this machine.
+
+    Args:
+        host: For example ``"127.0.0.1"``, ``"[::1]"`` or ``"localhost"``.
+
+    Returns:
+        True for loopback addresses, ``localhost`` and names below ``.localhost`` (RFC 6761).
+
+    Example:
+        >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
+        (True, False)
+    """
+    name = host.strip("[]").rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
