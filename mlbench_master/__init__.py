@@ -3,7 +3,7 @@
 Importing this package loads neither FastAPI nor SQLAlchemy nor torch; :func:`create_app` does on first use
 (:pep:`562`)::
 
-    python -m mlbench_master --port 5080                # as a server
+    mlbench master --port 5080                           # as a server
     mlbench_master.create_app(database_url="sqlite://")  # as an ASGI application, for a test
 
 How a request travels: ``security`` (who may) -> ``routes`` (HTTP) -> ``schemas`` (what is allowed) -> ``store``

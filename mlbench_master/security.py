@@ -10,40 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from http.cookies import CookieError, SimpleCookie
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["COOKIE", "GuardMiddleware", "is_loopback", "session_cookie", "token_matches"]
+from mlbench_core.addresses import is_loopback
+
+__all__ = ["COOKIE", "GuardMiddleware", "session_cookie", "token_matches"]
 
 COOKIE = "mlbench_session"
 _OPEN_PATHS = ("/api/health/", "/login/")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address can only mean this machine.
-
-    Args:
-        host: For example ``"127.0.0.1"``, ``"::1"`` or ``"localhost"``.
-
-    Returns:
-        True for loopback addresses and ``localhost``.
-
-    Example:
-        >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
-        (True, False)
-    """
-    name = host.strip("[]").rstrip(".").lower()
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def token_matches(given: str, token: str) -> bool:

@@ -162,14 +162,9 @@ def check_port(host: str, port: int) -> None:
         raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
 
-def master_command(host: str, port: int, database_url: str | None = None, data_dir: str | None = None) -> list[str]:
-    """The command of a master process. Its token goes through MLBENCH_TOKEN: arguments are visible to every user."""
-    command = [sys.executable, "-m", "mlbench_master", "--host", host, "--port", str(port)]
-    if database_url:
-        command += ["--database-url", database_url]
-    if data_dir:
-        command += ["--data-dir", data_dir]
-    return command
+def master_command(host: str, port: int) -> list[str]:
+    """Return the command of a master process; its token goes through MLBENCH_TOKEN, because all users see arguments."""
+    return [sys.executable, "-m", "mlbench_core.cli", "master", "--host", host, "--port", str(port)]
 
 
 def record(url: str, pid: int, token: str | None) -> None:

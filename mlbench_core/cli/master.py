@@ -3,36 +3,55 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
+from pathlib import Path
 
 import click
 
+from mlbench_core.addresses import is_loopback
 from mlbench_core.cli import _embedded, _settings
-from mlbench_core.cli._output import dashboard_option, json_option, print_json, remark
-from mlbench_core.errors import ConfigurationError, MasterError
+from mlbench_core.cli._output import dashboard_option, json_option, print_json
+from mlbench_core.errors import ConfigurationError
+from mlbench_master.launchers import LAUNCHERS
 
 __all__ = ["get_dashboard_url", "master"]
 
 
 @click.command()
 @click.option("--host", default=_embedded.DEFAULT_HOST, show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(1, 65535), default=_embedded.DEFAULT_PORT, show_default=True, help="Port.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=_embedded.DEFAULT_PORT,
+    show_default=True,
+    help="Port, 0 for a free one.",
+)
 @click.option("--database-url", metavar="URL", help="SQLAlchemy URL of a database instead of SQLite.")
 @click.option("--token", envvar="MLBENCH_TOKEN", help="Token that clients must send; needed outside 127.0.0.1.")
-@click.option("--data-dir", type=click.Path(file_okay=False), help="Folder for the database and the logs.")
+@click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for database and logs.")
+@click.option("--launcher", type=click.Choice(LAUNCHERS), default="local", show_default=True, help="What starts runs.")
 @click.option("--stop", "stop", is_flag=True, help="Stop the master that runs on this machine.")
-def master(host: str, port: int, database_url: str | None, token: str | None, data_dir: str | None, stop: bool) -> None:
+def master(
+    host: str,
+    port: int,
+    database_url: str | None,
+    token: str | None,
+    data_dir: Path | None,
+    launcher: str,
+    stop: bool,
+) -> None:
     """Start the master in the foreground, or stop the one that 'mlbench run' started.
 
-    Ctrl-C ends it. Runs that go on are taken up again by the next one.
+    Ctrl-C ends it. Runs that go on are taken over by the next one.
     """
     if stop:
         known = _embedded.stop_embedded()
         click.echo(f"stopped the master at {known['url']} (process {known['pid']})")
         return
-    if not token and host not in ("127.0.0.1", "localhost", "::1"):
-        raise click.UsageError(f"a master that listens on {host} needs a token: --token or MLBENCH_TOKEN")
+    if not token and not is_loopback(host):
+        raise click.UsageError(
+            f"--host {host} can be reached from other machines: give a token with --token or MLBENCH_TOKEN, "
+            "or stay on 127.0.0.1"
+        )
     running = _embedded.embedded()
     if running is not None and not (data_dir or database_url):
         raise ConfigurationError(
@@ -40,39 +59,17 @@ def master(host: str, port: int, database_url: str | None, token: str | None, da
             "or choose another folder with --data-dir"
         )
     _embedded.check_installed()
-    _embedded.check_port(host, port)
-    environment = {**os.environ, **({"MLBENCH_TOKEN": token} if token else {})}
-    process = subprocess.Popen(_embedded.master_command(host, port, database_url, data_dir), env=environment)
-    recorded = running is None
-    if recorded:
-        _embedded.record(f"http://{_reachable(host)}:{port}", process.pid, token)
+    from mlbench_master.server import serve
+
+    def started(url: str) -> None:
+        if running is None:
+            _embedded.record(url, os.getpid(), token)
+
     try:
-        status = _wait(process)
+        serve(host, port, token or None, started, database_url, data_dir, launcher)
     finally:
-        if recorded and _settings.read(_settings.MASTER).get("pid") == process.pid:
+        if _settings.read(_settings.MASTER).get("pid") == os.getpid():
             _settings.forget(_settings.MASTER)
-    if status not in (0, -signal.SIGTERM, -signal.SIGINT):
-        raise MasterError(f"the master ended with exit status {status}; the reason is above")
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the master; it hears Ctrl-C and SIGTERM too and ends by itself."""
-    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:
-                remark("the master is ending")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _reachable(host: str) -> str:
-    """The address under which this machine reaches a server that listens on ``host``."""
-    if host in ("0.0.0.0", "::"):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
 
 
 @click.command("get-dashboard-url")

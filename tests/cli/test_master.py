@@ -84,7 +84,7 @@ def _connect() -> MasterClient:
     return MasterClient(location.url, location.token)
 
 
-def test_foreground_master_is_found_and_ends_on_sigterm(real_master: None, call: Call) -> None:
+def test_foreground_master_is_found_and_ends_on_ctrl_c(real_master: None, call: Call) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -96,7 +96,7 @@ def test_foreground_master_is_found_and_ends_on_sigterm(real_master: None, call:
                 break
             pause.wait(0.1)
         assert call("get-dashboard-url").stdout == f"http://127.0.0.1:{port}\n"
-        process.terminate()
+        process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=30)
     finally:
         process.kill()
@@ -112,10 +112,19 @@ def test_port_in_use(call: Call) -> None:
         busy.listen()
         port = busy.getsockname()[1]
         error = call("master", "--port", str(port), code=1).stderr
-    assert error == f"mlbench: port {port} on 127.0.0.1 is in use; choose another with --port\n"
+    reason = "Address already in use; choose another with --port"
+    assert error == f"mlbench: cannot listen on 127.0.0.1 port {port}: {reason}\n"
 
 
-@pytest.mark.parametrize("arguments", [("--host", "0.0.0.0"), ("--port", "0"), ("--port", "70000")])
+def test_no_loopback_address_needs_a_token(call: Call) -> None:
+    with socket.socket() as busy:
+        busy.bind(("0.0.0.0", 0))
+        busy.listen()
+        error = call("master", "--host", "127.0.0.2", "--port", str(busy.getsockname()[1]), code=1).stderr
+    assert "cannot listen on 127.0.0.2" in error
+
+
+@pytest.mark.parametrize("arguments", [("--host", "0.0.0.0"), ("--port", "-1"), ("--port", "70000")])
 def test_master_used_wrongly(arguments: tuple[str, ...], call: Call) -> None:
     call("master", *arguments, code=2)
 

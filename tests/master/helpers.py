@@ -54,7 +54,7 @@ def server(data_dir: Path, *options: str) -> Iterator[tuple[str, subprocess.Pope
     log = data_dir.parent / "master.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [PYTHON, "-m", "mlbench_master", "--port", "0", "--data-dir", str(data_dir), *options],
+            [PYTHON, "-m", "mlbench_core.cli", "master", "--port", "0", "--data-dir", str(data_dir), *options],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stderr=output,
