@@ -60,11 +60,11 @@ _JSON = {"Content-Type": "application/json"}
 
 
 class ApiClient:
-    """A client of one master.
+    """Ask one master for runs, workers and metrics, and send metrics to it.
 
-    Methods return a :class:`concurrent.futures.Future` of the ``requests`` response at once; ``result()`` raises what
-    the request raised (``requests.RequestException``), and an answer with an error status is a response like any
-    other. Every request has a time limit, and reading is repeated with back-off when the connection fails.
+    Methods return a :class:`concurrent.futures.Future` of the ``requests`` response at once. ``result()`` raises the
+    error of the request (``requests.RequestException``); an answer with an error status is a response like any other.
+    Every request has a time limit, and reading is repeated with back-off when the connection fails.
 
     Metrics (:meth:`post_metric`, :meth:`post_metrics`) are delivered in order and in batches. While the master is
     away they are kept on disk below the user's folder, and delivered when it is back: by this client, or, should the
@@ -76,14 +76,14 @@ class ApiClient:
 
     Args:
         max_workers: Threads for requests; metrics have one of their own.
-        in_cluster: Whether this process runs in the master's Kubernetes cluster.
+        in_cluster: True if this process runs in the master's Kubernetes cluster.
         label_selector: Labels of the master's pod and service in Kubernetes.
         k8s_namespace: Namespace of the master in Kubernetes. It is preferred if there are several masters;
             ``"default"`` stands for any namespace.
         url: Address of the master (``"host:port"`` or ``"http://host:port"``); without it the master is located
             through Kubernetes.
-        load_config: Whether to load the cluster's configuration; False where the caller has loaded one.
-        token: Sent as ``Authorization: Bearer``; by default what ``MLBENCH_TOKEN`` holds.
+        load_config: Load the cluster's configuration; False if the caller has loaded one.
+        token: Sent as ``Authorization: Bearer``; by default the value of ``MLBENCH_TOKEN``.
         timeout_s: Time limit for connecting and for each wait for an answer, in seconds.
         spill_dir: Folder for metrics that cannot be delivered; by default ``spool`` in the user's folder.
 
@@ -112,9 +112,9 @@ class ApiClient:
         spill_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if max_workers < 1:
-            raise ValueError(f"max_workers is {max_workers}, it must be at least 1")
+            raise ValueError(f"max_workers must be at least 1, not {max_workers}")
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
-            raise ValueError(f"timeout_s is {timeout_s}, it must be a positive number of seconds")
+            raise ValueError(f"timeout_s must be a positive number of seconds, not {timeout_s}")
         self.in_cluster = in_cluster
         self.timeout_s = timeout_s
         if url is None:
@@ -142,7 +142,7 @@ class ApiClient:
     # ------------------------------------------------------------------ metrics
 
     def get_all_metrics(self) -> Answer:
-        """All metrics of all pods and runs.
+        """Return all metrics of all pods and runs.
 
         Returns:
             Future of ``{"pod_metrics": {pod: {metric: [...]}}, "run_metrics": {run: {metric: [...]}}}``.
@@ -157,14 +157,14 @@ class ApiClient:
         metric_filter: str | None = None,
         last_n: int | None = None,
     ) -> Answer:
-        """Metrics of a run.
+        """Return metrics of a run.
 
         Args:
             run_id: Id of the run.
-            since: Nothing older than this: a date, or ISO 8601 text.
-            summarize: At most this many entries of each metric, by averaging neighbours.
-            metric_filter: Only the metric of exactly this name, for example ``"train_loss @ 0"``.
-            last_n: Only the last so many entries of each metric.
+            since: Return nothing older than this date; a ``datetime`` or ISO 8601 text.
+            summarize: Return at most this many entries of each metric, by averaging neighbors.
+            metric_filter: Return only the metric of exactly this name, for example ``"train_loss @ 0"``.
+            last_n: Return only the last N entries of each metric.
 
         Returns:
             Future of ``{metric: [{"date", "value", "cumulative"}, ...]}``.
@@ -174,12 +174,12 @@ class ApiClient:
     def get_pod_metrics(
         self, pod_id: str, since: str | datetime.datetime | None = None, summarize: int | None = None
     ) -> Answer:
-        """Metrics of a worker's pod, such as its load.
+        """Return metrics of a worker's pod, such as its load.
 
         Args:
             pod_id: Name of the pod, see :meth:`get_worker_pods`.
-            since: Nothing older than this: a date, or ISO 8601 text.
-            summarize: At most this many entries of each metric, by averaging neighbours.
+            since: Return nothing older than this date; a ``datetime`` or ISO 8601 text.
+            summarize: Return at most this many entries of each metric, by averaging neighbors.
 
         Returns:
             Future of ``{metric: [{"date", "value", "cumulative"}, ...]}``.
@@ -189,12 +189,12 @@ class ApiClient:
     def download_run_metrics(
         self, run_id: str | int, since: str | datetime.datetime | None = None, summarize: int | None = None
     ) -> Answer:
-        """A zip file with the metrics of a run and of its pods.
+        """Return a zip file with the metrics of a run and of its pods.
 
         Args:
             run_id: Id of the run.
-            since: Nothing older than this: a date, or ISO 8601 text.
-            summarize: At most this many entries of each metric, by averaging neighbours.
+            since: Return nothing older than this date; a ``datetime`` or ISO 8601 text.
+            summarize: Return at most this many entries of each metric, by averaging neighbors.
 
         Returns:
             Future of the response; its ``content`` is the zip file.
@@ -216,15 +216,14 @@ class ApiClient:
             run_id: Id of the run.
             name: Name of the metric, for example ``"train_loss @ 0"``.
             value: A number, a text, or a tensor or array of one element. Infinities and NaN are sent as text.
-            cumulative: Whether the metric grows over time, like a counter.
+            cumulative: True if the metric grows over time, like a counter.
             metadata: Anything to keep with it: a text, or a mapping that is sent as JSON text.
-            date: When it was measured: a date, or ISO 8601 text; without a zone it is UTC. Default: now.
+            date: Date of the measurement, a ``datetime`` or ISO 8601 text; without a zone it is UTC. Default: now.
 
         Returns:
             Future of the answer to the request that held the metric. It raises
-            :class:`~mlbench_core.errors.MasterNotFoundError` where the master does not answer: the metric is kept and
-            delivered later all the same; and :class:`~mlbench_core.errors.MasterRequestError` where the master
-            refused it.
+            :class:`~mlbench_core.errors.MasterNotFoundError` if the master does not answer, and the metric is kept and
+            delivered later. It raises :class:`~mlbench_core.errors.MasterRequestError` if the master refused it.
 
         Raises:
             ValueError: The name or the run is empty, or the value has several elements.
@@ -245,7 +244,7 @@ class ApiClient:
             Future of the answer to the request that held the last one; see :meth:`post_metric`.
 
         Raises:
-            ValueError: There is none, or one of them is wrong; then none is sent.
+            ValueError: ``metrics`` is empty, or one of them is wrong; then none is sent.
         """
         lines = [_metric_line(metric) for metric in metrics]
         if not lines:
@@ -253,24 +252,24 @@ class ApiClient:
         return self._post(lines)
 
     def flush(self, timeout_s: float = _FLUSH_AT_CLOSE_S) -> bool:
-        """Wait until every metric posted so far is with the master.
+        """Wait until the master has every metric that was posted so far.
 
         Args:
             timeout_s: The longest to wait, in seconds.
 
         Returns:
-            Whether nothing is left to deliver.
+            True if nothing is left to deliver.
         """
         return self._delivery.flush(timeout_s)
 
     # ------------------------------------------------------------------ runs and workers
 
     def get_runs(self) -> Answer:
-        """All runs; future of a list."""
+        """Return a future of the list of all runs."""
         return self._get("runs/")
 
     def get_run(self, run_id: str | int) -> Answer:
-        """One run.
+        """Return one run.
 
         Args:
             run_id: Id of the run.
@@ -295,7 +294,7 @@ class ApiClient:
         task: str | None = None,
         arguments: Sequence[str] = (),
     ) -> Answer:
-        """Start a run: a task, one of :data:`MLBENCH_IMAGES`, or an image of one's own.
+        """Start a run of a task, of one of :data:`MLBENCH_IMAGES`, or of a custom image.
 
         Args:
             name: Name of the run, a DNS label that is not in use.
@@ -304,29 +303,29 @@ class ApiClient:
             max_bandwidth: Bandwidth of each worker in Mbit/s; a master that cannot limit it refuses less than 1000.
             image: A key of :data:`MLBENCH_IMAGES`, or the name of one of its images.
             backend: One of :data:`MLBENCH_BACKENDS` in any case; Gloo if left out.
-            custom_image_name: Name of an image of one's own, with ``custom_image_command``. A master without containers
-                runs the command on its machine, and says so in ``job_metadata.notes``.
+            custom_image_name: Name of a custom image, with ``custom_image_command``. A master without containers runs
+                the command on its machine, and says so in ``job_metadata.notes``.
             custom_image_command: The command of a worker in it.
-            custom_backend: Name of a backend of one's own.
-            run_all_nodes: Whether every worker runs the command, with ``custom_backend``; else only the first one does,
-                and it has to start the others itself.
-            gpu_enabled: Whether the workers use GPUs: the command gets ``--gpu``.
-            light_target: Whether the goal is the task's light one: the command gets ``--light``.
+            custom_backend: Name of a custom backend.
+            run_all_nodes: With ``custom_backend``: run the command in every worker. If False, only the first worker
+                runs it and has to start the others.
+            gpu_enabled: Use GPUs: the command gets ``--gpu``.
+            light_target: Train to the task's light goal: the command gets ``--light``.
             task: Key of a task, for example ``"1a"``, instead of an image.
             arguments: Further arguments of the task's script.
 
         Returns:
-            Future of the run: status 201; 400 where the name is no DNS label, 409 where it is in use.
+            Future of the run with status 201; 400 if the name is not a DNS label, 409 if it is in use.
 
         Raises:
             ValueError: An image or backend is unknown, or arguments are missing or contradict one another.
         """
         if num_workers < 1:
-            raise ValueError(f"num_workers is {num_workers}, it must be at least 1")
+            raise ValueError(f"num_workers must be at least 1, not {num_workers}")
         if not num_cpus > 0:
-            raise ValueError(f"num_cpus is {num_cpus}, it must be positive")
+            raise ValueError(f"num_cpus must be positive, not {num_cpus}")
         if not max_bandwidth > 0:
-            raise ValueError(f"max_bandwidth is {max_bandwidth}, it must be positive (Mbit/s)")
+            raise ValueError(f"max_bandwidth must be positive (Mbit/s), not {max_bandwidth}")
         body: dict[str, Any] = {
             "name": name,
             "num_workers": num_workers,
@@ -340,7 +339,7 @@ class ApiClient:
         return self._request("POST", "runs/", json=body)
 
     def delete_run(self, run_id: str | int) -> Answer:
-        """Delete a run and its metrics; it is stopped first where it still runs.
+        """Delete a run and its metrics, and stop it first if it still runs.
 
         Args:
             run_id: Id of the run.
@@ -363,7 +362,7 @@ class ApiClient:
         )
 
     def get_run_logs(self, run_id: str | int, since_line: int = 0) -> Answer:
-        """What the workers of a run wrote.
+        """Return the output of a run's workers.
 
         Args:
             run_id: Id of the run.
@@ -378,13 +377,13 @@ class ApiClient:
         return self.executor.submit(_request_unknown_to_3_0, self._rest, advice, "GET", path, params=params)
 
     def get_worker_pods(self) -> Answer:
-        """The workers, each with ``name``, ``labels`` (JSON text), ``phase`` and ``ip``; future of a list."""
+        """Return a future of the list of workers: ``name``, ``labels`` (JSON text), ``phase`` and ``ip`` of each."""
         return self._get("pods/")
 
     # ------------------------------------------------------------------ life
 
     def close(self, timeout_s: float = _FLUSH_AT_CLOSE_S) -> bool:
-        """Deliver what waits, keep on disk what cannot be delivered, and end the threads.
+        """Deliver waiting metrics, keep on disk those that cannot be delivered, and end the threads.
 
         Closing again does nothing.
 
@@ -392,7 +391,7 @@ class ApiClient:
             timeout_s: The longest to try to deliver, in seconds.
 
         Returns:
-            Whether all metrics were delivered.
+            True if all metrics were delivered.
         """
         delivered = self._delivery.close(timeout_s)
         self._metric_executor.shutdown(wait=delivered)
@@ -430,7 +429,7 @@ class ApiClient:
     ) -> Answer:
         for name, value in (("summarize", summarize), ("last_n", params.get("last_n"))):
             if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, it must be at least 1 or left out")
+                raise ValueError(f"{name} must be at least 1 or left out, not {value}")
         return self._get(
             f"metrics/{_id(owner, f'{kind}_id')}/",
             metric_type=kind,
@@ -486,14 +485,14 @@ def _abandon(delivery: MetricDelivery, *rest_clients: RestClient) -> None:
 
 
 def _id(value: str | int, name: str) -> str:
-    """An id as a part of a path."""
+    """Return an id as a part of a path."""
     if value is None or not str(value).strip():
-        raise ValueError(f"{name} is {value!r}, it must be an id as the master gave it")
+        raise ValueError(f"{name} must be an id that the master gave, not {value!r}")
     return path_part(value)
 
 
 def _date(value: str | datetime.datetime | None) -> str:
-    """A date as the master takes it; text is passed on, None is now, and without a zone it is UTC."""
+    """Format a date for the master; text is passed on, None is now, and a date without a zone is UTC."""
     if isinstance(value, str):
         return value
     moment = value or datetime.datetime.now(datetime.timezone.utc)
@@ -503,7 +502,7 @@ def _date(value: str | datetime.datetime | None) -> str:
 
 
 def _plain_value(value: Any) -> str | int | float:
-    """A metric's value as JSON has it; the rest as text."""
+    """Return a metric's value as a type that JSON has, or as text."""
     if hasattr(value, "item") and callable(value.item):
         value = value.item()  # a tensor, an array or a scalar of numpy; raises ValueError for several elements
     if isinstance(value, float) and not math.isfinite(value):
@@ -511,18 +510,18 @@ def _plain_value(value: Any) -> str | int | float:
     if isinstance(value, (str, int, float)):
         return value
     if value is None:
-        raise ValueError("value is None: a metric needs a number or a text")
+        raise ValueError("value must be a number or a text, not None")
     return str(value)
 
 
 def _metric_line(metric: Mapping[str, Any]) -> str:
-    """One metric as the JSON text that goes to the master, with an id of its own."""
+    """Return one metric as the JSON text for the master, with its own id."""
     unknown = metric.keys() - {"run_id", "pod_name", "name", "value", "cumulative", "metadata", "date", "id"}
     if unknown:
         raise ValueError(f"a metric has no {', '.join(sorted(map(repr, unknown)))}; see post_metric")
     name = metric.get("name")
     if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"name is {name!r}, it must be a text that is not empty")
+        raise ValueError(f"name must be a text that is not empty, not {name!r}")
     owner = "pod_name" if metric.get("pod_name") is not None else "run_id"
     if owner == "pod_name" and metric.get("run_id") is not None:
         raise ValueError("run_id and pod_name: give one of them, not both")
@@ -541,12 +540,12 @@ def _metric_line(metric: Mapping[str, Any]) -> str:
 
 
 def _truth(value: bool) -> str:
-    """A truth value as text: the master of version 3.0 compares with "true"."""
+    """Return a truth value as text, because the master of version 3.0 compares with "true"."""
     return "true" if value else "false"
 
 
 def _image(value: str) -> str:
-    """The master's name of an image given by its key in MLBENCH_IMAGES or by its name, in any case."""
+    """Return the master's name of an image, given by its key in MLBENCH_IMAGES or by its name in any case."""
     if value.lower().replace(" ", "_") == _CUSTOM_IMAGE:
         return _CUSTOM_IMAGE
     try:
@@ -559,7 +558,7 @@ def _image(value: str) -> str:
 
 
 def _backend(value: str) -> str | None:
-    """The master's name of a backend; None if it is unknown."""
+    """Return the master's name of a backend, or None if it is unknown."""
     name = value.lower().replace(" ", "_")
     return name if name in (backend.lower().replace(" ", "_") for backend in MLBENCH_BACKENDS) else None
 
@@ -571,7 +570,7 @@ def _what_to_run(
     task: str | None,
     arguments: Sequence[str],
 ) -> dict[str, Any]:
-    """The fields of a run that say what it runs."""
+    """Return the fields of a run that name its task, image or command."""
     if isinstance(arguments, str):
         raise ValueError(f"arguments is the text {arguments!r}, it must be a list: {arguments.split()!r}")
     if task is not None:
@@ -600,7 +599,7 @@ def _what_to_run(
 
 
 def _backend_fields(backend: str | None, custom_backend: str | None, run_all_nodes: bool) -> dict[str, Any]:
-    """The fields of a run that say how its workers talk to one another."""
+    """Return the fields of a run that name its communication backend."""
     chosen = None if backend is None else _backend(backend)
     if backend is not None and chosen is None:
         raise ValueError(

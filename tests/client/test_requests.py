@@ -177,9 +177,9 @@ def test_images_and_backends_are_the_tuples_and_the_list_of_version_3() -> None:
         ({"task": "1a", "backend": "tcp"}, "backend 'tcp' is unknown; known are MPI, GLOO"),
         ({"task": "1a", "backend": "Custom Backend"}, "needs custom_backend"),
         ({"task": "1a", "backend": "gloo", "custom_backend": "ucc"}, "give one of them"),
-        ({"task": "1a", "num_workers": 0}, "num_workers is 0"),
-        ({"task": "1a", "num_cpus": 0}, "num_cpus is 0"),
-        ({"task": "1a", "max_bandwidth": -1}, "max_bandwidth is -1"),
+        ({"task": "1a", "num_workers": 0}, "num_workers must be at least 1, not 0"),
+        ({"task": "1a", "num_cpus": 0}, "num_cpus must be positive, not 0"),
+        ({"task": "1a", "max_bandwidth": -1}, "max_bandwidth must be positive .*not -1"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused_at_once(
@@ -245,11 +245,11 @@ def test_scalars_of_numpy_and_one_element_arrays_are_numbers(master: StubMaster,
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        ({"name": ""}, "name is ''"),
-        ({"run_id": ""}, "run_id is ''"),
-        ({"run_id": None}, "run_id is None"),
+        ({"name": ""}, "name must be .*not ''"),
+        ({"run_id": ""}, "run_id must be .*not ''"),
+        ({"run_id": None}, "run_id must be .*not None"),
         ({"pod_name": "w"}, "give one of them"),
-        ({"value": None}, "value is None"),
+        ({"value": None}, "value must be a number or a text, not None"),
         ({"vaule": 1}, "has no 'vaule'"),
     ],
 )
