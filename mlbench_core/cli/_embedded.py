@@ -46,7 +46,7 @@ class Location(NamedTuple):
 
 
 def configured(dashboard_url: str | None = None) -> Location | None:
-    """The master that the user named; ``None`` where there is no such.
+    """Return the master that the user named, or None.
 
     Args:
         dashboard_url: Value of ``--dashboard-url``.
@@ -64,7 +64,7 @@ def configured(dashboard_url: str | None = None) -> Location | None:
 
 
 def _known_token(url: str) -> str | None:
-    """The remembered token of a master at this address, so that naming the embedded one by hand works too."""
+    """Return the remembered token of a master, so that a user may also name the embedded one by its address."""
     for name, key in ((_settings.SETTINGS, "master_url"), (_settings.MASTER, "url")):
         known = _settings.read(name)
         if known.get(key) and base_url(str(known[key])) == base_url(url):
@@ -73,7 +73,7 @@ def _known_token(url: str) -> str | None:
 
 
 def embedded() -> Location | None:
-    """The embedded master, if it is running."""
+    """Return the embedded master if it is running, else None."""
     known = _settings.read(_settings.MASTER)
     if not known.get("url") or not _alive(known.get("pid")):
         return None
@@ -82,13 +82,13 @@ def embedded() -> Location | None:
 
 
 def find(dashboard_url: str | None = None) -> Location:
-    """Where the master is.
+    """Return the location of the master.
 
     Args:
         dashboard_url: Value of ``--dashboard-url``.
 
     Returns:
-        Its place. One that the user named is not asked whether it is there.
+        The location. Nothing checks that a master that the user named is running.
 
     Raises:
         MasterNotFoundError: None is named, and the embedded one does not run.
@@ -103,7 +103,7 @@ def find(dashboard_url: str | None = None) -> Location:
 
 
 def connect(dashboard_url: str | None = None) -> MasterClient:
-    """A client of the master that :func:`find` finds."""
+    """Return a client of the master that :func:`find` finds."""
     location = find(dashboard_url)
     return MasterClient(location.url, location.token)
 

@@ -54,11 +54,11 @@ Borrow = Callable[[], "str | None"]
 
 
 class NoAnswer(Exception):
-    """The master is away, broken, or does not let us in: keep everything and try again."""
+    """Raised if the master is away, broken, or refuses our token: keep everything and try again."""
 
 
 class Poster:
-    """Delivers lines to one master; used by one thread at a time.
+    """Deliver lines to one master; used by one thread at a time.
 
     Args:
         post: Sends a JSON text within a time limit in seconds and returns the answer.
@@ -93,7 +93,7 @@ class Poster:
 
     @property
     def takes_lists(self) -> bool:
-        """Whether the master takes several metrics in one request; that of version 3.0 does not."""
+        """True if the master takes several metrics in one request; that of version 3.0 does not."""
         return self._pairs_accepted_apart < _PAIRS_THAT_TELL
 
     def saw_pair_accepted_apart(self) -> None:
@@ -101,7 +101,7 @@ class Poster:
         self._pairs_accepted_apart += 1
 
     def take_early(self, line: str, deadline: float | None) -> bool:
-        """Post a line before its turn; True if it is accepted.
+        """Post a line before its turn and return True if it is accepted.
 
         Raises:
             NoAnswer: The master does not answer.
@@ -125,7 +125,7 @@ class Poster:
         raise NoAnswer(f"it answers {response.status_code} {response.reason}{advice}")
 
     def is_gone(self, run_id: str, deadline: float | None) -> bool:
-        """Whether the master lists its runs, and this one is not among them.
+        """Return True if the master lists its runs and this one is not among them.
 
         Raises:
             NoAnswer: The master does not answer.
@@ -148,19 +148,17 @@ class Poster:
             raise NoAnswer(_INTERNAL_ERROR)
 
     def _request(self, send: Callable[[float], requests.Response], deadline: float | None) -> requests.Response:
-        import requests
-
         limit_s = self._timeout_s
         if deadline is not None:
             limit_s = max(min(limit_s, deadline - time.monotonic()), _SHORTEST_TIMEOUT_S)
         try:
             return send(limit_s)
-        except requests.RequestException as error:
+        except OSError as error:  # each requests.RequestException is one
             raise NoAnswer(reason(error)) from error
 
 
 class _Delivery:
-    """The delivery of some lines; see the module's description."""
+    """Deliver some lines as the module's description says."""
 
     def __init__(
         self, poster: Poster, lines: list[str], settle: Settle, borrow: Borrow, deadline: float | None
@@ -328,7 +326,7 @@ def _id_of(line: str) -> str:
 
 
 def _is_refused(response: requests.Response) -> bool:
-    """Whether the master itself says that this can never be accepted.
+    """Return True if the master itself says that it can never accept this.
 
     A 404 without a JSON body comes from a proxy in front of a master that is away; a missing or wrong token can be
     put right while the metrics wait.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import mlbench_core
 from mlbench_core.cli._client import MasterClient
 from mlbench_core.client.api import ApiClient
 from mlbench_core.errors import MasterRequestError
@@ -33,3 +36,11 @@ def test_a_password_in_the_address_is_not_shown(url: str) -> None:
         with pytest.raises(ValueError, match="MLBENCH_TOKEN") as caught:
             kind(url=url)
         assert "secret" not in str(caught.value)
+
+
+def test_no_other_module_speaks_http() -> None:
+    """Downloads of data sets are the exception: they go to other servers, in pieces that can be continued."""
+    root = Path(mlbench_core.__file__).parent
+    speaks = re.compile(r"\b(requests\.(Session|request|get|post|adapters)|urlopen|http\.client)\b")
+    found = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if speaks.search(path.read_text("utf-8"))}
+    assert found == {"client/rest.py", "dataset/util/tools.py"}
