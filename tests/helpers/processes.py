@@ -79,9 +79,10 @@ class Master:
     def start(self) -> None:
         """Start it and wait until it answers."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        options = ["--port", str(self.port), "--data-dir", str(self.folder)]
         with open(self.folder / "master.log", "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mlbench_master", "--port", str(self.port), "--data-dir", str(self.folder)],
+                [sys.executable, "-m", "mlbench_core.cli", "master", *options],
                 stdout=log,
                 stderr=log,
                 env=environment(),
