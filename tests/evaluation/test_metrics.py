@@ -222,6 +222,16 @@ def test_perplexity_weighs_tokens_not_batches_and_skips_ignored_ones() -> None:
     assert metric.average().item() == pytest.approx(math.exp(F.cross_entropy(scores, target).item()), rel=1e-6)
 
 
+def test_perplexity_takes_a_loss_with_one_dimension() -> None:
+    for loss in (torch.tensor(2.0), torch.tensor([2.0])):
+        perplexity = Perplexity()
+        value = perplexity(loss, torch.tensor([1, 2]))
+        assert value.shape == ()
+        assert value.item() == pytest.approx(math.exp(2))
+        perplexity.update(value, 2)
+        assert perplexity.average().item() == pytest.approx(math.exp(2))
+
+
 def test_perplexity_of_large_losses_does_not_overflow() -> None:
     metric = Perplexity()
     metric.update(metric(torch.tensor(100.0)), 1)
@@ -324,23 +334,38 @@ def test_calls_may_come_before_updates_in_any_order(make) -> None:
 
 
 @pytest.mark.parametrize("make", [F1Score, DiceCoefficient, BLEUScore])
-def test_a_value_that_no_call_returned_is_refused(make) -> None:
+def test_counts_and_values_of_another_origin_are_not_mixed(make) -> None:
     metric = make()
     value = metric(*pieces(metric)[0])
-    with pytest.raises(ValueError, match=r"perc must be what a call of this metric returned, not 0\.123"):
-        metric.update(0.123, 2)
-    assert metric.average().item() == 0.0
-    with pytest.raises(ValueError, match="size must be at least 0"):
-        metric.update(value, -1)
     metric.update(value, 1)
     assert metric.average() == value
+    with pytest.raises(ValueError, match=r"perc must be what .* returned, in all updates or in none, not 0\.123"):
+        metric.update(0.123, 2)
     with pytest.raises(ValueError, match="perc must be"):
         metric.update(value, 1)  # a second time
+    with pytest.raises(ValueError, match="size must be at least 0"):
+        metric.update(value, -1)
+    assert metric.average() == value
     metric.reset()
-    metric(*pieces(metric)[0])
+    value = metric(*pieces(metric)[0])
+    metric.update(0.5, 2)
+    with pytest.raises(ValueError, match="perc must be"):
+        metric.update(value, 1)
+
+
+@pytest.mark.parametrize("make", [F1Score, DiceCoefficient, BLEUScore])
+def test_values_of_another_origin_have_a_weighted_mean_as_in_version_3(make) -> None:
+    metric = make()
+    metric.update(0.5, 10)
+    metric.update(torch.tensor(1.0), 30)
+    assert metric.average().item() == 0.875
     metric.reset()
-    with pytest.raises(ValueError, match="perc must be"):  # forgotten with the batches
-        metric.update(value.item(), 1)
+    value = metric(*pieces(metric)[0])
+    metric.reset()
+    metric.update(value.item() + 1, 1)  # the call is forgotten with the batches
+    assert metric.average().item() == pytest.approx(value.item() + 1)
+    metric.reset()
+    assert metric.average().item() == 0.0
 
 
 def test_calls_that_are_never_taken_in_are_not_all_kept() -> None:

@@ -145,14 +145,15 @@ class _StatisticsMetric(MLBenchMetric):
 
     A call remembers the statistics behind the value that it returned, and an update with this value adds them, in
     whatever order calls and updates come. ``average_meter`` has the mean of the batches' values, which is not the
-    metric's value; it becomes the result only where a subclass puts its own values there instead of calling
-    :meth:`update` of this class.
+    metric's value; it becomes the result only where no statistics were added: all updates had values of another origin,
+    or a subclass puts its own values there instead of calling :meth:`update` of this class.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._totals = self._no_statistics()
         self._calls: deque[_Call] = deque(maxlen=_REMEMBERED_CALLS)
+        self._has_statistics: bool | None = None  # None before the first update
 
     def _no_statistics(self) -> Tensor:
         """The statistics of no batch, all zero."""
@@ -163,11 +164,18 @@ class _StatisticsMetric(MLBenchMetric):
         return _ratio(statistics[0], statistics[1])
 
     def _statistics_of(self, value: float | Tensor, size: int) -> Tensor:
-        """The statistics of ``size`` samples with a value that no call returned."""
-        raise ValueError(
-            f"perc must be what a call of this metric returned, not {float(value)}: values of batches cannot be "
-            "averaged to a value of all data, so call the metric with each batch and pass on what it returned"
-        )
+        """The statistics of ``size`` samples with a value that no call returned: here none, its mean is the result."""
+        self._check_origin(value, has_statistics=False)
+        return self._no_statistics()
+
+    def _check_origin(self, value: float | Tensor, has_statistics: bool) -> None:
+        """Refuse to mix counts and plain values, of which no one number can be made."""
+        if self._has_statistics not in (None, has_statistics):
+            raise ValueError(
+                f"perc must be what a call of this metric returned, in all updates or in none, not {float(value)} now: "
+                "call the metric with each batch and pass on what it returned, or reset() it before"
+            )
+        self._has_statistics = has_statistics
 
     def _value_of(self, statistics: Tensor, is_per_sample: bool = False) -> Tensor:
         """The value of a batch with these statistics, which are remembered."""
@@ -180,17 +188,18 @@ class _StatisticsMetric(MLBenchMetric):
         super().reset()
         self._totals = self._no_statistics()
         self._calls.clear()
+        self._has_statistics = None
 
     def update(self, perc: float | Tensor, size: int) -> None:
         """Take the batch of a call into the average.
 
         Args:
             perc: What a call returned since the last reset (the tensor or its number), one of the last 256 that were
-                not taken in.
+                not taken in. If all updates have values of another origin, their weighted mean is the average.
             size: Number of samples in the batch.
 
         Raises:
-            ValueError: ``size`` is negative, or no such call returned ``perc``.
+            ValueError: ``size`` is negative, or values of both origins would be mixed.
         """
         _check_size(size)
         statistics = self._taken(perc, size)
@@ -202,6 +211,7 @@ class _StatisticsMetric(MLBenchMetric):
         for index in reversed(range(len(self._calls))):
             call = self._calls[index]
             if call.returned(perc):
+                self._check_origin(perc, has_statistics=True)
                 del self._calls[index]
                 if not call.is_per_sample:
                     return call.statistics
@@ -307,7 +317,7 @@ class Perplexity(_StatisticsMetric):
 
         Args:
             output: Scores or log-probabilities of shape (..., classes), or (batch, classes, ...) as torch's
-                cross-entropy takes them; or the batch's mean loss, without dimensions.
+                cross-entropy takes them; or the batch's mean loss, of shape () or (1,).
             target: Token ids of shape (...) or (batch, ...); not used with a loss. Where either of the two has its
                 tokens in a single dimension, the other may have any number of dimensions. Ids of -100 are left out.
 
@@ -318,13 +328,13 @@ class Perplexity(_StatisticsMetric):
         Raises:
             ValueError: The shapes do not fit, or fit in two ways.
         """
-        if output.dim() == 0:
-            loss = output.detach().to(torch.float64)
+        if output.dim() == 0 or output.shape == (1,):
+            loss = output.detach().to(torch.float64).reshape(())
             return self._value_of(torch.stack([loss, torch.ones_like(loss)]), is_per_sample=True)
         if target is None:
             raise ValueError(
                 f"target must be token ids for an output of shape {tuple(output.shape)}, not None: pass them, or the "
-                "mean loss without dimensions as the output"
+                "mean loss as the output"
             )
         scores = _classes_last(output, target).to(torch.promote_types(output.dtype, torch.float32))
         losses = F.cross_entropy(scores, target.reshape(-1).long(), ignore_index=-100, reduction="sum")
