@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq, remove_checkpoints
 from mlbench_core.errors import CheckpointError
+from mlbench_core.evaluation.goals import AccuracyAfterTime, task1_time_to_accuracy_goal, time_to_accuracy_goal
 from mlbench_core.tracking.tracker import Tracker
 from tests.helpers.forked import run_script
 
@@ -94,6 +95,39 @@ def _load(folder: Path, rank: int = 0, **arguments: Any) -> float:
     model = torch.nn.Linear(1, 1)
     Checkpointer.load(folder, rank, model, None, None, **arguments)
     return float(model.weight.item())
+
+
+@pytest.mark.parametrize(
+    "goal", [time_to_accuracy_goal(70.5), AccuracyAfterTime(0.0), task1_time_to_accuracy_goal, None]
+)
+def test_a_tracker_made_from_a_checkpoint_has_its_goal_and_judges_its_metrics(tmp_path: Path, goal: Any) -> None:
+    accuracy = SimpleNamespace(name="Prec@1")
+    before = Tracker([accuracy], "1", 0, goal)
+    before.validation()
+    before.record_metric(accuracy, 60.0)
+    Checkpointer(tmp_path, 0, CheckpointFreq.ALL).save(before, torch.nn.Linear(1, 1), None, None, True)
+    tracker = Checkpointer.load(tmp_path, 0, torch.nn.Linear(1, 1), None, None)[4]
+    assert tracker.goal == before.goal
+    tracker.validation()
+    tracker.record_metric(accuracy, 80.0)
+    tracker.record_stat("global_Prec@1", 80.0)
+    assert tracker.is_best()
+    assert tracker.best_metric_value == 80.0
+    assert tracker.goal_reached == (goal is not None)
+
+
+def test_a_goal_that_is_code_is_missed_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def goal(metric_name: str, value: float, tracker: Tracker) -> str | None:
+        return None
+
+    Checkpointer(tmp_path, 0, CheckpointFreq.ALL).save(
+        Tracker([], "1", 0, goal), torch.nn.Linear(1, 1), None, None, True
+    )
+    own = Tracker([], "1", 0, goal)
+    Checkpointer.load(tmp_path, 0, torch.nn.Linear(1, 1), None, None, tracker=own)
+    assert caplog.messages == []
+    assert Checkpointer.load(tmp_path, 0, torch.nn.Linear(1, 1), None, None)[4].goal is None
+    assert "has no goal now, because code is not saved: set tracker.goal" in caplog.messages[0]
 
 
 def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:

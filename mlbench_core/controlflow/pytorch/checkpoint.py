@@ -273,7 +273,8 @@ class Checkpointer:
             sampler: As in :meth:`save`; gets the saved state.
             extra: As in :meth:`save`; each gets its saved state.
             tracker: A tracker with ``load_state_dict`` to restore, so that it keeps its metrics and goal. By default a
-                new :class:`~mlbench_core.tracking.tracker.Tracker` is made from the saved state.
+                new :class:`~mlbench_core.tracking.tracker.Tracker` is made from the saved state. It knows its metrics
+                by name, and it has the goal if that is one of :mod:`mlbench_core.evaluation.goals`.
             epoch: Load this epoch, and no other.
 
         Returns:

@@ -6,6 +6,7 @@ import logging
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlbench_core.aggregation.pytorch.names import plain_name
 from mlbench_core.checkpoint_names import BEST_NAME
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import CheckpointError
+from mlbench_core.evaluation.goals import AccuracyAfterTime, TimeToGoal
 
 __all__ = [
     "capture",
@@ -115,10 +117,23 @@ def _count_tensors(value: Any) -> int:
     return int(isinstance(value, torch.Tensor))
 
 
+_GOALS: dict[str, Any] = {kind.__name__: kind for kind in (AccuracyAfterTime, TimeToGoal)}
+"""Goals that are data, by the names that they have in checkpoints."""
+
+
 def capture_tracker(tracker: Any) -> dict[str, Any]:
-    """Return the state of a tracker and the id of its run."""
+    """Return the state of a tracker, its goal and the id of its run."""
     state = _plain(tracker.state_dict(), "tracker") if hasattr(tracker, "state_dict") else None
-    return {"run_id": _plain(getattr(tracker, "run_id", None), "tracker.run_id"), "state": state}
+    goal: Any = getattr(tracker, "goal", None)
+    is_data = type(goal) in _GOALS.values()
+    kept = (
+        {"kind": type(goal).__name__, "fields": _plain(asdict(goal), "tracker.goal")} if is_data else {"kind": "code"}
+    )
+    return {
+        "run_id": _plain(getattr(tracker, "run_id", None), "tracker.run_id"),
+        "state": state,
+        "goal": None if goal is None else kept,
+    }
 
 
 def restore_tracker(path: Path, state: Mapping[str, Any], rank: int, tracker: Any) -> Any:
@@ -131,9 +146,19 @@ def restore_tracker(path: Path, state: Mapping[str, Any], rank: int, tracker: An
     if tracker is None:
         from mlbench_core.tracking.tracker import Tracker
 
-        tracker = Tracker([], saved["run_id"], rank)
+        tracker = Tracker([], saved["run_id"], rank, _restored_goal(path, saved.get("goal")))
     restore(path, "tracker", tracker, saved["state"])
     return tracker
+
+
+def _restored_goal(path: Path, saved: Mapping[str, Any] | None) -> Any:
+    """Return the goal that :func:`capture_tracker` took, or None for a function of the script's own."""
+    if saved is None:
+        return None
+    if saved["kind"] in _GOALS:
+        return _GOALS[saved["kind"]](**saved["fields"])
+    _log.warning("the tracker of the checkpoint %s has no goal now, because code is not saved: set tracker.goal", path)
+    return None
 
 
 _PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, torch.dtype, torch.device, torch.Size, type(None))
