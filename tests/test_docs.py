@@ -63,3 +63,11 @@ def test_getting_started_gives_every_link_of_the_readme_a_page_of_the_documentat
 
 def test_no_warning_of_dead_links_is_suppressed() -> None:
     assert "xref_missing" not in (DOCS / "conf.py").read_text()
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("benchmarks/task*/README.md")), ids=lambda page: page.parent.name)
+def test_every_task_says_how_it_differs_from_version_3_and_is_named_on_the_page_on_upgrading(page: Path) -> None:
+    differences = page.read_text().partition("\n## Differences from version 3.0\n")[2]
+    assert len(re.findall(r"^\| .* \|$", differences, re.MULTILINE)) > 2
+    task = page.parent.name.partition("_")[0].removeprefix("task")
+    assert f"(#task-{task})" in (DOCS / "upgrading.md").read_text()
