@@ -161,7 +161,13 @@ TASKS: dict[str, Task] = {
             title="Communication backends",
             model="none",
             data="random tensors",
-            images=(Image("PyTorch Backend Benchmark", "pytorch-backend-benchmark"),),
+            images=(
+                Image(
+                    "PyTorch Backend Benchmark",
+                    "pytorch-backend-benchmark",
+                    other_names=("PyTorch Communication Backends",),
+                ),
+            ),
         ),
         Task(
             key="1a",

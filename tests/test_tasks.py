@@ -69,6 +69,7 @@ def test_command_has_the_placeholders_of_the_launchers() -> None:
     ("image", "key", "arguments"),
     [
         ("mlbench/pytorch-backend-benchmark:latest", "0", ()),
+        ("PyTorch Communication Backends", "0", ()),
         ("mlbench/pytorch-cifar10-resnet20-all-reduce:latest", "1a", ()),
         ("mlbench/pytorch-cifar10-resnet20-ddp:latest", "1a", ("--optimizer", "ddp")),
         ("docker.io/mlbench/pytorch-cifar10-resnet20-ddp", "1a", ("--optimizer", "ddp")),
