@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -156,8 +157,12 @@ def delete(names: tuple[str, ...], yes: bool, dashboard_url: str | None) -> None
 def _confirmed(names: Sequence[str]) -> bool:
     try:
         return click.confirm(f"Delete {clean(', '.join(names))} with all metrics?", err=True)
-    except click.Abort:
-        raise click.UsageError("nobody there to confirm: add --yes") from None
+    except click.Abort as abort:
+        # A script, which has no answer to give, deletes as with version 3.0; Ctrl-C and Ctrl-D do not.
+        if sys.stdin.isatty() or not isinstance(abort.__context__, EOFError):
+            raise
+        click.echo(err=True)
+        return True
 
 
 @click.command()

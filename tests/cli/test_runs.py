@@ -7,6 +7,7 @@ import socket
 import zipfile
 from pathlib import Path
 
+import click
 import pytest
 
 from mlbench_core.cli import _client
@@ -107,11 +108,30 @@ def test_stop_keeps_and_delete_removes(fake: FakeMaster, call: Call) -> None:
     assert call("stop", "a-1", "b-1").stdout.splitlines() == ["stopped a-1", "b-1 has ended already (finished)"]
     assert fake.runs[1]["state"] == "failed"
     assert "nothing deleted" in call("delete", "a-1", input="n\n").stderr
-    assert "--yes" in call("delete", "a-1", code=2).stderr
     assert fake.deleted == []
     call("delete", "a-1", input="y\n")
     call("delete", "b-1", "--yes")
     assert fake.deleted == [1, 2]
+
+
+def test_delete_in_a_script_asks_nobody_as_in_version_3(
+    fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch
+) -> None:
+    fake.add("a-1")
+    fake.add("b-1")
+    assert call("delete", "a-1").stdout == "deleted a-1\n"
+    assert fake.deleted == [1]
+    patch.setattr("click.confirm", interrupted)
+    call("delete", "b-1", code=1)
+    assert fake.deleted == [1]
+
+
+def interrupted(*arguments: object, **options: object) -> None:
+    """As click does at Ctrl-C."""
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        raise click.Abort from None
 
 
 def test_delete_of_an_unknown_run_deletes_nothing(fake: FakeMaster, call: Call) -> None:
