@@ -336,6 +336,20 @@ def test_each_epochs_averaged_model_is_evaluated(world_size: int, tmp_path) -> N
             }  # fmt: skip
 
 
+def test_the_tracker_may_be_started_before(tmp_path: Path) -> None:
+    model, metric = model_of(), TopKAccuracy()
+    optimizer = SGD(model.parameters(), 0.1)
+    tracker = Tracker([metric], "1", 0)
+    tracker.start()
+    started_at = tracker.start_time
+    training = TrainValidation(
+        model, optimizer, F.cross_entropy, [metric], StepLR(optimizer, 1), 8, 2, 0, 1, "1", "fp32", tracker=tracker
+    )
+    training.run(batches_of(3), batches_of(2, seed=4))
+    assert tracker.start_time == started_at
+    assert tracker.current_epoch == 2
+
+
 def train_on_parts_of_different_length(rank: int, world_size: int) -> tuple[int, int, list[float]]:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(101, 4), torch.randn(101, 1))

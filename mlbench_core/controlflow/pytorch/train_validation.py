@@ -319,7 +319,7 @@ class TrainValidation:
         make_val = _maker("dataloader_val", dataloader_val, dataloader_val_fn) if self.validate else None
         if resume:
             self._resume()
-        elif self.tracker.current_epoch == 0:
+        elif self.tracker.current_epoch == 0 and self.tracker.start_time is None:
             self.tracker.start()
         train_batches = make_train()
         val_batches = make_val() if make_val is not None else None
