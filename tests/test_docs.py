@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import mlbench_core
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [
@@ -71,3 +73,19 @@ def test_every_task_says_how_it_differs_from_version_3_and_is_named_on_the_page_
     assert len(re.findall(r"^\| .* \|$", differences, re.MULTILINE)) > 2
     task = page.parent.name.partition("_")[0].removeprefix("task")
     assert f"(#task-{task})" in (DOCS / "upgrading.md").read_text()
+
+
+def test_the_readme_installs_this_version_and_cpu_builds_that_fit_together() -> None:
+    """The package index has version 3.0 until the release, and another index has torchvision for CUDA only."""
+    readme = (ROOT / "README.md").read_text()
+    installs = re.findall(r"^pip install .*$", readme, re.MULTILINE)
+    assert "pip install -e '.[torch,vision,master,charts]'" in installs
+    if "dev" in mlbench_core.__version__:
+        assert not any(re.search(r"mlbench-core\b", line) for line in installs)
+        assert any(f"mlbench_core-{mlbench_core.__version__}-py3-none-any.whl[" in line for line in installs)
+    from_an_index = [line for line in installs if "--index-url" in line]
+    assert from_an_index
+    assert all(" torch torchvision " in line for line in from_an_index)
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    for names in re.findall(r"\[([\w,]+)\]'", "\n".join(installs)):
+        assert set(names.split(",")) <= set(extras)
