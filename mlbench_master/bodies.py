@@ -1,95 +1,107 @@
-"""Reads a request's body: JSON or a form, whatever its sender calls it."""
+"""Read the body of a request: JSON or a URL-encoded form.
+
+There is no parser of multipart forms, whose cost an attacker chooses: no client of the master sends files.
+"""
 
 from __future__ import annotations
 
 import json
-from email.message import Message
-from email.parser import BytesParser
-from email.policy import HTTP
 from typing import Any
 from urllib.parse import parse_qsl
 
 from fastapi import HTTPException, Request
 
-__all__ = ["parse_body", "read_body"]
+__all__ = ["parse_body", "read_body", "read_login"]
 
 _MAX_BODY_BYTES = 64 * 2**20
+# Two texts of 65,536 characters, the longest fields of a metric, with up to 12 bytes per encoded character.
+_MAX_FORM_BYTES = 2 * 2**20
+_MAX_LOGIN_BYTES = 4096
 _MAX_FIELDS = 1000
+_FORM = "application/x-www-form-urlencoded"
 
 
 async def read_body(request: Request) -> Any:
-    """Read and parse a request's body; a dependency of the routes that take one.
+    """Read and parse the body of a request; a dependency of the routes that take one.
 
     Args:
         request: The request.
 
     Returns:
-        What :func:`parse_body` returns.
+        The value that :func:`parse_body` returns.
 
     Raises:
-        HTTPException: 400 for a body that cannot be parsed, 413 for one that is too long.
+        HTTPException: 400 if the body cannot be parsed, 413 if it is too long, 415 if it is a multipart form.
     """
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > _MAX_BODY_BYTES:
-            raise HTTPException(413, f"body: at most {_MAX_BODY_BYTES} bytes, send it in parts")
-        chunks.append(chunk)
-    try:
-        return parse_body(b"".join(chunks), request.headers.get("content-type", ""))
-    except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"body: {error}") from None
+    kind = _kind(request)
+    if kind.startswith("multipart/"):
+        raise HTTPException(415, f"Content-Type: must be application/json or {_FORM}, not {kind[:80]!r}")
+    return await _read(request, kind, _MAX_FORM_BYTES if kind == _FORM else _MAX_BODY_BYTES)
 
 
-def parse_body(body: bytes, content_type: str) -> Any:
+async def read_login(request: Request) -> dict[str, str]:
+    """Read the form of the login page; a dependency of its route, which answers requests without a token.
+
+    Args:
+        request: The request.
+
+    Returns:
+        The fields of the form.
+
+    Raises:
+        HTTPException: 400 if the body cannot be parsed, 413 if it has more than 4096 bytes, 415 if it is not
+            URL-encoded.
+    """
+    kind = _kind(request)
+    if kind != _FORM:
+        raise HTTPException(415, f"Content-Type: must be {_FORM}, not {kind[:80]!r}")
+    fields: dict[str, str] = await _read(request, kind, _MAX_LOGIN_BYTES)
+    return fields
+
+
+def parse_body(body: bytes, kind: str) -> Any:
     """Parse a body.
 
     Args:
         body: The bytes.
-        content_type: The header; an unknown one means: JSON if it looks like it, else a form.
+        kind: The content type without parameters. A body of an unknown type is JSON if it begins like an object or a
+            list, and a form otherwise.
 
     Returns:
-        What JSON held; a form as a dictionary of texts.
+        The JSON value, or the fields of the form as a dictionary of texts.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The body is neither.
 
     Example:
         >>> parse_body(b"name=my-run&num_workers=2", "application/x-www-form-urlencoded")
         {'name': 'my-run', 'num_workers': '2'}
     """
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
-        return _parse_multipart(body, content_type)
-    looks_like_json = body.lstrip()[:1] in (b"{", b"[")
-    if kind.endswith("json") or (kind != "application/x-www-form-urlencoded" and looks_like_json):
-        try:
-            return json.loads(body.decode("utf-8-sig"))
-        except UnicodeDecodeError:
-            raise ValueError("is not UTF-8") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"is no JSON: {error}") from None
+    is_json = kind.endswith("json") or (kind != _FORM and body.lstrip()[:1] in (b"{", b"["))
     try:
-        text = body.decode("utf-8")
+        text = body.decode("utf-8-sig" if is_json else "utf-8")
+        if is_json:
+            return json.loads(text)
         return dict(parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS))
     except UnicodeDecodeError:
-        raise ValueError("is not UTF-8") from None
+        raise ValueError("must be UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"must be JSON: {error}") from None
 
 
-def _parse_multipart(body: bytes, content_type: str) -> dict[str, str]:
-    header = b"Content-Type: " + content_type.encode("latin-1", "replace") + b"\r\n\r\n"
-    message: Message = BytesParser(policy=HTTP).parsebytes(header + body)
-    if not message.is_multipart():
-        raise ValueError("is no multipart form")
-    fields: dict[str, str] = {}
-    for part in message.get_payload():
-        name = part.get_param("name", header="content-disposition") if isinstance(part, Message) else None
-        if not isinstance(part, Message) or not isinstance(name, str):
-            raise ValueError("has a part without a name")
-        content = part.get_payload(decode=True)
-        try:
-            fields[name] = content.decode("utf-8") if isinstance(content, bytes) else ""
-        except UnicodeDecodeError:
-            raise ValueError(f"the field {name!r} is not UTF-8") from None
-    return fields
+def _kind(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def _read(request: Request, kind: str, max_bytes: int) -> Any:
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > max_bytes:
+            raise HTTPException(413, f"body: must have at most {max_bytes} bytes: send it in parts")
+        chunks.append(chunk)
+    try:
+        return parse_body(b"".join(chunks), kind)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"body: {error}") from None

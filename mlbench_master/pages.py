@@ -12,7 +12,7 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, HTTPException
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
-from mlbench_master.bodies import read_body
+from mlbench_master.bodies import read_login
 from mlbench_master.dates import format_date
 from mlbench_master.launchers.base import Launcher
 from mlbench_master.security import COOKIE, session_cookie, token_matches
@@ -74,9 +74,8 @@ def make_pages(store: Store, launcher: Launcher, token: str | None) -> APIRouter
         return _page("MLBench", "login.html", message="")
 
     @router.post("/login/")
-    def login(body: Annotated[Any, Depends(read_body)]) -> Response:
-        given = body.get("token") if isinstance(body, dict) else None
-        if token is None or (isinstance(given, str) and token_matches(given, token)):
+    def login(form: Annotated[dict[str, str], Depends(read_login)]) -> Response:
+        if token is None or token_matches(form.get("token", ""), token):
             response = RedirectResponse("/", status_code=303)
             if token is not None:
                 response.set_cookie(COOKIE, session_cookie(token), httponly=True, samesite="strict")

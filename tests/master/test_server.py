@@ -94,6 +94,19 @@ def test_a_token_is_asked_of_everybody(tmp_path: Path) -> None:
         assert client.post("/api/metrics/", json=[], headers={"Origin": "http://evil.example"}).status_code == 403
 
 
+def test_the_login_page_reads_only_short_url_encoded_forms(tmp_path: Path) -> None:
+    """Anyone may post there, so a request must not cost more than its own few bytes."""
+    with TestClient(create_app(data_dir=tmp_path, token="sesame"), base_url="http://mlbench.example") as client:
+        for disposition in (b"form-data; name=" + b"=?utf-8?q?x?= " * 200, b"form-data; name*"):
+            part = b"--B\r\nContent-Disposition: " + disposition + b"\r\n\r\nsesame\r\n--B--\r\n"
+            headers = {"content-type": "multipart/form-data; boundary=B"}
+            assert client.post("/login/", content=part, headers=headers).status_code == 415
+        assert client.post("/login/", json={"token": "sesame"}).status_code == 415
+        assert client.post("/login/", data={"token": "x" * 4096}).status_code == 413
+        assert client.post("/login/", data={"token": "x" * 4000}).status_code == 401
+        assert client.post("/login/", data={"token": "sesame"}, follow_redirects=False).status_code == 303
+
+
 def test_without_a_token_foreign_pages_are_refused(tmp_path: Path) -> None:
     with TestClient(create_app(data_dir=tmp_path), base_url="http://127.0.0.1:5080") as client:
         for host in ("evil.example", "evil.example:5080", "10.0.0.1", "", "127.0.0.1.evil.example"):
