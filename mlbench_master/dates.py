@@ -1,4 +1,4 @@
-"""Points in time: ISO 8601 text outside, microseconds since 1970 (UTC) in the database.
+"""Points in time: ISO 8601 text in the API, microseconds since 1970 (UTC) in the database.
 
 An integer sorts and compares the same in SQLite and PostgreSQL and keeps every digit.
 """
@@ -7,58 +7,32 @@ from __future__ import annotations
 
 import re
 from datetime import datetime, timedelta, timezone
+from typing import Annotated
 
-__all__ = ["format_date", "now_us", "parse_date"]
+from pydantic import AfterValidator, BeforeValidator
+
+__all__ = ["Date", "format_date", "now_us", "to_us"]
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-_LOST_PLUS = re.compile(r"(\d\d:\d\d(?::\d\d(?:\.\d+)?)?) (\d\d:?\d\d)$")
-_FRACTION = re.compile(r"\.(\d+)")
+_ZONE = re.compile(r"(:\d\d(?:[.,]\d{1,12})?)([ +-])(\d\d)(?::?(\d\d))?$")
 
 
 def now_us() -> int:
-    """The current time in microseconds since 1970, UTC."""
-    return _to_us(datetime.now(timezone.utc))
+    """Return the current time in microseconds since 1970, UTC."""
+    return to_us(datetime.now(timezone.utc))
 
 
-def parse_date(text: str) -> int:
-    """Read an ISO 8601 date.
-
-    Args:
-        text: Date with ``T`` or a blank before the time, with or without a zone. Without one it is UTC. A ``+``
-            that a query string turned into a blank is put back.
-
-    Returns:
-        Microseconds since 1970, UTC.
-
-    Raises:
-        ValueError: It is no ISO 8601 date between the years 1 and 9999.
-
-    Example:
-        >>> parse_date("1970-01-01 00:00:01.5")
-        1500000
-        >>> parse_date("1970-01-01T01:00:00+01:00")
-        0
-    """
-    cleaned = text.strip()
-    if cleaned[-1:] in ("Z", "z"):
-        cleaned = cleaned[:-1] + "+00:00"
-    cleaned = _LOST_PLUS.sub(r"\1+\2", cleaned)
-    cleaned = re.sub(r"([+-]\d\d)(\d\d)$", r"\1:\2", cleaned) if "T" in cleaned or " " in cleaned else cleaned
-    cleaned = _FRACTION.sub(lambda match: "." + (match.group(1) + "000000")[:6], cleaned, count=1)
-    try:
-        date = datetime.fromisoformat(cleaned)
-        if date.tzinfo is None:
-            date = date.replace(tzinfo=timezone.utc)
-        return _to_us(date)
-    except (ValueError, OverflowError):
-        raise ValueError(f"{text[:60]!r} is no ISO 8601 date such as 2026-01-31T12:00:00.5Z") from None
+def to_us(date: datetime) -> int:
+    """Convert a date with a zone to microseconds since 1970, UTC."""
+    return (date - _EPOCH) // timedelta(microseconds=1)
 
 
 def format_date(us: int) -> str:
     """Write a date as the API does.
 
     Args:
-        us: Microseconds since 1970, UTC.
+        us: Microseconds since 1970, UTC. A number outside the years 1 to 9999 is shown as the nearest date inside:
+            one entry of a database must not make the others unreadable.
 
     Returns:
         ``%Y-%m-%dT%H:%M:%S.%fZ``.
@@ -67,9 +41,31 @@ def format_date(us: int) -> str:
         >>> format_date(1500000)
         '1970-01-01T00:00:01.500000Z'
     """
-    date = _EPOCH + timedelta(microseconds=us)
+    date = _EPOCH + timedelta(microseconds=min(max(us, _FIRST_US), _LAST_US))
     return date.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
 
 
-def _to_us(date: datetime) -> int:
-    return (date - _EPOCH) // timedelta(microseconds=1)
+def _iso_text(value: object) -> str:
+    """Accept only text that begins with a year: pydantic would take numbers, in texts too, for seconds since 1970."""
+    text = value.strip() if isinstance(value, str) else ""
+    if text[4:5] != "-":
+        raise ValueError("must be an ISO 8601 date such as 2026-01-31T12:00:00.5Z")
+    # A query string turns the + of a zone into a blank, and PostgreSQL writes zones without minutes.
+    return _ZONE.sub(lambda m: f"{m[1]}{'+' if m[2] == ' ' else m[2]}{m[3]}:{m[4] or '00'}", text)
+
+
+def _utc(date: datetime) -> datetime:
+    """Convert a date to UTC; one without a zone is UTC."""
+    if date.tzinfo is None:
+        return date.replace(tzinfo=timezone.utc)
+    try:
+        return date.astimezone(timezone.utc)
+    except OverflowError:
+        raise ValueError("must lie between the years 1 and 9999 in UTC") from None
+
+
+_FIRST_US = to_us(datetime.min.replace(tzinfo=timezone.utc))
+_LAST_US = to_us(datetime.max.replace(tzinfo=timezone.utc))
+
+Date = Annotated[datetime, BeforeValidator(_iso_text), AfterValidator(_utc)]
+"""A field of a pydantic model: ISO 8601 text, with ``T`` or a blank before the time, with or without a zone."""

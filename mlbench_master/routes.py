@@ -15,7 +15,7 @@ import mlbench_core
 from mlbench_master import export
 from mlbench_master.bodies import read_body
 from mlbench_master.commands import check_wishes, resolve_backend, resolve_command
-from mlbench_master.dates import format_date, now_us
+from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.base import Launcher
 from mlbench_master.scheduler import Scheduler
@@ -78,7 +78,8 @@ def _add_metric_routes(router: APIRouter, store: Store, events: EventBus) -> Non
         else:
             owner = pod_owner(owner_id)
             _pod_or_404(store, owner_id)
-        selection = export.Selection(query.since, query.metric_filter, query.last_n, query.summarize)
+        since = None if query.since is None else to_us(query.since)
+        selection = export.Selection(since, query.metric_filter, query.last_n, query.summarize)
         if query.format != "zip":
             return _StreamedResponse(export.metrics_json(store, owner, selection), media_type="application/json")
         archive = export.metrics_zip(store, owner, run, selection)
@@ -240,7 +241,7 @@ def _new_metric(metric: MetricIn, now: int) -> NewMetric:
     return NewMetric(
         owner=pod_owner(metric.pod_name) if metric.run_id is None else run_owner(metric.run_id),  # type: ignore[arg-type]
         name=metric.name,
-        date=now if metric.date is None else metric.date,
+        date=now if metric.date is None else to_us(metric.date),
         value=metric.value,
         cumulative=metric.cumulative,
         extra=metric.metadata,

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from mlbench_master.dates import parse_date
+from mlbench_master.dates import Date
 
 __all__ = [
     "BACKENDS",
@@ -84,12 +84,6 @@ def _json_to_text(value: object) -> object:
     return value
 
 
-def _date_to_us(value: object) -> object:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        raise ValueError("must be an ISO 8601 date such as 2026-01-31T12:00:00.5Z")
-    return parse_date(value) if isinstance(value, str) else value
-
-
 def _split(value: object) -> object:
     """Arguments come as a list, or as one text that is split as a shell would."""
     if isinstance(value, str):
@@ -109,7 +103,6 @@ def _command(text: str) -> str:
 Text = Annotated[str, AfterValidator(_plain_text)]
 Line = Annotated[Text, AfterValidator(_one_line)]
 Identifier = Annotated[int, Field(ge=1, le=MAX_ID)]
-Date = Annotated[int, BeforeValidator(_date_to_us)]
 Command = Annotated[Line, Field(max_length=16_384), AfterValidator(_command)]
 
 
@@ -133,7 +126,7 @@ class MetricIn(_Body):
         run_id: The run it belongs to; this or ``pod_name``.
         pod_name: The pod it belongs to.
         name: For example ``"train_loss @ 0"``.
-        date: When it was measured (microseconds since 1970); now, where left out.
+        date: When it was measured; now if left out.
         value: Text; numbers are welcome.
         cumulative: Whether it grows over time, like a counter.
         metadata: Anything the client wants back; text or JSON.
@@ -202,7 +195,7 @@ class MetricQuery(_Body):
 
     Attributes:
         metric_type: Whether the id is a pod's name or a run's id.
-        since: Nothing older than this (microseconds since 1970).
+        since: Nothing older than this.
         summarize: At most this many entries of each metric, by averaging neighbours.
         metric_filter: Only the metric of exactly this name.
         last_n: Only the last so many entries of each metric.

@@ -21,6 +21,7 @@ from mlbench_core.tasks import get_task
 from mlbench_master import create_app
 from mlbench_master.launchers import Job, JobStatus, Launcher, LogPage
 from mlbench_master.schemas import MAX_BATCH
+from mlbench_master.store import NewMetric
 from tests.master.helpers import TestClient, wait_for
 
 
@@ -261,6 +262,63 @@ def test_dates_of_every_spelling_are_utc(client: Any, run: dict[str, Any], date:
     entry = {"date": "2026-01-01T10:00:00.250000Z", "value": "0.5", "cumulative": True}
     assert response.json().items() >= entry.items()
     assert client.get(f"/api/metrics/{run['id']}?metric_type=run").json() == {"loss @ 0": [entry]}
+
+
+@pytest.mark.parametrize(
+    ("date", "microsecond"),
+    [
+        ("2026-01-01T12:00:00.5 0200", 500000),  # the + of a query string
+        ("2026-01-01 10:00+00", 0),  # PostgreSQL
+        ("2026-01-01t10:00:00,123456789z", 123456),
+        (" 2026-01-01T05:30:00-04:30 ", 0),
+    ],
+)
+def test_rare_spellings_of_dates(client: Any, run: dict[str, Any], date: str, microsecond: int) -> None:
+    response = client.post("/api/metrics/", json={"run_id": run["id"], "name": "m", "value": 1, "date": date})
+    assert response.json().get("date") == f"2026-01-01T10:00:00.{microsecond:06}Z", response.text
+
+
+@pytest.mark.parametrize(
+    "date",
+    [
+        "0001-01-01T00:00:00+23:59",
+        "9999-12-31T23:59:59-23:59",
+        1e18,
+        0.0,
+        1767225600,
+        True,
+        "1767225600",
+        "20260101",
+        "2026-01-01T25:00",
+        "2026-01-01T" + "9" * 100_000,
+    ],
+    ids=range(10),
+)
+def test_a_date_that_could_not_be_read_back_is_refused(client: Any, run: dict[str, Any], date: Any) -> None:
+    body = {"run_id": run["id"], "name": "m", "value": 1, "date": date}
+    response = client.post("/api/metrics/", json=body)
+    assert (response.status_code, response.json()["message"][:6]) == (400, "date: "), response.text
+    assert len(response.json()["message"]) < 300
+    assert values(client, run) == {}
+
+
+def test_the_first_and_the_last_date_are_read_back(client: Any, run: dict[str, Any]) -> None:
+    for date in ("0001-01-01T00:00:00.000000Z", "9999-12-31T23:59:59.999999Z"):
+        response = client.post("/api/metrics/", json={"run_id": run["id"], "name": "m", "value": 1, "date": date})
+        assert (response.status_code, response.json()["date"]) == (201, date)
+    assert values(client, run, "summarize=1") == {"m": ["1.0"]}
+
+
+def test_a_stored_date_out_of_range_does_not_hide_the_other_metrics(client: Any, run: dict[str, Any]) -> None:
+    """Earlier versions of the master stored such dates."""
+    post(client, run, "m", [1])
+    client.app.state.store.add_metrics(
+        [NewMetric(f"run:{run['id']}", "m", date, "2") for date in (10**18, -(10**18), 2**63 - 1)]
+    )
+    entries = client.get(f"/api/metrics/{run['id']}/?metric_type=run").json()["m"]
+    assert [entry["date"][:4] for entry in entries] == ["0001", "2026", "9999", "9999"]
+    for path in ("/api/metrics/", f"/api/metrics/{run['id']}/?metric_type=run&format=zip", f"/runs/{run['id']}/"):
+        assert client.get(path).status_code == 200, path
 
 
 def test_repeated_delivery_is_harmless_and_order_is_by_date(client: Any, run: dict[str, Any]) -> None:
