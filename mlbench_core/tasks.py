@@ -145,7 +145,7 @@ class Task:
             arguments: Further arguments of the script, already quoted.
 
         Returns:
-            A command with the placeholders ``{run_id}`` and ``{backend}``; rank and hosts come from torchrun.
+            A command with the placeholders ``{run_id}`` and ``{backend}``; rank and hosts come from the environment.
         """
         import shlex
 

@@ -1,10 +1,9 @@
 """Workers as processes of this machine.
 
-A command that starts with a Python script (``main.py --run_id {run_id}``) goes through torchrun, which gives each
-worker its rank. Any other command, or one that asks for ``{rank}`` or ``{hosts}``, is started once for each worker,
-with these filled in and torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...) set. With the backend
-``mpi`` every command goes through ``mpirun``, because MPI's workers know each other from it. There is no shell: the
-command line is split as a shell would, and run.
+The command is started once for each rank, with ``{rank}`` and ``{hosts}`` filled in and torchrun's variables (RANK,
+WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) set; a Python script (``main.py --run_id {run_id}``)
+runs in this Python. With the backend ``mpi`` one ``mpirun`` starts all ranks, because MPI's workers know each other
+from it. There is no shell: the command line is split as a shell would split it, and run.
 
 A run's folder holds ``job.json`` (what was started), ``supervisor.json`` (who looks after it), ``log.jsonl``,
 ``status.json`` (how it ended) and ``work/``, the folder in which the workers run.
@@ -80,7 +79,7 @@ class LocalLauncher(Launcher):
             threads = max(1, int(min(job.num_cpus, self._cores / min(job.num_workers, self._cores))))
             env = {"OMP_NUM_THREADS": str(threads), **job.env, **_python_environment(), _FOLDER_VARIABLE: str(folder)}
             held = _hold_port()
-            commands = worker_commands(job, folder, held.getsockname()[1])
+            commands = worker_commands(job, held.getsockname()[1])
             content = {"commands": commands, "env": env, "grace_s": self._grace_s}
             (folder / "job.json").touch(mode=0o600)  # it may hold a token
             (folder / "job.json").write_text(json.dumps(content))
@@ -228,67 +227,47 @@ class LogIndex:
         return LogPage(lines, max(since_line, number) if lines else since_line)
 
 
-def worker_commands(job: Job, folder: Path, port: int = 29500) -> list[dict[str, Any]]:
-    """The processes of a job.
+def worker_commands(job: Job, port: int = 29500) -> list[dict[str, Any]]:
+    """Return the processes to start for a job.
 
     Args:
-        job: What to start.
-        folder: The run's folder.
-        port: Where the workers meet, unless torchrun brings them together.
+        job: The job.
+        port: Port of the rendezvous, where rank 0 listens.
 
     Returns:
-        Each with ``argv``, ``env`` and ``rank``; a single one with rank None where torchrun or mpirun starts the
-        workers. It may have ``prefix``, a regular expression of what a worker's line then begins with, its group the
-        rank; torchrun's is the default.
+        Each with ``argv``, ``env`` and ``rank``. The rank is None for an ``mpirun``, which may have ``prefix``: a
+        regular expression that matches the beginning of a worker's line, with the rank as its group.
 
     Raises:
         ConfigurationError: The backend is ``mpi`` and there is no ``mpirun``.
     """
-    template = shlex.split(job.command)
     hosts = ",".join(["127.0.0.1"] * job.num_workers)
     words = {"{run_id}": str(job.run_id), "{hosts}": hosts, "{backend}": job.backend}
-    argv = [_script_path(_fill(word, words), position) for position, word in enumerate(template)]
-    is_script = argv[0].endswith(".py")
-    if not job.all_nodes:
-        own = [sys.executable, *argv] if is_script else argv
-        return [{"argv": _ranked(own, 0), "env": _meeting_point(port), "rank": 0}]
-    if job.backend == "mpi":
-        return [_mpi_command(job, [sys.executable, *argv] if is_script else argv, port)]
-    if is_script and not any(mark in job.command for mark in ("{rank}", "{hosts}")):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        options = ["--nproc-per-node", str(job.num_workers), "--role", "worker", "--tee", "3"]
-        return [{"argv": [*torchrun, *options, "--log-dir", str(folder / "torchrun"), *argv], "env": {}, "rank": None}]
-    if is_script:
+    template = enumerate(shlex.split(job.command))
+    argv = [_script_path(_fill(word, words), position) for position, word in template]
+    if argv[0].endswith(".py"):
         argv = [sys.executable, *argv]
-    meeting = _meeting_point(port)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if not job.all_nodes:
+        return [{"argv": _ranked(argv, 0), "env": meeting, "rank": 0}]
+    if job.backend == "mpi":
+        return [{**_mpi_command(job, argv), "env": meeting, "rank": None}]
+    size = str(job.num_workers)
+    world = {**meeting, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return [
-        {
-            "argv": _ranked(argv, rank),
-            "env": {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(job.num_workers),
-                "LOCAL_WORLD_SIZE": str(job.num_workers),
-                **meeting,
-            },
-            "rank": rank,
-        }
+        {"argv": _ranked(argv, rank), "env": {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}, "rank": rank}
         for rank in range(job.num_workers)
     ]
 
 
-def _mpi_command(job: Job, argv: list[str], port: int) -> dict[str, Any]:
-    """The one process that starts all workers of a job with the backend ``mpi``; ranks come from MPI."""
+def _mpi_command(job: Job, argv: list[str]) -> dict[str, Any]:
+    """Return the one command that starts all workers of a job with the backend ``mpi``; ranks come from MPI."""
     if is_mpirun(argv[0]):  # the user's own
-        return {"argv": argv, "env": _meeting_point(port), "rank": None}
+        return {"argv": argv}
     has_rank = any("{rank}" in word for word in argv)
     workers = [_ranked(argv, rank) for rank in range(job.num_workers)] if has_rank else [argv]
     command, prefix = mpirun_command(job.num_workers, workers)
-    return {"argv": command, "env": _meeting_point(port), "rank": None, "prefix": prefix}
-
-
-def _meeting_point(port: int) -> dict[str, str]:
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {"argv": command, "prefix": prefix}
 
 
 def _ranked(argv: list[str], rank: int) -> list[str]:

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -26,11 +27,8 @@ import psutil
 
 __all__ = ["append_log", "describe_exit", "end_processes", "main", "write_json"]
 
-_POLL_S = 0.1
 _MAX_LINE_BYTES = 65_536
 _PR_SET_CHILD_SUBREAPER = 36
-_TORCHRUN_PREFIX = r"^\[worker(\d+)\]:"
-_TORCHRUN_FAILURE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 _MPIRUN_FAILURE = re.compile(r"process rank (\d+) with PID|^\s*Process name: \[.*,(\d+)\]\s*$")
 _SHELL_SIGNAL = 128  # mpirun and shells report a signal as 128 plus its number
 
@@ -54,7 +52,7 @@ def describe_exit(rank: int | None, returncode: int) -> str:
     """Say how a process ended.
 
     Args:
-        rank: The worker's rank, or None for torchrun or mpirun itself.
+        rank: The worker's rank, or None for mpirun itself.
         returncode: Its exit status, negative for a signal.
 
     Returns:
@@ -103,30 +101,32 @@ class _Supervisor:
         self._env: dict[str, str] = job["env"]
         self._grace_s = float(job["grace_s"])
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        self._closing = threading.Event()
+        # Rank and status of each process that ended, in the order of their ends; None: this process was asked to stop.
+        self._ended: queue.SimpleQueue[tuple[int | None, int] | None] = queue.SimpleQueue()
+        self._stopping = False
         self._reason = ""
         self._blamed: int | None = None
         self._readers: list[threading.Thread] = []
 
     def run(self) -> None:
         """Start the processes, wait for their end, clean up, and write how it went."""
-        signal.signal(signal.SIGTERM, lambda *_: self._stopping.set())
+        signal.signal(signal.SIGTERM, lambda *_: self._stop())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         _adopt_orphans()
-        processes: list[tuple[int | None, subprocess.Popen[bytes]]] = []
         returncode = 127
-        try:
-            for command in self._commands:
-                processes.append((command["rank"], self._start(command)))
-            returncode = self._wait(processes)
-        except OSError as error:
-            self._reason = f"cannot start {self._commands[len(processes)]['argv'][0]!r}: {error.strerror or error}"
+        for command in self._commands:
+            try:
+                self._start(**command)
+            except OSError as error:
+                self._reason = f"cannot start {command['argv'][0]!r}: {error.strerror or error}"
+                break
+        else:
+            returncode = self._wait()
         self._clean_up()
         for reader in self._readers:
             reader.join(timeout=5)
-        if self._stopping.is_set():
+        if self._stopping:
             self._reason, returncode = "stopped", returncode or -signal.SIGTERM
         if returncode and not self._reason:
             by_signal = self._blamed is not None and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
@@ -137,11 +137,15 @@ class _Supervisor:
             {"returncode": returncode, "reason": self._reason, "finished_at": time.time()},
         )
 
-    def _start(self, command: dict[str, Any]) -> subprocess.Popen[bytes]:
+    def _stop(self) -> None:
+        self._stopping = True
+        self._ended.put(None)
+
+    def _start(self, argv: list[str], env: dict[str, str], rank: int | None, prefix: str | None = None) -> None:
         process = subprocess.Popen(
-            command["argv"],
+            argv,
             cwd=self._folder / "work",
-            env={**os.environ, **self._env, **command["env"]},
+            env={**os.environ, **self._env, **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -149,71 +153,52 @@ class _Supervisor:
         )
         for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert pipe is not None
-            prefix = re.compile(command.get("prefix", _TORCHRUN_PREFIX))
-            reader = threading.Thread(target=self._read, args=(pipe, command["rank"], stream, prefix), daemon=True)
+            reader = threading.Thread(target=self._read, args=(pipe, rank, stream, prefix), daemon=True)
             reader.start()
             self._readers.append(reader)
-        return process
+        # One thread per process: polling would not tell which of two that end together was the first.
+        threading.Thread(target=lambda: self._ended.put((rank, process.wait())), daemon=True).start()
 
-    def _wait(self, processes: list[tuple[int | None, subprocess.Popen[bytes]]]) -> int:
-        """Wait until all have ended, or one has failed and the others had their time to notice."""
-        worst = 0
+    def _wait(self) -> int:
+        """Wait until all have ended, or one has failed and the others had their time to notice.
+
+        Returns:
+            The status of the first that failed, 0 if none did.
+        """
+        status = 0
         deadline: float | None = None
-        hurried = False
-        waiting = list(processes)
-        while waiting and not self._stopping.is_set():
-            for rank, process in list(waiting):
-                code = process.poll()
-                if code is None:
-                    continue
-                waiting.remove((rank, process))
-                if code and not worst:
-                    worst = code
-                    if rank is not None:
-                        self._reason = describe_exit(rank, code)
-            if deadline is None and (worst or self._closing.is_set()):
-                deadline = time.monotonic() + self._grace_s
-            if deadline is not None and time.monotonic() > deadline:
-                if hurried or not (waiting and self._closing.is_set()):
-                    return worst or 1
-                # torchrun waits half a minute for workers that do not listen, and only then says who died.
-                self._kill_grandchildren([process.pid for _, process in waiting])
-                deadline, hurried = time.monotonic() + self._grace_s, True
-            self._stopping.wait(_POLL_S)
-        return worst
+        for _ in self._commands:
+            try:
+                ended = self._ended.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if ended is None:
+                break
+            rank, returncode = ended
+            if returncode and not status:
+                status, deadline = returncode, time.monotonic() + self._grace_s
+                if rank is not None:
+                    self._reason = describe_exit(rank, returncode)
+        return status
 
-    def _read(self, pipe: IO[bytes], rank: int | None, stream: str, prefix: re.Pattern[str]) -> None:
+    def _read(self, pipe: IO[bytes], rank: int | None, stream: str, prefix: str | None) -> None:
+        """Log the lines of a process; those of an mpirun belong to its workers, or say which of them failed."""
         with pipe:
             while raw := pipe.readline(_MAX_LINE_BYTES):
                 # A progress bar draws over itself with carriage returns: its last state counts.
                 text = raw.rstrip(b"\r\n").rpartition(b"\r")[2].decode("utf-8", "replace")
-                self._take(rank, stream, text, prefix)
-
-    def _take(self, rank: int | None, stream: str, text: str, prefix: re.Pattern[str]) -> None:
-        """Keep a line; of the launcher's own lines, understand the one that says who died."""
-        marked = prefix.match(text) if rank is None else None
-        if marked is not None:
-            self._log(int(marked.group(1)), stream, text[marked.end() :])
-            return
-        self._log(rank, stream, text)
-        if rank is None:
-            failure = _TORCHRUN_FAILURE.search(text)
-            if failure is not None and not self._reason:
-                self._reason = describe_exit(int(failure.group(2)), int(failure.group(1)))
-            if failure is not None or "closing signal" in text:
-                self._closing.set()
-            blamed = _MPIRUN_FAILURE.search(text)
-            if blamed is not None and self._blamed is None:
-                self._blamed = int(blamed.group(1) or blamed.group(2))
+                marked = re.match(prefix, text) if prefix else None
+                if marked is not None:
+                    self._log(int(marked[1]), stream, text[marked.end() :])
+                    continue
+                self._log(rank, stream, text)
+                blamed = _MPIRUN_FAILURE.search(text) if rank is None and self._blamed is None else None
+                if blamed is not None:
+                    self._blamed = int(blamed[1] or blamed[2])
 
     def _log(self, rank: int | None, stream: str, text: str) -> None:
         with self._lock:
             append_log(self._log_path, rank, stream, text)
-
-    def _kill_grandchildren(self, children: list[int]) -> None:
-        for process in psutil.Process().children(recursive=True):
-            if process.pid not in children:
-                _signal(process, signal.SIGKILL)
 
     def _clean_up(self) -> None:
         """End every descendant, orphans included, and collect them."""

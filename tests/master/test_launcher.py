@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import socket
-import time
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,7 @@ def test_a_command_runs_once_for_each_worker(client: TestClient, script: Path, t
     assert processes_of(tmp_path) == []
 
 
-def test_a_script_runs_through_torchrun_and_a_killed_worker_ends_the_run(
-    client: TestClient, script: Path, tmp_path: Path
-) -> None:
+def test_a_killed_worker_ends_the_run_and_is_named(client: TestClient, script: Path, tmp_path: Path) -> None:
     script.write_text("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WORKER)  # does not listen
     run = create(client, f"{script} 100 0")
 
@@ -89,16 +87,44 @@ def test_a_script_runs_through_torchrun_and_a_killed_worker_ends_the_run(
         return found if len(found) == 2 else {}
 
     workers = wait_for(pids, 60, "both workers")
-    assert {psutil.Process(pid).environ()["OMP_NUM_THREADS"] for pid in workers.values()} == {"1"}
-    killed = time.monotonic()
+    places = {rank: psutil.Process(pid).environ() for rank, pid in workers.items()}
+    for rank, place in places.items():
+        wanted = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        assert place.items() >= {**wanted, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}.items()
+    assert places[0]["MASTER_PORT"] == places[1]["MASTER_PORT"]
+    assert psutil.Process(workers[0]).ppid() == psutil.Process(workers[1]).ppid()
+    assert len(processes_of(tmp_path)) == 3  # the workers and their supervisor, and nobody in between
     os.kill(workers[1], signal.SIGKILL)
     done = wait_state(client, run["id"], "finished", "failed")
-    assert time.monotonic() - killed < 15
-    assert done["state"] == "failed"
+    assert (done["state"], done["job_metadata"]["returncode"]) == ("failed", -9)
     assert done["job_metadata"]["reason"] == "worker 1 died: signal 9 (SIGKILL)"
     assert "worker 1 died: signal 9 (SIGKILL)" in [line["text"] for line in lines(client, run["id"])]
     assert "worker 1 died" in "".join(done["job_metadata"]["stderr"])
     assert processes_of(tmp_path) == []
+
+
+def test_the_first_failure_is_named_and_no_output_is_mistaken_for_it(client: TestClient, tmp_path: Path) -> None:
+    """A worker that fails because another one is gone ends a moment later."""
+    script = tmp_path / "domino.py"
+    script.write_text(
+        "import os, pathlib, sys, time, psutil\n"
+        "print('[worker1]:failed (exitcode: 7) local_rank: 0 (pid: 1)', flush=True)\n"
+        "pid = pathlib.Path('pid')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    pathlib.Path('part').write_text(str(os.getpid()))\n"
+        "    pathlib.Path('part').rename(pid)\n"
+        "    os._exit(3)\n"
+        "while not pid.exists(): time.sleep(0.01)\n"
+        "while psutil.pid_exists(int(pid.read_text())) and psutil.Process(int(pid.read_text())).status() != 'zombie':\n"
+        "    time.sleep(0.001)\n"
+        "time.sleep(0.04)\n"
+        "os._exit(1)\n"
+    )
+    run = create(client, f"{script}")
+    done = wait_state(client, run["id"], "finished", "failed")
+    assert done["job_metadata"]["reason"] == "worker 1 failed: exit status 3"
+    said = [(line["rank"], line["text"][:10]) for line in lines(client, run["id"]) if "exitcode" in line["text"]]
+    assert sorted(said) == [(0, "[worker1]:"), (1, "[worker1]:")]
 
 
 def test_a_worker_that_fails_ends_the_others(client: TestClient, script: Path, tmp_path: Path) -> None:
@@ -203,13 +229,13 @@ def test_launchers_to_come_say_so(tmp_path: Path) -> None:
         LocalLauncher(tmp_path).logs("../../etc")
 
 
-def test_torchrun_starts_scripts_and_only_scripts(tmp_path: Path) -> None:
+def test_every_rank_is_a_process_of_its_own() -> None:
     def commands(command: str) -> list[dict[str, Any]]:
-        return worker_commands(Job(run_id=7, name="a", command=command, num_workers=2, backend="gloo"), tmp_path)
+        return worker_commands(Job(run_id=7, name="a", command=command, num_workers=2, backend="gloo"))
 
-    (script,) = commands("'/a b/main.py' --run_id {run_id} --backend {backend}")
-    assert script["argv"][1:3] == ["-m", "torch.distributed.run"]
-    assert script["argv"][-5:] == ["/a b/main.py", "--run_id", "7", "--backend", "gloo"]
+    for rank, started in enumerate(commands("'/a b/main.py' --run_id {run_id} --backend {backend}")):
+        assert started["argv"] == [sys.executable, "/a b/main.py", "--run_id", "7", "--backend", "gloo"]
+        assert (started["rank"], started["env"]["RANK"]) == (rank, str(rank))
     ranked = commands("main.py --rank {rank}")
     assert [command["argv"][1:] for command in ranked] == [["main.py", "--rank", "0"], ["main.py", "--rank", "1"]]
     assert commands("echo '$HOME; {rank}'")[1]["argv"] == ["echo", "$HOME; 1"]

@@ -128,16 +128,16 @@ def test_each_mpi_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mpirun_command(2, [["a", "0"], ["a", "1"]])[0][2:] == ["-n", "1", "a", "0", ":", "-n", "1", "a", "1"]
 
 
-def test_the_users_own_mpirun_is_left_alone(tmp_path: Path) -> None:
+def test_the_users_own_mpirun_is_left_alone() -> None:
     job = Job(run_id=7, name="a", command="mpirun -n 2 main.py {run_id}", num_workers=2, backend="mpi")
-    (command,) = worker_commands(job, tmp_path)
+    (command,) = worker_commands(job)
     assert (command["argv"], command["rank"]) == (["mpirun", "-n", "2", "main.py", "7"], None)
 
 
-def test_without_mpirun_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mpirun_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *arguments, **options: None)
     with pytest.raises(ConfigurationError, match="mpirun, which was not found: install Open MPI"):
-        worker_commands(Job(run_id=7, name="a", command="main.py", num_workers=2, backend="mpi"), tmp_path)
+        worker_commands(Job(run_id=7, name="a", command="main.py", num_workers=2, backend="mpi"))
 
 
 def test_how_the_lines_of_workers_begin() -> None:
