@@ -138,7 +138,7 @@ def check_installed() -> None:
     Raises:
         MissingDependencyError: One of them is missing; the message has the pip line.
     """
-    for package in ("fastapi", "uvicorn", "sqlalchemy", "psutil", "mlbench_master"):
+    for package in ("fastapi", "jinja2", "uvicorn", "sqlalchemy", "psutil", "mlbench_master"):
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
                 f"the master needs the package '{package}', which is not installed: pip install 'mlbench-core[master]'"

@@ -133,6 +133,10 @@ def test_missing_extra_has_the_pip_line(call: Call, patch: pytest.MonkeyPatch) -
     patch.setattr(_embedded.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="'fastapi'"):
         _embedded.check_installed()
+    patch.setattr(_embedded.importlib.util, "find_spec", lambda name: None if name == "jinja2" else name)
+    with pytest.raises(MissingDependencyError, match="'jinja2'"):
+        _embedded.check_installed()
+    patch.setattr(_embedded.importlib.util, "find_spec", lambda name: None)
     error = call("run", "x", "1", "--command", "true", code=1).stderr
     assert error.endswith("not installed: pip install 'mlbench-core[master]'\n")
 

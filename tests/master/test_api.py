@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+import mlbench_master
 from mlbench_core.cli._results import load_folder
 from mlbench_core.cli._setups import Setup
 from mlbench_core.client.api import MLBENCH_IMAGES
 from mlbench_core.tasks import get_task
-from mlbench_master import create_app
+from mlbench_master import create_app, pages
 from mlbench_master.launchers import Job, JobStatus, Launcher, LogPage
 from mlbench_master.schemas import MAX_BATCH
 from mlbench_master.store import NewMetric
@@ -522,14 +523,22 @@ def test_unknown_paths_and_methods_answer_in_the_same_form(client: Any) -> None:
 
 def test_pages_show_text_never_html(client: Any, run: dict[str, Any]) -> None:
     post(client, run, "<script>alert(1)</script>", ["<img src=x>"])
-    client.app.state.store.update_run(run["id"], name="<b>bold</b>", job_id="idle-1", goal_result="<i>")
+    client.app.state.store.update_run(run["id"], name="<b>bold</b>", job_id="idle-1", goal_result="<i> {{ 7 * 7 }} $x")
     for page in (client.get("/"), client.get(f"/runs/{run['id']}/")):
         assert page.status_code == 200
-        assert "&lt;b&gt;bold&lt;/b&gt;" in page.text and "&lt;i&gt;" in page.text
+        assert "&lt;b&gt;bold&lt;/b&gt;" in page.text and "&lt;i&gt; {{ 7 * 7 }} $x" in page.text
         assert not any(bad in page.text for bad in ("<b>", "<i>", "<script>", "<img"))
     assert "&lt;b&gt;log&lt;/b&gt;" in page.text
     assert client.get("/runs/77/").status_code == 404
     assert client.get("/static/app.js").status_code == 200
+
+
+def test_html_comes_from_the_templates_alone() -> None:
+    """They escape every value; text that is put together in Python would not be."""
+    tag = re.compile(r"</?(?:a|b|div|h\d|li|option|p|pre|span|strong|t[dhr]|table|ul)\b[^`]*>")
+    modules = sorted(Path(mlbench_master.__file__).parent.rglob("*.py"))
+    assert [path.name for path in modules if tag.search(path.read_text())] == []
+    assert pages._templates.autoescape is True
 
 
 def test_names_and_states_are_not_broken_inside_a_word(client: Any, run: dict[str, Any]) -> None:
