@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from mlbench_master.bodies import read_login
 from mlbench_master.dates import format_date
-from mlbench_master.launchers.base import Launcher
+from mlbench_master.launchers.base import Launcher, LogLine
 from mlbench_master.security import COOKIE, session_cookie, token_matches
 from mlbench_master.store import Run, Store, run_owner
 
@@ -100,6 +100,6 @@ def _facts(run: Run) -> dict[str, str]:
     }
 
 
-def _log_line(line: dict[str, Any]) -> str:
+def _log_line(line: LogLine) -> str:
     who = "master" if line["rank"] is None else f"rank {line['rank']}"
     return f"{line['date']} {who:>7} | {line['text']}"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
+
+from sqlalchemy.exc import SQLAlchemyError
 
 from mlbench_core.errors import MLBenchError
 from mlbench_master.dates import now_us
@@ -24,6 +28,10 @@ class Scheduler:
     A run that needs more cores than there are starts when nothing else runs, with a warning in its log: else it
     would wait for ever. After a restart of the master, runs that go on are watched again; those that are gone
     without a word are marked as lost.
+
+    An exception while looking after a run ends that run, with the exception as its reason, and no other. Errors of the
+    operating system and of the database (a full disk, too many open files) concern the machine and pass: the next look
+    tries again.
 
     Args:
         store: Where runs are kept.
@@ -96,13 +104,13 @@ class Scheduler:
     def tick(self) -> None:
         """One look: record what has ended, start what fits."""
         with self._lock:
-            running = [run for run in self._store.runs("started") if not self._watch(run)]
+            running = [run for run in self._store.runs("started") if self._goes_on(self._watch, run)]
             used = sum(_cores(run) for run in running)
             for run in sorted(self._store.runs("initialized"), key=lambda run: (_cores(run), run.id)):
                 fits = used + _cores(run) <= self._launcher.capacity
                 if not fits and running:
                     break
-                if self._launch(run):
+                if self._goes_on(self._launch, run):
                     running.append(run)
                     used += _cores(run)
 
@@ -111,24 +119,42 @@ class Scheduler:
             self._wake.clear()
             try:
                 self.tick()
-            except Exception:  # the thread must outlive a full disk or a database that is away
+            except Exception:  # the thread must outlive a database that is away
                 _log.exception("looking after the runs failed; trying again")
             self._wake.wait(self._poll_s)
 
+    def _goes_on(self, step: Callable[[Run], bool], run: Run) -> bool:
+        """Take a step of a run, which ends the run if it raises; return whether the run goes on."""
+        try:
+            return step(run)
+        except SQLAlchemyError:
+            raise
+        except OSError as error:
+            _log.warning("run %s: %s; trying again", run.id, error)
+            return True
+        except Exception as error:
+            _log.exception("looking after run %s failed; it is ended", run.id)
+            with contextlib.suppress(Exception):
+                self._launcher.stop(f"{self._launcher.name}-{run.id}")
+            reason = f"the master cannot look after the run: {type(error).__name__}: {error}"
+            self._record_end(run, JobStatus("failed", reason), {})
+            return False
+
     def _watch(self, run: Run) -> bool:
-        """Record what a started run does; True if it has ended."""
+        """Record what a started run does; return whether it goes on."""
         status = (
             JobStatus("lost", "lost: it was never started") if run.job_id is None else self._launcher.poll(run.job_id)
         )
         self._publish_logs(run)
         if status.state == "running":
-            return False
+            return True
         if status.state == "lost" and run.job_id is not None:
             self._launcher.note(run.job_id, status.reason)
         self._finish(run, status)
-        return True
+        return False
 
     def _launch(self, run: Run) -> bool:
+        """Start a run; return whether it goes on."""
         notes = list(run.metadata_dict().get("notes", ()))
         capacity = self._launcher.capacity
         if _cores(run) > capacity:
@@ -163,9 +189,14 @@ class Scheduler:
         return True
 
     def _finish(self, run: Run, status: JobStatus) -> Run | None:
-        state = "finished" if status.state == "finished" else "failed"
-        details: dict[str, Any] = {**self.tails(run), "reason": status.reason, "returncode": status.returncode}
+        """Record the end of a run with the last lines of its output."""
+        output = self.tails(run)
         self._publish_logs(run)
+        return self._record_end(run, status, output)
+
+    def _record_end(self, run: Run, status: JobStatus, output: dict[str, list[str]]) -> Run | None:
+        state = "finished" if status.state == "finished" else "failed"
+        details: dict[str, Any] = {**output, "reason": status.reason, "returncode": status.returncode}
         self._log_lines.pop(run.id, None)
         changed = self._store.update_run(run.id, details, state=state, finished_at=now_us())
         self._events.publish("state", {"id": run.id, "name": run.name, "state": state, "reason": status.reason})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
 
-__all__ = ["Job", "JobStatus", "Launcher", "LogPage"]
+from typing_extensions import TypedDict
+
+__all__ = ["Job", "JobStatus", "Launcher", "LogLine", "LogPage"]
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,32 @@ class JobStatus:
     returncode: int | None = None
 
 
+class LogLine(TypedDict):
+    """One line of a log.
+
+    Attributes:
+        rank: The worker that wrote it; None for the launcher itself.
+        stream: ``"stdout"``, ``"stderr"``, or ``"system"`` for a line of the master's own.
+        text: The line.
+        date: When it was written, as the API writes dates; empty if that is not known.
+    """
+
+    rank: int | None
+    stream: str
+    text: str
+    date: str
+
+
 @dataclass(frozen=True)
 class LogPage:
     """Some lines of a log.
 
     Attributes:
-        lines: Each with ``rank`` (None: the launcher itself), ``stream``, ``text``, ``date``.
+        lines: The lines.
         next: Number of the line after the last one.
     """
 
-    lines: list[dict[str, Any]]
+    lines: list[LogLine]
     next: int
 
 
@@ -123,7 +140,7 @@ class Launcher(ABC):
         """
 
     @abstractmethod
-    def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:
+    def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[LogLine]:
         """The last lines of a job's log, as many as lie in its last ``max_bytes`` bytes."""
 
     @abstractmethod

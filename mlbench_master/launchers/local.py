@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import TypeAdapter, ValidationError
 
 import mlbench_core
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.launchers.base import Job, JobStatus, Launcher, LogPage
+from mlbench_master.launchers.base import Job, JobStatus, Launcher, LogLine, LogPage
 from mlbench_master.launchers.mpirun import is_mpirun, mpirun_command
 from mlbench_master.launchers.supervise import append_log, end_processes, write_json
 
@@ -39,6 +40,7 @@ __all__ = ["LocalLauncher", "LogIndex", "worker_commands"]
 
 _JOB_ID = re.compile(r"local-(\d+)")
 _INDEX_STEP = 500
+_log_line = TypeAdapter(LogLine)
 _FOLDER_VARIABLE = "MLBENCH_RUN_DIR"
 # Supervisors this process started: a child must be waited for by its parent, whichever launcher object asks.
 _children: dict[int, subprocess.Popen[bytes]] = {}
@@ -101,7 +103,7 @@ class LocalLauncher(Launcher):
         alive = self._supervisor(folder) is not None  # asked first: the status is written before it ends
         try:
             status = json.loads((folder / "status.json").read_text())
-        except (OSError, ValueError):
+        except FileNotFoundError:
             if alive:
                 return JobStatus("running")
             _end_marked(folder, self._grace_s)
@@ -129,7 +131,7 @@ class LocalLauncher(Launcher):
         index = self._indexes.setdefault(job_id, LogIndex(self._job_folder(job_id) / "log.jsonl"))
         return index.read(since_line, limit)
 
-    def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:
+    def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[LogLine]:
         """The last lines of a job's log; see :meth:`Launcher.log_tail`."""
         try:
             with (self._job_folder(job_id) / "log.jsonl").open("rb") as file:
@@ -188,7 +190,7 @@ class LocalLauncher(Launcher):
                 _children.pop(pid, None)
             process = psutil.Process(pid)
             alive = abs(process.create_time() - created) < 1 and process.status() != psutil.STATUS_ZOMBIE
-        except (OSError, ValueError, KeyError, psutil.Error):
+        except (FileNotFoundError, ValueError, KeyError, TypeError, psutil.Error):
             return None
         return process if alive else None
 
@@ -207,7 +209,7 @@ class LogIndex:
 
     def read(self, since_line: int, limit: int) -> LogPage:
         """Lines from ``since_line`` on, at most ``limit``; a line still being written is left for later."""
-        lines: list[dict[str, Any]] = []
+        lines: list[LogLine] = []
         with self._lock:
             number, offset = self._marks[bisect_right(self._marks, (since_line, sys.maxsize)) - 1]
             try:
@@ -337,9 +339,9 @@ def _end_marked(folder: Path, grace_s: float) -> None:
     end_processes(left, grace_s)
 
 
-def _decode(line: bytes) -> dict[str, Any]:
+def _decode(line: bytes) -> LogLine:
+    """Read a line of a log; one that is not the supervisor's own is text, because workers may write into the file."""
     try:
-        entry: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return {"rank": None, "stream": "system", "text": line.decode("utf-8", "replace"), "date": ""}
-    return entry
+        return _log_line.validate_json(line)
+    except ValidationError:
+        return {"rank": None, "stream": "system", "text": line.decode("utf-8", "replace").rstrip(), "date": ""}

@@ -220,6 +220,33 @@ def test_runs_wait_for_free_workers_smallest_first(tmp_path: Path) -> None:
         assert "warning: 3 workers x 1 cores" in lines(client, huge["id"])[0]["text"]
 
 
+def test_a_worker_that_writes_into_its_log_and_status_wedges_nothing(client: TestClient, tmp_path: Path) -> None:
+    """The folder of the workers lies below that of the run, which holds what the master reads."""
+    other = create(client, "sleep 100", workers=1, name="other")
+    garbage = tmp_path / "garbage.py"
+    garbage.write_text(
+        "import pathlib, time\n"
+        "log = pathlib.Path('../log.jsonl').open('a', buffering=1)\n"
+        "log.write('5\\n{\"rank\": 0}\\nnull\\n' + '[' * 100_000 + '\\n')\n"
+        "time.sleep(0.5)\n"
+    )
+    first = create(client, f"{garbage}", workers=1, name="first")
+    done = wait_state(client, first["id"], "finished", "failed")
+    assert done["state"] == "finished"
+    texts = {line["text"] for line in lines(client, first["id"])}
+    assert texts >= {"5", '{"rank": 0}', "null"}
+    assert client.get(f"/runs/{first['id']}/").status_code == 200
+
+    garbage.write_text("import pathlib, time\npathlib.Path('../status.json').write_text('5')\ntime.sleep(100)\n")
+    second = create(client, f"{garbage}", workers=1, name="second")
+    failed = wait_state(client, second["id"], "finished", "failed")
+    assert failed["state"] == "failed"
+    assert failed["job_metadata"]["reason"].startswith("the master cannot look after the run: TypeError: ")
+    assert processes_of(tmp_path / "data" / "runs" / str(second["id"])) == []
+    assert client.get(f"/api/runs/{other['id']}/").json()["state"] == "started"
+    assert [client.delete(f"/api/runs/{run['id']}/").status_code for run in (first, second, other)] == [204] * 3
+
+
 def test_launchers_to_come_say_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="'slurm' is not available yet"):
         make_launcher("slurm", tmp_path)
