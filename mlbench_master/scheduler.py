@@ -102,7 +102,7 @@ class Scheduler:
         self._events.publish("deleted", {"id": run_id})
 
     def tick(self) -> None:
-        """One look: record what has ended, start what fits."""
+        """Record which runs have ended, and start those that fit."""
         with self._lock:
             running = [run for run in self._store.runs("started") if self._goes_on(self._watch, run)]
             used = sum(_cores(run) for run in running)

@@ -170,6 +170,7 @@ def test_stop_keeps_the_run_and_delete_ends_it(client: TestClient, tmp_path: Pat
     assert len(processes_of(tmp_path)) == 3
     stopped = client.post(f"/api/runs/{first['id']}/stop/").json()
     assert (stopped["state"], stopped["job_metadata"]["reason"]) == ("failed", "stopped by a user")
+    assert lines(client, first["id"])[-1]["text"] == "stopped"  # the supervisor cleaned up and was not killed
     assert processes_of(tmp_path) == []
     assert len(client.get(f"/api/metrics/{first['id']}/?metric_type=run").json()["loss @ 0"]) == 1
 
