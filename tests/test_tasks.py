@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from mlbench_core.tasks import TASKS, Task, find_image, get_task
@@ -17,6 +19,14 @@ def test_every_task_has_its_script_readme_and_goals(task: Task) -> None:
         return
     better = min if task.minimize else max
     assert better(task.goal, task.light_goal) == task.goal
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS.values() if task.has_goal], ids=lambda task: task.key)
+def test_train_shows_only_what_is_particular_to_the_task(task: Task) -> None:
+    functions = [node for node in ast.parse(task.script.read_text()).body if isinstance(node, ast.FunctionDef)]
+    (train,) = (node for node in functions if node.name == "train")
+    assert [argument.arg for argument in train.args.args] == ["run"]
+    assert (train.end_lineno or 0) - train.lineno + 1 <= 40
 
 
 def test_task_1a_is_as_specified() -> None:

@@ -6,13 +6,9 @@ Data, model, schedule, goal and measurements are those of main.py beside this fi
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-
-from mlbench_core.controlflow.task_arguments import task_main
 
 
 def ddp_sgd(model: nn.Module, lr: float) -> tuple[DistributedDataParallel, SGD]:
@@ -25,4 +21,4 @@ def ddp_sgd(model: nn.Module, lr: float) -> tuple[DistributedDataParallel, SGD]:
 if __name__ == "__main__":
     import main
 
-    task_main(main.main, uid="task1a", add_arguments=partial(main.add_arguments, optimizer="ddp"))
+    main.main("ddp")

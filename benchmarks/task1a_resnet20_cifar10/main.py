@@ -2,24 +2,22 @@
 
 One process per worker, 128 images a worker, a disjoint part of the training set each; gradients are averaged over the
 k workers before every update. Learning rate 0.02 k after a linear warm-up of log2(k) epochs (Goyal et al. 2017,
-arXiv 1706.02677), halved when the validation loss stands still. README.md has the whole description, variants.py what
-flags put in the place of the reference's parts.
+arXiv 1706.02677), halved when the validation loss has not improved. README.md describes the task, variants.py has what
+other flags use instead of the reference's parts.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+from functools import partial
 
 import variants
 from torch import channels_last, contiguous_format, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
-from mlbench_core.controlflow.pytorch import record_validation_stats, train_round, validation_round
-from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.controlflow.pytorch.worker import worker_main
-from mlbench_core.controlflow.task_arguments import add_run_arguments, task_main
+from mlbench_core.controlflow.pytorch import train_round, validation_round
+from mlbench_core.controlflow.pytorch.run import Run, run_task
+from mlbench_core.controlflow.task_arguments import add_run_arguments
 from mlbench_core.dataset.imagerecognition.pytorch import CIFAR10V1, MNIST, Digits, ImageBatches
 from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
 from mlbench_core.distributed.pytorch.memory import fits_on_gpu
@@ -29,9 +27,6 @@ from mlbench_core.lr_scheduler.pytorch.lr import ReduceLROnPlateauWithWarmup
 from mlbench_core.models.pytorch.resnet import get_resnet_model
 from mlbench_core.optim.pytorch.centralized import CentralizedSGD
 from mlbench_core.tasks import get_task
-from mlbench_core.tracking.tracker import Tracker
-
-logger = logging.getLogger("mlbench.task1a")
 
 TASK = get_task("1a")
 BATCH_SIZE = 128  # images a worker
@@ -39,13 +34,13 @@ BASE_LR = 0.02  # of one worker
 DATASETS = {"cifar10": CIFAR10V1, "digits": Digits, "mnist": MNIST}
 
 
-def load_data(
-    args: argparse.Namespace, folder: str, batch_size: int, rank: int, world_size: int, gpu: bool
-) -> tuple[ImageBatches, ImageBatches]:
-    """This worker's batches of the training set (augmented, shuffled anew each epoch) and of the validation set."""
+def load_data(run: Run, batch_size: int) -> tuple[ImageBatches, ImageBatches]:
+    """Return this worker's batches of the training set (augmented, reshuffled each epoch) and of the validation set."""
+    args, rank, world_size = run.args, run.rank, run.world_size
     source = {"partial": True} if args.partial else {} if args.dataset == "digits" else {"download": True}
+    folder = args.data or run.dataset_dir
     train, validation = (DATASETS[args.dataset](folder, train=is_train, **source) for is_train in (True, False))
-    if gpu and fits_on_gpu(train.size_bytes + validation.size_bytes):
+    if run.gpu and fits_on_gpu(train.size_bytes + validation.size_bytes):
         train, validation = train.to("cuda"), validation.to("cuda")
     memory_format = channels_last if args.channels_last else contiguous_format
     return (
@@ -66,102 +61,50 @@ def load_data(
     )  # fmt: skip
 
 
-def train(
-    rank: int,
-    world_size: int,
-    run_id: str,
-    dataset_dir: str,
-    ckpt_run_dir: str,
-    gpu: bool,
-    light: bool,
-    validation_only: bool,
-    args: argparse.Namespace,
-) -> Tracker:
+def train(run: Run) -> None:
     """Train until the goal is reached or the budget of epochs is spent."""
-    plan = variants.make_plan(args, world_size, BATCH_SIZE, BASE_LR)
-    folder = args.data or dataset_dir
-    batches, validation_batches = load_data(args, folder, plan.batch_size, rank, world_size, gpu)
-    model = get_resnet_model("resnet20", 1, args.precision, num_classes=10, use_cuda=gpu)
+    args = run.args
+    plan = variants.make_plan(args, run.world_size, BATCH_SIZE, BASE_LR)
+    batches, validation_batches = load_data(run, plan.batch_size)
+    model = get_resnet_model("resnet20", 1, args.precision, num_classes=10, use_cuda=run.gpu)
     variants.prepare_model(model, args)
     network, optimizer = variants.make_network(model, plan.lr, args)
     if args.optimizer == "centralized_sgd" and args.precision == "fp32":
         optimizer = CentralizedSGD(
-            world_size=world_size,
-            model=model,
-            lr=plan.lr,
-            momentum=0.9,
-            nesterov=True,
-            weight_decay=1e-4,
-            dampening=0,
-            by_layer=False,
-            use_cuda=gpu,
-            overlap=args.overlap,
-            shared_memory=args.shared_memory,
-        )
+            world_size=run.world_size, model=model, lr=plan.lr, momentum=0.9, nesterov=True, weight_decay=1e-4,
+            dampening=0, by_layer=False, use_cuda=run.gpu, overlap=args.overlap, shared_memory=args.shared_memory,
+        )  # fmt: skip
     elif optimizer is None:
-        optimizer = variants.make_optimizer(model, plan.lr, args, gpu)
+        optimizer = variants.make_optimizer(model, plan.lr, args, run.gpu)
     if args.settings == "2018":
         scheduler = variants.make_scheduler_of_2018(optimizer, plan, len(batches))
     else:
         scheduler = ReduceLROnPlateauWithWarmup(
-            optimizer,
-            warmup_init_lr=plan.lr,
-            scaled_lr=plan.scaled_lr,
-            warmup_epochs=plan.warmup_epochs,
-            batches_per_epoch=len(batches),
-            mode="min",
-            factor=0.5,
-            patience=1,  # torch acts on the first epoch beyond it: the second running without an improvement
-            threshold=0.01,
-            threshold_mode="abs",
-            min_lr=plan.lr,
-        )
-    loss_function = nn.CrossEntropyLoss()
-    metrics = [TopKAccuracy(topk=1)]
-    goal = time_to_accuracy_goal(TASK.goal_on(args.dataset, light))
-    tracker = Tracker(metrics, run_id, rank, goal=goal)
-    checkpointer = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST)
-    if args.resume or validation_only:
-        checkpointer, model, optimizer, scheduler, tracker = Checkpointer.load(
-            ckpt_run_dir, rank, model, optimizer, scheduler, tracker=tracker
-        )
+            optimizer, warmup_init_lr=plan.lr, scaled_lr=plan.scaled_lr, warmup_epochs=plan.warmup_epochs,
+            batches_per_epoch=len(batches), mode="min", factor=0.5,
+            patience=1,  # torch acts one epoch later: after the second in a row without an improvement
+            threshold=0.01, threshold_mode="abs", min_lr=plan.lr,
+        )  # fmt: skip
+    loss_function, metrics = nn.CrossEntropyLoss(), [TopKAccuracy(topk=1)]
+    tracker = run.track(metrics, time_to_accuracy_goal(TASK.goal_on(args.dataset, run.light)))
 
-    def validate() -> bool:
-        with averaged_weights(model):  # what workers do not share: BatchNorm's statistics; in some variants all
-            values, loss = validation_round(
+    def validate() -> tuple[dict[TopKAccuracy, float], float]:
+        with averaged_weights(model):  # workers differ in BatchNorm's statistics, in some variants in all
+            return validation_round(
                 validation_batches, variants.in_precision(model, args), loss_function, metrics, args.precision,
-                tracker=tracker, use_cuda=gpu,
+                tracker=tracker, use_cuda=run.gpu,
             )  # fmt: skip
-        is_best = record_validation_stats(values, loss, tracker, rank)
-        if isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step(loss)
-        logger.info("%s", tracker)
-        return is_best
 
-    with tracker:
-        if validation_only:
-            validate()
-            return tracker
-        if not args.resume:
-            tracker.start()
-        for epoch in tracker.epochs(args.epochs, args.past_goal):
-            batches.set_epoch(epoch)
-            train_round(
-                batches, network, optimizer, loss_function, metrics, scheduler, args.precision,
-                schedule_per="batch", use_cuda=gpu, tracker=tracker,
-            )  # fmt: skip
-            is_best = validate()
-            tracker.epoch_end()
-            checkpointer.save(tracker, model, optimizer, scheduler, is_best)
-        tracker.publish_summary(world_size)
-    return tracker
-
-
-main = worker_main(train, prepare=variants.check)
+    for epoch in run.epochs(model, optimizer, scheduler, validate):
+        batches.set_epoch(epoch)
+        train_round(
+            batches, network, optimizer, loss_function, metrics, scheduler, args.precision,
+            schedule_per="batch", use_cuda=run.gpu, tracker=tracker,
+        )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser, optimizer: str = "centralized_sgd") -> None:
-    """What this task takes beyond the arguments that all tasks share."""
+    """Add the arguments of this task."""
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="cifar10", help="data set (default: cifar10)")
     parser.add_argument("--data", metavar="FOLDER", help="folder that holds its files (default: below --root-dataset)")
     parser.add_argument("--partial", action="store_true", help="take what files of the data set there are")
@@ -169,5 +112,10 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str = "centralized
     variants.add_arguments(parser, optimizer)
 
 
+def main(optimizer: str = "centralized_sgd") -> None:
+    """Run the task; its optimizer is this one unless the command line gives another."""
+    run_task(train, "task1a", partial(add_arguments, optimizer=optimizer), variants.check)
+
+
 if __name__ == "__main__":
-    task_main(main, uid="task1a", add_arguments=add_arguments)
+    main()

@@ -2,7 +2,7 @@
 
 One process per worker, 128 rows a worker, a disjoint part of the training set each; gradients are averaged over the k
 workers before every update. Binary cross-entropy with an L2 penalty of 2.5e-6 / 2; learning rate 4 k, halved when the
-validation loss stands still. README.md beside this file has the whole description.
+validation loss has not improved. README.md describes the task.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from mlbench_core.controlflow.pytorch import record_validation_stats, train_round, validation_round
-from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.controlflow.pytorch.worker import worker_main
-from mlbench_core.controlflow.task_arguments import add_run_arguments, task_main
+from mlbench_core.controlflow.pytorch import train_round, validation_round
+from mlbench_core.controlflow.pytorch.run import Run, run_task
+from mlbench_core.controlflow.task_arguments import add_run_arguments
 from mlbench_core.dataset.linearmodels.pytorch import LinearBatches
 from mlbench_core.dataset.linearmodels.pytorch.preparation import prepare_stores
 from mlbench_core.dataset.linearmodels.pytorch.subset import train_and_validation
@@ -47,7 +46,7 @@ class Settings:
         """The learning rate over time: lr / sqrt(t) at the t-th update, or halved on a plateau of two epochs."""
         if self.decays_per_batch:
             return SQRTTimeDecayLR(optimizer)
-        # torch acts on the first epoch beyond its patience: the second running without an improvement
+        # torch acts one epoch after its patience: after the second in a row without an improvement
         return ReduceLROnPlateau(optimizer, mode="min", factor=0.5, patience=1)
 
 
@@ -59,13 +58,11 @@ def settings(name: str, world_size: int) -> Settings:
     return Settings(128, 4.0 * world_size, decays_per_batch=False)
 
 
-def load_data(
-    args: argparse.Namespace, dataset_dir: str, batch_size: int, rank: int, world_size: int
-) -> tuple[LinearBatches, LinearBatches, LinearBatches]:
-    """This worker's batches: the training set shuffled anew each epoch, the validation set, the training set again."""
-    folder = prepare_stores(args.dataset, dataset_dir, args.data)
-    training, validation = train_and_validation(args.dataset, folder)
-    part = {"rank": rank, "world_size": world_size, "seed": args.seed}
+def load_data(run: Run, batch_size: int) -> tuple[LinearBatches, LinearBatches, LinearBatches]:
+    """Return this worker's batches: the training set, reshuffled each epoch; validation; the training set in order."""
+    folder = prepare_stores(run.args.dataset, run.dataset_dir, run.args.data)
+    training, validation = train_and_validation(run.args.dataset, folder)
+    part = {"rank": run.rank, "world_size": run.world_size, "seed": run.args.seed}
     return (
         LinearBatches(training, batch_size, shuffle=True, **part),
         LinearBatches(validation, 8 * batch_size, shuffle=False, **part),
@@ -73,86 +70,49 @@ def load_data(
     )
 
 
-def train(
-    rank: int,
-    world_size: int,
-    run_id: str,
-    dataset_dir: str,
-    ckpt_run_dir: str,
-    gpu: bool,
-    light: bool,
-    validation_only: bool,
-    args: argparse.Namespace,
-) -> Tracker:
+def train(run: Run) -> None:
     """Train until the goal is reached or the budget of epochs is spent."""
-    chosen = settings(args.settings, world_size)
-    batches, validation_batches, all_batches = load_data(args, dataset_dir, chosen.batch_size, rank, world_size)
-    # Logits instead of probabilities: a probability in float32 is 1 from a logit of 17 on, and learns nothing more.
+    args, chosen = run.args, settings(run.args.settings, run.world_size)
+    batches, validation_batches, all_batches = load_data(run, chosen.batch_size)
+    # Logits instead of probabilities: above a logit of 17, a probability in float32 is 1 and its gradient is 0.
     n_features, rate_factor = batches.dataset.n_features, 1.0
     model: nn.Module = LogisticRegression(n_features, logits=True)
     if args.standardize or args.dataset in UNSCALED:
         model = nn.Sequential(Standardization.of(all_batches), model)
         rate_factor = 1 / n_features  # the rates are for rows of length 1; these have a squared length of n_features
-    model = model.cuda() if gpu else model
+    model = model.cuda() if run.gpu else model
     loss_function = BCELossRegularized(l1=0, l2=L2, model=model, logits=True)
     metrics = [TopKAccuracy(topk=1, threshold=0.0)]
     optimizer = CentralizedSGD(
-        world_size=world_size,
-        model=model,
-        lr=chosen.lr * rate_factor,
-        momentum=0,
-        nesterov=False,
-        weight_decay=0,
-        dampening=0,
-        by_layer=False,
-        use_cuda=gpu,
-        overlap=args.overlap,
-    )
+        world_size=run.world_size, model=model, lr=chosen.lr * rate_factor, momentum=0, nesterov=False,
+        weight_decay=0, dampening=0, by_layer=False, use_cuda=run.gpu, overlap=args.overlap,
+    )  # fmt: skip
     scheduler = chosen.schedule(optimizer)
-    goal = time_to_accuracy_goal(TASK.goal_on(args.dataset, light))
-    tracker = Tracker(metrics, run_id, rank, goal=goal)
-    checkpointer = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST)
-    if args.resume or validation_only:
-        checkpointer, model, optimizer, scheduler, tracker = Checkpointer.load(
-            ckpt_run_dir, rank, model, optimizer, scheduler, tracker=tracker
-        )
+    tracker = run.track(metrics, time_to_accuracy_goal(TASK.goal_on(args.dataset, run.light)))
 
-    def evaluate(on: LinearBatches, told: Tracker | None) -> tuple[dict[TopKAccuracy, float], float]:
-        return validation_round(on, model, loss_function, metrics, "fp32", tracker=told, use_cuda=gpu)
+    def evaluate(on: LinearBatches, tracker: Tracker | None) -> tuple[dict[TopKAccuracy, float], float]:
+        return validation_round(on, model, loss_function, metrics, "fp32", tracker=tracker, use_cuda=run.gpu)
 
-    def validate() -> bool:
+    def validate() -> tuple[dict[TopKAccuracy, float], float]:
         values, loss = evaluate(validation_batches, tracker)
         if args.full_train:
             full_values, full_loss = evaluate(all_batches, None)
             for name, value in {"loss": full_loss, **{m.name: v for m, v in full_values.items()}}.items():
-                tracker.record_stat(f"global_full_train_{name}", value, log_to_api=rank == 0)
+                tracker.record_stat(f"global_full_train_{name}", value, log_to_api=run.rank == 0)
         if args.dataset == TASK.dataset and loss <= TASK.goal_loss and "val_time_to_loss_s" not in tracker.records:
-            tracker.record_stat("time_to_loss_s", tracker.get_total_train_time(), log_to_api=rank == 0)
-        if isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step(loss)
-        return record_validation_stats(values, loss, tracker, rank)
+            tracker.record_stat("time_to_loss_s", tracker.get_total_train_time(), log_to_api=run.rank == 0)
+        return values, loss
 
-    with tracker:
-        if validation_only:
-            validate()
-            return tracker
-        if not args.resume:
-            tracker.start()
-        for epoch in tracker.epochs(args.epochs, args.past_goal):
-            batches.set_epoch(epoch)
-            train_round(
-                batches, model, optimizer, loss_function, metrics, scheduler, "fp32",
-                schedule_per="batch", use_cuda=gpu, tracker=tracker,
-            )  # fmt: skip
-            is_best = validate()
-            tracker.epoch_end()
-            checkpointer.save(tracker, model, optimizer, scheduler, is_best)
-        tracker.publish_summary(world_size)
-    return tracker
+    for epoch in run.epochs(model, optimizer, scheduler, validate):
+        batches.set_epoch(epoch)
+        train_round(
+            batches, model, optimizer, loss_function, metrics, scheduler, "fp32",
+            schedule_per="batch", use_cuda=run.gpu, tracker=tracker,
+        )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What this task takes beyond the arguments that all tasks share."""
+    """Add the arguments of this task."""
     add_run_arguments(parser, TASK.max_epochs)
     names = [TASK.dataset, *sorted(TASK.stand_ins)]
     parser.add_argument("--dataset", choices=names, default=TASK.dataset, help="data set (default: %(default)s)")
@@ -164,4 +124,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    task_main(worker_main(train), uid="task2a", add_arguments=add_arguments)
+    run_task(train, "task2a", add_arguments)

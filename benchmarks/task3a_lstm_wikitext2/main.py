@@ -2,14 +2,13 @@
 
 One process per worker, 80 sequences a worker, a disjoint part of the text each; gradients are averaged over the k
 workers before every update, then clipped. The rate is 30 sqrt(k) after a linear warm-up of 3 k epochs, times the
-batch's length over 70. SGD becomes averaged SGD when validation has stood still for 5 epochs (Merity et al. 2017,
-arXiv 1708.02182). README.md beside this file has the whole description.
+batch's length over 70. SGD becomes averaged SGD when validation has not improved for 5 epochs (Merity et al. 2017,
+arXiv 1708.02182). README.md describes the task.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from mlbench_core.controlflow.pytorch import record_train_batch_stats, record_validation_stats, validation_round
-from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.controlflow.pytorch.worker import worker_main
-from mlbench_core.controlflow.task_arguments import add_run_arguments, count, task_main
+from mlbench_core.controlflow.pytorch import record_train_batch_stats, validation_round
+from mlbench_core.controlflow.pytorch.run import Run, run_task
+from mlbench_core.controlflow.task_arguments import add_run_arguments, count
 from mlbench_core.dataset.nlp.pytorch import Wikitext2Dataset
 from mlbench_core.evaluation.goals import task3_time_to_perplexity_goal
 from mlbench_core.evaluation.pytorch.criterion import ActivationRegularization
@@ -33,8 +31,6 @@ from mlbench_core.models.pytorch.language_models import CarriedState, LSTMLangua
 from mlbench_core.optim.pytorch import NTASGD, CustomCentralizedOptimizer, scaled_rate
 from mlbench_core.tasks import get_task
 from mlbench_core.tracking.tracker import Tracker
-
-logger = logging.getLogger("mlbench.task3a")
 
 TASK = get_task("3a")
 BASE_LR = 30.0  # of one worker with as many sequences as its preset has
@@ -96,29 +92,27 @@ def train_epoch(
         record_train_batch_stats(i, loss.detach(), scores, None, tracker, text.num_batches())
 
 
-def train(
-    rank: int, world_size: int, run_id: str, dataset_dir: str, ckpt_run_dir: str, gpu: bool, light: bool,
-    validation_only: bool, args: argparse.Namespace,
-) -> Tracker:  # fmt: skip
-    """Train until the goal is reached or the budget of epochs is spent."""
-    preset, data = PRESETS[args.preset], args.data or dataset_dir
-    sequences = args.batch_size or preset.sequences
-    base_lr = base_rate(preset.sequences, args.batch_size)
-    text = Wikitext2Dataset(data, preset.bptt, train=True, seed=args.seed)
-    text.generate_batches(sequences * world_size, sequences, rank)
-    validation_text = Wikitext2Dataset(data, preset.bptt, valid=True)
-    validation_text.generate_batches(VALIDATION_SEQUENCES, rank=rank, world_size=world_size)
+def load_data(run: Run, preset: Preset) -> tuple[Wikitext2Dataset, Wikitext2Dataset]:
+    """Return this worker's part of the training text and of the validation text."""
+    folder, sequences = run.args.data or run.dataset_dir, run.args.batch_size or preset.sequences
+    text = Wikitext2Dataset(folder, preset.bptt, train=True, seed=run.args.seed)
+    text.generate_batches(sequences * run.world_size, sequences, run.rank)
+    validation_text = Wikitext2Dataset(folder, preset.bptt, valid=True)
+    validation_text.generate_batches(VALIDATION_SEQUENCES, rank=run.rank, world_size=run.world_size)
+    return text, validation_text
 
+
+def train(run: Run) -> None:
+    """Train until the goal is reached or the budget of epochs is spent."""
+    args, world_size, preset = run.args, run.world_size, PRESETS[run.args.preset]
+    base_lr = base_rate(preset.sequences, args.batch_size)
+    text, validation_text = load_data(run, preset)
     model = LSTMLanguageModel(len(text.dictionary), tie_weights=True, **preset.model)
-    torch.manual_seed(args.seed + 1 + rank)  # the weights are the same on all workers, dropout is each worker's own
-    model = model.cuda() if gpu else model
+    torch.manual_seed(args.seed + 1 + run.rank)  # weights are the same on all workers, dropout is each worker's own
+    model = model.cuda() if run.gpu else model
+    sgd = partial(SGD, lr=base_lr, weight_decay=WEIGHT_DECAY)
     optimizer = CustomCentralizedOptimizer(
-        model,
-        world_size,
-        partial(SGD, lr=base_lr, weight_decay=WEIGHT_DECAY),
-        use_cuda=gpu,
-        grad_clip=GRAD_CLIP,
-        average_world=True,
+        model, world_size, sgd, use_cuda=run.gpu, grad_clip=GRAD_CLIP, average_world=True
     )
     scheduler = LRLinearWarmUp(
         optimizer,
@@ -128,46 +122,28 @@ def train(
     )
     averaging = NTASGD(optimizer, interval=NON_MONOTONE_INTERVAL)
     metrics = [Perplexity()]
-    goal = task3_time_to_perplexity_goal(TASK.goal_on(preset.dataset, light))
-    tracker = Tracker(metrics, run_id, rank, goal=goal, minimize=True)
-    checkpointer = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST)
-    if args.resume or validation_only:
-        checkpointer, model, optimizer, scheduler, tracker = Checkpointer.load(
-            ckpt_run_dir, rank, model, optimizer, scheduler, tracker=tracker, extra={"averaging": averaging}
-        )
+    goal = task3_time_to_perplexity_goal(TASK.goal_on(preset.dataset, run.light))
+    tracker = run.track(metrics, goal, minimize=True)
 
-    def validate() -> bool:
-        """Perplexity of the whole validation text, of which each worker reads its streams."""
+    def validate() -> tuple[dict[Perplexity, float], float]:
+        """Return the perplexity of the whole validation text, of which each worker reads its streams."""
         batches = (validation_text.get_batch(i) for i in range(validation_text.num_batches()))
         with averaging.averaged_weights():
             values, loss = validation_round(
-                batches, CarriedState(model), nn.CrossEntropyLoss(), metrics, None, tracker=tracker, use_cuda=gpu,
+                batches, CarriedState(model), nn.CrossEntropyLoss(), metrics, None, tracker=tracker, use_cuda=run.gpu,
             )  # fmt: skip
         averaging.check(values[metrics[0]])
-        is_best = record_validation_stats(values, loss, tracker, rank)
-        logger.info("%s", tracker)
-        return is_best
+        return values, loss
 
-    with tracker:
-        if validation_only:
-            validate()
-            return tracker
-        if not args.resume:
-            tracker.start()
-        for epoch in tracker.epochs(args.epochs, args.past_goal):
-            text.set_epoch(epoch)
-            text.generate_sequence_lengths(random=True)
-            train_epoch(text, model, optimizer, tracker, gpu, args.bf16)
-            is_best = validate()
-            scheduler.step()
-            tracker.epoch_end()
-            checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra={"averaging": averaging})
-        tracker.publish_summary(world_size)
-    return tracker
+    for epoch in run.epochs(model, optimizer, scheduler, validate, extra={"averaging": averaging}):
+        text.set_epoch(epoch)
+        text.generate_sequence_lengths(random=True)
+        train_epoch(text, model, optimizer, tracker, run.gpu, args.bf16)
+        scheduler.step()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What this task takes beyond the arguments that all tasks share."""
+    """Add the arguments of this task."""
     add_run_arguments(parser, TASK.max_epochs)
     add = parser.add_argument
     add("--preset", choices=sorted(PRESETS), default="full", help="size of the model (default: full)")
@@ -177,4 +153,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    task_main(worker_main(train), uid="task3a", add_arguments=add_arguments)
+    run_task(train, "task3a", add_arguments)

@@ -2,8 +2,8 @@
 
 One process per worker, at most 128 sentences per worker and batch; gradients are accumulated until 2,048 sentences of
 all k workers are together, averaged, and clipped before the update (Wu et al. 2016, arXiv 1609.08144). After every 30 %
-of an epoch the workers translate the validation text by beam search, each its share. README.md has the whole
-description, presets.py the sizes.
+of an epoch the workers translate the validation text by beam search, each its share. README.md describes
+the task, presets.py has the sizes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,11 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
-from mlbench_core.controlflow.pytorch import record_validation_stats, train_round, validation_round
-from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.controlflow.pytorch.translation import epoch_parts
-from mlbench_core.controlflow.pytorch.worker import worker_main
-from mlbench_core.controlflow.task_arguments import add_run_arguments, task_main
+from mlbench_core.controlflow.pytorch import train_round, validation_round
+from mlbench_core.controlflow.pytorch.run import Run, run_task
+from mlbench_core.controlflow.task_arguments import add_run_arguments
 from mlbench_core.dataset.nlp.pytorch import BucketBatchSampler, Multi30k, TeacherForcedBatches, WMT16Dataset
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
@@ -53,7 +52,7 @@ def take_precision(args: argparse.Namespace, gpu: bool) -> None:
 
 
 def scores(dataset: str) -> list[BLEUScore]:
-    """The goal's measure first, then the one recorded beside it.
+    """Return the metric of the goal, then the other metric that is recorded.
 
     The task's goal was set for lower case and international tokenization, those of Multi30k for cased text and 13a.
     """
@@ -85,89 +84,71 @@ def make_optimizer(model: nn.Module, lr: float, world_size: int, gpu: bool, args
     return optimizer
 
 
-def train(
-    rank: int, world_size: int, run_id: str, dataset_dir: str, ckpt_run_dir: str, gpu: bool, light: bool,
-    validation_only: bool, args: argparse.Namespace,
-) -> Tracker:  # fmt: skip
+def translate_and_score(
+    translator: Translator,
+    batches: TeacherForcedBatches,
+    references: Sequence[Sequence[str]],
+    metrics: Sequence[BLEUScore],
+    tracker: Tracker,
+) -> dict[BLEUScore, float]:
+    """Translate this worker's share of the validation text; return the scores of all workers' translations."""
+    tracker.validation_start()
+    for metric in metrics:
+        metric.reset()
+    for ((source, lengths, _), _), texts in zip(batches, references, strict=True):
+        translations, _ = translator.translate((source, lengths))
+        for metric in metrics:
+            metric.update(metric(translations, texts), len(texts))
+    values = {metric: metric.average().item() for metric in metrics}
+    tracker.validation_end()
+    for metric, value in values.items():
+        logger.info("%s %.2f (%s)", metric.name, value, metric.signature)
+    return values
+
+
+def train(run: Run) -> None:
     """Train until the goal is reached or the budget of epochs is spent."""
-    take_precision(args, gpu)
+    args, world_size, device = run.args, run.world_size, "cuda" if run.gpu else "cpu"
+    take_precision(args, run.gpu)
     preset = presets.chosen(args)
     batch_size, update_freq = preset.divided(world_size)
-    train_pairs, validation_pairs = load_data(args, args.data or dataset_dir)
-    order = BucketBatchSampler(train_pairs.sizes, batch_size, seed=args.seed, rank=rank, world_size=world_size)
-    in_order = BucketBatchSampler(validation_pairs.sizes, batch_size, False, rank=rank, world_size=world_size)
-    share = [indices for indices in in_order if indices]  # with fewer sentences than workers some get none
-    device = "cuda" if gpu else "cpu"
+    train_pairs, validation_pairs = load_data(args, args.data or run.dataset_dir)
+    order = BucketBatchSampler(train_pairs.sizes, batch_size, seed=args.seed, rank=run.rank, world_size=world_size)
+    in_order = BucketBatchSampler(validation_pairs.sizes, batch_size, False, rank=run.rank, world_size=world_size)
+    share = [indices for indices in in_order if indices]  # a worker has none if there are fewer sentences than workers
     batches = TeacherForcedBatches(train_pairs, order, device)
-    validation_batches = TeacherForcedBatches(validation_pairs, share, device)
-    references = validation_pairs.references()
+    validation_batches, texts = TeacherForcedBatches(validation_pairs, share, device), validation_pairs.references()
+    references = [[texts[i] for i in indices] for indices in share]
 
     model = GNMT.preset(args.preset, train_pairs.vocab_size).to(device, DTYPES[args.precision])
-    torch.manual_seed(args.seed + 1 + rank)  # the weights are the same on all workers, dropout is each worker's own
+    torch.manual_seed(args.seed + 1 + run.rank)  # weights are the same on all workers, dropout is each worker's own
     teacher, metrics = TeacherForcedGNMT(model), scores(args.dataset)
     translator = Translator(model, train_pairs.tokenizer, **BEAM)
-    optimizer = make_optimizer(model, preset.lr, world_size, gpu, args)
+    optimizer = make_optimizer(model, preset.lr, world_size, run.gpu, args)
     updates = math.ceil(min(len(batches), args.max_batches or len(batches)) / update_freq)
     scheduler = ExponentialWarmupMultiStepLR(
-        optimizer,
-        preset.epochs * updates,
-        preset.warmup_steps,
-        preset.remain_steps,
-        preset.decay_interval,
+        optimizer, preset.epochs * updates, preset.warmup_steps, preset.remain_steps, preset.decay_interval,
         decay_steps=4,
-    )
-    goal = task4_time_to_bleu_goal(TASK.goal_on(args.dataset, light))
-    tracker = Tracker(metrics, run_id, rank, goal=replace(goal, metric=f"val_global_{metrics[0].name}"))
-    within_epochs = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.BEST)
-    checkpointer = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST)
-    if args.resume or validation_only:
-        checkpointer, model, optimizer, scheduler, tracker = Checkpointer.load(
-            ckpt_run_dir, rank, model, optimizer, scheduler, tracker=tracker
-        )
+    )  # fmt: skip
+    goal = task4_time_to_bleu_goal(TASK.goal_on(args.dataset, run.light))
+    tracker = run.track(metrics, replace(goal, metric=f"val_global_{metrics[0].name}"))
 
-    def validate() -> bool:
-        """Loss and BLEU of the whole validation text; each worker translates its share of it."""
+    def validate() -> tuple[dict[BLEUScore, float], float]:
         _, loss = validation_round(validation_batches, teacher, sentence_loss, [], None, tracker)
-        tracker.validation_start()
-        for metric in metrics:
-            metric.reset()
-        for indices, ((source, lengths, _), _) in zip(share, validation_batches, strict=True):
-            translations, _ = translator.translate((source, lengths))
-            for metric in metrics:
-                metric.update(metric(translations, [references[i] for i in indices]), len(indices))
-        values = {metric: metric.average().item() for metric in metrics}
-        tracker.validation_end()
-        for metric, value in values.items():
-            logger.info("%s %.2f (%s)", metric.name, value, metric.signature)
-        return record_validation_stats(values, loss, tracker, rank)
+        return translate_and_score(translator, validation_batches, references, metrics, tracker), loss
 
-    with tracker:
-        if validation_only:
-            validate()
-            return tracker
-        if not args.resume:
-            tracker.start()
-        for epoch in tracker.epochs(preset.epochs, args.past_goal):
-            order.set_epoch(epoch)
-            for part in epoch_parts(batches, preset.validate_every, update_freq, args.max_batches):
-                train_round(
-                    part, teacher, optimizer, sentence_loss, [], scheduler, None, "batch",
-                    tracker=tracker, update_freq=update_freq,
-                    step_arguments=lambda accumulated: {"denom": world_size * len(accumulated)},  # of all workers
-                )  # fmt: skip
-                is_best = validate()
-                if part.is_last or (tracker.goal_reached and not args.past_goal):
-                    break
-                within_epochs.save(tracker, model, optimizer, scheduler, is_best)
-                tracker.reset_epoch_stats()  # means are those of a part
-            tracker.epoch_end()
-            checkpointer.save(tracker, model, optimizer, scheduler, is_best)
-        tracker.publish_summary(world_size)
-    return tracker
+    for epoch in run.epochs(model, optimizer, scheduler, validate, budget=preset.epochs):
+        order.set_epoch(epoch)
+        for part in run.parts(batches, preset.validate_every, update_freq, args.max_batches):
+            train_round(
+                part, teacher, optimizer, sentence_loss, [], scheduler, None, "batch",
+                tracker=tracker, update_freq=update_freq,
+                step_arguments=lambda accumulated: {"denom": world_size * len(accumulated)},  # of all workers
+            )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What this task takes beyond the arguments that all tasks share."""
+    """Add the arguments of this task."""
     add_run_arguments(parser)
     presets.add_arguments(parser)
     add = parser.add_argument
@@ -178,4 +159,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    task_main(worker_main(train), uid="task4a", add_arguments=add_arguments)
+    run_task(train, "task4a", add_arguments)

@@ -3,15 +3,14 @@
 One process per worker; an update takes 2^17 tokens of all k workers, each of which reads at most 8,192 at a time and
 accumulates gradients of update_freq = max(1, 2^17 / (8192 k)) batches. They are summed over the workers and divided
 by the tokens of all of them. The rate rises for 1,000 updates to 1.976e-3 and then falls with the root of the updates
-(Vaswani et al. 2017, arXiv 1706.03762). The model is validated after every 30 % of an epoch. README.md beside this file
-has the whole description.
+(Vaswani et al. 2017, arXiv 1706.03762). The model is validated after every 30 % of an epoch. README.md describes the task.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,21 +20,18 @@ import torch
 from torch.optim import Adam
 from torch.utils.data import DataLoader
 
-from mlbench_core.controlflow.pytorch import record_validation_stats
-from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
-from mlbench_core.controlflow.pytorch.translation import epoch_parts, train_round_by_tokens, translation_round
-from mlbench_core.controlflow.pytorch.worker import worker_main
-from mlbench_core.controlflow.task_arguments import add_run_arguments, task_main
+from mlbench_core.controlflow.pytorch.run import Run, run_task
+from mlbench_core.controlflow.pytorch.translation import train_round_by_tokens, translation_round
+from mlbench_core.controlflow.task_arguments import add_run_arguments
 from mlbench_core.dataset.nlp.pytorch import Multi30k, WMT17Dataset, get_batches, shard_batches
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import TransformerPairs
 from mlbench_core.evaluation.goals import task4_time_to_bleu_goal
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
-from mlbench_core.evaluation.pytorch.metrics import BLEUScore, CasedBLEUScore
+from mlbench_core.evaluation.pytorch.metrics import BLEUScore, CasedBLEUScore, MLBenchMetric
 from mlbench_core.lr_scheduler.pytorch.lr import SQRTTimeDecayLRWithWarmup
 from mlbench_core.models.pytorch.transformer import SequenceGenerator, TransformerConfig, TransformerModel
 from mlbench_core.optim.pytorch import CustomCentralizedOptimizer, FP16Optimizer
 from mlbench_core.tasks import get_task
-from mlbench_core.tracking.tracker import Tracker
 
 logger = logging.getLogger("mlbench.task4b")
 
@@ -48,7 +44,7 @@ BEAM_SIZE, LENGTH_PENALTY = 4, 0.6
 
 
 def scores(dataset: str) -> list[BLEUScore]:
-    """The goal's measure first, then the one recorded beside it.
+    """Return the metric of the goal, then the other metric that is recorded.
 
     The task's goal was set for sub-words in lower case, those of Multi30k for cased, detokenized text.
     """
@@ -79,83 +75,64 @@ def make_optimizer(
     return optimizer
 
 
-def train(
-    rank: int, world_size: int, run_id: str, dataset_dir: str, ckpt_run_dir: str, gpu: bool, light: bool,
-    validation_only: bool, args: argparse.Namespace,
-) -> Tracker:  # fmt: skip
+def translate(
+    batch: Mapping[str, Any],
+    generator: SequenceGenerator,
+    evaluated: TransformerPairs,
+    references: Sequence[str],
+    metrics: Sequence[BLEUScore],
+) -> list[tuple[list[str], list[str]]]:
+    """Return translations and references for each metric: sub-words against sub-words, or text against text."""
+    divided, targets = generator.translate_batch(batch, remove_bpe=None, ignore_case=False)
+    joined = [f"{text} ".replace("@@ ", "") for text in divided]
+    cased = ([evaluated.detokenize(text) for text in joined], [references[i] for i in batch["id"].tolist()])
+    return [(divided, targets) if metric.use_raw else cased for metric in metrics]
+
+
+def train(run: Run) -> None:
     """Train until the goal is reached or the budget of epochs is spent."""
-    sizes.take_precision(args, gpu)
-    pairs, evaluated = load_data(args, args.data or dataset_dir)
-    references = evaluated.references()
-    batches_to_translate = shard_batches(
-        get_batches(evaluated, args.max_tokens, shuffle=False), rank, world_size, drop_last=False
-    )
-    model = TransformerModel(TransformerConfig.preset(args.preset), pairs.dictionary, pairs.dictionary)
+    args, rank, world_size = run.args, run.rank, run.world_size
+    sizes.take_precision(args, run.gpu)
+    pairs, evaluated = load_data(args, args.data or run.dataset_dir)
+    references, metrics = evaluated.references(), scores(args.dataset)
+    share = shard_batches(get_batches(evaluated, args.max_tokens, shuffle=False), rank, world_size, drop_last=False)
+    frequency = sizes.update_freq(args, world_size)
+
+    dictionary = pairs.dictionary
+    model = TransformerModel(TransformerConfig.preset(args.preset), dictionary, dictionary)
     torch.manual_seed(args.seed + 1 + rank)  # weights are the same on all workers, dropout is each worker's own
-    model = model.cuda() if gpu else model
-    optimizer = make_optimizer(model, world_size, args, gpu)
+    model = model.cuda() if run.gpu else model
+    optimizer = make_optimizer(model, world_size, args, run.gpu)
     scheduler = SQRTTimeDecayLRWithWarmup(
         optimizer, base_lr=args.lr, warmup_init_lr=0.0, warmup_steps=args.warmup_steps
     )
-    loss_function = LabelSmoothing(pairs.dictionary.pad(), LABEL_SMOOTHING, fast_xentropy=True)
-    generator = SequenceGenerator(
-        model, pairs.dictionary, pairs.dictionary, beam_size=BEAM_SIZE, len_penalty=LENGTH_PENALTY
-    )
-    metrics = scores(args.dataset)
-    goal = task4_time_to_bleu_goal(TASK.goal_on(args.dataset, light))
-    tracker = Tracker(metrics, run_id, rank, goal=replace(goal, metric=f"val_global_{metrics[0].name}"))
-    within_epochs = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.BEST)
-    checkpointer = Checkpointer(ckpt_run_dir, rank, freq=CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST)
-    if args.resume or validation_only:
-        checkpointer, model, optimizer, scheduler, tracker = Checkpointer.load(
-            ckpt_run_dir, rank, model, optimizer, scheduler, tracker=tracker
-        )
+    loss_function = LabelSmoothing(dictionary.pad(), LABEL_SMOOTHING, fast_xentropy=True)
+    generator = SequenceGenerator(model, dictionary, dictionary, beam_size=BEAM_SIZE, len_penalty=LENGTH_PENALTY)
+    texts = partial(translate, generator=generator, evaluated=evaluated, references=references, metrics=metrics)
+    goal = task4_time_to_bleu_goal(TASK.goal_on(args.dataset, run.light))
+    tracker = run.track(metrics, replace(goal, metric=f"val_global_{metrics[0].name}"))
 
-    def translate(batch: Mapping[str, Any]) -> list[tuple[list[str], list[str]]]:
-        """Translations and references for each metric: sub-words against sub-words, or text against text."""
-        divided, targets = generator.translate_batch(batch, remove_bpe=None, ignore_case=False)
-        joined = [f"{text} ".replace("@@ ", "") for text in divided]
-        cased = ([evaluated.detokenize(text) for text in joined], [references[i] for i in batch["id"].tolist()])
-        return [(divided, targets) if metric.use_raw else cased for metric in metrics]
-
-    def validate() -> bool:
-        """Loss and BLEU of the whole part, of which each worker translates its share."""
-        loader = DataLoader(evaluated, batch_sampler=batches_to_translate, collate_fn=evaluated.collater)
+    def validate() -> tuple[dict[MLBenchMetric, float], float]:
+        loader = DataLoader(evaluated, batch_sampler=share, collate_fn=evaluated.collater)
         values, loss = translation_round(
-            loader, model, loss_function, translate, metrics, use_cuda=gpu, tracker=tracker
+            loader, model, loss_function, texts, metrics, use_cuda=run.gpu, tracker=tracker
         )
         for metric in metrics:
             logger.info("%s %.2f (%s)", metric.name, values[metric], metric.signature)
-        return record_validation_stats(values, loss, tracker, rank)
+        return values, loss
 
-    with tracker:
-        if validation_only:
-            validate()
-            return tracker
-        if not args.resume:
-            tracker.start()
-        for epoch in tracker.epochs(args.epochs, args.past_goal):
-            batches = shard_batches(get_batches(pairs, args.max_tokens, seed=args.seed + epoch), rank, world_size)
-            loader = DataLoader(pairs, batch_sampler=batches, collate_fn=pairs.collater)
-            frequency = sizes.update_freq(args, world_size)
-            for part in epoch_parts(loader, args.validate_every, frequency):
-                train_round_by_tokens(
-                    part, model, optimizer, loss_function, scheduler, update_freq=frequency,
-                    autocast=torch.bfloat16 if args.precision == "bf16" else None, use_cuda=gpu, tracker=tracker,
-                )  # fmt: skip
-                is_best = validate()
-                if part.is_last or (tracker.goal_reached and not args.past_goal):
-                    break
-                within_epochs.save(tracker, model, optimizer, scheduler, is_best)
-                tracker.reset_epoch_stats()  # means are those of a part
-            tracker.epoch_end()
-            checkpointer.save(tracker, model, optimizer, scheduler, is_best)
-        tracker.publish_summary(world_size)
-    return tracker
+    for epoch in run.epochs(model, optimizer, scheduler, validate):
+        batches = shard_batches(get_batches(pairs, args.max_tokens, seed=args.seed + epoch), rank, world_size)
+        loader = DataLoader(pairs, batch_sampler=batches, collate_fn=pairs.collater)
+        for part in run.parts(loader, args.validate_every, frequency):
+            train_round_by_tokens(
+                part, model, optimizer, loss_function, scheduler, update_freq=frequency,
+                autocast=torch.bfloat16 if args.precision == "bf16" else None, use_cuda=run.gpu, tracker=tracker,
+            )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What this task takes beyond the arguments that all tasks share."""
+    """Add the arguments of this task."""
     add_run_arguments(parser, TASK.max_epochs)
     add = parser.add_argument
     add("--dataset", choices=("wmt17", "multi30k"), default="wmt17", help="data set (default: wmt17)")
@@ -165,4 +142,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    task_main(worker_main(train, prepare=sizes.take_defaults), uid="task4b", add_arguments=add_arguments)
+    run_task(train, "task4b", add_arguments, sizes.take_defaults)

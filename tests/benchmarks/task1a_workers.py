@@ -14,6 +14,7 @@ import torch
 
 from mlbench_core.tasks import get_task
 from tests.benchmarks.small_digits import SmallDigits
+from tests.helpers.tasks import train_task
 
 FOLDER = get_task("1a").script.parent
 
@@ -32,9 +33,8 @@ def train(main: ModuleType, rank: int, world_size: int, arguments: list[str]) ->
     main.add_arguments(parser)
     args = parser.parse_args(["--dataset", "digits", "--checkpoint", *arguments])
     main.variants.check(args)
-    torch.manual_seed(args.seed)
     with tempfile.TemporaryDirectory() as folder:
-        tracker = main.train(rank, world_size, "1", folder, folder, False, False, False, args)
+        tracker = train_task(main, args, folder, folder, rank=rank, world_size=world_size)
         last = torch.load(Path(folder, f"{tracker.current_epoch}_{rank}.pth.tar"), weights_only=True)
     return {
         "loss": list(tracker.records["val_global_loss"].values()),
@@ -75,12 +75,11 @@ def resume_from_best(rank: int, world_size: int, arguments: list[str]) -> tuple[
         names: list[str] = []
         for epochs in (["--epochs", "1"], ["--epochs", "2", "--resume"], ["--epochs", "2"]):
             args = parser.parse_args([*common, *epochs])
-            torch.manual_seed(args.seed)
             folder = folders[0] if "--resume" in epochs or "1" in epochs else own + f"/{rank}"
             if "--resume" in epochs:
                 torch.distributed.barrier()
                 names = sorted(path.name for path in Path(folder).iterdir())
-            main.train(rank, world_size, "1", data, folder, False, False, False, args)
+            train_task(main, args, data, folder, rank=rank, world_size=world_size)
         torch.distributed.barrier()  # nobody needs rank 0's folder any more
     parted, whole = (model.state_dict() for model in models[1:])
     return all(torch.equal(parted[name], whole[name]) for name in whole), names

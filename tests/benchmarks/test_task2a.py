@@ -26,6 +26,7 @@ from tests.helpers.forked import run_script, run_scripts
 from tests.helpers.processes import environment, free_port
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import load_script
+from tests.helpers.tasks import train_task
 
 SCRIPT = get_task("2a").script
 L2 = 2.5e-6
@@ -42,11 +43,10 @@ def options(main: ModuleType, *arguments: str) -> argparse.Namespace:
 def train(rank: int, world_size: int, folder: str, arguments: tuple[str, ...]) -> dict[str, Any]:
     """One worker's run of the script's training, as ``main`` starts it; what it ended with."""
     main = load_script("2a")
-    torch.manual_seed(42)
     checkpoints = Path(folder) / f"checkpoints-{world_size}-{'-'.join(arguments).replace('/', '_')}"
     checkpoints.mkdir(parents=True, exist_ok=True)
     args = options(main, "--past-goal", "--full-train", *arguments)
-    tracker = main.train(rank, world_size, "1", folder, str(checkpoints), False, False, False, args)
+    tracker = train_task(main, args, folder, checkpoints, rank=rank, world_size=world_size)
     if args.checkpoint:
         model = torch.load(checkpoints / f"{tracker.current_epoch}_{rank}.pth.tar", weights_only=True)["model"]
     return {

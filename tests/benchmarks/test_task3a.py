@@ -23,6 +23,7 @@ from tests.helpers.forked import run_script
 from tests.helpers.processes import free_port
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import load_script
+from tests.helpers.tasks import train_task
 
 WORDS = [f"w{i}" for i in range(30)]
 STREAMS = 7  # of validation: two workers do not get equally many
@@ -51,9 +52,7 @@ def train(
     parser = argparse.ArgumentParser()
     script.add_arguments(parser)
     args = parser.parse_args(["--preset", "small", *arguments])
-    torch.manual_seed(args.seed)
-    tracker: Tracker = script.train(rank, world_size, "1", str(text), str(folder), False, True, False, args)
-    return tracker
+    return train_task(script, args, text, folder, rank=rank, world_size=world_size, light=True)
 
 
 def test_resumed_run_is_bit_identical_through_the_switch_to_averages(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tests.benchmarks.test_task1a import assert_equal
 from tests.helpers.forked import run_script
 from tests.helpers.processes import free_port
 from tests.helpers.scripts import load_script
+from tests.helpers.tasks import train_task
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,10 +78,7 @@ def arguments(script: ModuleType, *words: str) -> argparse.Namespace:
 
 def train(script: ModuleType, folder: Path, text: Path, *words: str, validation_only: bool = False) -> Tracker:
     """What the script does on one worker once the backend is there."""
-    args = arguments(script, *words)
-    torch.manual_seed(args.seed)
-    tracker: Tracker = script.train(0, 1, "1", str(text), str(folder), False, True, validation_only, args)
-    return tracker
+    return train_task(script, arguments(script, *words), text, folder, light=True, validation_only=validation_only)
 
 
 def tiny(script: ModuleType) -> None:

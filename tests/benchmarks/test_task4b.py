@@ -28,6 +28,7 @@ from tests.benchmarks.test_task1a import assert_equal
 from tests.helpers.forked import run_script
 from tests.helpers.processes import free_port
 from tests.helpers.scripts import load_script
+from tests.helpers.tasks import train_task
 
 SCRIPT = get_task("4b").script
 ENGLISH = ["the", "dog", "sees", "a", "small", "house", "and", "two", "red", "trees"]
@@ -62,9 +63,7 @@ def train(script: ModuleType, folder: Path, text: Path, *arguments: str) -> Trac
     defaults = ("--dataset", "multi30k", "--preset", "small", "--max-tokens", "64", "--global-tokens", "128")
     args = parser.parse_args([*defaults, *arguments])
     script.sizes.take_defaults(args)
-    torch.manual_seed(args.seed)
-    tracker: Tracker = script.train(0, 1, "1", str(text), str(folder), False, True, False, args)
-    return tracker
+    return train_task(script, args, text, folder, light=True)
 
 
 @pytest.mark.usefixtures("one_thread")

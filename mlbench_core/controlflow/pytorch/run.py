@@ -1,0 +1,270 @@
+"""Run a task on one worker: resume, epochs, validation, checkpoints, goal and summary."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
+from mlbench_core.controlflow.pytorch.controlflow import record_validation_stats
+from mlbench_core.controlflow.pytorch.translation import EpochPart, epoch_parts
+from mlbench_core.controlflow.task_arguments import task_main
+from mlbench_core.distributed.pytorch.initialize import initialize_backends
+from mlbench_core.distributed.pytorch.memory import keep_freed_memory
+from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
+from mlbench_core.tracking.tracker import Goal, Tracker
+
+__all__ = ["Run", "run_task"]
+
+logger = logging.getLogger(__name__)
+
+Validate = Callable[[], tuple[Mapping[MLBenchMetric, float], float]]
+
+
+class Run:
+    """Hold what a task's ``train(run)`` needs on one worker, and do what all tasks do around an epoch.
+
+    A task makes its data, model, optimizer and scheduler, calls :meth:`track` with its metrics and its goal, and trains
+    one epoch in the body of ``for epoch in run.epochs(...)``. Start it with :func:`run_task`.
+
+    Use it as a context manager: the tracker is closed at the end, also after an exception.
+
+    Attributes:
+        args: The command line: the arguments of all tasks and those of this one.
+        rank: This worker's rank.
+        world_size: Number of workers.
+        run_id: Id of the run.
+        gpu: Whether to train on the GPU.
+        light: Whether the light goal ends the run.
+        validation_only: Whether the run only validates its last checkpoint.
+        dataset_dir: Folder of the task's data.
+        ckpt_run_dir: Folder of the run's checkpoints.
+        tracker: The tracker that :meth:`track` made.
+
+    Args:
+        args: As above. It has ``run_id``, ``gpu``, ``light_target`` and ``validation_only``, which every command line
+            of a task has, and the arguments of :func:`~mlbench_core.controlflow.task_arguments.add_run_arguments`.
+        rank: As above.
+        world_size: As above.
+        dataset_dir: As above.
+        ckpt_run_dir: As above.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from mlbench_core.controlflow.pytorch import train_round, validation_round
+        >>> from mlbench_core.controlflow.task_arguments import add_run_arguments
+        >>> from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
+        >>> from mlbench_core.optim.pytorch.centralized import CentralizedSGD
+        >>> def train(run):
+        ...     batches = [(torch.eye(2), torch.tensor([0, 1]))]
+        ...     model, loss_function, metrics = nn.Linear(2, 2), nn.CrossEntropyLoss(), [TopKAccuracy(topk=1)]
+        ...     optimizer = CentralizedSGD(world_size=run.world_size, model=model, lr=1.0)
+        ...     tracker = run.track(metrics)
+        ...
+        ...     def validate():
+        ...         return validation_round(batches, model, loss_function, metrics, "fp32", tracker=tracker)
+        ...
+        ...     for epoch in run.epochs(model, optimizer, None, validate):
+        ...         train_round(batches, model, optimizer, loss_function, metrics, None, "fp32", tracker=tracker)
+        ...     print(tracker.current_epoch, tracker.best_metric_value)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     roots = [f"--root-{name}={folder}" for name in ("dataset", "checkpoint", "output")]
+        ...     run_task(train, "my_task", partial(add_run_arguments, epochs=5), keep_memory=False, argv=roots)
+        5 100.0
+    """
+
+    tracker: Tracker
+
+    def __init__(
+        self, args: argparse.Namespace, rank: int, world_size: int, dataset_dir: str, ckpt_run_dir: str
+    ) -> None:
+        self.args = args
+        self.rank = rank
+        self.world_size = world_size
+        self.run_id: str = args.run_id
+        self.gpu: bool = args.gpu
+        self.light: bool = args.light_target
+        self.validation_only: bool = args.validation_only
+        self.dataset_dir = dataset_dir
+        self.ckpt_run_dir = ckpt_run_dir
+        self._open = contextlib.ExitStack()
+        self._is_best: bool | None = None
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def track(
+        self, metrics: Iterable[MLBenchMetric], goal: Goal | Callable[[], Goal] | None = None, **options: Any
+    ) -> Tracker:
+        """Make the run's tracker; call it before :meth:`epochs`.
+
+        Args:
+            metrics: The run's metrics; the first is the primary one, which decides about the best checkpoint.
+            goal: The goal that ends the run; None for a run that uses up its epochs.
+            options: Other arguments of :class:`~mlbench_core.tracking.tracker.Tracker`, such as ``minimize`` and
+                ``sinks``.
+
+        Returns:
+            The tracker, which is ``run.tracker`` from now on.
+        """
+        self.tracker = self._open.enter_context(Tracker(metrics, self.run_id, self.rank, goal, **options))
+        return self.tracker
+
+    def epochs(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        scheduler: Any,
+        validate: Validate,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        budget: int | None = None,
+    ) -> Iterator[int]:
+        """Yield the numbers of the epochs to train; validate and save a checkpoint after each.
+
+        The epochs end when the goal is reached (not with ``--past-goal``) or the budget is spent. Every worker must
+        read them. The command line decides about the rest:
+
+        * ``--resume`` continues from the last checkpoint of the run, ``--checkpoint`` saves one after every epoch
+          instead of the best only.
+        * ``--validation_only`` loads the last checkpoint, validates it, and yields no epoch.
+
+        A scheduler that waits for a plateau steps with the loss of each validation. Other schedulers step if the task
+        steps them. At the end rank 0 sends the summary of the run to the master.
+
+        Args:
+            model: The model.
+            optimizer: Its optimizer.
+            scheduler: Its learning rate schedule; None for a constant rate.
+            validate: Return the metrics' values and the loss of the validation data of all workers. The result is
+                recorded here.
+            extra: More objects with a state to save and restore, by name.
+            budget: Largest number of epochs; None for ``--epochs``.
+
+        Yields:
+            The epoch's number, from 0, or from the first epoch that a resumed run has left.
+
+        Raises:
+            CheckpointNotFoundError: The run is to resume or to validate only, and there is no checkpoint.
+            CheckpointError: A checkpoint cannot be read or written, or does not fit the objects given.
+        """
+        args, tracker = self.args, self.tracker
+        frequency = CheckpointFreq.ALL if args.checkpoint else CheckpointFreq.BEST
+        checkpointer = Checkpointer(self.ckpt_run_dir, self.rank, frequency)
+        if args.resume or self.validation_only:
+            checkpointer, *_ = Checkpointer.load(
+                self.ckpt_run_dir, self.rank, model, optimizer, scheduler, tracker=tracker, extra=extra
+            )
+
+        def validate_and_record() -> bool:
+            values, loss = validate()
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(loss)
+            return record_validation_stats(values, loss, tracker, self.rank)
+
+        if self.validation_only:
+            validate_and_record()
+            return
+        if not args.resume:
+            tracker.start()
+        within_epochs = Checkpointer(self.ckpt_run_dir, self.rank, CheckpointFreq.BEST)
+        self._validate = validate_and_record
+        self._save_part = partial(within_epochs.save, tracker, model, optimizer, scheduler, extra=extra)
+        for epoch in tracker.epochs(budget or args.epochs, args.past_goal):
+            self._is_best = None
+            yield epoch
+            # parts() has validated after the last part.
+            is_best = validate_and_record() if self._is_best is None else self._is_best
+            tracker.epoch_end()
+            checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra=extra)
+        tracker.publish_summary(self.world_size)
+
+    def parts(
+        self, batches: Collection[Any], share: float, update_freq: int = 1, most: int | None = None
+    ) -> Iterator[EpochPart]:
+        """Cut an epoch of :meth:`epochs` into parts and validate after each of them.
+
+        The best checkpoint is saved after a part, too. A goal that is reached after a part ends the epoch.
+
+        Args: see :func:`~mlbench_core.controlflow.pytorch.translation.epoch_parts`.
+
+        Yields:
+            The parts, each to be read before the next one is asked for.
+        """
+        for part in epoch_parts(batches, share, update_freq, most):
+            yield part
+            self._is_best = self._validate()
+            if part.is_last or (self.tracker.goal_reached and not self.args.past_goal):
+                return
+            self._save_part(self._is_best)
+            self.tracker.reset_epoch_stats()  # each part has means of its own
+
+
+def run_task(
+    train: Callable[[Run], object],
+    uid: str,
+    add_arguments: Callable[[argparse.ArgumentParser], Any],
+    prepare: Callable[[argparse.Namespace], object] | None = None,
+    *,
+    keep_memory: bool = True,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Read a task's command line, connect the workers and train.
+
+    The global random generators are seeded with ``--seed``, the same on every worker. After the training, rank 0 logs
+    if the goal was reached, and writes the tracker's summary to ``summary.json`` in the task's output folder. A run
+    that only validates writes none. Folders, launchers and errors:
+    see :func:`~mlbench_core.controlflow.task_arguments.task_main`. Example: see :class:`Run`.
+
+    By default, settings of the C library's ``malloc`` are changed for the whole process, for its whole life: freed
+    memory is kept for the next step instead of being returned to the system, so the process stays at its peak size
+    (:func:`~mlbench_core.distributed.pytorch.memory.keep_freed_memory`).
+
+    Args:
+        train: Train with a :class:`Run`, once the workers are connected.
+        uid: The task's name in paths, such as ``"task1a"``.
+        add_arguments: Add the task's arguments to the parser, and those of
+            :func:`~mlbench_core.controlflow.task_arguments.add_run_arguments`.
+        prepare: Called with the arguments before the workers are connected, to check or complete them; may be None.
+        keep_memory: Whether to change these settings; False leaves ``malloc`` alone.
+        argv: Arguments to read instead of those of the process.
+    """
+
+    def main(
+        *, args: argparse.Namespace, dataset_dir: str, ckpt_run_dir: str, output_dir: str,
+        rank: int, backend: str, hosts: str | None, **others: Any,
+    ) -> None:  # fmt: skip
+        if prepare is not None:
+            prepare(args)
+        if keep_memory:
+            keep_freed_memory()
+        with initialize_backends(
+            comm_backend=backend,
+            hosts=hosts,
+            rank=rank,
+            use_cuda=args.gpu,
+            seed=args.seed,
+            ckpt_run_dir=ckpt_run_dir,
+            timeout_s=args.timeout,
+        ) as (rank, world_size, _):
+            with Run(args, rank, world_size, dataset_dir, ckpt_run_dir) as run:
+                train(run)
+            if rank == 0 and not args.validation_only:
+                summary = json.dumps(run.tracker.summary().to_dict(), indent=2)
+                Path(output_dir, "summary.json").write_text(summary + "\n", encoding="utf-8")
+                logger.info("%s", "goal reached" if run.tracker.goal_reached else "goal not reached")
+
+    task_main(main, uid, argv=argv, add_arguments=add_arguments)

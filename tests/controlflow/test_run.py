@@ -1,0 +1,189 @@
+"""What a task's script does around its training."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from mlbench_core.controlflow.pytorch import run as run_module
+from mlbench_core.controlflow.pytorch.run import Run, run_task
+from mlbench_core.controlflow.task_arguments import add_run_arguments
+from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
+from mlbench_core.tracking.tracker import Tracker
+
+
+class FakeWorker:
+    """Connects no workers; notes what reached the backends and the training."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int = 1) -> None:
+        self.seen: dict[str, Any] = {}
+        self.rank = rank
+        self.kept: list[bool] = []
+        monkeypatch.setattr(run_module, "initialize_backends", self.backends)
+        monkeypatch.setattr(run_module, "keep_freed_memory", lambda: self.kept.append(True))
+
+    @contextlib.contextmanager
+    def backends(self, **arguments: Any) -> Iterator[tuple[int, int, None]]:
+        self.seen["backend"] = arguments
+        yield self.rank, 3, None
+
+    def train(self, run: Run) -> None:
+        self.seen["run"] = run
+        run.track([])
+
+    def run(self, folder: Path, *argv: str, **options: Any) -> None:
+        roots = [f"--root-{name}={folder}" for name in ("dataset", "checkpoint", "output")]
+        run_task(self.train, "task9z", add_run_arguments, argv=["--run_id", "7", *argv, *roots], **options)
+
+
+def test_arguments_reach_backend_and_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWorker(monkeypatch)
+
+    def prepare(args: argparse.Namespace) -> None:
+        assert "backend" not in fake.seen
+        args.prepared = True
+
+    fake.run(tmp_path, "--seed", "5", "--timeout", "9", "--light", prepare=prepare)
+    backend = fake.seen["backend"]
+    assert (backend["seed"], backend["timeout_s"], backend["comm_backend"]) == (5, 9.0, "gloo")
+    run = fake.seen["run"]
+    assert (run.rank, run.world_size, run.run_id, run.gpu, run.light, run.validation_only) == (
+        1, 3, "7", False, True, False,
+    )  # fmt: skip
+    assert (run.dataset_dir, run.ckpt_run_dir) == (str(tmp_path / "torch" / "task9z"), str(tmp_path / "task9z" / "7"))
+    assert run.args.prepared
+    assert not (tmp_path / "task9z" / "7" / "summary.json").exists()  # rank 0 writes it
+
+
+@pytest.mark.parametrize(("argv", "is_written"), [((), True), (("--validation_only",), False)])
+def test_the_output_folder_gets_the_summary(
+    argv: tuple[str, ...], is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeWorker(monkeypatch, rank=0).run(tmp_path, *argv)
+    path = tmp_path / "task9z" / "7" / "summary.json"
+    assert path.exists() == is_written
+    if is_written:
+        summary = json.loads(path.read_text())
+        assert (summary["run_id"], summary["rank"], summary["goal_reached"]) == ("7", 0, False)
+
+
+def test_malloc_is_left_alone_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWorker(monkeypatch)
+    fake.run(tmp_path, keep_memory=False)
+    assert fake.kept == []
+    fake.run(tmp_path)
+    assert fake.kept == [True]
+
+
+class Sink:
+    """Notes whether it was closed."""
+
+    is_closed = False
+
+    def __call__(self, *number: Any) -> None: ...
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def start(folder: Path, *argv: str, validation_only: bool = False) -> Run:
+    parser = argparse.ArgumentParser()
+    add_run_arguments(parser, epochs=3)
+    args = parser.parse_args(argv)
+    args.run_id, args.gpu, args.light_target, args.validation_only = "7", False, False, validation_only
+    return Run(args, 0, 1, str(folder), str(folder))
+
+
+class Training:
+    """Trains nothing: each epoch adds 1 to a weight, and its loss is what a list says."""
+
+    def __init__(self, losses: list[float], goal: Any = None) -> None:
+        self.model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(self.model.weight)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.scheduler = ReduceLROnPlateau(self.optimizer, factor=0.5, patience=0)
+        self.metric = TopKAccuracy(topk=1)
+        self.losses = losses
+        self.goal = goal
+
+    def validate(self) -> tuple[dict[Any, float], float]:
+        loss = self.losses.pop(0)
+        return {self.metric: -loss}, loss
+
+    def train(self, run: Run, share: float = 1.0) -> list[int]:
+        run.track([self.metric], self.goal)
+        epochs = []
+        for epoch in run.epochs(self.model, self.optimizer, self.scheduler, self.validate):
+            epochs.append(epoch)
+            for part in run.parts(range(4), share):
+                self.model.weight.data += len(part) / 4
+        return epochs
+
+
+def weight_of(path: Path) -> float:
+    return float(torch.load(path, weights_only=True)["model"]["weight"])
+
+
+def test_epochs_are_validated_and_saved_and_resumed(tmp_path: Path) -> None:
+    first = Training([3.0, 2.0, 2.5])
+    with start(tmp_path) as run:
+        assert first.train(run) == [0, 1, 2]
+    assert list(run.tracker.records["val_global_loss"].values()) == [3.0, 2.0, 2.5]
+    assert first.optimizer.param_groups[0]["lr"] == 0.5  # the plateau
+    assert weight_of(tmp_path / "model_best.pth.tar") == 2.0
+    assert not list(tmp_path.glob("*_0.pth.tar"))
+    rest = Training([1.0, 4.0])
+    with start(tmp_path, "--resume", "--epochs", "4") as run:
+        assert rest.train(run) == [2, 3]  # after the best
+    assert rest.model.weight.item() == 4.0
+    assert weight_of(tmp_path / "model_best.pth.tar") == 3.0
+
+
+def test_a_run_that_only_validates_trains_and_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: list[Any] = []
+    monkeypatch.setattr(Tracker, "publish_summary", lambda tracker, world_size: published.append(world_size))
+    with start(tmp_path, "--checkpoint") as run:
+        Training([3.0, 2.0, 1.0]).train(run)
+    assert published == [1]
+    assert sorted(path.name for path in tmp_path.glob("*_0.pth.tar")) == ["1_0.pth.tar", "2_0.pth.tar", "3_0.pth.tar"]
+    training = Training([0.5])
+    with start(tmp_path, validation_only=True) as run:
+        assert training.train(run) == []
+    assert training.model.weight.item() == 3.0
+    assert run.tracker.epoch_stats["val_global_loss"].avg == 0.5
+    assert (training.losses, published) == ([], [1])
+
+
+@pytest.mark.parametrize("past_goal", [False, True])
+def test_a_goal_ends_the_epoch_after_the_part_that_reaches_it(tmp_path: Path, past_goal: bool) -> None:
+    def goal(name: str, value: float, tracker: Tracker) -> str | None:
+        return "reached" if name == "val_global_loss" and value < 2 else None
+
+    training = Training([3.0, 2.5, 1.0, 0.5, 0.75, 0.8] + [0.9] * 6, goal)
+    argv = ("--past-goal",) if past_goal else ()
+    with start(tmp_path, "--checkpoint", *argv) as run:
+        assert training.train(run, share=0.25) == ([0, 1, 2] if past_goal else [0])
+    assert run.tracker.goal_reached
+    assert training.model.weight.item() == (3.0 if past_goal else 0.75)
+    assert len(training.losses) == (0 if past_goal else 9)  # a part is validated once
+    # The best part is the last of its epoch, or the one that reached the goal.
+    assert weight_of(tmp_path / "model_best.pth.tar") == (1.0 if past_goal else 0.75)
+    assert weight_of(tmp_path / "1_0.pth.tar") == (1.0 if past_goal else 0.75)
+
+
+def test_the_tracker_is_closed_after_an_error(tmp_path: Path) -> None:
+    sink = Sink()
+    with pytest.raises(ZeroDivisionError), start(tmp_path) as run:
+        run.track([], sinks=[sink])
+        raise ZeroDivisionError
+    assert sink.is_closed
