@@ -3,7 +3,8 @@
 One process per worker; an update takes 2^17 tokens of all k workers, each of which reads at most 8,192 at a time and
 accumulates gradients of update_freq = max(1, 2^17 / (8192 k)) batches. They are summed over the workers and divided
 by the tokens of all of them. The rate rises for 1,000 updates to 1.976e-3 and then falls with the root of the updates
-(Vaswani et al. 2017, arXiv 1706.03762). The model is validated after every 30 % of an epoch. README.md describes the task.
+(Vaswani et al. 2017, arXiv 1706.03762). The model is validated after every 30 % of an epoch. README.md describes the
+task.
 """
 
 from __future__ import annotations

@@ -118,13 +118,17 @@ class Training:
         loss = self.losses.pop(0)
         return {self.metric: -loss}, loss
 
-    def train(self, run: Run, share: float = 1.0) -> list[int]:
+    def train(self, run: Run, shares: dict[int, float] | None = None, budget: int | None = None) -> list[int]:
+        """Return the epochs; those with a share are trained in parts."""
         run.track([self.metric], self.goal)
         epochs = []
-        for epoch in run.epochs(self.model, self.optimizer, self.scheduler, self.validate):
+        for epoch in run.epochs(self.model, self.optimizer, self.scheduler, self.validate, budget=budget):
             epochs.append(epoch)
-            for part in run.parts(range(4), share):
-                self.model.weight.data += len(part) / 4
+            if shares and epoch in shares:
+                for part in run.parts(range(4), shares[epoch]):
+                    self.model.weight.data += len(part) / 4
+            else:
+                self.model.weight.data += 1
         return epochs
 
 
@@ -136,13 +140,14 @@ def test_epochs_are_validated_and_saved_and_resumed(tmp_path: Path) -> None:
     first = Training([3.0, 2.0, 2.5])
     with start(tmp_path) as run:
         assert first.train(run) == [0, 1, 2]
-    assert list(run.tracker.records["val_global_loss"].values()) == [3.0, 2.0, 2.5]
+    assert run.tracker.records["val_global_loss"] == {0: 3.0, 1: 2.0, 2: 2.5}
+    assert run.tracker.start_time is not None
     assert first.optimizer.param_groups[0]["lr"] == 0.5  # the plateau
     assert weight_of(tmp_path / "model_best.pth.tar") == 2.0
     assert not list(tmp_path.glob("*_0.pth.tar"))
     rest = Training([1.0, 4.0])
-    with start(tmp_path, "--resume", "--epochs", "4") as run:
-        assert rest.train(run) == [2, 3]  # after the best
+    with start(tmp_path, "--resume") as run:
+        assert rest.train(run, budget=4) == [2, 3]  # after the best
     assert rest.model.weight.item() == 4.0
     assert weight_of(tmp_path / "model_best.pth.tar") == 3.0
 
@@ -169,16 +174,17 @@ def test_a_goal_ends_the_epoch_after_the_part_that_reaches_it(tmp_path: Path, pa
     def goal(name: str, value: float, tracker: Tracker) -> str | None:
         return "reached" if name == "val_global_loss" and value < 2 else None
 
-    training = Training([3.0, 2.5, 1.0, 0.5, 0.75, 0.8] + [0.9] * 6, goal)
+    training = Training([3.0, 2.5, 1.0, 2.75, 2.0, 2.25], goal)
     argv = ("--past-goal",) if past_goal else ()
     with start(tmp_path, "--checkpoint", *argv) as run:
-        assert training.train(run, share=0.25) == ([0, 1, 2] if past_goal else [0])
+        assert training.train(run, {0: 0.25}) == ([0, 1, 2] if past_goal else [0])
     assert run.tracker.goal_reached
+    assert len(training.losses) == (0 if past_goal else 3)  # a part is validated once
+    means = {0: 2.75, 1: 2.0, 2: 2.25} if past_goal else {0: 1.0}
+    assert run.tracker.records["val_global_loss"] == means  # an epoch in parts has that of the last
     assert training.model.weight.item() == (3.0 if past_goal else 0.75)
-    assert len(training.losses) == (0 if past_goal else 9)  # a part is validated once
-    # The best part is the last of its epoch, or the one that reached the goal.
-    assert weight_of(tmp_path / "model_best.pth.tar") == (1.0 if past_goal else 0.75)
     assert weight_of(tmp_path / "1_0.pth.tar") == (1.0 if past_goal else 0.75)
+    assert weight_of(tmp_path / "model_best.pth.tar") == 0.75  # in the middle of an epoch
 
 
 def test_the_tracker_is_closed_after_an_error(tmp_path: Path) -> None:

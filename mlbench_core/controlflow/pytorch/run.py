@@ -178,8 +178,7 @@ class Run:
         if self.validation_only:
             validate_and_record()
             return
-        if not args.resume:
-            tracker.start()
+        tracker.start()
         within_epochs = Checkpointer(self.ckpt_run_dir, self.rank, CheckpointFreq.BEST)
         self._validate = validate_and_record
         self._save_part = partial(within_epochs.save, tracker, model, optimizer, scheduler, extra=extra)
