@@ -31,7 +31,7 @@ Validate = Callable[[], tuple[Mapping[MLBenchMetric, float], float]]
 
 
 class Run:
-    """Hold what a task's ``train(run)`` needs on one worker, and do what all tasks do around an epoch.
+    """Give a task's ``train(run)`` its arguments on one worker, and do the work around epochs that all tasks share.
 
     A task makes its data, model, optimizer and scheduler, calls :meth:`track` with its metrics and its goal, and trains
     one epoch in the body of ``for epoch in run.epochs(...)``. Start it with :func:`run_task`.
@@ -43,9 +43,9 @@ class Run:
         rank: This worker's rank.
         world_size: Number of workers.
         run_id: Id of the run.
-        gpu: Whether to train on the GPU.
-        light: Whether the light goal ends the run.
-        validation_only: Whether the run only validates its last checkpoint.
+        gpu: True to train on the GPU.
+        light: True if the light goal ends the run.
+        validation_only: True if the run only validates its last checkpoint.
         dataset_dir: Folder of the task's data.
         ckpt_run_dir: Folder of the run's checkpoints.
         tracker: The tracker that :meth:`track` made.
@@ -60,7 +60,9 @@ class Run:
 
     Example:
         >>> import tempfile
+        >>> from functools import partial
         >>> import torch
+        >>> from torch import nn
         >>> from mlbench_core.controlflow.pytorch import train_round, validation_round
         >>> from mlbench_core.controlflow.task_arguments import add_run_arguments
         >>> from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
@@ -136,7 +138,7 @@ class Run:
         """Yield the numbers of the epochs to train; validate and save a checkpoint after each.
 
         The epochs end when the goal is reached (not with ``--past-goal``) or the budget is spent. Every worker must
-        read them. The command line decides about the rest:
+        iterate over them. The command line decides about the rest:
 
         * ``--resume`` continues from the last checkpoint of the run, ``--checkpoint`` saves one after every epoch
           instead of the best only.
@@ -197,11 +199,10 @@ class Run:
         """Cut an epoch of :meth:`epochs` into parts and validate after each of them.
 
         The best checkpoint is saved after a part, too. A goal that is reached after a part ends the epoch.
-
-        Args: see :func:`~mlbench_core.controlflow.pytorch.translation.epoch_parts`.
+        The arguments are those of :func:`~mlbench_core.controlflow.pytorch.translation.epoch_parts`.
 
         Yields:
-            The parts, each to be read before the next one is asked for.
+            The parts. Read each of them before you ask for the next one.
         """
         for part in epoch_parts(batches, share, update_freq, most):
             yield part
@@ -225,8 +226,8 @@ def run_task(
 
     The global random generators are seeded with ``--seed``, the same on every worker. After the training, rank 0 logs
     if the goal was reached, and writes the tracker's summary to ``summary.json`` in the task's output folder. A run
-    that only validates writes none. Folders, launchers and errors:
-    see :func:`~mlbench_core.controlflow.task_arguments.task_main`. Example: see :class:`Run`.
+    that only validates writes none. For folders, launchers and errors see
+    :func:`~mlbench_core.controlflow.task_arguments.task_main`, for an example see :class:`Run`.
 
     By default, settings of the C library's ``malloc`` are changed for the whole process, for its whole life: freed
     memory is kept for the next step instead of being returned to the system, so the process stays at its peak size
@@ -237,8 +238,8 @@ def run_task(
         uid: The task's name in paths, such as ``"task1a"``.
         add_arguments: Add the task's arguments to the parser, and those of
             :func:`~mlbench_core.controlflow.task_arguments.add_run_arguments`.
-        prepare: Called with the arguments before the workers are connected, to check or complete them; may be None.
-        keep_memory: Whether to change these settings; False leaves ``malloc`` alone.
+        prepare: Check or complete the arguments, before the workers are connected; may be None.
+        keep_memory: False leaves the settings of ``malloc`` as they are.
         argv: Arguments to read instead of those of the process.
     """
 
