@@ -11,8 +11,11 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-GROUND = {"", "addresses", "errors", "paths", "files", "tasks", "_lazy"}
+ROOTS = ("mlbench_core", "mlbench_master", "benchmarks", "csrc")
+GROUND = {"", "addresses", "errors", "paths", "files", "tasks", "statistics", "checkpoint_names"}
+GROUND |= {"install_cuda_extensions", "_lazy", "_torchvision", "_tensorflow"}
 FACES = {"utils", "api"}
 SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "network", "ops"}
 LAYERS: dict[str, set[str]] = {
@@ -23,6 +26,7 @@ LAYERS: dict[str, set[str]] = {
     "lr_scheduler": {"optim"},
     **{name: {"distributed"} for name in SIDE_BY_SIDE},
     "models": {"distributed", "ops"},  # a model calls operators, which know no models
+    "tracking": {"distributed", "client"},  # as in version 3.0, a Tracker reports to the master by itself
     "controlflow": {"distributed", "aggregation", "optim", "lr_scheduler", *SIDE_BY_SIDE},
     "mlbench_master": set(),
     "cli": {"client", "mlbench_master"},  # `mlbench master` runs the master in its own process
@@ -64,6 +68,25 @@ def layer(module: str) -> str:
     """Return the layer of a module: the package below ``mlbench_core``, "" for that itself, else the top package."""
     first, *rest = module.split(".")
     return (rest[0] if rest else "") if first == "mlbench_core" else first
+
+
+def module_name(file: Path) -> str:
+    """Return the full name of the module in a file, which is given relative to the root of the tree."""
+    parts = file.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def read_trees(root: Path) -> dict[str, tuple[str, ast.Module]]:
+    """Parse all modules of a tree.
+
+    Args:
+        root: The folder that has ``mlbench_core``, ``mlbench_master``, ``benchmarks`` and ``csrc``.
+
+    Returns:
+        File, relative to ``root``, and syntax tree of each module, by its full name.
+    """
+    paths = [path.relative_to(root) for name in ROOTS for path in sorted((root / name).rglob("*.py"))]
+    return {module_name(path): (str(path), ast.parse((root / path).read_text())) for path in paths}
 
 
 def read_imports(trees: Mapping[str, tuple[str, ast.Module]]) -> list[Import]:

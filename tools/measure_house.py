@@ -29,9 +29,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from import_graph import FACES, LAYERS, circles, layer, read_imports
+from import_graph import FACES, LAYERS, ROOTS, circles, layer, module_name, read_imports
 
-ROOTS = ("mlbench_core", "mlbench_master", "benchmarks", "csrc")
 PROSE = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "csrc/**/*.md", "docker/**/*.md")
 LONG_FUNCTION, MANY_PARAMETERS, SHORT_BODY, WINDOW = 50, 8, 6, 6
 
@@ -93,9 +92,7 @@ class Module:
     @classmethod
     def read(cls, path: Path, root: Path) -> Module:
         text, relative = path.read_text(), path.relative_to(root)
-        parts = relative.with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        return cls(path, str(relative), name, text, ast.parse(text))
+        return cls(path, str(relative), module_name(relative), text, ast.parse(text))
 
     @property
     def package(self) -> str:

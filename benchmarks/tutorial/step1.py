@@ -15,7 +15,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, Subset
 from torchvision import datasets, transforms
 
-from mlbench_core.utils.pytorch import initialize_backends
+from mlbench_core.distributed.pytorch import initialize_backends
 
 
 class Net(nn.Module):

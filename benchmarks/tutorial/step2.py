@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from mlbench_core.dataset.imagerecognition.pytorch import MNIST
 from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
-from mlbench_core.utils.pytorch import initialize_backends
+from mlbench_core.distributed.pytorch import initialize_backends
 
 
 class Net(nn.Module):

@@ -21,11 +21,11 @@ from mlbench_core.controlflow.pytorch import (
 )
 from mlbench_core.dataset.imagerecognition.pytorch import MNIST
 from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
+from mlbench_core.distributed.pytorch import initialize_backends
 from mlbench_core.evaluation.goals import task1_time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.optim.pytorch.centralized import CentralizedSGD
-from mlbench_core.utils import Tracker
-from mlbench_core.utils.pytorch import initialize_backends
+from mlbench_core.tracking import Tracker
 
 
 class Net(nn.Module):
