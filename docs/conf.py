@@ -1,5 +1,13 @@
 """Sphinx configuration."""
 
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from api_reference import MARKER, list_members, write_reference
+
 from mlbench_core import __version__
 
 project = "MLBench"
@@ -11,6 +19,24 @@ myst_heading_anchors = 3
 html_theme = "furo"
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
-autodoc_default_options = {"members": True, "undoc-members": False, "show-inheritance": True}
+autodoc_default_options = {"undoc-members": False, "show-inheritance": True}
+autosummary_generate = False
 exclude_patterns = ["_build"]
 napoleon_use_ivar = True
+
+
+def setup(app: Any) -> None:
+    """Fill the pages of the API reference."""
+    app.connect("source-read", fill_reference)
+    app.connect("autodoc-process-docstring", add_summary)
+
+
+def fill_reference(app: Any, page: str, source: list[str]) -> None:
+    """Replace the marker of a page of the API reference."""
+    source[0] = MARKER.sub(lambda marker: write_reference(marker[1]), source[0])
+
+
+def add_summary(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Add a table of a module's members to its docstring."""
+    if what == "module":
+        lines += list_members(name)

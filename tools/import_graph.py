@@ -11,6 +11,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOTS = ("mlbench_core", "mlbench_master", "benchmarks", "csrc")
@@ -76,6 +77,7 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def read_trees(root: Path) -> dict[str, tuple[str, ast.Module]]:
     """Parse all modules of a tree.
 

@@ -62,7 +62,7 @@ def confidence_95(values: Sequence[float]) -> tuple[float, float] | None:
 @dashboard_option
 @json_option
 def compare(names: tuple[str, ...], dashboard_url: str | None, as_json: bool) -> None:
-    """Compare the runs NAME... (patterns with *?[] too).
+    """Compare the runs NAME..., which may be shell patterns.
 
     Runs of the same task or command with the same arguments (but for the seed), workers, backend, resources and target
     are repeats: their mean, standard deviation and the 95 % confidence interval of the mean are shown.

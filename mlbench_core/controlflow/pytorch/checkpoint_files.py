@@ -3,12 +3,12 @@
 A *save* is what all k workers wrote of one moment. Its files carry one id, so that files of different saves are never
 mixed:
 
-=====================================  ==============================================================
-``{epoch}_{rank}.pth.tar``             what worker ``rank`` saved of an epoch; the id is inside
-``model_best.pth.tar``                 what rank 0 saved of the best epoch; the id is inside
+=======================================  ==================================================================
+``{epoch}_{rank}.pth.tar``               what worker ``rank`` saved of an epoch; the id is inside
+``model_best.pth.tar``                   what rank 0 saved of the best epoch; the id is inside
 ``model_best.{id}.{rank}of{k}.pth.tar``  what worker ``rank`` alone has of the best epoch. Rank 0's is
-                                       ``model_best.pth.tar`` itself under a second name (a hard link).
-=====================================  ==============================================================
+                                         ``model_best.pth.tar`` itself under a second name (a hard link).
+=======================================  ==================================================================
 
 The workers do not wait for one another while they save. So a save of the best epoch passes through these states:
 
