@@ -11,7 +11,6 @@ from import_graph import FACES, LAYERS, Import, circles, layer, read_imports, re
 ROOT = Path(__file__).resolve().parents[1]
 TREES = read_trees(ROOT)
 IMPORTS = read_imports(TREES)
-PLANNED = {"addresses", "files"}
 
 
 def test_the_imports_are_found() -> None:
@@ -39,10 +38,6 @@ def test_nothing_imports_the_import_paths_of_version_3() -> None:
 
 def test_every_module_is_in_a_layer() -> None:
     assert sorted(name for name in TREES if layer(name) not in {*LAYERS, *FACES}) == []
-
-
-def test_no_layer_is_left_over() -> None:
-    assert sorted(set(LAYERS) - {layer(name) for name in TREES} - PLANNED) == []
 
 
 @pytest.mark.parametrize(
