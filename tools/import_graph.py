@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 ROOTS = ("mlbench_core", "mlbench_master", "benchmarks", "csrc")
-GROUND = {"", "addresses", "errors", "paths", "files", "tasks", "statistics", "checkpoint_names"}
+GROUND = {"", "addresses", "arguments", "errors", "paths", "files", "tasks", "statistics", "checkpoint_names"}
 GROUND |= {"install_cuda_extensions", "_lazy", "_torchvision", "_tensorflow"}
 FACES = {"utils", "api"}
 SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "network", "ops"}
