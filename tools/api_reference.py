@@ -39,7 +39,7 @@ def all_names(tree: ast.Module) -> list[str] | None:
     """Return the names that are written in ``__all__``; None if a module has no such list."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return [item.value for item in ast.walk(node.value) if isinstance(item, ast.Constant)]
+            return [str(item.value) for item in ast.walk(node.value) if isinstance(item, ast.Constant)]
     return None
 
 
