@@ -367,7 +367,7 @@ def test_cifar_downloads_what_is_missing_once(server: Server, tmp_path: Path, mo
     root = tmp_path / "data"
     for _ in range(2):
         assert len(dataloader.CIFAR10V1(root, download=True)) == 10
-        assert dataloader.CIFAR10V1(root, train=False, download=True).targets.tolist() == [3, 3]
+        assert dataloader.CIFAR10V1(root, train=False, download=True).targets == [3, 3]
     assert len(server.requests) == 1
 
 
