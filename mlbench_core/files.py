@@ -27,7 +27,7 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
         path: The file to write; its folder is created.
         temporary: The path to write to first, in the same folder. By default the name is new, so that several processes
             can write at the same time; a file that a kill leaves then stays. Give a path if only one process writes at
-            a time: the next write overwrites what a kill left.
+            a time: the next write removes what a kill left.
 
     Yields:
         The temporary path. The block creates the file; it is removed if the block or the rename fails.
@@ -42,6 +42,7 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or _new_name(path)
+    temporary.unlink(missing_ok=True)  # not just overwritten: it may be a hard link to a file that is in use
     try:
         yield temporary
         move_into_place(temporary, path)

@@ -46,6 +46,16 @@ def test_a_block_that_raises_leaves_the_file_before(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_a_temporary_file_that_a_kill_left_is_not_written_through(tmp_path: Path) -> None:
+    other, temporary = tmp_path / "other", tmp_path / "chosen"
+    other.write_text("in use")
+    os.link(other, temporary)
+    with files.replacing(tmp_path / "file", temporary):
+        temporary.write_text("new")
+    assert other.read_text() == "in use"
+    assert (tmp_path / "file").read_text() == "new"
+
+
 @pytest.mark.parametrize("where", ["fsync", "replace"])
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     def fail(*_: object) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlbench_core import files
 from mlbench_core.cli import _settings
 from mlbench_core.cli._client import MasterClient
 from mlbench_core.cli._output import remark
@@ -124,7 +125,7 @@ def find_or_start(dashboard_url: str | None = None) -> Location:
     if location is not None:
         return location
     check_installed()
-    with _settings.lock(_LOCK):
+    with files.lock(user_folder(_LOCK)):
         location = embedded()
         if location is None:
             location = _start()
@@ -274,7 +275,7 @@ def stop_embedded() -> Mapping[str, Any]:
         MasterNotFoundError: None is running.
         MasterError: It did not end in time.
     """
-    with _settings.lock(_LOCK):
+    with files.lock(user_folder(_LOCK)):
         known = _settings.read(_settings.MASTER)
         location = embedded()
         if location is None:
