@@ -14,10 +14,9 @@ from typing import Any
 
 from mlbench_core.errors import ConfigurationError, MLBenchError, WorkerError
 from mlbench_core.paths import user_folder
+from mlbench_core.tasks import BACKENDS
 
-__all__ = ["BACKENDS", "DEFAULT_TIMEOUT_S", "add_run_arguments", "count", "task_main"]
-
-BACKENDS = ("gloo", "nccl", "mpi")
+__all__ = ["DEFAULT_TIMEOUT_S", "add_run_arguments", "count", "task_main"]
 
 DEFAULT_TIMEOUT_S = 1800.0
 """Seconds to wait for other workers, unless ``--timeout`` says otherwise; torch's own default for Gloo."""
