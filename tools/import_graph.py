@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-GROUND = {"", "addresses", "errors", "paths", "files", "tasks", "_lazy"}
+GROUND = {"", "addresses", "arguments", "errors", "paths", "files", "tasks", "_lazy"}
 FACES = {"utils", "api"}
 SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "network", "ops"}
 LAYERS: dict[str, set[str]] = {

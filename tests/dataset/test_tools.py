@@ -205,7 +205,7 @@ def test_a_disk_that_fills_up_is_told(server: Server, tmp_path: Path) -> None:
 
 
 def test_bad_attempts(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="attempts is 0"):
+    with pytest.raises(ValueError, match="attempts must be at least 1, not 0"):
         tools.progress_download("http://127.0.0.1:1/", tmp_path / "file", attempts=0)
 
 

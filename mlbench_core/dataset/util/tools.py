@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core import files
+from mlbench_core.arguments import check_at_least
 from mlbench_core.errors import DatasetError, DownloadError
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ def progress_download(
         ValueError: ``attempts`` is below 1.
         DownloadError: It could not be fetched, its checksum is wrong, or the disk is full.
     """
-    if attempts < 1:
-        raise ValueError(f"attempts is {attempts}; it must be at least 1")
+    check_at_least("attempts", attempts, 1)
     path = Path(dest)
     digests = {name: value.lower() for name, value in (("sha256", sha256), ("md5", md5)) if value}
     if digests and path.is_file() and not _wrong_digests(path, digests):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mlbench_core import files
+from mlbench_core.arguments import check_at_least
 from mlbench_core.dataset.nlp.pytorch.corpus import Corpus, Dictionary, Ids, load_corpus
 from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part
 from mlbench_core.dataset.util import tools
@@ -100,8 +101,7 @@ class Wikitext2Dataset:
         seed: int = 0,
     ) -> None:
         for name, length in (("bptt", bptt), ("min_seq_len", min_seq_len)):
-            if length < 1:
-                raise ValueError(f"{name} is {length}; it must be at least 1")
+            check_at_least(name, length, 1)
         self.path = Path(path)
         self.part = choose_part(train=train, valid=valid, test=test)
         self.bptt = bptt
