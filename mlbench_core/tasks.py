@@ -6,13 +6,32 @@ Targets and budgets belong to a task's specification, not to its training script
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlbench_core.errors import ConfigurationError
 
-__all__ = ["TASKS", "Image", "Task", "find_image", "get_task"]
+__all__ = ["BACKENDS", "TASKS", "Image", "Task", "find_image", "get_task", "is_run_name"]
+
+BACKENDS = ("gloo", "nccl", "mpi")
+"""Communication backends, the default first."""
+
+_DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+def is_run_name(name: str) -> bool:
+    """Return True if a run may have this name: a DNS label, as a run on Kubernetes needs it.
+
+    Args:
+        name: 1 to 63 small letters, digits and hyphens, without a hyphen at the beginning or end.
+
+    Example:
+        >>> is_run_name("my-run-2"), is_run_name("My run")
+        (True, False)
+    """
+    return _DNS_LABEL.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
@@ -75,7 +94,7 @@ class Task:
     light_goal: float | None = None
     minimize: bool = False
     max_epochs: int | None = None
-    backends: tuple[str, ...] = ("gloo", "nccl", "mpi")
+    backends: tuple[str, ...] = BACKENDS
     stand_ins: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     goal_loss: float | None = None
     images: tuple[Image, ...] = ()

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from mlbench_core.tasks import is_run_name
 from mlbench_master.dates import Date
 
 __all__ = [
-    "BACKENDS",
     "DEFAULT_BANDWIDTH",
     "MAX_BATCH",
     "MAX_ID",
@@ -28,9 +28,7 @@ __all__ = [
 
 MAX_BATCH = 10_000
 MAX_ID = 2**63 - 1
-BACKENDS = ("gloo", "nccl", "mpi")
 DEFAULT_BANDWIDTH = 1000.0
-_DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _POD_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _MAY_BE_EMPTY = ("value", "metadata")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -56,7 +54,7 @@ def _one_line(text: str) -> str:
 
 
 def _dns_label(text: str) -> str:
-    if not _DNS_LABEL.fullmatch(text):
+    if not is_run_name(text):
         raise ValueError(
             "must be a DNS label: 1 to 63 of a-z, 0-9 and '-', not starting or ending with '-' (for example my-run-2)"
         )

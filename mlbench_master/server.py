@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import socket
@@ -9,8 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
+from mlbench_core import files
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.paths import user_folder
 from mlbench_master.launchers import make_launcher
@@ -57,17 +58,22 @@ def serve(
             self.force_exit = self.should_exit and sig == signal.SIGINT
             self.should_exit = True
 
-    with _listen(host, port) as listener:
+    with _listen(host, port) as listener, contextlib.ExitStack() as stack:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
         folder = (data_dir or user_folder("master")).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _lock(folder):
-            url = _url(host, listener.getsockname()[1])
-            app = create_app(database_url, folder, token, make_launcher(launcher, folder), url)
-            started(url)
-            _log.info("MLBench master on %s (data in %s)", url, folder)
-            config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=30)
-            Server(config).run(sockets=[listener])
+        try:  # two masters would both look after the same runs
+            stack.enter_context(files.lock(folder / "master.lock", wait=False))
+        except TimeoutError:
+            raise ConfigurationError(
+                f"another master uses the folder {folder}; choose another with --data-dir"
+            ) from None
+        url = _url(host, listener.getsockname()[1])
+        app = create_app(database_url, folder, token, make_launcher(launcher, folder), url)
+        started(url)
+        _log.info("MLBench master on %s (data in %s)", url, folder)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=30)
+        Server(config).run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -84,21 +90,6 @@ def _listen(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or error
         raise ConfigurationError(f"cannot listen on {host} port {port}: {reason}; choose another with --port") from None
     return listener
-
-
-def _lock(folder: Path) -> IO[str]:
-    """Take the folder for this process, because two masters would both look after the same runs."""
-    file = (folder / "master.lock").open("w")
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        pass
-    except OSError:
-        file.close()
-        raise ConfigurationError(f"another master uses the folder {folder}; choose another with --data-dir") from None
-    return file
 
 
 def _url(host: str, port: int) -> str:

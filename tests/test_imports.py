@@ -18,6 +18,7 @@ FRAMEWORK_FREE = [
     "mlbench_core.evaluation.goals",
     "mlbench_core.evaluation.latency",
     "mlbench_core.evaluation.latency_report",
+    "mlbench_core.files",
     "mlbench_core.install_cuda_extensions",
     "mlbench_core.network.emulated",
     "mlbench_core.ops",

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlbench_core import files
 from mlbench_core.cli import _settings
 from mlbench_core.cli._client import MasterClient
 from mlbench_core.cli._output import remark
@@ -124,7 +125,7 @@ def find_or_start(dashboard_url: str | None = None) -> Location:
     if location is not None:
         return location
     check_installed()
-    with _settings.lock(_LOCK):
+    with files.lock(user_folder(_LOCK)):
         location = embedded()
         if location is None:
             location = _start()
@@ -245,23 +246,16 @@ def _healthy(location: Location) -> bool:
 
 
 def _alive(pid: object) -> bool:
+    import psutil
+
     if not isinstance(pid, int) or pid <= 0:
         return False
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
+    except psutil.AccessDenied:  # a process of another user
         return True
-    return not _is_zombie(pid)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rsplit(")", 1)[-1].split()[:1] == ["Z"]
 
 
 def stop_embedded() -> Mapping[str, Any]:
@@ -274,7 +268,7 @@ def stop_embedded() -> Mapping[str, Any]:
         MasterNotFoundError: None is running.
         MasterError: It did not end in time.
     """
-    with _settings.lock(_LOCK):
+    with files.lock(user_folder(_LOCK)):
         known = _settings.read(_settings.MASTER)
         location = embedded()
         if location is None:

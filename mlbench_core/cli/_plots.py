@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.cli._results import PHASES, STEPS, RunResult
-from mlbench_core.cli._settings import replacing
 from mlbench_core.cli._setups import labels
 from mlbench_core.errors import ConfigurationError, require
+from mlbench_core.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

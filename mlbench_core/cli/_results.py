@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlbench_core.cli import _settings
 from mlbench_core.cli._output import clean, number, print_table, remark
 from mlbench_core.cli._setups import Setup
 from mlbench_core.errors import ConfigurationError
+from mlbench_core.files import replacing
 
 __all__ = ["PHASES", "STEPS", "RunResult", "comparable", "load_folder", "matches", "print_results", "save"]
 
@@ -245,7 +245,7 @@ def save(path: Path, run: Mapping[str, Any], metrics: Metrics) -> None:
         run: The run as the master describes it.
         metrics: Entries of every metric.
     """
-    with _settings.replacing(path) as temporary:
+    with replacing(path) as temporary:
         temporary.write_text(json.dumps({"run": dict(run), "metrics": dict(metrics)}, indent=1), encoding="utf-8")
 
 

@@ -62,7 +62,9 @@ _TORCH_TIMEOUT_S = 120.0
 
 
 def describe() -> dict[str, Any]:
-    """Everything ``mlbench env`` prints, as JSON-ready values. torch is asked in a process of its own."""
+    """Return everything that ``mlbench env`` prints, as JSON-ready values. torch is asked in a process of its own."""
+    import psutil
+
     return {
         "system": {
             "platform": platform.platform(),
@@ -71,7 +73,7 @@ def describe() -> dict[str, Any]:
             "cpu": _cpu_name(),
             "cores": os.cpu_count(),
             "cores_usable": _usable_cores(),
-            "memory_bytes": _memory_bytes(),
+            "memory_bytes": psutil.virtual_memory().total,
         },
         "packages": {name: _version(name) for name in PACKAGES},
         "torch": _torch(),
@@ -104,13 +106,6 @@ def _usable_cores() -> int | None:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _torch() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,14 +13,12 @@ from mlbench_core.cli import _embedded, _results, _settings, _wait
 from mlbench_core.cli._client import MasterClient
 from mlbench_core.cli._output import clean, dashboard_option, json_option, log_line, print_json, print_table, remark
 from mlbench_core.errors import MasterRequestError, MissingDependencyError, MLBenchError
-from mlbench_core.tasks import TASKS, Task, get_task
+from mlbench_core.tasks import BACKENDS, TASKS, Task, get_task, is_run_name
 
 __all__ = ["run"]
 
-BACKENDS = ("gloo", "nccl", "mpi")
 CUSTOM_IMAGE = "custom_image"
 LOG_LINES_SHOWN = 20
-_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 class _TaskType(click.ParamType):
@@ -174,7 +171,7 @@ def _ask_workers(default: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def _name(name: str) -> str:
-    if not _DNS_LABEL.fullmatch(name):
+    if not is_run_name(name):
         raise click.BadParameter(
             f"{name!r} cannot name a run: at most 63 small letters, digits and '-', which neither begins nor ends it",
             param_hint="NAME",

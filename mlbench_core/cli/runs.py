@@ -16,8 +16,8 @@ import click
 from mlbench_core.cli._client import FINAL_STATES, MasterClient
 from mlbench_core.cli._embedded import connect
 from mlbench_core.cli._output import clean, dashboard_option, json_option, log_line, print_json, print_table, remark
-from mlbench_core.cli._settings import replacing
 from mlbench_core.errors import MasterRequestError
+from mlbench_core.files import replacing
 
 __all__ = ["delete", "download", "logs", "status", "stop"]
 

@@ -12,18 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlbench_core.distributed.environment import (
+    HostsEnvironment,
+    MPICHEnvironment,
+    OpenMPIEnvironment,
+    TorchrunEnvironment,
+    detect_environment,
+)
 from mlbench_core.errors import ConfigurationError, MLBenchError, WorkerError
 from mlbench_core.paths import user_folder
+from mlbench_core.tasks import BACKENDS
 
-__all__ = ["BACKENDS", "DEFAULT_TIMEOUT_S", "add_run_arguments", "count", "task_main"]
-
-BACKENDS = ("gloo", "nccl", "mpi")
+__all__ = ["DEFAULT_TIMEOUT_S", "add_run_arguments", "count", "task_main"]
 
 DEFAULT_TIMEOUT_S = 1800.0
 """Seconds to wait for other workers, unless ``--timeout`` says otherwise; torch's own default for Gloo."""
-
-_MPIRUN_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
-_LAUNCHER_VARIABLES = (*((name,) for name in _MPIRUN_RANKS), ("SLURM_PROCID", "SLURM_NTASKS"))
 
 
 def task_main(
@@ -86,7 +89,7 @@ def task_main(
         parser.error(f"argument --run_id: {args.run_id!r} cannot name a folder; use letters, digits, '-', '_' and '.'")
     try:
         rank, hosts = _rank_and_hosts(args.rank, args.hosts, os.environ)
-    except ValueError as error:
+    except (ValueError, ConfigurationError) as error:
         parser.error(str(error))
     extra = {} if add_arguments is None else {"args": args}
     try:
@@ -204,74 +207,37 @@ def _seconds(text: str) -> float:
 
 
 def _rank_and_hosts(rank: int | None, hosts: str | None, environment: Mapping[str, str]) -> tuple[int, str | None]:
-    """This worker's rank, and the hosts where they were given by hand.
+    """Return this worker's rank, and the hosts if they were given by hand.
 
     Args:
-        rank: What ``--rank`` says.
-        hosts: What ``--hosts`` says.
-        environment: The environment variables, where launchers leave the rank.
+        rank: Value of ``--rank``.
+        hosts: Value of ``--hosts``.
+        environment: The environment variables, in which launchers leave the rank.
 
     Returns:
-        Rank and hosts; hosts is None where the environment knows them, or there is one worker.
+        Rank and hosts; hosts is None if the environment has them, or there is one worker.
 
     Raises:
         ValueError: Rank and hosts contradict each other.
+        ConfigurationError: The launcher's variables contradict each other.
     """
-    under_torchrun = bool(environment.get("RANK") and environment.get("WORLD_SIZE"))
-    if under_torchrun and (environment.get("TORCHELASTIC_RUN_ID") or not hosts):
-        return _torchrun_rank(environment), None
-    launched = _launched_rank(environment)
-    if hosts:
-        names = [name.strip() for name in hosts.split(",")]
-        if not all(names):
-            raise ValueError(f"argument --hosts: {hosts!r} has an empty entry; write host names separated by commas")
-        if rank is None and launched is None and len(names) > 1:
-            raise ValueError(f"argument --rank: needed, because --hosts names {len(names)} workers; from 0")
-        if rank is None:
-            rank = 0 if launched is None else launched
-        if not 0 <= rank < len(names):
-            raise ValueError(
-                f"argument --rank: {rank} is outside the {len(names)} hosts {','.join(names)}; "
-                f"it must be from 0 to {len(names) - 1}"
-            )
-        return rank, ",".join(names)
-    if launched is not None:
-        return launched, None
-    if rank is not None and rank != 0:
-        raise ValueError(
-            f"argument --rank: {rank} is outside the hosts, because without --hosts there is one worker, of rank 0; "
-            "name every worker's host with --hosts, or start the workers with torchrun"
-        )
-    return 0, None
+    found = detect_environment(hosts, -1 if rank is None else rank, environment)
+    if not hosts or isinstance(found, TorchrunEnvironment):
+        return found.read_rank(), None
+    given = HostsEnvironment(hosts, found.read_rank(), environment)
+    return given.rank, ",".join(given.hosts)
 
 
 def _default_backend(gpu: bool, environment: Mapping[str, str]) -> str:
-    """The backend of workers that were started without ``--backend``."""
+    """Return the backend of workers that were started without ``--backend``."""
     if gpu:
         return "nccl"
+    launcher = detect_environment(environment=environment)
     # srun sets PMI's variables too, without an MPI that could be relied on
-    names = ("OMPI_COMM_WORLD_RANK",) if environment.get("SLURM_PROCID") else _MPIRUN_RANKS
-    if environment.get("RANK") or not any(environment.get(name) for name in names):
-        return "gloo"
-    return "gloo" if importlib.util.find_spec("mpi4py") is None else "mpi"
-
-
-def _torchrun_rank(environment: Mapping[str, str]) -> int:
-    """``RANK``, checked against ``WORLD_SIZE``."""
-    rank, size = environment["RANK"], environment["WORLD_SIZE"]
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise ValueError(
-            f"the environment has RANK={rank} and WORLD_SIZE={size}; the rank must be from 0 to WORLD_SIZE - 1"
-        )
-    return int(rank)
-
-
-def _launched_rank(environment: Mapping[str, str]) -> int | None:
-    """The rank that mpirun or srun gave this process, or None."""
-    for rank, *others in _LAUNCHER_VARIABLES:
-        if environment.get(rank, "").isdecimal() and all(environment.get(name) for name in others):
-            return int(environment[rank])
-    return None
+    is_mpirun = isinstance(launcher, OpenMPIEnvironment) or (
+        isinstance(launcher, MPICHEnvironment) and not environment.get("SLURM_PROCID")
+    )
+    return "mpi" if is_mpirun and importlib.util.find_spec("mpi4py") is not None else "gloo"
 
 
 def _is_folder_name(name: str) -> bool:

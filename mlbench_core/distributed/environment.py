@@ -88,6 +88,14 @@ class ClusterEnvironment(ABC):
             ConfigurationError: A variable is missing or no number, or the numbers contradict each other.
         """
 
+    def read_rank(self) -> int:
+        """Read this worker's rank, without looking for the other workers.
+
+        Raises:
+            ConfigurationError: As in :meth:`place`.
+        """
+        return self.place().rank
+
     def _has(self, *names: str) -> bool:
         return all(self.environment.get(name) for name in names)
 
@@ -172,6 +180,9 @@ class TorchrunEnvironment(ClusterEnvironment):
     def is_active(self) -> bool:
         return self._has("RANK", "WORLD_SIZE")
 
+    def read_rank(self) -> int:
+        return self._checked(Place(self._integer("RANK"), self._integer("WORLD_SIZE"))).rank
+
     def place(self) -> Place:
         rank, world_size = self._integer("RANK"), self._integer("WORLD_SIZE")
         address = self.environment.get("MASTER_ADDR")
@@ -193,6 +204,9 @@ class _MPIEnvironment(ClusterEnvironment):
 
     def is_active(self) -> bool:
         return self._has(self.rank_name, self.size_name)
+
+    def read_rank(self) -> int:
+        return self._integer(self.rank_name)
 
     def place(self) -> Place:
         rank, size = self._integer(self.rank_name), self._integer(self.size_name)
@@ -297,6 +311,9 @@ class SlurmEnvironment(ClusterEnvironment):
         tasks = self._has("SLURM_STEP_NUM_TASKS") or self._has("SLURM_NTASKS")
         return self._has("SLURM_PROCID") and tasks and not batch_shell and not interactive_shell
 
+    def read_rank(self) -> int:
+        return self._integer("SLURM_PROCID")
+
     def place(self) -> Place:
         size = self._integer("SLURM_STEP_NUM_TASKS" if self._has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS")
         nodes = next((self.environment[name] for name in self._node_lists if self._has(name)), "")
@@ -387,8 +404,7 @@ def detect_environment(
     launchers = (OpenMPIEnvironment(environment), MPICHEnvironment(environment), SlurmEnvironment(environment))
     launcher = next((candidate for candidate in launchers if candidate.is_active()), None)
     if hosts:
-        several = (hosts.count(",") if isinstance(hosts, str) else len(hosts) - 1) > 0
-        if rank == -1 and several and launcher is not None:
+        if rank == -1 and launcher is not None:
             return launcher
         return HostsEnvironment(hosts, rank, environment)
     if launcher is not None:

@@ -7,10 +7,11 @@ networks: the workers of other machines then knock in vain. The interface that l
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import socket
 from collections.abc import Mapping
+
+from mlbench_core.addresses import is_loopback
 
 __all__ = ["interface_towards", "interface_variables", "own_addresses", "resolves"]
 
@@ -55,7 +56,7 @@ def interface_towards(address: str) -> str | None:
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)
                 local = probe.getsockname()[0]
-                return None if ipaddress.ip_address(local.partition("%")[0]).is_loopback else _interface_with(local)
+                return None if is_loopback(local) else _interface_with(local)
     return None
 
 
@@ -89,7 +90,7 @@ def own_addresses() -> list[str]:
     found = [
         entry.address for family in (socket.AF_INET, socket.AF_INET6) for entry in entries if entry.family == family
     ]
-    return [address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
+    return [address for address in found if not is_loopback(address)]
 
 
 def _interface_with(address: str) -> str | None:

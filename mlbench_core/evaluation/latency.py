@@ -28,12 +28,13 @@ References:
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from mlbench_core.arguments import check_int
 
 __all__ = [
     "BUS_FACTORS",
@@ -79,8 +80,7 @@ def bus_factor(collective: str, world_size: int) -> float:
     """
     if collective not in BUS_FACTORS:
         raise ValueError(f"collective is {collective!r}; known are {', '.join(BUS_FACTORS)}")
-    if operator.index(world_size) < 1:
-        raise ValueError(f"world_size is {world_size}; it must be at least 1")
+    check_int("world_size", world_size)
     constant, by_worker = BUS_FACTORS[collective]
     return constant + by_worker / world_size
 
@@ -264,8 +264,7 @@ def element_counts(num: int = 80, largest: int = 10**8) -> list[int]:
         [1, 3, 10, 32, 100]
     """
     for name, value in (("num", num), ("largest", largest)):
-        if operator.index(value) < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+        check_int(name, value)
     points = np.rint(np.logspace(0, math.log10(largest), num=num)).astype(np.int64)
     return sorted({int(point) for point in points})
 

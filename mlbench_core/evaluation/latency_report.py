@@ -9,12 +9,12 @@ import csv
 import dataclasses
 import io
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlbench_core import files
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.latency import LatencyFit, Measurement, fit_latency
 
@@ -127,9 +127,9 @@ class LatencyReport:
         """
         paths = stem.with_name(stem.name + ".csv"), stem.with_name(stem.name + ".json")
         try:
-            stem.parent.mkdir(parents=True, exist_ok=True)
             for path, text in zip(paths, (self.to_csv(), self.to_json()), strict=True):
-                _write(path, text)
+                with files.replacing(path) as temporary:
+                    temporary.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(
                 f"the results cannot be written to {stem.parent} ({error.strerror}); choose another --root-output"
@@ -159,13 +159,3 @@ class LatencyReport:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f"{path} is no result of Task 0 in JSON ({error})") from error
         return cls(**parts, measurements=measurements)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file so that the path is at any moment the old or the complete new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.errors import CheckpointError
 from mlbench_core.statistics import AverageMeter, QuantileSketch
@@ -180,8 +181,7 @@ class Tracker:
         history_size: int = 1000,
         make_event: Callable[[], DeviceEvent] = cuda_event,
     ) -> None:
-        if history_size < 1:
-            raise ValueError(f"history_size is {history_size}, but it must be at least 1")
+        check_at_least("history_size", history_size, 1)
         self.metrics = list(metrics or ())
         self.run_id = run_id
         self.rank = rank

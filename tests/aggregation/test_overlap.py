@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_refused() -> None:
         CentralizedSGD(1, model, lr=0.1, shared_memory=True, aggregation=PowerAggregation(model))
     with pytest.raises(ValueError, match="sums in the host's memory, but the model is on meta"):
         CentralizedSGD(1, nn.Linear(8, 8, device="meta"), lr=0.1, shared_memory=True)
-    with pytest.raises(ValueError, match="bucket_size_bytes is -1; it must be at least 0"):
+    with pytest.raises(ValueError, match="bucket_size_bytes must be at least 0, not -1"):
         CentralizedSGD(1, model, lr=0.1, overlap=True, bucket_size_bytes=-1)
 
 

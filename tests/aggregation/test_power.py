@@ -152,11 +152,11 @@ def test_copies_go_on_alike(duplicate: Any) -> None:
 
 def test_arguments_are_checked() -> None:
     model = make_model()
-    with pytest.raises(ValueError, match="rank must be 1 or more, not 0"):
+    with pytest.raises(ValueError, match="rank must be at least 1, not 0"):
         PowerAggregation(model, rank=0)
     with pytest.raises(TypeError, match=r"rank must be an integer, not 1\.5"):
         PowerAggregation(model, rank=1.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="start_after_steps must be 0 or more, not -1"):
+    with pytest.raises(ValueError, match="start_after_steps must be at least 0, not -1"):
         PowerAggregation(model, start_after_steps=-1)
     with pytest.raises(ValueError, match=r"comm_dtype must be None or one of torch\.float16, .*, not torch\.int8"):
         PowerAggregation(model, comm_dtype=torch.int8)

@@ -74,10 +74,10 @@ def test_metropolis_weights_of_a_star() -> None:
         (lambda: from_edges(3, [(0, 3)]), "from 0 to 2"),
         (lambda: from_edges(4, [(0, 1), (2, 3)]), r"ranks \[2, 3\] cannot be reached"),
         (lambda: torus(6, rows=4), "rows is 4; it must divide world_size 6"),
-        (lambda: ring(0), "world_size is 0"),
+        (lambda: ring(0), "world_size must be at least 1, not 0"),
         (lambda: ring(3).neighbours(3), "rank is 3"),
         (lambda: FCGraph(2, 2), "rank is 2; with world_size 2"),
-        (lambda: FCGraph(0, 0), "world_size is 0"),
+        (lambda: FCGraph(0, 0), "world_size must be at least 1, not 0"),
     ],
 )
 def test_bad_arguments(make: Callable[[], object], message: str) -> None:

@@ -460,7 +460,7 @@ def test_the_epoch_of_a_distributed_sampler_is_kept(tmp_path: Path) -> None:
 def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="freq is 'often'; it must be one of"):
         Checkpointer(tmp_path, 0, "often")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rank is -1"):
+    with pytest.raises(ValueError, match="rank must be at least 0, not -1"):
         Checkpointer(tmp_path, -1)
     assert Checkpointer(tmp_path, 0).freq is CheckpointFreq.BEST
 

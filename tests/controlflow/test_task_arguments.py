@@ -22,7 +22,7 @@ def environment() -> Iterator[pytest.MonkeyPatch]:
 
 
 def forget_launchers(patch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+    for name in (*OPEN_MPI, *MPICH, "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
         patch.delenv(name, raising=False)
 
 
@@ -127,24 +127,32 @@ def test_a_broken_torchrun_environment_is_refused(
 ) -> None:
     environment.setenv("RANK", "4")
     environment.setenv("WORLD_SIZE", "4")
-    assert "RANK=4" in error_of(capsys)
+    assert "torchrun gives rank 4 in a world of 4" in error_of(capsys)
 
 
-def test_mpirun_gives_the_rank(environment: pytest.MonkeyPatch) -> None:
+def test_mpirun_gives_the_rank(environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     environment.setenv("OMPI_COMM_WORLD_RANK", "2")
+    environment.setenv("OMPI_COMM_WORLD_SIZE", "3")
     assert call("--backend", "mpi")["rank"] == 2
+    seen = call("--hosts", "a, b,c")
+    assert (seen["rank"], seen["hosts"]) == (2, "a,b,c")
+    assert "rank is 2, but hosts names 1 workers (a)" in error_of(capsys, "--hosts", "a")
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
     ("variables", "argv", "has_mpi4py", "backend"),
     [
-        ({"OMPI_COMM_WORLD_RANK": "1"}, [], True, "mpi"),
-        ({"PMI_RANK": "1"}, [], True, "mpi"),
-        ({"OMPI_COMM_WORLD_RANK": "1"}, [], False, "gloo"),
-        ({"OMPI_COMM_WORLD_RANK": "1"}, ["--backend", "gloo"], True, "gloo"),
-        ({"OMPI_COMM_WORLD_RANK": "1"}, ["--gpu"], True, "nccl"),
-        ({"OMPI_COMM_WORLD_RANK": "1", "RANK": "1", "WORLD_SIZE": "2"}, [], True, "gloo"),
-        ({"PMI_RANK": "1", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, [], True, "gloo"),
+        (OPEN_MPI, [], True, "mpi"),
+        (MPICH, [], True, "mpi"),
+        (OPEN_MPI, [], False, "gloo"),
+        (OPEN_MPI, ["--backend", "gloo"], True, "gloo"),
+        (OPEN_MPI, ["--gpu"], True, "nccl"),
+        ({**OPEN_MPI, "RANK": "1", "WORLD_SIZE": "2"}, [], True, "gloo"),
+        ({**MPICH, "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, [], True, "gloo"),
     ],
 )
 def test_mpirun_means_mpi_as_in_version_3_unless_said_otherwise(
@@ -160,11 +168,11 @@ def test_mpirun_means_mpi_as_in_version_3_unless_said_otherwise(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--hosts", "a,b", "--rank", "2"], "2 is outside the 2 hosts a,b; it must be from 0 to 1"),
-        (["--hosts", "a,b", "--rank", "-1"], "-1 is outside the 2 hosts"),
-        (["--hosts", "a,b"], "--rank: needed"),
-        (["--hosts", "a,,b", "--rank", "0"], "empty entry"),
-        (["--rank", "1"], "without --hosts there is one worker"),
+        (["--hosts", "a,b", "--rank", "2"], "rank is 2, but hosts names 2 workers (a,b): rank must be 0 to 1"),
+        (["--hosts", "a,b", "--rank", "-1"], "rank must be 0 to 1"),
+        (["--hosts", "a,b"], "rank must be 0 to 1, another one for each worker"),
+        (["--hosts", "a,,b", "--rank", "0"], "'a,,b'; it must be host names separated by commas"),
+        (["--rank", "1"], "rank is 1, but there are no hosts"),
         (["--backend", "smoke"], "'smoke'"),
         (["--run_id", "../x"], "cannot name a folder"),
         (["--nonsense"], "--nonsense"),

@@ -204,7 +204,7 @@ def test_accumulation_needs_a_length_and_a_count() -> None:
     optimizer = SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match="update_freq is 2, but list_iterator has no length"):
         train_round(iter(batches_of(2)), model, optimizer, F.cross_entropy, [], None, "fp32", update_freq=2)
-    with pytest.raises(ValueError, match="update_freq is 0"):
+    with pytest.raises(ValueError, match="update_freq must be at least 1, not 0"):
         train_round(batches_of(2), model, optimizer, F.cross_entropy, [], None, "fp32", update_freq=0)
 
 

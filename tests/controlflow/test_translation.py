@@ -167,5 +167,5 @@ def test_one_worker_accumulates_to_the_same_weights() -> None:
     weights, loss = updated(1, BATCHES, "fp32", 4)
     torch.testing.assert_close(weights, expected([BATCHES[:4], BATCHES[4:]]), atol=1e-6, rtol=0)
     assert 1.5 < loss < 4.5  # nats a token, of 12 words
-    with pytest.raises(ValueError, match="update_freq is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="update_freq must be at least 1, not 0"):
         updated(1, BATCHES, "fp32", 0)

@@ -127,7 +127,7 @@ def test_memory_format() -> None:
 
 
 def test_bad_padding() -> None:
-    with pytest.raises(ValueError, match="padding is -1"):
+    with pytest.raises(ValueError, match="padding must be at least 0, not -1"):
         Augmentation(-1)
 
 
@@ -376,7 +376,7 @@ def test_batches_are_made_on_the_gpu() -> None:
     [
         ({"rank": 2, "world_size": 2}, ValueError, "world_size is 2 for rank 2"),
         ({"world_size": 0}, ValueError, "world_size is 0"),
-        ({"batch_size": 0}, ValueError, "batch_size is 0"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1, not 0"),
         ({"seed": -1}, ValueError, "seed is -1"),
         ({"augment": True}, ValueError, "has no augmentation"),
         ({"dataset": [1, 2]}, TypeError, "dataset is a list; it must be an ImageDataset or a partition of one"),

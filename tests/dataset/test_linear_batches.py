@@ -280,7 +280,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     for change, says in [
         ({"batch_size": 0}, "batch_size is 0"),
         ({"window_blocks": 0}, "window_blocks is 0"),
-        ({"seed": -1}, "seed is -1"),
+        ({"seed": -1}, "seed must be at least 0, not -1"),
         ({"rank": 2, "world_size": 2}, "rank is 2"),
         ({"world_size": 21}, "20 rows for 21 workers"),
     ]:

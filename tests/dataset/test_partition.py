@@ -160,7 +160,7 @@ def test_classes_may_be_given() -> None:
     [
         ({"rank": 4}, "rank is 4; with world_size 4 it must be from 0 to 3"),
         ({"rank": -1}, "rank is -1"),
-        ({"world_size": 0}, "world_size is 0"),
+        ({"world_size": 0}, "world_size must be at least 1, not 0"),
         ({"distribution": "normal"}, "distribution is 'normal'; allowed: 'uniform', 'dirichlet', 'label_skew'"),
         ({"distribution": "dirichlet"}, "range has no `targets`: give them as labels=..."),
         (
@@ -168,8 +168,8 @@ def test_classes_may_be_given() -> None:
             r"labels has shape \(2,\); .* must be \(9,\)",
         ),
         ({"alpha": 0.0}, "alpha is 0.0"),
-        ({"classes_per_worker": 0}, "classes_per_worker is 0"),
-        ({"seed": -1}, "seed is -1"),
+        ({"classes_per_worker": 0}, "classes_per_worker must be at least 1, not 0"),
+        ({"seed": -1}, "seed must be at least 0, not -1"),
     ],
 )
 def test_bad_arguments(arguments: dict, message: str) -> None:

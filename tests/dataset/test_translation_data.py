@@ -252,7 +252,7 @@ def test_collate_pads_time_first() -> None:
     assert target[:, 1].tolist() == [2, 3, 0, 0] and target_lengths.tolist() == [3, 2]
     (source, _), _ = build_collate_fn(batch_first=True)(pairs)
     assert source.tolist() == [[2, 5, 3, 0, 0], [2, 5, 6, 7, 3]]
-    with pytest.raises(ValueError, match="multiple is 0"):
+    with pytest.raises(ValueError, match="multiple must be at least 1, not 0"):
         build_collate_fn(multiple=0)
 
 
@@ -307,7 +307,7 @@ def test_bucket_batches_differ_by_epoch_and_resume() -> None:
         BucketBatchSampler([1] * 4, 3, world_size=2)
     with pytest.raises(ValueError, match="rank is 2; it must be from 0 to 1"):
         BucketBatchSampler(LENGTHS, 3, rank=2, world_size=2)
-    with pytest.raises(ValueError, match="batch_size is 0"):
+    with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
         BucketBatchSampler(LENGTHS, 0)
 
 

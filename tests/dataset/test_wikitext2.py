@@ -342,7 +342,7 @@ def test_what_goes_wrong(tmp_path: Path) -> None:
         Wikitext2Dataset(folder, 2)
     with pytest.raises(ValueError, match="train and test asked for"):
         Wikitext2Dataset(folder, 2, train=True, test=True)
-    with pytest.raises(ValueError, match="bptt is 0"):
+    with pytest.raises(ValueError, match="bptt must be at least 1, not 0"):
         Wikitext2Dataset(folder, 0, train=True)
     dataset = Wikitext2Dataset(folder, 2, train=True)
     for call in (dataset.num_batches, dataset.generate_sequence_lengths, lambda: dataset.get_batch(0)):

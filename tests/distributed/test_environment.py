@@ -98,7 +98,16 @@ def test_torchrun_comes_before_flags_and_flags_before_other_launchers() -> None:
     assert isinstance(detect_environment(None, -1, without_agent), TorchrunEnvironment)
     assert isinstance(detect_environment("a,b", 1, without_agent), HostsEnvironment)
     assert isinstance(detect_environment("a,b", 1, OPEN_MPI), HostsEnvironment)
-    assert isinstance(detect_environment("a,b", -1, OPEN_MPI), OpenMPIEnvironment)
+    for hosts in ("a,b", "a"):
+        assert isinstance(detect_environment(hosts, -1, OPEN_MPI), OpenMPIEnvironment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [({"RANK": "1", "WORLD_SIZE": "2"}, 1), (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 1), (SLURM, 5), ({}, 0)],
+)
+def test_a_rank_is_known_before_the_other_workers_are(environment: dict[str, str], rank: int) -> None:
+    assert detect_environment(environment=environment).read_rank() == rank
 
 
 def test_the_shell_of_a_slurm_job_is_no_worker() -> None:

@@ -194,7 +194,7 @@ def test_values_are_exact_in_every_type() -> None:
     ("arguments", "message"),
     [
         ({"collective": "gossip"}, "'gossip'; known are all_reduce"),
-        ({"repetitions": 0}, "repetitions is 0"),
+        ({"repetitions": 0}, "repetitions must be at least 1, not 0"),
         ({"operations": 0}, "operations is 0"),
         ({"block_s": 0.0}, r"block_s is 0\.0"),
     ],

@@ -50,7 +50,7 @@ def test_without_a_penalty_no_model_is_needed(loss_class, plain) -> None:
 def test_a_penalty_without_a_model_or_below_zero_is_refused(loss_class, plain, model) -> None:
     with pytest.raises(ValueError, match="pass model="):
         loss_class(l2=0.1)
-    with pytest.raises(ValueError, match="l1 is -1"):
+    with pytest.raises(ValueError, match="l1 must be at least 0, not -1"):
         loss_class(l1=-1.0, model=model)
 
 
@@ -74,7 +74,7 @@ def test_the_penalty_can_be_read_and_changed_at_the_loss(loss_class, plain, mode
     assert loss.model is other
     torch.testing.assert_close(loss(output, target), plain(output, target) + 0.5 + 0.4)
     assert list(loss.parameters()) == []
-    with pytest.raises(ValueError, match="l2 is -1"):
+    with pytest.raises(ValueError, match="l2 must be at least 0, not -1"):
         loss.l2 = -1
     assert loss_class().model is None
 

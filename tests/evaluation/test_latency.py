@@ -60,7 +60,7 @@ def test_bus_factors_are_those_of_nccl_tests(collective: str, workers: int, fact
 def test_bandwidths_refuse_bad_input() -> None:
     with pytest.raises(ValueError, match=r"'gossip'; known are all_reduce"):
         bus_factor("gossip", 2)
-    with pytest.raises(ValueError, match="world_size is 0"):
+    with pytest.raises(ValueError, match="world_size must be at least 1, not 0"):
         bus_factor("all_reduce", 0)
     with pytest.raises(ValueError, match="must be positive"):
         algorithm_bandwidth(1.0, 0.0)
@@ -115,7 +115,7 @@ def test_sizes_are_the_specified_ones_each_once() -> None:
     expected = sorted(set(np.rint(np.logspace(0, 8, num=80)).astype(int).tolist()))
     assert element_counts() == expected
     assert (len(expected), expected[0], expected[-1]) == (77, 1, 10**8)
-    with pytest.raises(ValueError, match="num is 0"):
+    with pytest.raises(ValueError, match="num must be at least 1, not 0"):
         element_counts(0)
 
 

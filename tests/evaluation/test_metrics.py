@@ -503,7 +503,7 @@ def test_k_must_be_below_the_number_of_classes(topk: int, classes: int) -> None:
 
 
 def test_accuracy_refuses_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="topk is 0"):
+    with pytest.raises(ValueError, match="topk must be at least 1, not 0"):
         TopKAccuracy(0)
     with pytest.raises(ValueError, match=r"\(3, 4\) and target \(2,\)"):
         TopKAccuracy()(torch.zeros(3, 4), torch.zeros(2))

@@ -220,7 +220,7 @@ def test_an_empty_batch_is_searched_at_once() -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="beam_size is 0"):
+    with pytest.raises(ValueError, match="beam_size must be at least 1, not 0"):
         SearchOptions(EOS, PAD, beam_size=0)
     with pytest.raises(ValueError, match="max_len is 2, less than min_len 3"):
         run([0], 2, min_len=3)
@@ -236,7 +236,7 @@ def test_wrong_arguments_are_refused() -> None:
         Sampling(temperature=0.0)
     with pytest.raises(ValueError, match="len_norm_const is -1"):
         GNMTScore(len_norm_const=-1)
-    with pytest.raises(ValueError, match="cov_penalty_factor is -1"):
+    with pytest.raises(ValueError, match="cov_penalty_factor must be at least 0, not -1"):
         GNMTScore(cov_penalty_factor=-1)
 
 
@@ -351,7 +351,7 @@ def test_the_generator_of_gnmt_refuses_wrong_arguments() -> None:
     model = ModelOf30(batch_first=False)
     with pytest.raises(ValueError, match="max_seq_len is 1"):
         SequenceGenerator(model, max_seq_len=1)
-    with pytest.raises(ValueError, match="beam_size is 0"):
+    with pytest.raises(ValueError, match="beam_size must be at least 1, not 0"):
         SequenceGenerator(model, beam_size=0)
     with pytest.raises(ValueError, match=r"initial_input has shape \(1, 3\); batch_size 2"):
         SequenceGenerator(model).beam_search(2, torch.zeros(1, 3, dtype=torch.int64))

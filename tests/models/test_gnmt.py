@@ -311,9 +311,9 @@ def test_a_source_without_words_is_no_nan() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="num_layers is 1; it must be at least 2"):
+    with pytest.raises(ValueError, match="num_layers must be at least 2, not 1"):
         GNMT(VOCABULARY, num_layers=1)
-    with pytest.raises(ValueError, match="hidden_size is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="hidden_size must be at least 1, not 0"):
         GNMT(VOCABULARY, hidden_size=0)
     with pytest.raises(ValueError, match="preset is 'huge'; known: big, small"):
         GNMT.preset("huge", VOCABULARY)

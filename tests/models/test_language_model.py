@@ -309,7 +309,7 @@ def test_activation_regularization_is_as_defined() -> None:
     assert ActivationRegularization()(dropped, raw).item() == pytest.approx(expected, rel=1e-5)
     assert ActivationRegularization(alpha=0, beta=0)(dropped, raw).item() == 0
     assert torch.isfinite(ActivationRegularization()(dropped[:1], raw[:1]))
-    with pytest.raises(ValueError, match="beta is -1"):
+    with pytest.raises(ValueError, match="beta must be at least 0, not -1"):
         ActivationRegularization(beta=-1)
 
 

@@ -483,7 +483,7 @@ def test_the_config_reads_namespaces_and_refuses_what_cannot_be() -> None:
         TransformerConfig.preset("huge")
     with pytest.raises(ValueError, match="encoder_embed_dim is 512 and decoder_embed_dim 1024"):
         TransformerConfig(encoder_embed_dim=512)
-    with pytest.raises(ValueError, match="decoder_layers is 0"):
+    with pytest.raises(ValueError, match="decoder_layers must be at least 1, not 0"):
         TransformerConfig(decoder_layers=0)
     with pytest.raises(ValueError, match="relu_dropout is 1"):
         TransformerConfig(relu_dropout=1)

@@ -226,11 +226,11 @@ def test_the_gpu_finds_the_same_translations() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     model = make_model()
-    with pytest.raises(ValueError, match="minlen is -1"):
+    with pytest.raises(ValueError, match="minlen must be at least 0, not -1"):
         SequenceGenerator(model, WORDS, WORDS, minlen=-1)
     with pytest.raises(ValueError, match="minlen is 9, above the longest translation, 4 tokens"):
         SequenceGenerator(model, WORDS, WORDS, minlen=9, maxlen=4)
-    with pytest.raises(ValueError, match="beam_size is 0"):
+    with pytest.raises(ValueError, match="beam_size must be at least 1, not 0"):
         SequenceGenerator(model, WORDS, WORDS, beam_size=0)
     with pytest.raises(ValueError, match="nbest is 3; it must be from 1 to the size of the beam, 2"):
         SequenceGenerator(model, WORDS, WORDS, beam_size=2).translate_batch(make_batch(), nbest=3)

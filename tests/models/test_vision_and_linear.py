@@ -188,7 +188,7 @@ def test_initial_weights_have_the_variance_of_he_et_al() -> None:
         ((2, False, 10), "resnet_size is 2"),
         ((32, True, 10), r"with bottlenecks it must be 9n \+ 2"),
         ((20, False, 10, 3), r"version is 3; allowed: 1 .* and 2"),
-        ((20, False, 0), "num_classes is 0"),
+        ((20, False, 0), "num_classes must be at least 1, not 0"),
     ],
 )
 def test_bad_resnet_arguments(arguments: tuple, message: str) -> None:

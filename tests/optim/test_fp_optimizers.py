@@ -229,7 +229,7 @@ class TestDynamicLossScaler:
             ({"init_scale": 0}, "init_scale is 0; it must be finite and positive"),
             ({"init_scale": math.nan}, "init_scale is nan"),
             ({"scale_factor": 0.5}, "scale_factor is 0.5; it must be finite and at least 1"),
-            ({"scale_window": 0}, "scale_window is 0; it must be at least 1"),
+            ({"scale_window": 0}, "scale_window must be at least 1, not 0"),
             ({"max_scale": 1024}, "init_scale is 32768, above max_scale 1024"),
             ({"init_scale": 1, "min_scale": 2}, "init_scale is 1, not above min_scale 2"),
         ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -20,6 +19,7 @@ from mlbench_core.aggregation.pytorch.decentralized import (
     refuse_gradients,
 )
 from mlbench_core.aggregation.pytorch.names import by_plain_name
+from mlbench_core.arguments import check_int
 
 __all__ = ["DiLoCoAggregation", "PeriodicAggregation"]
 
@@ -65,7 +65,7 @@ class PeriodicAggregation(Aggregation):
             raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
         super().__init__(use_cuda=aggregation.use_cuda, process_group=aggregation.group)
         self.inside = aggregation
-        self.period = _check_period(period)
+        self.period = check_int("period", period)
         self._counts: dict[str, int] = {}
 
     @property
@@ -299,13 +299,3 @@ def _make_outer(make: Callable[[Iterable[Tensor]], Optimizer] | None) -> Optimiz
         raise TypeError(f"outer_optimizer must make a torch.optim.Optimizer, not {type(outer).__name__}")
     outer.param_groups[0]["params"].clear()
     return outer
-
-
-def _check_period(period: int) -> int:
-    try:
-        period = operator.index(period)
-    except TypeError:
-        raise TypeError(f"period must be an integer, not {period!r}") from None
-    if period < 1:
-        raise ValueError(f"period is {period}; workers synchronise every 1, 2, ... steps")
-    return period

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_names, plain_name
+from mlbench_core.arguments import check_int
 
 __all__ = ["PowerAggregation"]
 
@@ -122,12 +122,12 @@ class PowerAggregation(LossyAggregation):
         )
         super().__init__(uncompressed, use_cuda)
         self.model = _check_model(model)
-        self.rank = _check_count("rank", rank, least=1)
+        self.rank = check_int("rank", rank)
         self.reuse_query = reuse_query
         self.error_feedback = error_feedback
         self.comm_dtype = _check_comm_dtype(comm_dtype)
-        self.start_after_steps = _check_count("start_after_steps", start_after_steps, least=0)
-        self._generator = torch.Generator().manual_seed(_check_count("seed", seed, least=0))
+        self.start_after_steps = check_int("start_after_steps", start_after_steps, least=0)
+        self._generator = torch.Generator().manual_seed(check_int("seed", seed, least=0))
         self._queries: dict[str, Tensor] = {}
         self._uncompressed_steps: dict[str, int] = {}
 
@@ -397,16 +397,6 @@ def _check_model(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     return model
-
-
-def _check_count(name: str, value: Any, least: int) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, not {value!r}") from None
-    if count < least:
-        raise ValueError(f"{name} must be {least} or more, not {count}")
-    return count
 
 
 def _check_comm_dtype(dtype: Any) -> torch.dtype | None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mlbench_core.aggregation.pytorch.messages import pack
+
 __all__ = ["orthogonalize", "pack_tensors", "unpack_tensors"]
 
 
@@ -124,12 +126,8 @@ def pack_tensors(
     for tensor in tensors:
         indices.append(indices[-1] + tensor.numel())
         sizes.append(tensor.size())
-    dtype = tensors[0].dtype if tensors else None
-    device = torch.device("cuda") if use_cuda else tensors[0].device if tensors else None
-    vec = torch.empty(indices[-1], dtype=dtype, device=device)
-    for tensor, part in zip(tensors, unpack_tensors(vec, indices, sizes), strict=True):
-        part.copy_(tensor)
-    return vec, indices, sizes
+    vec = pack(tensors) if tensors else torch.empty(0)
+    return vec.cuda() if use_cuda else vec, indices, sizes
 
 
 def unpack_tensors(aggregated: torch.Tensor, indices: Sequence[int], sizes: Sequence[torch.Size]) -> list[torch.Tensor]:

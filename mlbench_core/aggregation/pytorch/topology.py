@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mlbench_core.arguments import check_at_least
+
 __all__ = ["Topology", "complete", "exponential", "from_edges", "ring", "torus"]
 
 
@@ -39,7 +41,7 @@ class Topology:
     _neighbours: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_world_size(self.world_size)
+        check_at_least("world_size", self.world_size, 1)
         found: list[set[int]] = [set() for _ in range(self.world_size)]
         for i, j in self.edges:
             if i == j or not (0 <= i < self.world_size and 0 <= j < self.world_size):
@@ -118,7 +120,7 @@ def torus(world_size: int, rows: int | None = None) -> Topology:
         >>> torus(9).neighbours(0)
         (1, 2, 3, 6)
     """
-    _check_world_size(world_size)
+    check_at_least("world_size", world_size, 1)
     if rows is None:
         rows = next(n for n in range(math.isqrt(world_size), 0, -1) if world_size % n == 0)
     if rows < 1 or world_size % rows:
@@ -145,7 +147,7 @@ def exponential(world_size: int) -> Topology:
         B. Ying, K. Yuan, Y. Chen, H. Hu, P. Pan, W. Yin: Exponential graph is provably efficient for decentralized deep
         training, arXiv:2110.13363 (there with edges in one direction).
     """
-    _check_world_size(world_size)
+    check_at_least("world_size", world_size, 1)
     return _from_offsets("exponential", world_size, (2**k for k in range((world_size - 1).bit_length())))
 
 
@@ -177,11 +179,6 @@ def from_edges(world_size: int, edges: Iterable[tuple[int, int]]) -> Topology:
 
 
 def _from_offsets(name: str, world_size: int, offsets: Iterable[int]) -> Topology:
-    _check_world_size(world_size)
+    check_at_least("world_size", world_size, 1)
     edges = ((rank, (rank + offset) % world_size) for offset in offsets for rank in range(world_size))
     return Topology(name, world_size, tuple(edge for edge in edges if edge[0] != edge[1]))
-
-
-def _check_world_size(world_size: int) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; it must be at least 1")

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from mlbench_core import checkpoint_names as names
+from mlbench_core.arguments import check_at_least
 from mlbench_core.checkpoint_names import remove_checkpoints
 from mlbench_core.controlflow.pytorch import checkpoint_files as files
 from mlbench_core.controlflow.pytorch import checkpoint_state as states
@@ -114,8 +115,7 @@ class Checkpointer:
         freq: CheckpointFreq = CheckpointFreq.BEST,
         save_stats: bool = True,
     ) -> None:
-        if rank < 0:
-            raise ValueError(f"rank is {rank}; it must be at least 0")
+        check_at_least("rank", rank, 0)
         self.dirname = os.fspath(ckpt_run_dir)
         self.rank = int(rank)
         try:

@@ -21,7 +21,6 @@ A run that is killed leaves the last save partial at worst, and the one before i
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import pickle
@@ -36,6 +35,7 @@ from typing import Any
 import torch
 
 from mlbench_core import checkpoint_names as names
+from mlbench_core import files
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import CheckpointError, CheckpointNotFoundError
 
@@ -86,19 +86,12 @@ def write(path: Path, content: Mapping[str, Any] | bytes, rank: int) -> None:
     Raises:
         CheckpointError: Writing failed. The old file is untouched.
     """
-    temporary = _temporary(path, rank)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _removed_on_failure(temporary):
-            with open(temporary, "wb") as file:
-                if isinstance(content, bytes):
-                    file.write(content)
-                else:
-                    torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        _sync_folder(path.parent)
+        with files.replacing(path, _temporary(path, rank)) as temporary, temporary.open("wb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                torch.save(content, file)
     except (OSError, RuntimeError) as error:
         reason = _os_error(error) or error
         raise CheckpointError(
@@ -110,15 +103,11 @@ def write(path: Path, content: Mapping[str, Any] | bytes, rank: int) -> None:
 def share_best(folder: Path, part: str, rank: int) -> None:
     """Give ``model_best.pth.tar`` a second name, under which it stays when the next best epoch is saved."""
     best, path = folder / names.BEST_NAME, folder / part
-    try:
-        path.unlink(missing_ok=True)
-        os.link(best, path)
-    except OSError:  # a file system without hard links
-        temporary = _temporary(path, rank)
-        with _removed_on_failure(temporary):
+    with files.replacing(path, _temporary(path, rank)) as temporary:
+        try:
+            os.link(best, temporary)
+        except OSError:  # a file system without hard links
             shutil.copy2(best, temporary)
-            os.replace(temporary, path)
-    _sync_folder(folder)
 
 
 def tidy(folder: Path, save: str, rank: int, world_size: int) -> None:
@@ -142,27 +131,7 @@ def tidy(folder: Path, save: str, rank: int, world_size: int) -> None:
 
 
 def _temporary(path: Path, rank: int) -> Path:
-    return path.with_name(f".saving_{rank}.tmp")  # one name per rank: what a kill leaves is overwritten next time
-
-
-@contextlib.contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in ``folder`` last through a power cut, where the system can synchronize folders."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return path.with_name(f".saving_{rank}.tmp")  # one name per rank: what a kill leaves is removed next time
 
 
 def _os_error(error: BaseException | None) -> OSError | None:

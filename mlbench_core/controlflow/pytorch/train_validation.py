@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
+from mlbench_core.arguments import check_at_least
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer
 from mlbench_core.controlflow.pytorch.controlflow import (
     compute_train_batch_metrics,
@@ -96,8 +97,7 @@ def train_round(
     """
     if schedule_per not in ("epoch", "batch"):
         raise ValueError(f"schedule_per is {schedule_per!r}; it must be 'epoch' or 'batch'")
-    if update_freq < 1:
-        raise ValueError(f"update_freq is {update_freq}; it must be at least 1 batch")
+    check_at_least("update_freq", update_freq, 1)
     model.train()
     if tracker is not None:
         tracker.train()

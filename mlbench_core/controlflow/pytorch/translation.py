@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.controlflow.pytorch.controlflow import prepare_batch, record_train_batch_stats
 from mlbench_core.controlflow.pytorch.train_validation import Updates
 from mlbench_core.distributed.pytorch import process_groups
@@ -145,8 +146,7 @@ def train_round_by_tokens(
     References:
         Ott et al. 2018, Scaling Neural Machine Translation, arXiv 1806.00187.
     """
-    if update_freq < 1:
-        raise ValueError(f"update_freq is {update_freq}; it must be at least 1")
+    check_at_least("update_freq", update_freq, 1)
     model.train()
     if tracker is not None:
         tracker.train()

@@ -8,19 +8,19 @@ from __future__ import annotations
 import bz2
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import shutil
 import stat
 import sys
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
+from mlbench_core import files
+from mlbench_core.arguments import check_at_least
 from mlbench_core.errors import DatasetError, DownloadError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_digest",
-    "exclusive_lock",
     "maybe_download_and_extract_bz2",
     "maybe_download_and_extract_tar_gz",
     "maybe_download_and_extract_zip",
@@ -70,8 +69,7 @@ def progress_download(
         ValueError: ``attempts`` is below 1.
         DownloadError: It could not be fetched, its checksum is wrong, or the disk is full.
     """
-    if attempts < 1:
-        raise ValueError(f"attempts is {attempts}; it must be at least 1")
+    check_at_least("attempts", attempts, 1)
     path = Path(dest)
     digests = {name: value.lower() for name, value in (("sha256", sha256), ("md5", md5)) if value}
     if digests and path.is_file() and not _wrong_digests(path, digests):
@@ -93,7 +91,7 @@ def progress_download(
     if wrong:
         _discard(part)
         raise DownloadError(f"{url} is not what it should be: {wrong}; nothing was kept, try again or another mirror")
-    os.replace(part, path)
+    files.move_into_place(part, path)
     _validator_file(part).unlink(missing_ok=True)
     return path
 
@@ -216,19 +214,10 @@ def _discard(part: Path) -> None:
 def _wrong_digests(path: Path, digests: dict[str, str]) -> str:
     """What is wrong with a file's checksums, or an empty text."""
     for name, expected in digests.items():
-        with path.open("rb") as file:
-            found = _digest(file, name)
+        found = files.digest(path, name)
         if found != expected:
             return f"its {name} is {found} and should be {expected}"
     return ""
-
-
-def _digest(file: IO[bytes], name: str) -> str:
-    """Checksum of an open file, in hexadecimal digits."""
-    digest = hashlib.new(name, usedforsecurity=False) if name == "md5" else hashlib.new(name)
-    while chunk := file.read(1 << 20):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def check_digest(path: str | os.PathLike[str], *, sha256: str | None = None, md5: str | None = None) -> None:
@@ -277,15 +266,10 @@ def maybe_download_and_extract_bz2(
     with _archive(root, file_name, data_url, sha256, md5) as archive:
         target = archive.with_suffix("")
         try:
-            with bz2.open(archive) as source, tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as copy:
-                try:
-                    shutil.copyfileobj(source, copy, 1 << 20)
-                except BaseException:
-                    os.unlink(copy.name)
-                    raise
+            with files.replacing(target) as temporary, bz2.open(archive) as source, temporary.open("wb") as copy:
+                shutil.copyfileobj(source, copy, 1 << 20)
         except (EOFError, OSError) as error:
             raise _damaged(archive, error) from error
-        os.replace(copy.name, target)
     return target
 
 
@@ -389,26 +373,12 @@ def _archive(
     if not _is_below(folder, path) or path.name in ("", ".", ".."):
         raise ValueError(f"file_name is {file_name!r}; it must name a file below {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    with exclusive_lock(path.with_name(f".{path.name}.lock")):
+    with files.lock(path.with_name(f".{path.name}.lock")):
         if not path.is_file():
             progress_download(data_url, path, sha256=sha256, md5=md5)
         else:
             check_digest(path, sha256=sha256, md5=md5)
         yield path
-
-
-@contextlib.contextmanager
-def exclusive_lock(lock: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock. The system frees it when its holder ends, however it ends."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
-        try:
-            import fcntl
-        except ImportError:  # not a POSIX system
-            yield
-            return
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _check_member(folder: Path, archive: Path, name: str, plain: bool) -> None:

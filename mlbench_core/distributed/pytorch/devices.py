@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.errors import ConfigurationError
 
 __all__ = ["FCGraph"]
@@ -31,8 +32,7 @@ class FCGraph:
     """
 
     def __init__(self, rank: int, world_size: int, use_cuda: bool = False) -> None:
-        if world_size < 1:
-            raise ValueError(f"world_size is {world_size}; it must be at least 1")
+        check_at_least("world_size", world_size, 1)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; with world_size {world_size} it must be 0 to {world_size - 1}")
         self.rank = rank

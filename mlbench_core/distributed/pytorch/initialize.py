@@ -29,6 +29,7 @@ from mlbench_core.distributed.pytorch.devices import FCGraph
 from mlbench_core.distributed.pytorch.lost_workers import forget, introduce, naming_lost_workers
 from mlbench_core.distributed.pytorch.settings import config_logging, config_path, config_pytorch
 from mlbench_core.errors import BackendError, ConfigurationError, WorkerError
+from mlbench_core.tasks import BACKENDS
 
 __all__ = ["initialize_backends"]
 
@@ -135,7 +136,7 @@ def initialize_backends(
 
 def _checked_backend(name: str) -> str:
     name = str(name).lower()
-    known = sorted({"gloo", "mpi", "nccl"} | set(dist.Backend.backend_list) - {"undefined", "fake"})
+    known = sorted({*BACKENDS} | set(dist.Backend.backend_list) - {"undefined", "fake"})
     if name not in known:
         raise BackendError(f"the communication backend {name!r} is unknown; known here are {', '.join(known)}")
     if name == "nccl" and torch.cuda.device_count() == 0:

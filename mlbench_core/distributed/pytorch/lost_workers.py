@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from mlbench_core.distributed.pytorch import process_groups
@@ -48,29 +49,36 @@ class _Card:
 
     host: str
     pid: int
-    started: str
     machine: str
-
-    def is_gone(self) -> bool:
-        """Whether the process is known to have ended; False where it cannot be seen from here."""
-        if self.machine != _machine() or not self.machine:
-            return False
-        state, started = _state_and_start(self.pid)
-        return state in ("", "Z", "X") or started != self.started
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
 
 class _Acquaintances:
-    """The cards of the workers of one process group."""
+    """The cards of the workers of one process group.
 
-    def __init__(self) -> None:
-        self.group: Any = None
+    ``processes`` has those of this machine, found when the cards are read, because a process id may be reused later; an
+    entry is None if the process has ended by then.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
         self.cards: dict[int, _Card] = {}
+        self.processes: dict[int, psutil.Process | None] = {}
 
     def of_this_group(self) -> bool:
         return self.group is not None and self.group is dist.group.WORLD
+
+    def has_ended(self, rank: int) -> bool:
+        """Return True if the worker's process has ended for certain, False if it runs or runs on another machine."""
+        if rank not in self.processes:
+            return False
+        process = self.processes[rank]
+        try:
+            return process is None or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
 
 _known = _Acquaintances()
@@ -81,18 +89,19 @@ def introduce() -> None:
 
     A process group that has no store (that of an MPI built into torch) goes without: losses then stay nameless.
     """
+    global _known
     if process_groups.world_size() == 1 or _known.of_this_group():
         return
-    _known.group, _known.cards = dist.group.WORLD, {}
-    _, started = _state_and_start(os.getpid())
-    card = _Card(socket.gethostname(), os.getpid(), started, _machine())
+    _known = _Acquaintances(dist.group.WORLD)
+    card = _Card(socket.gethostname(), os.getpid(), _machine())
     with contextlib.suppress(RuntimeError, ValueError):
         process_groups.store().set(_key("card", process_groups.rank()), json.dumps(asdict(card)))
 
 
 def forget() -> None:
     """Let go of the process group before it is destroyed: its store keeps the rendezvous' port."""
-    _known.group, _known.cards = None, {}
+    global _known
+    _known = _Acquaintances()
 
 
 @contextlib.contextmanager
@@ -183,7 +192,7 @@ def _who_is_lost() -> str:
             silent -= {rank for rank in silent if store.check([_key("noticed", rank)])}
         except RuntimeError:
             return f"lost {_name(0)}, who keeps the process group's store, which does not answer"
-        gone = [rank for rank in sorted(silent) if rank in _known.cards and _known.cards[rank].is_gone()]
+        gone = [rank for rank in sorted(silent) if _known.has_ended(rank)]
         if gone:
             return "lost " + ", ".join(_name(rank) for rank in gone)
         if not silent or time.monotonic() > deadline:
@@ -201,6 +210,10 @@ def _read_cards() -> None:
     with contextlib.suppress(RuntimeError):
         if process_groups.store().check(keys):
             _known.cards = {rank: _Card(**json.loads(process_groups.store().get(key))) for rank, key in enumerate(keys)}
+            machine = _machine()
+            _known.processes = {
+                rank: _find_process(card.pid) for rank, card in _known.cards.items() if card.machine == machine != ""
+            }
 
 
 def _name(rank: int) -> str:
@@ -225,11 +238,8 @@ def _machine() -> str:
         return ""
 
 
-def _state_and_start(pid: int) -> tuple[str, str]:
-    """State of a process and when it started, in ticks since the kernel did; empty if there is none."""
+def _find_process(pid: int) -> psutil.Process | None:
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return fields[0], fields[19]
-    except OSError:
-        return "", ""
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlbench_core import __version__
+from mlbench_core.arguments import check_int
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.latency import Measurement
 
@@ -348,8 +349,7 @@ def measure(
         >>> def latency_of_100_floats():
         ...     return measure("all_reduce", 100).statistics.p50_s
     """
-    if operator.index(repetitions) < 1:
-        raise ValueError(f"repetitions is {repetitions}; it must be at least 1")
+    check_int("repetitions", repetitions)
     if operations is not None and operator.index(operations) < 1:
         raise ValueError(f"operations is {operations}; it must be at least 1, or None to choose by time")
     if not block_s > 0:

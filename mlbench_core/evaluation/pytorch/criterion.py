@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mlbench_core.arguments import check_at_least
+
 __all__ = ["ActivationRegularization", "BCELossRegularized", "LabelSmoothing", "MSELossRegularized"]
 
 
@@ -19,8 +21,7 @@ class _WeightPenalty:
 
     def __init__(self, l1: float, l2: float, model: nn.Module | None) -> None:
         for name, weight in (("l1", l1), ("l2", l2)):
-            if not weight >= 0:
-                raise ValueError(f"{name} is {weight}; the weight of a penalty must be at least 0")
+            check_at_least(name, weight, 0)
         if model is None and (l1 > 0 or l2 > 0):
             raise ValueError(f"l1 is {l1} and l2 is {l2} but there is no model to penalise; pass model=")
         self.l1 = l1
@@ -117,8 +118,7 @@ class ActivationRegularization(nn.Module):
     def __init__(self, *, alpha: float = 2.0, beta: float = 1.0) -> None:
         super().__init__()
         for name, weight in (("alpha", alpha), ("beta", beta)):
-            if not weight >= 0:
-                raise ValueError(f"{name} is {weight}; the weight of a penalty must be at least 0")
+            check_at_least(name, weight, 0)
         self.alpha = alpha
         self.beta = beta
 

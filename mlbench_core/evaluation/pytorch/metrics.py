@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.errors import require
 from mlbench_core.statistics import AverageMeter
@@ -89,7 +90,7 @@ class MLBenchMetric:
         Raises:
             ValueError: ``size`` is negative.
         """
-        _check_size(size)
+        check_at_least("size", size, 0)
         # A tensor stays one: reading its number would wait for the device.
         value = perc.detach().to(torch.float64).sum() if isinstance(perc, Tensor) else float(perc)
         self.average_meter.update(cast(float, value), size)
@@ -201,7 +202,7 @@ class _StatisticsMetric(MLBenchMetric):
         Raises:
             ValueError: ``size`` is negative, or values of both origins would be mixed.
         """
-        _check_size(size)
+        check_at_least("size", size, 0)
         statistics = self._taken(perc, size)
         super().update(perc, size)
         self._totals = self._totals.to(statistics.device) + statistics
@@ -250,8 +251,7 @@ class TopKAccuracy(MLBenchMetric):
     """
 
     def __init__(self, topk: int = 1, *, threshold: float = 0.5) -> None:
-        if topk < 1:
-            raise ValueError(f"topk is {topk}; it must be at least 1")
+        check_at_least("topk", topk, 1)
         super().__init__()
         self.topk = topk
         self.threshold = threshold
@@ -558,11 +558,6 @@ class BLEUScore(_StatisticsMetric):
             matches, possible, sys_len, ref_len, max_ngram_order=self._MAX_ORDER, **self._smoothing
         )
         return statistics.new_tensor(float(score.score))
-
-
-def _check_size(size: int) -> None:
-    if size < 0:
-        raise ValueError(f"size must be at least 0, not {size}: pass the number of samples in the batch")
 
 
 class CasedBLEUScore(BLEUScore):

@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from mlbench_core.arguments import check_finite_at_least_0, check_positive
+
 __all__ = [
     "ExponentialWarmupMultiStepLR",
     "LRLinearWarmUp",
@@ -111,14 +113,12 @@ def _linear(start: float, end: float, t: float, duration: float) -> float:
 
 def _check_at_least_0(**arguments: float) -> None:
     for name, value in arguments.items():
-        if not value >= 0 or math.isinf(value):
-            raise ValueError(f"{name} is {value}; it must be a finite number and at least 0")
+        check_finite_at_least_0(name, value)
 
 
 def _check_positive(**arguments: float) -> None:
     for name, value in arguments.items():
-        if not value > 0 or math.isinf(value):
-            raise ValueError(f"{name} is {value}; it must be a finite number above 0")
+        check_positive(name, value)
 
 
 class LRLinearWarmUp(_AbsoluteLR):

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.models.pytorch._init import initialize
 
 __all__ = [
@@ -186,8 +187,7 @@ class _ResNet32(nn.Module):
         shortcut: str,
     ) -> None:
         super().__init__()
-        if num_classes < 1:
-            raise ValueError(f"num_classes is {num_classes}; there must be at least 1 class")
+        check_at_least("num_classes", num_classes, 1)
         self.version = version
         width = widths[0]
         self.stem = nn.Sequential(_conv3x3(3, width))
@@ -292,8 +292,7 @@ class ResNet18CIFAR10(nn.Module):
 
     def __init__(self, num_classes: int = _CIFAR_CLASSES) -> None:
         super().__init__()
-        if num_classes < 1:
-            raise ValueError(f"num_classes is {num_classes}; there must be at least 1 class")
+        check_at_least("num_classes", num_classes, 1)
         widths = (64, 128, 256, 256)
         self.stem = nn.Sequential(_conv3x3(3, widths[0]), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True))
         self.stages = nn.Sequential(

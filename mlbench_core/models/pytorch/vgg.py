@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.models.pytorch._init import initialize
 
 __all__ = ["VGG"]
@@ -45,8 +46,7 @@ class VGG(nn.Module):
         layers = _LAYERS.get(str(vgg_name).upper())
         if layers is None:
             raise ValueError(f"vgg_name is {vgg_name!r}; known: {', '.join(_LAYERS)}")
-        if num_classes < 1:
-            raise ValueError(f"num_classes is {num_classes}; there must be at least 1 class")
+        check_at_least("num_classes", num_classes, 1)
         self.features = _features(layers)
         self.classifier = nn.Linear(512, num_classes)
         initialize(self)

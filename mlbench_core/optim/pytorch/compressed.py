@@ -17,7 +17,8 @@ from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.names import check_names, plain_name
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
-from mlbench_core.optim.pytorch.generic import Closure, check_at_least_0, check_lr, check_number, evaluate
+from mlbench_core.arguments import check_finite_at_least_0, check_number
+from mlbench_core.optim.pytorch.generic import Closure, check_lr, evaluate
 from mlbench_core.optim.pytorch.grad_scaler import must_skip
 from mlbench_core.optim.pytorch.wrapper import shared_optimizer_state, state_without_hooks
 
@@ -241,8 +242,8 @@ def sgd_defaults(
         ValueError: ``momentum`` or ``weight_decay`` is negative or not finite, or ``nesterov`` is True without momentum
             or with dampening.
     """
-    check_at_least_0("momentum", momentum)
-    check_at_least_0("weight_decay", weight_decay)
+    check_finite_at_least_0("momentum", momentum)
+    check_finite_at_least_0("weight_decay", weight_decay)
     check_number("dampening", dampening)
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -18,6 +17,7 @@ from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, A
 from mlbench_core.aggregation.pytorch.names import check_names
 from mlbench_core.aggregation.pytorch.overlap import BUCKET_SIZE_BYTES, OverlappedReduction
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
+from mlbench_core.arguments import check_at_least, check_finite_at_least_0
 from mlbench_core.optim.pytorch.grad_scaler import must_skip
 from mlbench_core.optim.pytorch.inner import (
     divides_gradients,
@@ -34,9 +34,7 @@ __all__ = [
     "GenericCentralizedOptimizer",
     "OptimizerOrFactory",
     "Overlap",
-    "check_at_least_0",
     "check_lr",
-    "check_number",
     "evaluate",
 ]
 
@@ -469,8 +467,7 @@ def _overlapped(
             "by_layer must be False with overlap, which sends buckets of parameters: for a message per parameter give "
             "bucket_size_bytes=0"
         )
-    if bucket_size_bytes < 0:
-        raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least 0")
+    check_at_least("bucket_size_bytes", bucket_size_bytes, 0)
     if aggregation.world_size == 1:
         return None
     return OverlappedReduction(model, aggregation, bucket_size_bytes, waits_in_backward=overlap != "step")
@@ -496,20 +493,7 @@ def check_lr(lr: Any, optimizer: str) -> Any:
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr must have one element, not shape {tuple(lr.shape)}")
-        check_at_least_0("lr", lr.item())
+        check_finite_at_least_0("lr", lr.item())
     else:
-        check_at_least_0("lr", lr)
+        check_finite_at_least_0("lr", lr)
     return lr
-
-
-def check_at_least_0(name: str, value: Any) -> None:
-    """Raise a TypeError if an option is not a number, and a ValueError if it is negative or not finite."""
-    check_number(name, value)
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be finite and at least 0, not {value}")
-
-
-def check_number(name: str, value: Any) -> None:
-    """Raise a TypeError if an option is not a real number; numpy's numbers are."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, not {value!r}")

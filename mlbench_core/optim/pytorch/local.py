@@ -14,7 +14,8 @@ from torch.optim.optimizer import required
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
-from mlbench_core.optim.pytorch.generic import Closure, GenericCentralizedOptimizer, check_at_least_0, check_lr
+from mlbench_core.arguments import check_finite_at_least_0
+from mlbench_core.optim.pytorch.generic import Closure, GenericCentralizedOptimizer, check_lr
 
 __all__ = ["DiLoCo", "LocalSGD"]
 
@@ -175,8 +176,8 @@ class DiLoCo(GenericCentralizedOptimizer):
         if inner_optimizer is None:
             inner_optimizer = partial(AdamW, lr=check_lr(lr, "DiLoCo"), betas=betas, eps=eps, weight_decay=weight_decay)
         if outer_optimizer is None:
-            check_at_least_0("outer_lr", outer_lr)
-            check_at_least_0("outer_momentum", outer_momentum)
+            check_finite_at_least_0("outer_lr", outer_lr)
+            check_finite_at_least_0("outer_momentum", outer_momentum)
             outer_optimizer = partial(SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
         self._outer = DiLoCoAggregation(outer_optimizer, world_size, use_cuda=use_cuda, process_group=process_group)
         super().__init__(

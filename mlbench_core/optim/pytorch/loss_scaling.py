@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+
+from mlbench_core.arguments import check_int, check_number
 
 __all__ = ["DynamicLossScaler"]
 
@@ -62,7 +63,7 @@ class DynamicLossScaler:
         self.scale_factor = _in_range("scale_factor", scale_factor, 1.0)
         self.max_scale = None if max_scale is None else _in_range("max_scale", max_scale, 0.0)
         self.min_scale = None if min_scale is None else _in_range("min_scale", min_scale, 0.0)
-        self.scale_window = _whole("scale_window", scale_window, 1)
+        self.scale_window = check_int("scale_window", scale_window, 1)
         self.loss_scale = self._within_limits(init_scale)
         self.updates_without_overflow = 0
 
@@ -124,7 +125,7 @@ class DynamicLossScaler:
                 "its state_dict() returned"
             )
         loss_scale = _in_range("loss_scale", state_dict["loss_scale"], 0.0)
-        self.updates_without_overflow = _whole("updates_without_overflow", state_dict["updates_without_overflow"], 0)
+        self.updates_without_overflow = check_int("updates_without_overflow", state_dict["updates_without_overflow"], 0)
         self.loss_scale = loss_scale
 
     def _within_limits(self, init_scale: float) -> float:
@@ -138,17 +139,7 @@ class DynamicLossScaler:
 
 def _in_range(name: str, value: float, least: float) -> float:
     """Return a positive finite number that is at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, not {value!r}")
+    check_number(name, value)
     if not (math.isfinite(value) and value > 0 and value >= least):
         raise ValueError(f"{name} is {value}; it must be finite and {f'at least {least:g}' if least else 'positive'}")
     return float(value)
-
-
-def _whole(name: str, value: int, least: int) -> int:
-    """Return an integer that is at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
-    return int(value)

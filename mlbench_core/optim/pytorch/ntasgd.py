@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from mlbench_core.arguments import check_int
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
 from mlbench_core.optim.pytorch.generic import Closure
 from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
@@ -155,8 +155,8 @@ class NTASGD:
         if interval is not None and patience is not None:
             raise ValueError("interval and patience are both given, but select different rules: give only one of them")
         self.optimizer = optimizer
-        self.patience = None if patience is None else _positive("patience", patience)
-        self.interval = _positive("interval", 5 if interval is None else interval) if patience is None else None
+        self.patience = None if patience is None else check_int("patience", patience)
+        self.interval = check_int("interval", 5 if interval is None else interval) if patience is None else None
         self.best = math.inf
         self.checks_since_best = 0
         self._recent: list[float] = []  # the last n values: those that a new one is not compared with
@@ -260,17 +260,6 @@ class NTASGD:
         self._best_before_recent = state_dict["best_before_recent"]
         if state_dict["is_averaging"] and not self.is_averaging:
             self._start_averaging()
-
-
-def _positive(name: str, value: int) -> int:
-    """Return a positive integer."""
-    try:
-        value = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, not {value!r}") from None
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
-    return value
 
 
 @torch.no_grad()

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mlbench_core.arguments import check_at_least
+
 __all__ = ["Augmentation", "Draws", "crop_and_flip", "crop_and_flip_reference", "normalize"]
 
 
@@ -54,8 +56,7 @@ class Augmentation:
     flip: bool = True
 
     def __post_init__(self) -> None:
-        if self.padding < 0:
-            raise ValueError(f"padding is {self.padding}; it must be at least 0 pixels")
+        check_at_least("padding", self.padding, 0)
 
     def draw(self, batch_size: int, generator: torch.Generator | None = None) -> Draws:
         """Draw crops and mirrorings, uniformly and independently.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mlbench_core.arguments import check_int
 from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
 from mlbench_core.dataset.util.pytorch.passes import ResumablePasses
 
@@ -77,8 +78,7 @@ class ImageBatches(ResumablePasses):
         *,
         world_size: int = 1,
     ) -> None:
-        if operator.index(batch_size) < 1:
-            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        check_int("batch_size", batch_size)
         if operator.index(seed) < 0 or operator.index(rank) < 0:
             raise ValueError(f"seed is {seed} and rank is {rank}; both must be at least 0")
         if operator.index(world_size) < 1 or (world_size > 1 and rank >= world_size):

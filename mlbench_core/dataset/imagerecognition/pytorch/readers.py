@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import lzma
 import pickle
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mlbench_core import files
 from mlbench_core.errors import DatasetError
 
 __all__ = ["find_file", "parse_cifar_binary", "parse_cifar_python", "parse_idx", "read_bytes"]
@@ -65,7 +65,7 @@ def read_bytes(path: Path, md5: str | None = None) -> bytes:
             content = path.read_bytes()
     except (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DatasetError(f"{path} is damaged: {error}; delete it and get it again") from error
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest() if md5 else None
+    found = files.digest(content, "md5") if md5 else None
     if found != md5:
         raise DatasetError(
             f"{path} is damaged: the md5 of its content is {found} and should be {md5}; delete it and get it again"

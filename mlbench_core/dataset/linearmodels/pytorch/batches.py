@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from mlbench_core.arguments import check_int
 from mlbench_core.dataset.linearmodels.pytorch.dataloader import LMDBDataset
 from mlbench_core.dataset.util.pytorch.passes import ResumablePasses
 
@@ -87,8 +88,7 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
             raise ValueError(
                 f"batch_size is {batch_size} and window_blocks is {window_blocks}; both must be at least 1"
             )
-        if operator.index(seed) < 0:
-            raise ValueError(f"seed is {seed}; it must be at least 0")
+        check_int("seed", seed, 0)
         if operator.index(world_size) < 1 or not 0 <= operator.index(rank) < world_size:
             raise ValueError(f"rank is {rank} and world_size is {world_size}; ranks count from 0 to world_size - 1")
         if len(dataset) < world_size:

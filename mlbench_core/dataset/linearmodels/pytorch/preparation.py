@@ -7,8 +7,8 @@ import os
 import zlib
 from pathlib import Path
 
+from mlbench_core import files
 from mlbench_core.dataset.linearmodels.pytorch.dataloader import find_stores
-from mlbench_core.dataset.util import tools
 from mlbench_core.dataset.util.pytorch.libsvm import SYNTHETIC, convert, download
 from mlbench_core.dataset.util.pytorch.libsvm_names import KNOWN
 from mlbench_core.dataset.util.pytorch.synthetic_dense import DEFAULT_ROWS, write_synthetic_dense
@@ -49,7 +49,7 @@ def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | o
     folder = Path(root)
     if text_folder is not None:
         folder = folder / f"text-{zlib.crc32(os.fsencode(Path(text_folder).resolve())):08x}"
-    with tools.exclusive_lock(folder / f".{name}.lock"):
+    with files.lock(folder / f".{name}.lock"):
         for part in _parts(name, text_folder):
             _make(name, part, folder, None if text_folder is None else Path(text_folder))
     return folder

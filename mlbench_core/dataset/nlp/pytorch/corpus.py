@@ -7,13 +7,9 @@ folder is made under another name and then renamed; processes that make the same
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import logging
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mlbench_core import files
 from mlbench_core.dataset.nlp.pytorch.lines import read_lines
 
 __all__ = ["EOS", "Corpus", "Dictionary", "Ids", "load_corpus"]
@@ -151,27 +148,21 @@ def _words(lines: Iterable[str]) -> Iterator[str]:
 
 def _digest(texts: Mapping[str, Path]) -> str:
     """What names a cache: the parts, and path, size and time of change of their files."""
-    files: list[Any] = [_FORMAT, EOS]
+    content: list[Any] = [_FORMAT, EOS]
     for part, path in texts.items():
         status = path.stat()
-        files.append([part, str(path.resolve()), status.st_size, status.st_mtime_ns])
-    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:24]
+        content.append([part, str(path.resolve()), status.st_size, status.st_mtime_ns])
+    return files.digest(json.dumps(content).encode())[:24]
 
 
 def _save_cache(folder: Path, corpus: Corpus) -> None:
-    """Write a cache under a name of its own and rename it; where another process was faster, its cache stays."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    """Write a cache; if another process was faster, its cache stays."""
+    with files.creating_folder(folder) as new:
         for part, ids in corpus.parts.items():
             np.save(new / f"{part}.npy", ids, allow_pickle=False)
         tokens = {part: len(ids) for part, ids in corpus.parts.items()}
         content = {"format": _FORMAT, "tokens": tokens, "words": corpus.dictionary.idx2word}
         (new / "dictionary.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-        with contextlib.suppress(OSError):
-            os.rename(new, folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
 
 
 def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.dataset.nlp.pytorch.pair_part import Part
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
 from mlbench_core.dataset.nlp.pytorch.wmt17.batching import collate_batch
@@ -145,8 +146,7 @@ class TransformerPairs(Dataset[dict[str, Any]]):
     ) -> None:
         if min(max_positions) < 2:
             raise ValueError(f"max_positions is {tuple(max_positions)}; each side needs at least 2, one for the end")
-        if seq_len_multiple < 1:
-            raise ValueError(f"seq_len_multiple is {seq_len_multiple}; it must be at least 1")
+        check_at_least("seq_len_multiple", seq_len_multiple, 1)
         self.part = part
         self.lang = part.recipe.languages
         self.left_pad, self.max_positions = left_pad, max_positions

@@ -20,6 +20,7 @@ from mlbench_core.dataset.nlp.pytorch.pair_text import (
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords
 from mlbench_core.dataset.util import tools
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError
+from mlbench_core.files import lock, move_into_place
 from mlbench_core.paths import user_folder
 
 __all__ = [
@@ -180,7 +181,7 @@ def download_files(folder: Path, archives: Sequence[Archive], languages: Sequenc
         if missing is not None and not download:
             raise DatasetNotFoundError(f"{missing} is not there; download=True gets it from {archive.url}")
         if missing is not None:
-            with tools.exclusive_lock(folder / ".download.lock"):
+            with lock(folder / ".download.lock"):
                 _download(folder, archive, languages)
         pairs.append(paths)
     sources, targets = zip(*pairs, strict=True)
@@ -240,7 +241,7 @@ def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
         _check_lines(path, archive)
     for path, place in zip(found, paths, strict=True):
         place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, place)
+        move_into_place(path, place)
 
 
 def _check_lines(path: Path, archive: Archive) -> None:

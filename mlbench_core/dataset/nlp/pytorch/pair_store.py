@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import IO, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from mlbench_core import files
 from mlbench_core.errors import DatasetError, DatasetNotFoundError
 
 __all__ = ["FORMAT_VERSION", "PairHeader", "PairStore", "Sentences", "write_pairs"]
@@ -139,6 +139,7 @@ class PairStore:
         DatasetError: It is damaged, of another version, or of another vocabulary.
 
     Example:
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     header = PairHeader(("en", "de"), vocabulary_size=10, vocabulary_checksum="")
         ...     pair = (np.array([1, 2, 3]), np.array([4, 5]))
@@ -207,9 +208,7 @@ def write_pairs(
     Raises:
         ValueError: A block has more of one side than of the other, or a number is not in the vocabulary.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with files.creating_folder(folder) as new:
         with _NumberFile(new / "source.npy", header) as source, _NumberFile(new / "target.npy", header) as target:
             for sources, targets in blocks:
                 if len(sources) != len(targets):
@@ -219,11 +218,7 @@ def write_pairs(
         counts = {"pairs": len(source.offsets) - 1, "tokens": (source.offsets[-1], target.offsets[-1])}
         content = {**asdict(header), **counts}
         (new / "header.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        new.chmod(0o755)
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(new, folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
     return PairStore(folder)
 
 

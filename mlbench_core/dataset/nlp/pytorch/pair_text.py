@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import logging
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -17,8 +15,8 @@ from mlbench_core.dataset.nlp.pytorch.lines import count_lines, read_lines
 from mlbench_core.dataset.nlp.pytorch.pair_store import PairHeader, PairStore, write_pairs
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords, learn_subwords, learn_words
 from mlbench_core.dataset.nlp.pytorch.words import split_words
-from mlbench_core.dataset.util import tools
 from mlbench_core.errors import DatasetError
+from mlbench_core.files import creating_folder, digest, lock
 
 __all__ = ["Cleaning", "PairFiles", "Recipe", "prepare_store", "prepare_subwords"]
 
@@ -102,14 +100,12 @@ def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple
         DatasetError: The text is damaged, or its languages have different numbers of lines.
     """
     folder = cache_dir / f"vocabulary-{_digest(files, asdict(recipe))}"
-    with tools.exclusive_lock(cache_dir / f".{folder.name}.lock"):
+    with lock(cache_dir / f".{folder.name}.lock"):
         if not folder.is_dir():
             words = _prepare_words(files, recipe, Cleaning(), cache_dir)
             lines = itertools.chain(read_lines(words / "source.txt"), read_lines(words / "target.txt"))
-            with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=cache_dir) as name:
-                new = Path(name) / "vocabulary"
+            with creating_folder(folder) as new:
                 _learn(lines, recipe).save(new, str(recipe.merges or recipe.size or "words"))
-                new.rename(folder)
     return Subwords.load(folder, recipe.separator), folder
 
 
@@ -152,7 +148,7 @@ def prepare_store(
     """
     how = {**asdict(recipe), "cleaning": asdict(cleaning) if cleaning else None, "vocabulary": subwords.checksum}
     folder = cache_dir / f"pairs-{_digest(files, how)}"
-    with tools.exclusive_lock(cache_dir / f".{folder.name}.lock"):
+    with lock(cache_dir / f".{folder.name}.lock"):
         try:
             return PairStore(folder, in_memory, subwords.checksum)
         except DatasetError as error:
@@ -184,14 +180,11 @@ def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, 
     """The folder of a text in words, which both the vocabulary and the store are made of."""
     how = [recipe.languages, recipe.tokenizer, asdict(cleaning) if cleaning else None]
     folder = cache_dir / f"words-{_digest(files, how)}"
-    with tools.exclusive_lock(cache_dir / f".{folder.name}.lock"):
+    with lock(cache_dir / f".{folder.name}.lock"):
         if folder.is_dir():
             return folder
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=cache_dir) as name:
-            new = Path(name) / "words"
-            new.mkdir()
+        with creating_folder(folder) as new:
             _write_words(files, recipe, cleaning, new)
-            new.rename(folder)
     return folder
 
 
@@ -231,4 +224,4 @@ def _digest(files: PairFiles, how: Any) -> str:
     for path in (*files.sources, *files.targets):
         status = path.stat()
         content.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+    return digest(json.dumps(content, sort_keys=True).encode())[:24]

@@ -8,10 +8,7 @@ else, so they are the same in every process and on every platform.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mlbench_core import files
 from mlbench_core.dataset.nlp.pytorch.words import SPACING_MARK
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
@@ -111,7 +109,7 @@ class Subwords:
     def checksum(self) -> str:
         """SHA-256 of symbols, merges and separator, in hexadecimal digits: what a store is made with and read with."""
         content = json.dumps([self.separator, self.symbols, self.merges], ensure_ascii=True)
-        return hashlib.sha256(content.encode("ascii")).hexdigest()
+        return files.digest(content.encode("ascii"))
 
     def save(self, folder: Path, name: str) -> None:
         """Write ``bpe.NAME`` and ``vocab.bpe.NAME``, each whole or not at all, the vocabulary last.
@@ -120,11 +118,10 @@ class Subwords:
             folder: Where to; it is made where it is not there.
             name: For example ``"32000"``.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         if self.merges is not None:
             lines = [_VERSION, *(f"{left} {right}" for left, right in self.merges)]
-            _write_atomically(folder / f"bpe.{name}", lines)
-        _write_atomically(folder / f"vocab.bpe.{name}", self.symbols)
+            _write_lines(folder / f"bpe.{name}", lines)
+        _write_lines(folder / f"vocab.bpe.{name}", self.symbols)
 
     @classmethod
     def load(cls, folder: Path, separator: str = "@@", skip: Iterable[str] = ()) -> Subwords:
@@ -338,8 +335,6 @@ def _read_lines(path: Path) -> list[str]:
         raise DatasetError(f"{path} is no UTF-8 text: {error}") from error
 
 
-def _write_atomically(path: Path, lines: Iterable[str]) -> None:
-    with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        file.write("".join(f"{line}\n" for line in lines).encode("utf-8"))
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+def _write_lines(path: Path, lines: Iterable[str]) -> None:
+    with files.replacing(path) as temporary:
+        temporary.write_bytes("".join(f"{line}\n" for line in lines).encode("utf-8"))

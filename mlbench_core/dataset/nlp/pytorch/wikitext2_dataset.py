@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mlbench_core import files
+from mlbench_core.arguments import check_at_least
 from mlbench_core.dataset.nlp.pytorch.corpus import Corpus, Dictionary, Ids, load_corpus
 from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part
 from mlbench_core.dataset.util import tools
@@ -99,8 +101,7 @@ class Wikitext2Dataset:
         seed: int = 0,
     ) -> None:
         for name, length in (("bptt", bptt), ("min_seq_len", min_seq_len)):
-            if length < 1:
-                raise ValueError(f"{name} is {length}; it must be at least 1")
+            check_at_least(name, length, 1)
         self.path = Path(path)
         self.part = choose_part(train=train, valid=valid, test=test)
         self.bptt = bptt
@@ -282,7 +283,7 @@ def _share(global_bsz: int, worker_bsz: int | None, rank: int, world_size: int |
 def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
     """The corpus of a folder, which must have the part and the training part."""
     if download and not _find_texts(folder):
-        with tools.exclusive_lock(folder / ".download.lock"):
+        with files.lock(folder / ".download.lock"):
             if not _find_texts(folder):  # no other process was faster
                 _download(folder)
     texts = _find_texts(folder)
@@ -329,7 +330,7 @@ def _download(folder: Path) -> None:
             f"{len(corpus.dictionary)} words instead of {WIKITEXT2_TOKENS} and {WIKITEXT2_WORDS}; delete the folder "
             f"and get it from elsewhere"
         )
-    os.replace(unpacked / _FOLDERS[1], folder / _FOLDERS[1])
+    files.move_into_place(unpacked / _FOLDERS[1], folder / _FOLDERS[1])
 
 
 def _download_from_hub(folder: Path, reason: DownloadError) -> None:

@@ -26,6 +26,7 @@ from mlbench_core.dataset.util.pytorch import libsvm_text
 from mlbench_core.dataset.util.pytorch.libsvm_names import KNOWN, KnownDataset, TextFile
 from mlbench_core.dataset.util.pytorch.lmdb_store import LinearStore, StoreWriter, find_stores
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, MLBenchError
+from mlbench_core.files import replacing
 
 __all__ = ["LIBSVMDataset", "convert", "download", "generate_lmdb_from_libsvm", "main", "store_to_text"]
 
@@ -136,20 +137,15 @@ def store_to_text(
     if not stores:
         raise ValueError("stores is empty; give at least one")
     path = Path(dest)
-    part = path.with_name(f".{path.name}.part")
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with part.open("w") as file:
+        with replacing(path) as temporary, temporary.open("w") as file:
             for source in stores:
                 for text, count in _text_of(LinearStore(source)):
                     file.write(text)
                     if advance is not None:
                         advance(count)
-        os.replace(part, path)
     except OSError as error:
         raise DatasetError(f"{path} could not be written: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
     return path
 
 

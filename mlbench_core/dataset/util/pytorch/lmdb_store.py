@@ -30,9 +30,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mlbench_core import files
 from mlbench_core.dataset.util.pytorch._dense_rows import DenseRows
 from mlbench_core.dataset.util.pytorch._lmdb_environment import ReadEnvironment, open_for_reading
-from mlbench_core.dataset.util.tools import exclusive_lock
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
 __all__ = ["FORMAT", "VERSION", "LinearStore", "StoreHeader", "StoreWriter", "find_stores", "join_csr"]
@@ -391,9 +391,8 @@ class StoreWriter:
 
     def __enter__(self) -> StoreWriter:
         lmdb: Any = require("lmdb", "linear")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(exclusive_lock(self.path.with_name(f".{self.path.name}.lock")))
+            stack.enter_context(files.lock(self.path.with_name(f".{self.path.name}.lock")))
             self._part.unlink(missing_ok=True)
             stack.callback(self._part.unlink, missing_ok=True)
             with _disk_errors(self.path):
@@ -478,7 +477,7 @@ class StoreWriter:
         with _disk_errors(self.path):
             self._environment.sync(True)
         self._environment.close()
-        os.replace(self._part, self.path)
+        files.move_into_place(self._part, self.path)
         return header
 
     def _convert(self, features: Any) -> Any:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from mlbench_core.arguments import check_int
+
 __all__ = ["DataPartitioner", "Partition", "Partitioner", "partition_dataset_by_rank", "stratified_split"]
 
 
@@ -260,18 +262,15 @@ def stratified_split(
 
 def _check(rank: int, world_size: int, distribution: str, alpha: float, classes_per_worker: int, seed: int) -> None:
     """Look at the arguments of :func:`partition_dataset_by_rank`."""
-    if operator.index(world_size) < 1:
-        raise ValueError(f"world_size is {world_size}; there must be at least 1 worker")
+    check_int("world_size", world_size)
     if not 0 <= operator.index(rank) < world_size:
         raise ValueError(f"rank is {rank}; with world_size {world_size} it must be from 0 to {world_size - 1}")
     if distribution not in ("uniform", "dirichlet", "label_skew"):
         raise ValueError(f"distribution is {distribution!r}; allowed: 'uniform', 'dirichlet', 'label_skew'")
     if not alpha > 0:
         raise ValueError(f"alpha is {alpha}; the concentration must be above 0")
-    if operator.index(classes_per_worker) < 1:
-        raise ValueError(f"classes_per_worker is {classes_per_worker}; it must be at least 1")
-    if operator.index(seed) < 0:
-        raise ValueError(f"seed is {seed}; it must be at least 0")
+    check_int("classes_per_worker", classes_per_worker)
+    check_int("seed", seed, 0)
 
 
 def _order(count: int, shuffle: bool, seed: int) -> np.ndarray:

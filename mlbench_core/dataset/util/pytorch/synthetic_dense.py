@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.dataset.util.pytorch.lmdb_store import StoreWriter
 
 __all__ = [
@@ -265,8 +266,7 @@ def write_synthetic_dense(
         ValueError: An argument is outside what is listed above.
         DatasetError: The disk is full.
     """
-    if n_rows < 1:
-        raise ValueError(f"n_rows is {n_rows}; it must be at least 1")
+    check_at_least("n_rows", n_rows, 1)
     extra: dict[str, Any] = {"synthetic_dense": {"seed": seed, "data_type": data_type, "logit_scale": LOGIT_SCALE}}
     kept: list[tuple[NDArray[np.float32], NDArray[np.float32]]] = []
     with StoreWriter(path, n_features, rows_per_block=rows_per_block) as writer:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.models.pytorch.generation.decoding import Hypotheses, SearchOptions, search
 from mlbench_core.models.pytorch.generation.proposals import Constraints, Proposal, keep_forced
 from mlbench_core.models.pytorch.generation.scores import GNMTScore, LengthPenaltyScore, Score
@@ -75,8 +76,7 @@ class SequenceGenerator:
     ) -> None:
         if max_seq_len < 2:
             raise ValueError(f"max_seq_len is {max_seq_len}; the start and the end symbol need at least 2")
-        if beam_size < 1:
-            raise ValueError(f"beam_size is {beam_size}; it must be at least 1")
+        check_at_least("beam_size", beam_size, 1)
         self.model = model
         self.beam_size = beam_size
         self.max_seq_len = max_seq_len

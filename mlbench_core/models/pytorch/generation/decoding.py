@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.models.pytorch.generation.proposals import FREE, Constraints, Proposal, Proposer
 from mlbench_core.models.pytorch.generation.scores import LengthPenaltyScore, Score
 
@@ -56,8 +57,7 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         for name in ("beam_size", "min_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            check_at_least(name, getattr(self, name), 1)
 
 
 @dataclass

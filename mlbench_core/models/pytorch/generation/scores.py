@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mlbench_core.arguments import check_at_least
+
 __all__ = ["GNMTScore", "LengthPenaltyScore", "Score"]
 
 
@@ -94,8 +96,7 @@ class GNMTScore:
     def __post_init__(self) -> None:
         if not self.len_norm_const > -1:
             raise ValueError(f"len_norm_const is {self.len_norm_const}; it must be above -1")
-        if not self.cov_penalty_factor >= 0:
-            raise ValueError(f"cov_penalty_factor is {self.cov_penalty_factor}; it must be at least 0")
+        check_at_least("cov_penalty_factor", self.cov_penalty_factor, 0)
 
     @property
     def uses_coverage(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.models.pytorch.gnmt.modules import Decoder, EncodedSource, Encoder, Hidden
 
 __all__ = ["GNMT", "DecoderContext"]
@@ -123,8 +124,7 @@ class GNMT(nn.Module):
             ("hidden_size", hidden_size, 1),
             ("num_layers", num_layers, 2),
         ):
-            if size < least:
-                raise ValueError(f"{name} is {size}; it must be at least {least}")
+            check_at_least(name, size, least)
         self.vocab_size = vocab_size
         source_embedding = _embedding(vocab_size, hidden_size)
         target_embedding = source_embedding if share_embedding else _embedding(vocab_size, hidden_size)

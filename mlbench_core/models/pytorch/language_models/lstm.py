@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, overload
 
 from torch import Tensor, nn
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.models.pytorch.layers.dropout_layers import (
     LockedDropout,
     WeightDrop,
@@ -87,8 +88,7 @@ class LSTMLanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         for name, size in (("ntoken", ntoken), ("ninp", ninp), ("nhid", nhid), ("nlayers", nlayers)):
-            if size < 1:
-                raise ValueError(f"{name} is {size}; it must be at least 1")
+            check_at_least(name, size, 1)
         self.ntoken = ntoken
         self.ninp = ninp
         self.nhid = nhid

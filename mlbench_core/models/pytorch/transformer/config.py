@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from mlbench_core.arguments import check_at_least
+
 __all__ = ["TransformerConfig"]
 
 
@@ -78,8 +80,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         for name in ("encoder_layers", "decoder_layers", "encoder_ffn_embed_dim", "decoder_ffn_embed_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            check_at_least(name, getattr(self, name), 1)
         if self.encoder_embed_dim != self.decoder_embed_dim:
             raise ValueError(
                 f"encoder_embed_dim is {self.encoder_embed_dim} and decoder_embed_dim {self.decoder_embed_dim}; "

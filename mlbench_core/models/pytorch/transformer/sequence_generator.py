@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.models.pytorch.generation.decoding import Hypotheses, SearchOptions, search
 from mlbench_core.models.pytorch.generation.proposals import LogitProposer, Sampling
 from mlbench_core.models.pytorch.generation.scores import GNMTScore
@@ -113,8 +114,7 @@ class SequenceGenerator:
         *,
         generator: torch.Generator | None = None,
     ) -> None:
-        if minlen < 0:
-            raise ValueError(f"minlen is {minlen}; it must be at least 0")
+        check_at_least("minlen", minlen, 0)
         longest = model.max_decoder_positions() - 1
         self.maxlen = longest if maxlen is None else min(maxlen, longest)
         if self.maxlen < minlen:

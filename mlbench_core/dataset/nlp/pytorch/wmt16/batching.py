@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from mlbench_core.arguments import check_at_least, check_int
 from mlbench_core.dataset.util.pytorch.passes import ResumablePasses
 
 __all__ = ["BucketBatchSampler", "PaddedBatch", "TeacherForcedBatches", "build_collate_fn"]
@@ -47,8 +47,7 @@ def build_collate_fn(
         >>> source.tolist(), lengths.tolist()
         ([[2, 2], [7, 3], [3, 0]], [3, 2])
     """
-    if multiple < 1:
-        raise ValueError(f"multiple is {multiple}; it must be at least 1")
+    check_at_least("multiple", multiple, 1)
     return _Collate(batch_first, sort, pad, multiple)
 
 
@@ -116,8 +115,7 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         buckets: int = 5,
     ) -> None:
         for name, value, least in (("batch_size", batch_size, 1), ("buckets", buckets, 1), ("seed", seed, 0)):
-            if operator.index(value) < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
+            check_int(name, value, least)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be from 0 to {world_size - 1}, as world_size is {world_size}")
         self.lengths = np.asarray(lengths, dtype=np.int64)

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from mlbench_core.arguments import check_at_least
+
 __all__ = ["LearnedPositions", "SinusoidalPositions", "token_positions"]
 
 
@@ -33,8 +35,7 @@ class _Positions(nn.Module):
 
     def __init__(self, max_positions: int, padding_idx: int) -> None:
         super().__init__()
-        if max_positions < 1:
-            raise ValueError(f"max_positions is {max_positions}; it must be at least 1")
+        check_at_least("max_positions", max_positions, 1)
         self.max_positions = max_positions
         self.padding_idx = padding_idx
 

@@ -1,0 +1,68 @@
+"""Checks of arguments, which name the argument, the allowed values and the value that was given."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from typing import Any
+
+__all__ = ["check_at_least", "check_finite_at_least_0", "check_int", "check_number", "check_positive"]
+
+
+def check_int(name: str, value: Any, least: int = 1) -> int:
+    """Return a value as an ``int`` if it is an integer (numpy's are) and not below ``least``.
+
+    Args:
+        name: Name of the argument, for the message.
+        value: The value.
+        least: The smallest allowed value.
+
+    Raises:
+        TypeError: The value is not an integer.
+        ValueError: It is too small.
+
+    Example:
+        >>> check_int("world_size", 4)
+        4
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    check_at_least(name, number, least)
+    return number
+
+
+def check_at_least(name: str, value: Any, least: float) -> None:
+    """Raise a ValueError if a value is below ``least`` or not a number (NaN).
+
+    Example:
+        >>> check_at_least("beam_size", 0, 1)
+        Traceback (most recent call last):
+        ValueError: beam_size must be at least 1, not 0
+    """
+    if not value >= least:
+        raise ValueError(f"{name} must be at least {least}, not {value}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise a TypeError if a value is not a real number; numpy's numbers are."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+
+
+def check_finite_at_least_0(name: str, value: Any) -> None:
+    """Raise a TypeError if a value is not a number, and a ValueError if it is negative or not finite."""
+    check_number(name, value)
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be finite and at least 0, not {value}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise a TypeError if a value is not a number, and a ValueError if it is not finite and above 0."""
+    check_number(name, value)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be finite and positive, not {value}")
