@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.client.delivery import MetricDelivery, Receipt
 from mlbench_core.client.kubernetes import find_master
-from mlbench_core.client.outbox import spool_root
+from mlbench_core.client.outbox import Outbox
 from mlbench_core.client.rest import RestClient, message_of, path_part
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.paths import user_folder
@@ -128,7 +128,7 @@ class ApiClient:
             lambda body, limit_s: rest.request("POST", "metrics/", data=body.encode(), headers=_JSON, timeout=limit_s),
             lambda limit_s: rest.request("GET", "runs/", timeout=limit_s),
             self.endpoint,
-            spool_root(user_folder("spool") if spill_dir is None else Path(spill_dir).absolute(), self.endpoint),
+            Outbox(user_folder("spool") if spill_dir is None else Path(spill_dir).absolute(), self.endpoint),
             timeout_s,
         )
         # Looked up here, not at import, so that it can be replaced. Metrics have a thread of their own: a request that

@@ -1,30 +1,45 @@
-r"""Delivery of metrics: in order, in batches, once, whatever happens to the master.
+r"""Deliver metrics in order, in batches and once, even if the master is away.
 
-Metrics wait in *chunks*, each at most one request. While the master answers, chunks live in memory for the moment
-between two requests; a slow master makes them larger, not more numerous. When it does not answer, everything that
-waits goes to disk at once, later metrics follow it there, and a background thread tries again with growing pauses::
+The states of a metric and its transitions::
 
-    put ->  [chunk 3, open] [chunk 2] [chunk 1]  -> one POST at a time -> master
-               memory, or the spool folder while the master is away
+    put ---> QUEUED, in memory ---- the master answers ----> DONE: accepted, or refused with a warning
+     |         |           ^                                  ^
+     |    no answer, or    | the disk fails                   | the master answers: the row is deleted
+     |    rows wait        |                                  |
+     |         +-----------+------------------------------> KEPT, a row of the outbox <--+
+     |                                                        |                          |
+     |                                                        +-------- no answer -------+
+     +-----> LOST with an error: the disk fails, and the memory is full
 
-Each metric has an id made by the client. A request whose answer was lost is sent again, and the master recognises
-the ids; so the order and the content of its records are the same as without the outage.
+Metrics are queued only for the moment between two requests; a slow master makes the batches larger, not more numerous.
+If the master does not answer, all queued metrics become rows, later metrics follow them, and a background thread tries
+again with growing pauses. Rows are sent before the queue, oldest first, by any process that comes first; these may be
+rows of a process that has ended. A killed process loses only the metrics that are queued.
+
+Each metric has an id made by the client. A request whose answer was lost is sent again, and the master recognizes the
+ids; so the order and the content of its records are the same as without the outage.
+
+Locks, in the order in which they are acquired: ``_sending`` while batches are sent, ``_moving`` while metrics change
+their state, ``_state`` for moments. :meth:`MetricDelivery.put` needs only the last one, so training waits neither for
+the network nor for the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import math
 import os
 import random
+import sqlite3
 import threading
 import time
+import uuid
 from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlbench_core.client.outbox import ChunkFile, SpoolFolder, adopt
+from mlbench_core.client.outbox import MAX_BATCH_BYTES, Outbox
 from mlbench_core.client.posting import ListRuns, NoAnswer, Post, Poster
 from mlbench_core.errors import MasterError, MasterNotFoundError, MasterRequestError
 
@@ -38,150 +53,67 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 10_000
 """Most metrics in one request."""
 
-_MAX_CHUNK_BYTES = 8 * 2**20
+_MAX_IN_MEMORY = 10 * MAX_BATCH  # if more are posted at once, put itself makes them rows
+_GATHER_S = 0.02  # between two insertions, so that processes that log all the time leave the database to one another
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
+_DISK_ERRORS = (OSError, sqlite3.Error)
 
 
 class Receipt:
-    """What became of one metric.
+    """A metric, and the result of delivering it.
+
+    Args:
+        key: The metric's place in the order of all.
+        line: Its JSON text.
 
     Attributes:
-        response: The master's answer to the request that held it, once delivered.
-        error: Why it was not delivered at the first attempt, or never will be.
+        result: The master's answer to the request that held the metric, or why it is not delivered at the first
+            attempt, or never will be; None at first.
     """
 
-    __slots__ = ("error", "response")
+    __slots__ = ("key", "line", "result")
 
-    def __init__(self, error: MasterError | None = None) -> None:
-        self.response: requests.Response | None = None
-        self.error = error
-
-    @property
-    def settled(self) -> bool:
-        """Whether there is a result."""
-        return self.response is not None or self.error is not None
-
-    def result(self) -> requests.Response:
-        """The master's answer.
-
-        Raises:
-            MasterNotFoundError: The master does not answer; the metric is kept and delivered later.
-            MasterRequestError: The master refused the metric; it is dropped.
-        """
-        if self.response is not None:
-            return self.response
-        raise self.error or MasterError("the metric has not been sent yet")
-
-
-class _Chunk:
-    """Metrics that are sent together; in memory, on disk, or both."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.count = 0
-        self.size_bytes = 0
-        self.lines: list[str] = []
-        self.receipts: list[Receipt] = []
-        self.file: ChunkFile | None = None
-        self.open = True
-
-    @property
-    def has_room(self) -> bool:
-        return self.open and self.count < MAX_BATCH and self.size_bytes < _MAX_CHUNK_BYTES
-
-    def add(self, line: str) -> Receipt | None:
-        """Append a line; one kept in memory has a receipt.
-
-        Raises:
-            OSError: The disk refused it.
-        """
-        receipt = None
-        if self.file is None:
-            receipt = Receipt()
-            self.lines.append(line)
-            self.receipts.append(receipt)
-        else:
-            self.file.append([line])
-        self.count += 1
-        self.size_bytes += len(line)
-        return receipt
-
-    def read(self) -> list[str]:
-        return self.lines if self.file is None else self.file.read()
-
-    def move_to(self, file: ChunkFile) -> None:
-        """Move the lines to disk.
-
-        Raises:
-            OSError: The disk refused them; they stay in memory.
-        """
-        if self.file is None:
-            file.append(self.lines)
-            self.file = file
-            self.lines = []
-
-    def keep(self, indexes: Sequence[int]) -> None:
-        """Forget all lines but these."""
-        lines = self.read()
-        if self.file is None:
-            self.lines = [lines[index] for index in indexes]
-            self.receipts = [self.receipts[index] for index in indexes]
-        else:
-            self.file.replace([lines[index] for index in indexes])
-        self.count = len(indexes)
-        self.size_bytes = sum(len(lines[index]) for index in indexes)
-
-    def settle(self, error: MasterError) -> None:
-        """Tell whoever waits for one of these metrics that it must not wait for it any longer."""
-        for receipt in self.receipts:
-            if not receipt.settled:
-                receipt.error = error
-        self.receipts = []
+    def __init__(self, key: str, line: str) -> None:
+        self.key = key
+        self.line = line
+        self.result: requests.Response | MasterError | None = None
 
 
 class MetricDelivery:
-    """The queue of one client.
+    """Deliver the metrics of one client; see the module's description.
 
-    Nothing here blocks :meth:`put`, and nothing starts a thread before the master first fails to answer.
+    No thread is started before the master first fails to answer.
 
     Args:
         post: Sends a JSON text within a time limit in seconds and returns the answer.
         list_runs: Asks the master for its runs within a time limit in seconds.
         endpoint: The master's address, for messages.
-        spool: Folder of all clients' chunks for this endpoint; made when it is first needed.
+        outbox: Keeps the metrics that the master does not take now.
         timeout_s: Time limit of one request, in seconds.
-        max_in_memory: Metrics kept in memory; more than that wait on disk, and their receipts say so.
     """
 
-    def __init__(
-        self,
-        post: Post,
-        list_runs: ListRuns,
-        endpoint: str,
-        spool: Path,
-        timeout_s: float = 10.0,
-        max_in_memory: int = 10 * MAX_BATCH,
-    ) -> None:
+    def __init__(self, post: Post, list_runs: ListRuns, endpoint: str, outbox: Outbox, timeout_s: float = 10.0) -> None:
         self._endpoint = endpoint
-        self._spool = spool
-        self._max_in_memory = max_in_memory
+        self._outbox = outbox
+        self._owner = uuid.uuid4().hex
         self._pid = os.getpid()
-        self._state = threading.Lock()  # guards what follows; held only for moments
-        self._chunks: deque[_Chunk] = deque()
-        self._in_flight: _Chunk | None = None
-        self._next_index = 0
-        self._folder: SpoolFolder | None = None
-        self._adopted: list[SpoolFolder] | None = None
+        self._sending = threading.Lock()
+        self._moving = threading.Lock()
+        self._state = threading.Lock()  # guards what follows
+        self._queue: deque[Receipt] = deque()
+        self._in_flight: list[Receipt] = []  # the batch that was taken from the queue
+        self._last_ns = 0
         self._away = False
+        self._may_have_rows = os.path.exists(outbox.path)  # rows of any client
+        self._has_rows = False  # rows of this client
+        self._disk_fails = False
+        self._lost = 0
         self._closed = False
-        self._disk_failed = False
         self._retrier: threading.Thread | None = None
-        self._sending = threading.Lock()  # held while chunks are sent: one request at a time, in order
         self._stop = threading.Event()
+        self._random = random.Random()  # the global generator is the user's
         self._poster = Poster(post, list_runs, timeout_s, self._stop)
-
-    # ------------------------------------------------------------------ what training calls
 
     def put(self, line: str) -> Receipt:
         """Queue one metric.
@@ -190,85 +122,89 @@ class MetricDelivery:
             line: Its JSON text, with an ``id``.
 
         Returns:
-            Its receipt; settled already where the master is known to be away.
+            Its receipt, for :meth:`settle`.
 
         Raises:
             RuntimeError: The client is closed.
         """
+        if self._in_memory >= _MAX_IN_MEMORY and not self._disk_fails:
+            self._keep()
         with self._state:
             if self._closed:
                 raise RuntimeError(f"the client for {self._endpoint} is closed: make a new one")
-            last = self._chunks[-1] if self._chunks else None
-            on_disk = last is not None and last.file is not None and last.has_room
-            if self._away or on_disk or self._in_memory() >= self._max_in_memory:
-                return self._put_on_disk(line)
-            if last is None or not last.has_room:
-                last = self._new_chunk()
-            return last.add(line) or Receipt(self._kept())
+            self._last_ns = max(self._last_ns + 1, time.time_ns())  # the clock may be set back
+            receipt = Receipt(f"{self._last_ns:020d}-{self._owner}", line)
+            if self._in_memory < _MAX_IN_MEMORY:
+                self._queue.append(receipt)
+                return receipt
+            self._lost += 1
+        receipt.result = MasterError(
+            f"the metric is lost: the master at {self._endpoint} does not answer, {self._outbox.path} cannot be "
+            f"written, and {_MAX_IN_MEMORY} metrics wait in memory; free disk space or set MLBENCH_HOME elsewhere"
+        )
+        if self._lost == 1:
+            logger.error("%s", receipt.result)
+        return receipt
 
     def settle(self, receipt: Receipt) -> requests.Response:
-        """Send what is queued, up to the metric of ``receipt``, and return the master's answer to it.
+        """Send or keep what is queued, and return the master's answer to the metric of ``receipt``.
 
         Raises:
             MasterNotFoundError: The master does not answer; the metric is kept and delivered later.
             MasterRequestError: The master refused the metric; it is dropped.
         """
-        if not receipt.settled:
-            self.drain()
-        return receipt.result()
+        if receipt.result is None and (self._away or self._has_rows or not self.drain()):
+            self._stop.wait(_GATHER_S)
+            self._keep()
+        if receipt.result is None or isinstance(receipt.result, MasterError):
+            raise receipt.result or MasterError("the metric has not been sent yet")
+        return receipt.result
 
     # ------------------------------------------------------------------ sending
 
-    def drain(self, timeout_s: float | None = None) -> bool:
+    def drain(self, timeout_s: float = math.inf) -> bool:
         """Send everything that waits, oldest first, until nothing is left or the master does not answer.
 
         Args:
-            timeout_s: Longest time to spend, in seconds; None leaves only the limit of each request.
+            timeout_s: Longest time to spend, in seconds; each request has its own limit as well.
 
         Returns:
-            Whether nothing is left.
+            True if nothing is left.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        wait_s = -1 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)
-        if not self._sending.acquire(timeout=wait_s):
+        deadline = time.monotonic() + timeout_s
+        if not self._sending.acquire(timeout=min(max(timeout_s, 0), threading.TIMEOUT_MAX)):
             return False
         try:
-            self._adopt()
-            while True:
-                if deadline is not None and time.monotonic() > deadline:
-                    return self.pending == 0
-                chunk = self._take()
-                if chunk is None:
-                    return True
-                if not self._send(chunk, deadline):
-                    return False
+            return self._drain(deadline)
         finally:
             self._sending.release()
 
     def flush(self, timeout_s: float) -> bool:
-        """Send everything that waits, trying again until it is through or the time is up.
+        """Send everything that waits, trying again with growing pauses until it is through or the time is up.
 
         Args:
             timeout_s: Longest time to spend, in seconds.
 
         Returns:
-            Whether nothing is left.
+            True if nothing is left.
         """
         deadline = time.monotonic() + timeout_s
         pause_s = _FIRST_PAUSE_S
-        while True:
-            if self.drain(deadline - time.monotonic()):
-                return True
+        while not self.drain(deadline - time.monotonic()):
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or self._stop.wait(min(pause_s, left_s)):
+            if left_s <= 0 or self._stop.wait(min(pause_s * self._random.uniform(0.75, 1.25), left_s)):
                 return self.pending == 0
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return True
 
     @property
     def pending(self) -> int:
-        """Number of metrics that the master has not confirmed."""
-        with self._state:
-            return sum(chunk.count for chunk in self._chunks) + (self._in_flight.count if self._in_flight else 0)
+        """Number of this client's metrics that the master has not confirmed; not 0 if rows cannot be counted."""
+        with self._moving:
+            rows = int(self._has_rows)
+            with contextlib.suppress(*_DISK_ERRORS):
+                rows = self._outbox.count(self._owner)
+            return self._in_memory + rows
 
     def close(self, timeout_s: float = 0.0) -> bool:
         """Deliver what can be delivered, keep the rest on disk, and end the thread.
@@ -277,190 +213,139 @@ class MetricDelivery:
             timeout_s: Longest time to try, in seconds.
 
         Returns:
-            Whether nothing is left. What is left is on disk, for the next client of this endpoint.
+            True if nothing is left. What is left is on disk, for any client of this endpoint.
         """
         if self._pid != os.getpid():  # a forked child's copy: the metrics are the parent's
             return True
         with self._state:
-            if self._closed:
-                return not self._chunks
-            self._closed = True
-        if timeout_s > 0 and self.pending:
-            self.flush(timeout_s)
-        self._stop.set()
-        if self._retrier is not None and self._retrier is not threading.current_thread():
-            self._retrier.join(_FIRST_PAUSE_S)
-        with self._state:
-            self._keep_all()
-            delivered = not self._chunks and self._in_flight is None
-            for folder in filter(None, [*(self._adopted or []), self._folder]):
-                folder.close()
-        return delivered
+            was_closed, self._closed = self._closed, True
+        if not was_closed:
+            if timeout_s > 0 and self.pending:
+                self.flush(timeout_s)
+            self._keep()
+            self._stop.set()
+            if self._retrier is not None and self._retrier is not threading.current_thread():
+                self._retrier.join(_FIRST_PAUSE_S)
+            if lost := self._lost + len(self._queue):
+                logger.error("%d metric(s) for %s are lost: they could not be kept on disk", lost, self._endpoint)
+        return self.pending == 0
 
-    def _send(self, chunk: _Chunk, deadline: float | None) -> bool:
-        """Send one chunk; put back what is left of it if the master does not answer."""
-        lines, receipts = chunk.read(), list(chunk.receipts)
-        left = dict.fromkeys(range(len(lines)))
+    def _drain(self, deadline: float) -> bool:
+        while time.monotonic() <= deadline:
+            # Without a deadline it is better to make rows now than to wait for another client's turn to end.
+            wait_s = max(deadline - time.monotonic(), 0) if deadline < math.inf else 0
+            turn = self._outbox.delivering(wait_s) if self._may_have_rows else contextlib.nullcontext(True)
+            try:
+                with turn as is_ours:
+                    batch = self._take() if is_ours else None
+                    if batch is None or (batch and not self._send(batch, deadline)):
+                        return False
+            except _DISK_ERRORS as error:
+                self._report_disk(error)
+                if self._has_rows:
+                    return False
+                self._may_have_rows = False  # those of others wait for the next client
+                continue
+            if not batch:
+                if self._away:
+                    self._away = False
+                    logger.info("the master at %s answers again", self._endpoint)
+                return True
+        return self.pending == 0
 
-        def settle(index: int, result: requests.Response | MasterRequestError) -> None:
-            left.pop(index, None)
-            if receipts and isinstance(result, MasterRequestError):
-                receipts[index].error = result
-            elif receipts:
-                receipts[index].response = result  # type: ignore[assignment]
+    def _take(self) -> list[Receipt]:
+        """Take the next batch: rows first, for they are older than the queue."""
+        with self._moving:
+            batch = [Receipt(*row) for row in self._outbox.read(MAX_BATCH)] if self._may_have_rows else []
+            with self._state:
+                if not batch:
+                    self._may_have_rows = self._has_rows = False
+                    size_bytes = 0
+                    while self._queue and len(batch) < MAX_BATCH and size_bytes < MAX_BATCH_BYTES:
+                        batch.append(self._queue.popleft())
+                        size_bytes += len(batch[-1].line)
+                    self._in_flight = batch
+            return batch
 
+    def _send(self, batch: list[Receipt], deadline: float) -> bool:
+        """Send a batch; if the master does not answer, make what is left of it, and the whole queue, rows."""
+        results: dict[int, requests.Response | MasterRequestError] = {}
+        lines = [receipt.line for receipt in batch]
+        failure: str | None = None  # not the exception: its traceback would keep the client alive
         try:
-            self._poster.deliver(lines, settle, self._borrow, deadline)
+            self._poster.deliver(lines, results.__setitem__, lambda: self._borrow(batch[-1].key), deadline)
         except Exception as error:
-            self._failed(chunk, list(left) if len(left) < len(lines) else None, error)
-            return False
-        with self._state:
-            self._in_flight = None
-            if chunk.file is not None:
-                chunk.file.delete()
-            if self._away:
-                self._away = False
-                logger.info("the master at %s answers again", self._endpoint)
-        return True
-
-    def _borrow(self) -> str | None:
-        """A line that waits behind the chunk that is being sent."""
-        with self._state:
-            lines = self._chunks[0].read() if self._chunks else []
-            return random.choice(lines) if lines else None
-
-    # ------------------------------------------------------------------ the queue; callers hold self._state
-
-    def _in_memory(self) -> int:
-        waiting = [*self._chunks, self._in_flight] if self._in_flight else self._chunks
-        return sum(chunk.count for chunk in waiting if chunk.file is None)
-
-    def _new_chunk(self, file: ChunkFile | None = None) -> _Chunk:
-        chunk = _Chunk(self._next_index)
-        chunk.file = file
-        self._next_index += 1
-        self._chunks.append(chunk)
-        return chunk
-
-    def _put_on_disk(self, line: str) -> Receipt:
-        last = self._chunks[-1] if self._chunks else None
-        try:
-            if last is None or last.file is None or not last.has_room:
-                self._own_folder().chunk(self._next_index).append([line])
-                last = self._new_chunk(self._own_folder().chunk(self._next_index))
-                last.count, last.size_bytes = 1, len(line)
-            else:
-                last.add(line)
-            return Receipt(self._kept())
-        except OSError as error:
-            self._report_disk(error)
-            return self._put_in_spare_memory(line)
-
-    def _put_in_spare_memory(self, line: str) -> Receipt:
-        """The master is away and the disk is full: memory is what is left, up to a limit."""
-        if self._in_memory() >= self._max_in_memory:
-            error = MasterError(
-                f"the metric is lost: the master at {self._endpoint} does not answer, {self._spool} cannot be written, "
-                f"and {self._max_in_memory} metrics wait in memory; free disk space or set MLBENCH_HOME elsewhere"
-            )
-            return Receipt(error)
-        last = self._chunks[-1] if self._chunks else None
-        if last is None or last.file is not None or not last.has_room:
-            last = self._new_chunk()
-        return last.add(line) or Receipt(self._kept())
-
-    def _own_folder(self) -> SpoolFolder:
-        if self._folder is None:
-            self._folder = SpoolFolder.create(self._spool)
-        return self._folder
-
-    def _keep_all(self) -> None:
-        """Move every chunk to disk, and tell those who wait that it will take longer."""
-        waiting = [*([self._in_flight] if self._in_flight else []), *self._chunks]
-        for chunk in waiting:
-            if chunk.file is None:
+            failure = str(error)
+            if not isinstance(error, NoAnswer):
+                logger.exception("metrics for %s could not be sent", self._endpoint)
+        with self._moving:
+            for index, result in results.items():
+                batch[index].result = result
+            with self._state:
+                are_rows = self._has_rows or not self._in_flight
+                if self._in_flight and not self._stop.is_set():  # else close has made them rows
+                    self._queue.extendleft(batch[i] for i in reversed(range(len(batch))) if i not in results)
+                self._in_flight = []
+            if are_rows:
                 try:
-                    chunk.move_to(self._own_folder().chunk(chunk.index))
-                except OSError as error:
+                    self._outbox.delete(batch[index].key for index in results)
+                except _DISK_ERRORS as error:
                     self._report_disk(error)
-            if chunk is not self._in_flight:
-                chunk.settle(self._kept())
+        if failure is None:
+            return True
+        was_away, self._away = self._away, True
+        self._keep()
+        if not was_away:
+            said = f"the master at {self._endpoint} does not answer ({failure}): metrics are kept in"
+            logger.warning("%s %s and delivered when it is back", said, self._outbox.path)
+        return False
 
-    def _report_disk(self, error: OSError) -> None:
-        if not self._disk_failed:
-            self._disk_failed = True
-            logger.warning("metrics for %s cannot be kept on disk: %s", self._endpoint, error)
+    def _borrow(self, after: str) -> str | None:
+        """Return a line of the batch behind this key."""
+        with self._moving:
+            behind = [line for _, line in self._outbox.read(MAX_BATCH, after)] if not self._in_flight else []
+            behind = behind or [receipt.line for receipt in itertools.islice(self._queue, MAX_BATCH)]
+            return self._random.choice(behind) if behind else None
 
-    def _kept(self) -> MasterNotFoundError:
-        return MasterNotFoundError(
-            f"the master at {self._endpoint} has not answered; the metric is kept and delivered when it does"
-        )
+    @property
+    def _in_memory(self) -> int:
+        return len(self._queue) + len(self._in_flight)
 
-    # ------------------------------------------------------------------ outages
-
-    def _take(self) -> _Chunk | None:
+    def _keep(self) -> None:
+        """Make every metric in memory a row, tell those who wait that it takes longer, and start the thread."""
+        kept = MasterNotFoundError(f"no answer from {self._endpoint}: the metric is kept and delivered later")
+        with self._moving:
+            with self._state:
+                waiting = [*self._in_flight, *self._queue]
+            try:
+                if waiting:
+                    self._outbox.insert([(receipt.key, receipt.line) for receipt in waiting])
+                    with self._state:
+                        for _ in range(len(waiting) - len(self._in_flight)):
+                            self._queue.popleft()
+                        self._has_rows, self._may_have_rows, self._disk_fails = True, True, False
+            except _DISK_ERRORS as error:
+                self._report_disk(error)
+            for receipt in waiting:
+                if receipt.result is None:
+                    receipt.result = kept
         with self._state:
-            if not self._chunks:
-                return None
-            chunk = self._chunks.popleft()
-            chunk.open = False
-            self._in_flight = chunk
-            return chunk
-
-    def _failed(self, chunk: _Chunk, left: list[int] | None, error: Exception) -> None:
-        if not isinstance(error, NoAnswer):
-            logger.error("metrics for %s could not be sent", self._endpoint, exc_info=error)
-        with self._state:
-            self._in_flight = None
-            if left is not None:
-                with contextlib.suppress(OSError):  # they are sent again; their ids make that harmless
-                    chunk.keep(left)
-            chunk.open = True
-            self._chunks.appendleft(chunk)
-            first_time, self._away = not self._away, True
-            self._keep_all()
-            self._start_retrier()
-        if first_time:
-            logger.warning(
-                "the master at %s does not answer (%s): metrics are kept in %s and delivered when it is back",
-                self._endpoint,
-                str(error),  # not the exception: its traceback would keep the client alive in a log
-                self._spool,
-            )
-
-    def _start_retrier(self) -> None:
-        if self._retrier is None and not self._closed:
-            thread = threading.Thread(target=self._try_again, name="mlbench-delivery", daemon=True)
-            with contextlib.suppress(RuntimeError):  # the interpreter is going down: the disk has everything
-                thread.start()
-                self._retrier = thread
+            if (self._has_rows or self._queue) and self._retrier is None and not self._closed:
+                thread = threading.Thread(target=self._try_again, name="mlbench-delivery", daemon=True)
+                with contextlib.suppress(RuntimeError):  # the interpreter is going down: the disk has everything
+                    thread.start()
+                    self._retrier = thread
 
     def _try_again(self) -> None:
-        """Send again with growing pauses until nothing waits any more."""
-        jitter = random.Random(os.urandom(8))
-        pause_s = _FIRST_PAUSE_S
-        while not self._stop.wait(pause_s * jitter.uniform(0.75, 1.25)):
-            self.drain()
+        """Send again until nothing waits any more."""
+        while not self._stop.wait(_FIRST_PAUSE_S):
+            is_through = self.flush(math.inf)
             with self._state:
-                if not self._away:
+                if is_through and not self._has_rows and not self._queue:
                     self._retrier = None
                     return
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _adopt(self) -> None:
-        """Once, before the first request: queue what clients that are gone left behind, ahead of our own."""
-        if self._adopted is not None:
-            return
-        try:
-            self._adopted = adopt(self._spool)
-        except OSError as error:
-            logger.warning("metrics of earlier processes in %s cannot be read: %s", self._spool, error)
-            self._adopted = []
-        left: list[_Chunk] = []
-        for file in (file for folder in self._adopted for file in folder.chunks()):
-            chunk = _Chunk(-1)
-            chunk.file, chunk.open = file, False
-            chunk.count = len(file.read())
-            left.append(chunk)
-        with self._state:
-            self._chunks.extendleft(reversed(left))
+    def _report_disk(self, error: Exception) -> None:
+        if not self._disk_fails:
+            self._disk_fails = True
+            logger.warning("metrics for %s cannot be kept on disk: %s: %s", self._endpoint, self._outbox.path, error)

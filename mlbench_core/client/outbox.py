@@ -1,205 +1,175 @@
-"""Metrics on disk: what could not be delivered yet and must outlive the process.
+"""Keep undelivered metrics in a SQLite database until the master has them.
 
-A client that cannot reach its master has one folder below ``spool/<endpoint>/``. In it lie *chunks*: files of JSON
-lines, numbered in the order in which they were logged, each small enough to be one request. The owner holds a file
-lock for as long as it lives, so a folder whose lock is free was left by a process that ended or was killed, and the
-next client for that endpoint adopts it.
+All clients of a user for one master share one database in the user's folder. Each metric is a row, and rows are in the
+order in which they were logged. A process inserts a row if the master does not answer. Any process then reads the
+oldest rows, posts them and deletes them, one process at a time. So a process that ends leaves nothing to hand over.
+
+SQLite's rollback journal, and not its write-ahead log, protects the database, because home folders are often on
+network file systems, where the latter does not work. Each operation opens a connection of its own: connections must be
+shared neither by threads nor with a forked process, and this is rarely used.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
-import shutil
+import sqlite3
 import time
-import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-try:
-    import fcntl
-except ImportError:  # no file locks on this platform: ids alone keep a second delivery harmless
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = ["ChunkFile", "SpoolFolder", "adopt", "spool_root"]
+__all__ = ["MAX_BATCH_BYTES", "Outbox"]
 
 logger = logging.getLogger(__name__)
 
-_LOCK_NAME = "owner.lock"
+T = TypeVar("T")
+
+MAX_BATCH_BYTES = 8 * 2**20
+"""About the longest request, in bytes."""
+
+_MAX_PAGES = 2**18  # of 4 KiB, so 1 GiB
 
 
-def spool_root(folder: Path, endpoint: str) -> Path:
-    """The folder that holds all clients' chunks for one endpoint.
+class Outbox:
+    """The undelivered metrics for one master; used by any number of processes and threads.
+
+    A row is a key and the metric's JSON text. Keys are in the order in which metrics were logged, and end with the id
+    of the client that logged it.
+
+    Every method raises ``OSError`` or ``sqlite3.Error`` if the disk is full, not readable or not writable, or if the
+    database has 1 GiB, or other processes occupy it for several seconds. It then has changed nothing. A damaged
+    database is set aside with a warning, and the method continues with a new one.
 
     Args:
-        folder: The user's spool folder.
+        folder: The folder of all outboxes; created when the first row is inserted.
         endpoint: Address of the master's REST interface.
 
-    Returns:
-        The path; nothing is created.
+    Attributes:
+        path: The database.
 
     Example:
-        >>> spool_root(Path("spool"), "http://127.0.0.1:5080/api/").name
-        'http_127.0.0.1_5080_api'
-    """
-    return folder / re.sub(r"[^A-Za-z0-9.-]+", "_", endpoint).strip("_")
-
-
-class ChunkFile:
-    """A file of JSON lines, appended to one line at a time.
-
-    Every line is a single write, so that a killed process leaves whole lines and at most one torn one at the end.
-
-    Args:
-        path: Where it lies.
+        >>> Outbox(Path("spool"), "http://127.0.0.1:5080/api/").path.name
+        'http_127.0.0.1_5080_api.sqlite3'
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: Path, endpoint: str) -> None:
+        self.path = folder / (re.sub(r"[^A-Za-z0-9.-]+", "_", endpoint).strip("_") + ".sqlite3")
+        self._delivered: set[str] = set()  # could not be deleted: a full disk has no room for the journal
 
-    def append(self, lines: list[str]) -> None:
-        """Write lines at the end.
+    def insert(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Insert rows, all or none of them. A row whose key is there already stays as it is.
 
         Args:
-            lines: JSON texts without line breaks.
-
-        Raises:
-            OSError: The disk is full or not writable; the file is as it was before.
+            rows: Keys and JSON texts.
         """
-        data = "".join(line + "\n" for line in lines).encode()
-        with open(self.path, "ab", buffering=0) as file:
-            size = file.tell()
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _create_private(self.path)
+        self._run(lambda connection: connection.executemany("INSERT OR IGNORE INTO metrics VALUES (?, ?)", rows))
+
+    def read(self, limit: int, after: str = "") -> list[tuple[str, str]]:
+        """Read the oldest rows, at most as many as fit into one request.
+
+        Args:
+            limit: Number of rows at most.
+            after: Only rows behind this key.
+
+        Returns:
+            Keys and JSON texts in order; empty if there are none.
+        """
+
+        def select(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+            rows: list[tuple[str, str]] = []
+            left_bytes = MAX_BATCH_BYTES
+            for key, line in connection.execute("SELECT * FROM metrics WHERE key > ? ORDER BY key", (after,)):
+                if len(rows) == limit or left_bytes <= 0:
+                    break
+                if key not in self._delivered:
+                    rows.append((key, line))
+                    left_bytes -= len(line)
+            return rows
+
+        return self._run(select)
+
+    def count(self, owner: str) -> int:
+        """Count the rows of a client.
+
+        Args:
+            owner: The end of its keys.
+        """
+        query = "SELECT count(*) FROM metrics WHERE substr(key, -?) = ?"
+        left: int = self._run(lambda connection: connection.execute(query, (len(owner), owner)).fetchone())[0]
+        return left - sum(key.endswith(owner) for key in self._delivered)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete rows that are delivered. If the disk does not allow it, this object leaves them out from now on.
+
+        Args:
+            keys: Keys of the rows; those that are not there are ignored.
+        """
+        self._delivered.update(keys)
+        query, values = "DELETE FROM metrics WHERE key = ?", [(key,) for key in self._delivered]
+        self._run(lambda connection: connection.executemany(query, values))
+        self._delivered.clear()
+
+    @contextlib.contextmanager
+    def delivering(self, timeout_s: float) -> Iterator[bool]:
+        """Take the turn at delivering rows, which one client has at a time. Inserting needs none.
+
+        Args:
+            timeout_s: The longest to wait for another client that delivers, in seconds.
+
+        Yields:
+            True if the turn is ours.
+        """
+        # The lock of an empty second database: the system releases it when its holder ends, even by a kill.
+        path = self.path.with_suffix(".lock")
+        _create_private(path)
+        with contextlib.closing(sqlite3.connect(path, timeout=timeout_s, isolation_level=None)) as connection:
             try:
-                written = file.write(data)
-                if written != len(data):
-                    raise OSError(f"{self.path}: wrote {written} of {len(data)} bytes, is the disk full?")
-            except OSError:
-                with contextlib.suppress(OSError):
-                    file.truncate(size)
+                connection.execute("BEGIN EXCLUSIVE")
+                is_ours = True
+            except sqlite3.OperationalError:
+                is_ours = False
+            yield is_ours
+
+    def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run one transaction; with a new database if this one turns out to be damaged."""
+        inode = self.path.stat().st_ino
+        try:
+            return self._attempt(work)
+        except sqlite3.DatabaseError as error:
+            if type(error) is not sqlite3.DatabaseError:  # a subclass: busy, full, not writable
                 raise
+            if self.path.stat().st_ino == inode:  # else another process was faster
+                self._set_aside(error)
+            return self._attempt(work)
 
-    def read(self) -> list[str]:
-        """All whole lines; a torn or damaged one is left out with a warning."""
-        try:
-            data = self.path.read_bytes()
-        except FileNotFoundError:  # somebody else delivered it
-            return []
-        lines = data.decode(errors="replace").split("\n")
-        good = [line for line in lines if line and _is_object(line)]
-        damaged = sum(1 for line in lines if line) - len(good)
-        if damaged:
-            logger.warning("%s: left out %d damaged line(s)", self.path, damaged)
-        return good
+    def _attempt(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        connection = sqlite3.connect(self.path, isolation_level="IMMEDIATE")
+        with contextlib.closing(connection), connection:
+            connection.text_factory = lambda data: data.decode(errors="replace")  # the master refuses a damaged one
+            connection.execute("PRAGMA auto_vacuum = FULL")  # deleted rows give their space back
+            connection.execute(f"PRAGMA max_page_count = {_MAX_PAGES}")
+            connection.execute("CREATE TABLE IF NOT EXISTS metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID")
+            return work(connection)
 
-    def replace(self, lines: list[str]) -> None:
-        """Put these lines in the place of all others, at once.
-
-        Args:
-            lines: JSON texts without line breaks.
-
-        Raises:
-            OSError: The disk is full or not writable; the file is as it was before.
-        """
-        part = self.path.with_suffix(".part")
-        part.write_text("".join(line + "\n" for line in lines))
-        part.replace(self.path)
-
-    def delete(self) -> None:
-        """Remove the file, if it is still there."""
-        self.path.unlink(missing_ok=True)
+    def _set_aside(self, error: sqlite3.Error) -> None:
+        aside = f"{self.path}.damaged-{time.time_ns()}"
+        logger.warning("%s is damaged (%s): its metrics are not delivered, it is now %s", self.path, error, aside)
+        # The journal belongs to the damaged database: SQLite would apply it to the new one.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(f"{self.path}-journal", f"{aside}-journal")
+        os.rename(self.path, aside)
+        _create_private(self.path)
 
 
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
+def _create_private(path: Path) -> None:
+    """Create a file that other users cannot read, which SQLite would not do.
 
-
-class SpoolFolder:
-    """One client's folder of chunks, owned through a lock.
-
-    Args:
-        path: The folder.
-        lock: Descriptor of its lock file, locked.
+    An existing file must not be opened: closing it would drop the locks of this process's connections to it.
     """
-
-    def __init__(self, path: Path, lock: int) -> None:
-        self.path = path
-        self._lock: int | None = lock
-
-    @classmethod
-    def create(cls, root: Path) -> SpoolFolder:
-        """Make a new folder below ``root`` and lock it.
-
-        It is made under a hidden name, locked, and renamed, so that nobody adopts it in between.
-
-        Args:
-            root: See :func:`spool_root`.
-
-        Raises:
-            OSError: The folder cannot be made.
-        """
-        name = f"{time.time_ns():020d}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        hidden = root / f".{name}"
-        hidden.mkdir(mode=0o700, parents=True)
-        lock = _lock(hidden / _LOCK_NAME)
-        if lock is None:
-            raise OSError(f"{hidden}: somebody else locked a folder that was just made")
-        hidden.rename(root / name)
-        return cls(root / name, lock)
-
-    def chunk(self, index: int) -> ChunkFile:
-        """The file of a chunk.
-
-        Args:
-            index: Its place in the order, from 0.
-        """
-        return ChunkFile(self.path / f"{index:010d}.jsonl")
-
-    def chunks(self) -> list[ChunkFile]:
-        """The chunks that are there, oldest first."""
-        return [ChunkFile(path) for path in sorted(self.path.glob("*.jsonl"))]
-
-    def close(self) -> None:
-        """Give the lock back; the folder goes when nothing is left in it. Closing again does nothing."""
-        if self._lock is None:
-            return
-        if not self.chunks():
-            shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = None
-
-
-def adopt(root: Path) -> list[SpoolFolder]:
-    """Take over the folders of clients that are gone.
-
-    Args:
-        root: See :func:`spool_root`.
-
-    Returns:
-        Folders that now belong to the caller, oldest first.
-    """
-    folders = []
-    for path in sorted(root.glob("[0-9]*")) if root.is_dir() else []:
-        try:
-            lock = _lock(path / _LOCK_NAME)
-        except OSError:  # removed while we looked, or not ours to read
-            continue
-        if lock is not None:
-            folders.append(SpoolFolder(path, lock))
-    return folders
-
-
-def _lock(path: Path) -> int | None:
-    """Lock a file without waiting; None where another open client holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    if fcntl is not None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            return None
-    return descriptor
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
+import sqlite3
+import stat
 import subprocess
 import sys
 import threading
@@ -15,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from mlbench_core.client import delivery, outbox
 from mlbench_core.client.api import ApiClient
 from mlbench_core.client.delivery import MAX_BATCH
 from mlbench_core.errors import MasterNotFoundError, MasterRequestError
@@ -23,11 +27,14 @@ from tests.client.stub_master import StubMaster
 Connect = Callable[..., ApiClient]
 
 
-def spooled(folder: Path) -> list[Any]:
+def kept(folder: Path) -> list[Any]:
     """Values of the metrics on disk, in order."""
-    return [
-        json.loads(line)["value"] for file in sorted(folder.rglob("*.jsonl")) for line in file.read_text().splitlines()
-    ]
+    values = []
+    for path in folder.glob("*.sqlite3"):
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            rows = connection.execute("SELECT line FROM metrics ORDER BY key").fetchall()
+            values += [json.loads(line)["value"] for (line,) in rows]
+    return values
 
 
 def test_metrics_arrive_in_order_with_an_id_each(master: StubMaster, connect: Connect) -> None:
@@ -180,30 +187,158 @@ def test_what_a_closed_client_could_not_deliver_the_next_one_does(
     for value in range(10):
         first.post_metric(1, "loss @ 0", value)
     assert first.close(timeout_s=0.1) is False
-    assert spooled(tmp_path) == list(range(10))
+    assert kept(tmp_path) == list(range(10))
     master.start()
     second = connect(spill_dir=tmp_path)
     second.post_metric(1, "loss @ 0", 10)
     assert second.close(10) is True
     assert master.values == list(range(11))
-    assert spooled(tmp_path) == []
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert kept(tmp_path) == []
 
 
-def test_an_open_client_keeps_its_metrics_to_itself(master: StubMaster, connect: Connect, tmp_path: Path) -> None:
+def test_clients_share_the_outbox_and_deliver_each_row_once(
+    master: StubMaster, connect: Connect, tmp_path: Path
+) -> None:
     master.stop()
-    first = connect(spill_dir=tmp_path)
-    with pytest.raises(MasterNotFoundError):
-        first.post_metric(1, "loss @ 0", "first").result(10)
-    second = connect(spill_dir=tmp_path)
-    with pytest.raises(MasterNotFoundError):
-        second.post_metric(1, "loss @ 0", "second").result(10)
-    assert (first._delivery.pending, second._delivery.pending) == (1, 1)
-    first.close(timeout_s=0)
+    clients = [connect(spill_dir=tmp_path) for _ in range(3)]
+    for client in clients:
+        for value in range(100):
+            future = client.post_metric(1, f"m @ {id(client)}", value)
+        assert isinstance(future.exception(10), MasterNotFoundError)
+    assert [client._delivery.pending for client in clients] == [100, 100, 100]
+    clients[0].close(timeout_s=0)
+    clients.append(connect(spill_dir=tmp_path))
     master.start()
-    assert second.flush(10)
-    assert connect(spill_dir=tmp_path).flush(10)  # once the first is closed, a third delivers what it left
-    assert sorted(master.values) == ["first", "second"]
+    threads = [threading.Thread(target=client.flush, args=(20,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kept(tmp_path) == []
+    assert [client._delivery.pending for client in clients] == [0] * 4
+    assert len(master.deliveries) == 300
+    for client in clients[:3]:
+        assert [m["value"] for m in master.metrics if m["name"] == f"m @ {id(client)}"] == list(range(100))
+
+
+def test_one_client_at_a_time_delivers_rows(master: StubMaster, connect: Connect, tmp_path: Path) -> None:
+    master.stop()
+    clients = [connect(spill_dir=tmp_path, timeout_s=20) for _ in range(2)]
+    for value, client in enumerate(clients):
+        client.post_metric(1, "m", value).exception(10)
+    reached, release = threading.Event(), threading.Event()
+
+    def hang(method: str, path: str, body: Any) -> None:
+        reached.set()
+        release.wait(20)
+
+    master.respond = hang
+    master.start()
+    try:
+        assert reached.wait(20)
+        assert [client.flush(0.3) for client in clients] == [False, False]
+        assert len(master.requests) == 1
+    finally:
+        release.set()
+    assert [client.flush(20) for client in clients] == [True, True]
+    assert (master.values, len(master.deliveries)) == ([0, 1], 2)
+
+
+def test_rows_that_cannot_be_deleted_are_not_sent_again(
+    master: StubMaster, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk has no room for the journal that deleting needs."""
+    master.stop()
+    client = connect(spill_dir=tmp_path)
+    for value in range(20):
+        client.post_metric(1, "m", value).exception(10)
+    [path] = tmp_path.glob("*.sqlite3")
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TRIGGER full BEFORE DELETE ON metrics BEGIN SELECT RAISE(FAIL, 'disk is full'); END")
+    master.start()
+    assert client.flush(10)
+    assert (master.values, len(master.deliveries)) == (list(range(20)), 20)
+    assert len(kept(tmp_path)) == 20
+    assert "disk is full" in caplog.text
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TRIGGER full")
+    master.stop()
+    client.post_metric(1, "m", 20).exception(10)
+    master.start()
+    assert client.flush(10)
+    assert (len(master.deliveries), kept(tmp_path)) == (21, [])
+
+
+def test_a_full_outbox_is_bounded_and_says_what_is_lost(
+    master: StubMaster,
+    connect: Connect,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox, "_MAX_PAGES", 10)
+    monkeypatch.setattr(delivery, "_MAX_IN_MEMORY", 50)
+    master.stop()
+    client = connect(spill_dir=tmp_path)
+    for start in range(0, 300, 10):
+        metrics = [{"run_id": 1, "name": "m", "value": value} for value in range(start, start + 10)]
+        error = client.post_metrics(metrics).exception(10)
+    assert "is lost" in str(error)
+    [path] = tmp_path.glob("*.sqlite3")
+    assert path.stat().st_size <= 10 * 4096
+    count = client._delivery.pending
+    assert len(kept(tmp_path)) + 50 == count < 300
+    assert client.close(timeout_s=0) is False
+    assert f"{300 - count + 50} metric(s)" in caplog.text
+    master.start()
+    assert connect(spill_dir=tmp_path).flush(10)
+    assert master.values == list(range(count - 50))
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_metrics_that_memory_cannot_hold_during_a_request_wait_on_disk_in_order(
+    is_answered: bool, master: StubMaster, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "_MAX_IN_MEMORY", 10)
+    reached, release = threading.Event(), threading.Event()
+
+    def hang(method: str, path: str, body: Any) -> tuple[int, Any] | None:
+        reached.set()
+        release.wait(20)
+        master.respond = lambda method, path, body: None
+        return None if is_answered else (0, None)
+
+    master.respond = hang
+    client = connect(timeout_s=20, spill_dir=tmp_path)
+    try:
+        first = client.post_metric(1, "m", 0)
+        assert reached.wait(20)
+        for value in range(1, 50):
+            client.post_metric(1, "m", value)
+        assert kept(tmp_path)[:10] == list(range(10))
+    finally:
+        release.set()
+    assert client.flush(20)
+    assert (master.values, len(master.deliveries)) == (list(range(50)), 50)
+    assert (first.exception(10) is None) is is_answered
+    assert kept(tmp_path) == []
+
+
+def test_the_outbox_is_private_and_ignores_what_else_is_in_its_folder(
+    master: StubMaster, connect: Connect, tmp_path: Path
+) -> None:
+    other = tmp_path / f"http_127.0.0.1_{master.port}_api" / "00001"
+    other.mkdir(parents=True)
+    (other / "0000000000.jsonl").write_text("{}\n")
+    master.stop()
+    client = connect(spill_dir=tmp_path)
+    client.post_metric(1, "m", 1).exception(10)
+    master.start()
+    assert client.flush(10)
+    files = [path for path in tmp_path.iterdir() if path.is_file()]
+    assert {path.suffix for path in files} == {".sqlite3", ".lock"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    assert (other / "0000000000.jsonl").read_text() == "{}\n"
 
 
 PROCESS = """
@@ -225,7 +360,7 @@ def test_a_process_that_ends_while_the_master_is_away_loses_nothing(
     done = subprocess.run([sys.executable, "-c", PROCESS, master.url, tmp_path, how], capture_output=True, text=True)
     assert done.returncode == (0 if how == "exits" else -9), done.stderr
     assert "Traceback" not in done.stderr
-    assert spooled(tmp_path) == list(range(20))
+    assert kept(tmp_path) == list(range(20))
     master.start()
     assert connect(spill_dir=tmp_path).flush(10)
     assert master.values == list(range(20))
@@ -237,7 +372,7 @@ def test_a_process_that_exits_without_closing_delivers(master: StubMaster, tmp_p
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert master.values == list(range(20))
-    assert list(tmp_path.rglob("*.jsonl")) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dropped_client_keeps_its_metrics_on_disk(master: StubMaster, tmp_path: Path) -> None:
@@ -248,23 +383,29 @@ def test_a_dropped_client_keeps_its_metrics_on_disk(master: StubMaster, tmp_path
     del client
     gc.collect()
     assert gone() is None  # and the leak guard sees that its threads have ended
-    assert spooled(tmp_path) == [5]
+    assert kept(tmp_path) == [5]
 
 
-def test_a_torn_line_is_left_out(
-    master: StubMaster, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("part", ["beginning", "middle"])
+def test_a_damaged_database_is_set_aside(
+    part: str, master: StubMaster, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     master.stop()
     first = connect(spill_dir=tmp_path)
-    for value in range(3):
-        first.post_metric(1, "loss @ 0", value)
-    first.close(timeout_s=0.1)
-    file = max(tmp_path.rglob("*.jsonl"))
-    file.write_text(file.read_text() + '{"id": "x", "na')
+    first.post_metrics([{"run_id": 1, "name": "m", "value": value} for value in range(200)]).exception(10)
+    first.close(timeout_s=0)
+    [path] = tmp_path.glob("*.sqlite3")
+    with path.open("r+b") as file:
+        file.seek(0 if part == "beginning" else 8192)
+        file.write(b"garbage" * 1000)
+    second = connect(spill_dir=tmp_path)
+    assert isinstance(second.post_metric(1, "m", "new").exception(10), MasterNotFoundError)
+    assert "is damaged" in caplog.text
+    assert kept(tmp_path) == ["new"]
+    assert len(list(tmp_path.glob("*.damaged-*"))) == 1
     master.start()
-    assert connect(spill_dir=tmp_path).flush(10)
-    assert master.values == [0, 1, 2]
-    assert "left out 1 damaged line" in caplog.text
+    assert second.flush(10)
+    assert master.values == ["new"]
 
 
 def test_memory_stays_bounded_while_the_master_is_away(master: StubMaster, connect: Connect, tmp_path: Path) -> None:
@@ -276,27 +417,35 @@ def test_memory_stays_bounded_while_the_master_is_away(master: StubMaster, conne
         client.post_metrics([{"run_id": 1, "name": "m", "value": i} for i in range(1, 25_000)]).result(30)
     delivery = client._delivery
     assert delivery.pending == 25_000
-    assert sum(len(chunk.lines) + len(chunk.receipts) for chunk in delivery._chunks) == 0
-    assert len(delivery._chunks) <= 4
+    assert len(delivery._queue) + len(delivery._in_flight) == 0
     master.start()
     assert client.flush(60)
     assert master.values == list(range(25_000))
     assert max(master.batches) <= MAX_BATCH
 
 
-def test_a_full_disk_keeps_metrics_in_memory_up_to_a_limit(
-    master: StubMaster, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_disk_that_fails_keeps_metrics_in_memory_up_to_a_limit(
+    master: StubMaster,
+    connect: Connect,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("a file where a folder should be")
     master.stop()
+    monkeypatch.setattr(delivery, "_MAX_IN_MEMORY", 10)
     client = connect(spill_dir=blocked)
-    client._delivery._max_in_memory = 10
     futures = [client.post_metric(1, "loss @ 0", value) for value in range(15)]
     for future in futures:
         assert future.exception(10) is not None
     assert "cannot be kept on disk" in caplog.text
     assert "is lost" in str(futures[-1].exception())
+    assert caplog.text.count("is lost") == 1
+    for _ in range(2):
+        assert not client._delivery.drain()
+        with client._delivery._sending:
+            assert [json.loads(receipt.line)["value"] for receipt in client._delivery._queue] == list(range(10))
     master.start()
     assert client.flush(20)
     assert master.values == list(range(10))
@@ -410,21 +559,22 @@ def test_a_bad_metric_alone_is_kept_until_another_one_is_accepted(
     with pytest.raises(MasterNotFoundError):
         client.post_metric(1, "bad", "bad").result(10)
     assert not client.flush(0.2)
-    assert spooled(tmp_path) == ["bad"]
+    assert kept(tmp_path) == ["bad"]
     client.post_metric(1, "good", "good")
     assert client.flush(20)
-    assert (master.values, spooled(tmp_path)) == (["good"], [])
+    assert (master.values, kept(tmp_path)) == (["good"], [])
     assert old.tried.count("good") == 1
 
 
-def test_bad_metrics_in_chunks_of_their_own_hold_up_nothing(master: StubMaster, connect: Connect) -> None:
+def test_bad_metrics_in_batches_of_their_own_hold_up_nothing(
+    master: StubMaster, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = OldMaster(master)
     client = connect()
-    delivery = client._delivery
-    with delivery._sending:  # nothing is sent while the chunks are made
+    monkeypatch.setattr(delivery, "MAX_BATCH", 1)
+    with client._delivery._sending:  # nothing is sent before all are queued
         for index in range(4):
             client.post_metric(1, "bad" if index % 2 == 0 else "good", index)
-            delivery._chunks[-1].open = False
     assert client.flush(20)
     assert master.values == [1, 3]
     assert len(master.deliveries) == 2
@@ -439,7 +589,7 @@ def test_a_master_that_answers_500_to_everything_is_away_and_nothing_is_lost(
     client = connect(spill_dir=tmp_path)
     client.post_metrics([{"run_id": 1, "name": "m", "value": i} for i in range(200)])
     assert not client.flush(1)
-    assert spooled(tmp_path) == list(range(200))
+    assert kept(tmp_path) == list(range(200))
     assert old.posts() < 100  # a few attempts with a few requests each
     old.is_broken = False
     assert client.flush(20)
