@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -124,16 +124,27 @@ with files.lock(pathlib.Path(sys.argv[1])):
 """
 
 
+def take(path: Path) -> bool:
+    with files.lock(path):
+        return True
+
+
 def test_a_lock_is_held_until_its_holder_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "lock"
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(TimeoutError), files.lock(path, wait=False):
-            pass
-        holder.send_signal(signal.SIGKILL)
-        with files.lock(path):  # waits for the kill
-            pass
+    with (
+        subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True) as holder,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            with pytest.raises(TimeoutError), files.lock(path, wait=False):
+                pass
+            waiting = pool.submit(take, path)
+            assert not wait([waiting], timeout=0.2).done
+        finally:
+            holder.kill()
+        assert waiting.result()
     with files.lock(path, wait=False):
         pass
     assert path.read_bytes() == b""
