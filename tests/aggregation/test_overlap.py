@@ -174,7 +174,7 @@ def test_parameters_beside_the_model_are_averaged_and_counted(results: Results) 
 
 def test_a_scaler_that_looks_at_gradients_on_their_way_is_refused(results: Results) -> None:
     for result in results:
-        assert "before they were averages (they were on their way" in result["scaler_that_looks_too_early"]
+        assert "before they were averaged (they were still being sent" in result["scaler_that_looks_too_early"]
 
 
 def test_sparse_gradients_are_refused_by_name(results: Results) -> None:

@@ -315,7 +315,7 @@ def test_activation_regularization_is_as_defined() -> None:
 
 def test_bad_arguments_are_named() -> None:
     for call, message in [
-        (lambda: LSTMLanguageModel(0, 4, 4, 1), "ntoken is 0"),
+        (lambda: LSTMLanguageModel(0, 4, 4, 1), "ntoken must be at least 1, not 0"),
         (lambda: LSTMLanguageModel(4, 4, 4, 1, wdrop=1.5), "wdrop is 1.5"),
         (lambda: LSTMLanguageModel(4, 4, 4, 1, dropouti=-0.1), "dropouti is -0.1"),
         (lambda: LockedDropout(2), "p is 2"),
