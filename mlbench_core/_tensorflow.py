@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 __all__ = ["install"]
 
 
-class _NoTensorFlow(MetaPathFinder):
-    """Finder that comes last, for modules that no other finder has found."""
+class _NoTensorFlow:
+    """Finder that comes last, for modules that no other finder has found.
+
+    It does not derive from ``importlib.abc.MetaPathFinder``: importing that takes a fifth of the start of the command.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
