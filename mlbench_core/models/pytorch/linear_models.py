@@ -1,4 +1,4 @@
-"""Linear models, on dense and on sparse samples.
+"""Linear models for dense and sparse samples.
 
 Example:
     >>> import torch
@@ -24,11 +24,11 @@ __all__ = ["LinearRegression", "LogisticRegression", "Standardization"]
 class LogisticRegression(nn.Module):
     r"""Logistic regression: :math:`p(y = 1 \mid x) = \sigma(z)` with the logit :math:`z = w^\top x + b`.
 
-    Returns probabilities, so it goes with a binary cross-entropy on probabilities
+    The model returns probabilities, so it goes with a binary cross-entropy on probabilities
     (:class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized`). In float32 a probability is exactly 1 from
-    a logit of about 17 on, where the cross-entropy loses its gradient; for training that may get there, let both work
-    on logits: ``LogisticRegression(n, logits=True)`` with ``BCELossRegularized(..., logits=True)``. The parameters are
-    the same.
+    a logit of about 17 on, and the cross-entropy loses its gradient there. If training may get there, let both work on
+    logits: ``LogisticRegression(n, logits=True)`` with ``BCELossRegularized(..., logits=True)``. The parameters are the
+    same.
 
     Args:
         n_features: Number of features of a sample, at least 1.
@@ -57,7 +57,7 @@ class LogisticRegression(nn.Module):
         self.logits = logits
 
     def forward(self, x: Tensor) -> Tensor:
-        """Probability of the class 1, or its logit.
+        """Return the probability of class 1, or its logit.
 
         Args:
             x: Samples, shape (batch, n_features), dense or sparse (COO or CSR).
@@ -87,7 +87,7 @@ class LinearRegression(nn.Module):
         self.linear = _linear(n_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The prediction.
+        """Return the predictions.
 
         Args:
             x: Samples, shape (batch, n_features), dense or sparse (COO or CSR).
@@ -102,11 +102,12 @@ class LinearRegression(nn.Module):
 
 
 class Standardization(nn.Module):
-    r"""Features with mean 0 and standard deviation 1: :math:`x'_j = (x_j - \mu_j) / \sigma_j`.
+    r"""A layer that gives features mean 0 and standard deviation 1: :math:`x'_j = (x_j - \mu_j) / \sigma_j`.
 
-    Put it before a linear model whose features have different units; gradient descent needs one learning rate that fits
-    all of them. Mean and deviation are those of a training set, kept as buffers: they are saved with the model, get no
-    gradient and no penalty. A feature that is the same in all samples (:math:`\sigma_j = 0`) becomes 0, for any sample.
+    Put it before a linear model whose features have different units, because gradient descent needs one learning rate
+    that fits all of them. Mean and deviation are those of a training set and are kept as buffers. They are saved with
+    the model and get neither a gradient nor a penalty. A feature that is the same in all samples (:math:`\sigma_j = 0`)
+    becomes 0, for any sample.
 
     Args:
         mean: :math:`\mu`, shape (n_features,).
@@ -179,7 +180,7 @@ class Standardization(nn.Module):
 
 
 def _linear(n_features: int) -> nn.Linear:
-    """A layer with one output, after a look at the number of inputs."""
+    """Create a layer with one output after checking the number of inputs."""
     count = operator.index(n_features)
     if count < 1:
         raise ValueError(f"n_features is {n_features}; a linear model needs at least 1 feature")
@@ -210,19 +211,19 @@ def _affine(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each row's entries start (with the end of the last), the entries' columns, and their values."""
+    """Return the start of each row's entries (with the end of the last), their columns, and their values."""
     if x.layout == torch.sparse_csr:
         return x.crow_indices(), x.col_indices(), x.values()
     if x.layout != torch.sparse_coo:
         raise ValueError(f"samples have the layout {x.layout}; it must be strided (dense), sparse_coo or sparse_csr")
-    x = x.coalesce()  # sorts by row
+    x = x.coalesce()  # sorts the entries by row
     rows, columns = x.indices()
     counts = torch.bincount(rows, minlength=x.shape[0])
     return F.pad(counts.cumsum(0), (1, 0)), columns, x.values()
 
 
 def _mean_over_workers(parts: Iterable[Tensor]) -> Tensor:
-    """The mean of all rows of all workers' matrices, in float64."""
+    """Return the mean of all rows of all workers' matrices, in float64."""
     total: Tensor | None = None
     count = 0
     for part in parts:

@@ -12,11 +12,11 @@ __all__ = ["evaluation_mode"]
 
 @contextmanager
 def evaluation_mode(model: nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Switch dropout off, and put every module back into its own mode afterwards, also after an exception.
+    """Switch to evaluation mode, and restore the mode of every module afterwards, even after an exception.
 
     Args:
         model: The model.
-        wanted: Whether to do anything at all.
+        wanted: Whether to switch; if False, nothing changes.
 
     Example:
         >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
@@ -26,6 +26,7 @@ def evaluation_mode(model: nn.Module, wanted: bool = True) -> Iterator[None]:
         >>> [module.training for module in model]
         [True, False]
     """
+    # One flag per module: ``model.train()`` would also switch modules that were in evaluation mode before.
     training = [module for module in model.modules() if module.training] if wanted else []
     if wanted:
         model.eval()

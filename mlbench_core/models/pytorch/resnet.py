@@ -1,4 +1,4 @@
-"""Residual networks for images of 32x32 pixels, and by name also those for ImageNet.
+"""Residual networks for images of 32x32 pixels, and ResNets for ImageNet by name.
 
 Version 1 is the network of He et al. 2015: batch norm and ReLU after each convolution, ReLU after the addition.
 Version 2 is that of He et al. 2016: batch norm and ReLU before each convolution, nothing after the addition, and one
@@ -45,22 +45,22 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
 
 
 def _conv3x3(width_in: int, width_out: int, stride: int = 1) -> nn.Conv2d:
-    """A 3x3 convolution that keeps the size of the image at stride 1."""
+    """Create a 3x3 convolution that keeps the size of the image at stride 1."""
     return nn.Conv2d(width_in, width_out, kernel_size=3, stride=stride, padding=1, bias=False)
 
 
 def _conv1x1(width_in: int, width_out: int, stride: int = 1) -> nn.Conv2d:
-    """A 1x1 convolution."""
+    """Create a 1x1 convolution."""
     return nn.Conv2d(width_in, width_out, kernel_size=1, stride=stride, bias=False)
 
 
 class PaddedIdentity(nn.Module):
-    """Shortcut of option A: the identity, with zeros for the new channels. It has no parameters.
+    """The shortcut of option A: the identity, with zeros for the new channels. It has no parameters.
 
     Args:
-        width_in: Channels that come in.
-        width_out: Channels that go out, at least ``width_in``.
-        stride: Every stride-th row and column is kept.
+        width_in: Input channels.
+        width_out: Output channels, at least ``width_in``.
+        stride: Step between the rows, and between the columns, that are kept.
     """
 
     def __init__(self, width_in: int, width_out: int, stride: int) -> None:
@@ -75,7 +75,7 @@ class PaddedIdentity(nn.Module):
 
 
 def _shortcut(width_in: int, width_out: int, stride: int, option: str, norm: bool) -> nn.Module | None:
-    """What leads around a block: None is the plain identity, where the shape stays."""
+    """Return the module of a shortcut, or None for the identity, which fits if the shape does not change."""
     if width_in == width_out and stride == 1:
         return None
     if option == "A":
@@ -85,13 +85,13 @@ def _shortcut(width_in: int, width_out: int, stride: int, option: str, norm: boo
 
 
 class BlockV1(nn.Module):
-    r"""Residual block of version 1: :math:`y = \mathrm{ReLU}(x + F(x))`.
+    r"""A residual block of version 1: :math:`y = \mathrm{ReLU}(x + F(x))`.
 
     Args:
-        width_in: Channels that come in.
+        width_in: Input channels.
         width: Channels of the 3x3 convolutions.
         stride: Stride of the first 3x3 convolution.
-        bottleneck: 1x1, 3x3, 1x1 convolutions with four times the width at the end, instead of two 3x3 ones.
+        bottleneck: Whether to use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead of two 3x3 ones.
         shortcut: ``"A"`` or ``"B"``.
     """
 
@@ -109,20 +109,21 @@ class BlockV1(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, width_in, h, w) to (batch, width_out, h/stride, w/stride)."""
         around = x if self.shortcut is None else self.shortcut(x)
-        return self.residual(x).add_(around).relu_()  # in place: the backward pass needs neither sum nor summand
+        # In place, because the backward pass needs neither the sum nor its summands.
+        return self.residual(x).add_(around).relu_()
 
 
 class BlockV2(nn.Module):
-    r"""Residual block of version 2: :math:`y = x + F(x)`, with batch norm and ReLU before each convolution.
+    r"""A residual block of version 2: :math:`y = x + F(x)`, with batch norm and ReLU before each convolution.
 
-    Where the shape changes, and in the first block of all (the paper's appendix), the first activation comes before the
-    two paths part, so the shortcut takes the activated input.
+    If the shape changes, the first activation comes before the two paths part, so the shortcut reads the activated
+    input. The same holds for the first block of the network (the paper's appendix).
 
     Args:
-        width_in: Channels that come in.
+        width_in: Input channels.
         width: Channels of the 3x3 convolutions.
         stride: Stride of the first 3x3 convolution.
-        bottleneck: 1x1, 3x3, 1x1 convolutions with four times the width at the end, instead of two 3x3 ones.
+        bottleneck: Whether to use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead of two 3x3 ones.
         shortcut: ``"A"`` or ``"B"``.
         first: Whether this is the first block of the network.
     """
@@ -139,6 +140,7 @@ class BlockV2(nn.Module):
         super().__init__()
         self.shortcut = _shortcut(width_in, 4 * width if bottleneck else width, stride, shortcut, norm=False)
         self.activate_both_paths = first or self.shortcut is not None
+        # Not in place: in most blocks the shortcut still needs x.
         self.activation = nn.Sequential(nn.BatchNorm2d(width_in), nn.ReLU(inplace=False))
         first_convolution, *convolutions = _convolutions(width_in, width, stride, bottleneck)
         layers: list[nn.Module] = [first_convolution]
@@ -155,21 +157,21 @@ class BlockV2(nn.Module):
         return around + self.residual(active)
 
 
-BasicBlockV1, BasicBlockV2 = BlockV1, BlockV2  # as version 3.0 called them; their bottlenecks are an argument here
+BasicBlockV1, BasicBlockV2 = BlockV1, BlockV2  # the names of version 3.0; bottlenecks are an argument here
 
 
 def _convolutions(width_in: int, width: int, stride: int, bottleneck: bool) -> list[nn.Conv2d]:
-    """The convolutions of a block; the stride is on the first 3x3 one."""
+    """Create the convolutions of a block; the first 3x3 one has the stride."""
     if bottleneck:
         return [_conv1x1(width_in, width), _conv3x3(width, width, stride), _conv1x1(width, 4 * width)]
     return [_conv3x3(width_in, width, stride), _conv3x3(width, width)]
 
 
 class _ResNet32(nn.Module):
-    """Residual network for 32x32 images: a 3x3 convolution, stages of blocks, average pooling, a linear layer.
+    """A residual network for 32x32 images: a 3x3 convolution, stages of blocks, average pooling, a linear layer.
 
     Args:
-        widths: Width of each stage; from the second on, the first block of a stage halves the image.
+        widths: Width of each stage. From the second stage on, the first block halves the size of the image.
         blocks: Number of blocks in each stage.
         bottleneck: Whether the blocks are bottlenecks.
         num_classes: Number of classes.
@@ -191,6 +193,7 @@ class _ResNet32(nn.Module):
         self.version = version
         width = widths[0]
         self.stem = nn.Sequential(_conv3x3(3, width))
+        # Version 2 activates inside its blocks, before each convolution.
         if version == 1:
             self.stem.extend([nn.BatchNorm2d(width), nn.ReLU(inplace=True)])
         stages = []
@@ -206,12 +209,13 @@ class _ResNet32(nn.Module):
                 width = 4 * stage_width if bottleneck else stage_width
             stages.append(stage)
         self.stages = nn.Sequential(*stages)
+        # The last block of version 2 ends with an addition, which nothing has normalized yet.
         self.final_norm = nn.BatchNorm2d(width) if version == 2 else None
         self.classifier = nn.Linear(width, num_classes)
         initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores before the softmax.
+        """Return the class scores before the softmax.
 
         Args:
             x: Images, shape (batch, 3, 32, 32).
@@ -226,21 +230,20 @@ class _ResNet32(nn.Module):
 
 
 class ResNetCIFAR(_ResNet32):
-    """ResNet for CIFAR: three stages of widths 16, 32 and 64 (He et al. 2015, section 4.2).
+    """A ResNet for CIFAR: three stages of widths 16, 32 and 64 (He et al. 2015, section 4.2).
 
     ResNet-20 with 10 classes has 272,474 parameters, with ``shortcut="A"`` 269,722.
 
     Args:
-        resnet_size: Number of layers that have weights: 6n + 2, with bottlenecks 9n + 2; for example 20, 32, 44, 56,
-            110.
+        resnet_size: Number of layers with weights: 6n + 2, or 9n + 2 with bottlenecks; for example 20, 32, 44, 56, 110.
         bottleneck: Whether each block is a bottleneck of three convolutions instead of two.
         num_classes: Number of classes, at least 1.
         version: 1 (post-activation, He et al. 2015) or 2 (pre-activation, He et al. 2016).
-        shortcut: Where the shape changes: ``"B"``, a 1x1 convolution, or ``"A"``, the identity padded with zeros, as in
-            the paper's CIFAR networks.
+        shortcut: Shortcut of a block that changes the shape: ``"B"``, a 1x1 convolution, or ``"A"``, the identity
+            padded with zeros, as in the paper's CIFAR networks.
 
     Raises:
-        ValueError: An argument is outside what is listed above.
+        ValueError: An argument is not one of the values listed above.
 
     Example:
         >>> model = ResNetCIFAR(20, bottleneck=False, num_classes=10)
@@ -273,11 +276,11 @@ class ResNetCIFAR(_ResNet32):
 
 
 class ResNet18CIFAR10(nn.Module):
-    """The pre-activation ResNet-18 of a DAWNBench entry of 2017 for CIFAR-10, whose last stage is 256 wide.
+    """The pre-activation ResNet-18 of a DAWNBench entry of 2017 for CIFAR-10, with a last stage 256 wide.
 
-    A 3x3 convolution, four stages of two :class:`BlockV2` each with widths 64, 128, 256 and 256, and a linear layer on
-    the average and the maximum of each channel. There is no batch norm after the last block. With 10 classes there are
-    5,205,962 parameters.
+    It has a 3x3 convolution, four stages of two :class:`BlockV2` each with widths 64, 128, 256 and 256, and a linear
+    layer on the average and the maximum of each channel. The last block is not followed by batch norm. With 10 classes
+    there are 5,205,962 parameters.
 
     Args:
         num_classes: Number of classes, at least 1.
@@ -305,7 +308,7 @@ class ResNet18CIFAR10(nn.Module):
         initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores before the softmax.
+        """Return the class scores before the softmax.
 
         Args:
             x: Images, shape (batch, 3, 32, 32).
@@ -358,21 +361,21 @@ def get_resnet_model(
 
     Args:
         model: For 32x32 images ``"resnet20"``, ``"resnet32"``, ``"resnet44"``, ``"resnet56"``, ``"resnet110"``
-            (:class:`ResNetCIFAR`) and ``"resnet18"`` (:class:`ResNet18CIFAR10`). For ImageNet, from torchvision without
-            pretrained weights, ``"resnet18_imagenet"``, ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and
-            ``"resnet152"``.
-        version: 1 or 2, see :class:`ResNetCIFAR`. resnet18 exists in version 2 only and the networks for ImageNet in
-            version 1; if you ask for another version, the log says so.
+            (:class:`ResNetCIFAR`) and ``"resnet18"`` (:class:`ResNet18CIFAR10`). For ImageNet ``"resnet18_imagenet"``,
+                ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and ``"resnet152"``, from torchvision without pretrained
+                weights.
+        version: 1 or 2, see :class:`ResNetCIFAR`. resnet18 exists only in version 2 and the networks for ImageNet only
+            in version 1. A request for another version is logged.
         dtype: Type of the parameters: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``.
-        num_classes: Number of classes. If it is left out, a network for 32x32 images has 10 and one for ImageNet 1000.
+        num_classes: Number of classes. By default, a network for 32x32 images has 10 and one for ImageNet has 1000.
         use_cuda: Whether to put the network on the current GPU.
 
     Returns:
-        The network, with freshly drawn weights.
+        The network, with newly drawn weights.
 
     Raises:
-        ValueError: An argument is outside what is listed above.
-        MissingDependencyError: A network for ImageNet was asked for and torchvision is not installed.
+        ValueError: An argument is not one of the values listed above.
+        MissingDependencyError: The network is one for ImageNet and torchvision is not installed.
 
     Example:
         >>> get_resnet_model("resnet20", 1, "fp32").classifier.out_features
@@ -388,6 +391,7 @@ def get_resnet_model(
     match = re.fullmatch(r"resnet[-_]?(\d+)", name.removesuffix(_ON_IMAGENET))
     size = int(match.group(1)) if match else 0
     on_imagenet = size in _IMAGENET_SIZES and (size != 18 or name.endswith(_ON_IMAGENET))
+    # 1000 given by the caller stays, 1000 as the default means ImageNet and does not fit CIFAR.
     if not on_imagenet and isinstance(num_classes, _NotGiven):
         num_classes = _CIFAR_CLASSES
     if on_imagenet:
@@ -405,7 +409,8 @@ def get_resnet_model(
 
 
 def _imagenet_model(size: int, version: int, num_classes: int) -> nn.Module:
-    """A network of torchvision."""
+    """Create a network of torchvision."""
+    # torchvision is optional and slow to import, and most networks do not need it.
     from mlbench_core import _torchvision
 
     _note_version(f"resnet{size} for ImageNet", version, 1)

@@ -19,11 +19,11 @@ _LAYERS: dict[str, tuple[int | str, ...]] = {
 
 
 class VGG(nn.Module):
-    """VGG with batch normalisation for 32x32 images.
+    """VGG with batch normalization for 32x32 images.
 
-    The convolutions are those of the paper, each followed by batch normalisation (Ioffe and Szegedy 2015) and ReLU.
-    Five poolings reduce a 32x32 image to one position of 512 channels, so one linear layer takes the place of the
-    paper's three, which were made for 224x224 images.
+    The convolutions are those of the paper, each followed by batch normalization (Ioffe and Szegedy 2015) and ReLU.
+    Five poolings reduce a 32x32 image to one position of 512 channels. One linear layer therefore replaces the three of
+    the paper, which were made for 224x224 images.
 
     Args:
         vgg_name: ``"VGG11"``, ``"VGG13"``, ``"VGG16"`` or ``"VGG19"``; case does not matter.
@@ -52,7 +52,7 @@ class VGG(nn.Module):
         initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores before the softmax.
+        """Return the class scores before the softmax.
 
         Args:
             x: Images, shape (batch, 3, 32, 32).
@@ -64,7 +64,7 @@ class VGG(nn.Module):
 
 
 def _features(layers: tuple[int | str, ...]) -> nn.Sequential:
-    """The convolutions of one column of the table."""
+    """Create the convolutions and poolings of one column of the table."""
     modules: list[nn.Module] = []
     width = 3
     for layer in layers:

@@ -2,14 +2,14 @@ r"""Attention of short sentences, as one operator with one CUDA kernel for each 
 
 .. math:: O = \mathrm{dropout}(\mathrm{softmax}(s Q K^T + \mathrm{mask})) V
 
-for sentences of at most 128 positions, whose scores fit into a GPU's registers: nothing of the size queries x keys is
-ever stored. Only the logarithm of each softmax's sum is kept for the backward pass, and the dropout mask is a function
-of a seed (:mod:`~mlbench_core.ops.pytorch.philox`). Tensors are read where they lie: time-first ones, slices of a fused
-projection, sentences padded on either side, or rows packed without padding.
+Sentences have at most 128 positions, so that their scores fit into a GPU's registers. No tensor of the size
+queries x keys is ever stored. Only the logarithm of each softmax's sum is kept for the backward pass. The dropout mask
+is a function of a seed (:mod:`~mlbench_core.ops.pytorch.philox`), so it is recomputed instead of stored. Tensors are
+read without a copy if they are time-first, slices of a fused projection, padded on either side, or packed.
 
-The operators ``mlbench::short_attention`` and ``mlbench::short_attention_backward`` are defined here, with
-:mod:`~mlbench_core.ops.pytorch.attention_reference` as their implementation everywhere;
-:mod:`~mlbench_core.ops.pytorch.extension` tells whether CUDA kernels take over. Forward and backward give the same
+This module defines the operators ``mlbench::short_attention`` and ``mlbench::short_attention_backward``. Their default
+implementation is :mod:`~mlbench_core.ops.pytorch.attention_reference`, and
+:mod:`~mlbench_core.ops.pytorch.extension` reports whether CUDA kernels replace it. Forward and backward give the same
 numbers each time for the same seed.
 """
 
@@ -37,21 +37,22 @@ __all__ = [
 ]
 
 MAX_POSITIONS = 128
-"""The most queries, and the most keys, of a sentence."""
+"""Largest number of queries, and of keys, in a sentence."""
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 _KERNEL_HEAD_DIMS = (32, 64)
+# The kernels load and store 16 bytes at a time.
 _ALIGNMENT_BYTES = 16
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The operators. What the arguments mean:
+# The operators. Their arguments:
 #   query (batch, max_query, heads, d), key and value (batch, max_key, heads, d), any strides whose last one is 1;
-#   or packed, (rows, heads, d), where sentence b has the rows starts[b] to starts[b + 1] - 1; int32 (batch + 1,).
+#   or packed, (rows, heads, d): sentence b has the rows starts[b] to starts[b + 1] - 1; starts is int32 (batch + 1,).
 #   *_padding: bool (batch, max_query) or (batch, max_key), True at padding; not for packed rows.
 #   is_causal: query i sees key j if j <= i + keys - queries of the sentence.
-#   dropout_p, seed, offset: weights are kept as philox.attention_dropout_mask says.
+#   dropout_p, seed, offset: philox.attention_dropout_mask defines which weights are kept.
 # Outputs: output as output_like(query); logsumexp (batch, heads, max_query), float32 (float64 for float64), natural
-# logarithm, +inf where a query is padding or sees no key. Such rows of the output and all gradients of padding are 0.
+# logarithm, +inf if a query is padding or sees no key. Such rows of the output and all gradients of padding are 0.
 # ----------------------------------------------------------------------------------------------------------------------
 _SENTENCES = (
     "Tensor? query_starts, Tensor? key_starts, SymInt max_query, SymInt max_key, Tensor? query_padding, "
@@ -91,7 +92,7 @@ def _forward_fake(
 
 @torch.library.register_fake("mlbench::short_attention_backward")
 def _backward_fake(*_: object) -> None:
-    """The gradients are written in place."""
+    """Return nothing, because the operator writes the gradients in place."""
 
 
 def short_attention(
@@ -111,11 +112,11 @@ def short_attention(
     seed: Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:
-    r"""Attention :math:`\mathrm{dropout}(\mathrm{softmax}(s Q K^T + \mathrm{mask})) V` of each sentence and head.
+    r"""Compute :math:`\mathrm{dropout}(\mathrm{softmax}(s Q K^T + \mathrm{mask})) V` of each sentence and head.
 
-    There are two layouts. Padded: all sentences have the same number of positions, and masks say which are padding.
-    Packed: the rows of all sentences stand one after the other, and ``query_starts`` and ``key_starts`` say where each
-    begins. Time-first tensors are given transposed, ``x.transpose(0, 1)``, without a copy.
+    There are two layouts. Padded: all sentences have the same number of positions, and masks mark the padding. Packed:
+    the rows of all sentences stand one after the other, and ``query_starts`` and ``key_starts`` give the first row of
+    each. Pass time-first tensors as ``x.transpose(0, 1)``, which copies nothing.
 
     The softmax is computed in float32, or in float64 for such inputs. There is no second derivative.
 
@@ -123,32 +124,32 @@ def short_attention(
         query: Q, shape (batch, queries, heads, d), or (rows, heads, d) if packed; any floating-point dtype.
         key: K, shape (batch, keys, heads, d), or (rows, heads, d); dtype and device of the query.
         value: V, the shape of ``key``.
-        key_padding: bool of shape (batch, keys), True where nothing must be seen, in any pattern.
-        query_padding: bool of shape (batch, queries), True where the output is not needed: it is 0 there.
-        query_starts: int32 of shape (batch + 1,): sentence b has the rows ``query_starts[b]`` up to, without,
-            ``query_starts[b + 1]``. It begins with 0 and ends with the number of rows.
-        key_starts: The same of the keys; both are given or neither.
-        max_query: For packed rows, the most queries that a sentence has; 128 if None. The nearer, the faster.
-        max_key: For packed rows, the most keys that a sentence has; 128 if None.
+        key_padding: bool of shape (batch, keys), True at keys that no query may see. Any pattern is allowed.
+        query_padding: bool of shape (batch, queries), True at outputs that are not needed. They are 0.
+        query_starts: int32 of shape (batch + 1,): sentence b has the rows from ``query_starts[b]`` to
+            ``query_starts[b + 1] - 1``. It begins with 0 and ends with the number of rows.
+        key_starts: The same for the keys. Give both or neither.
+        max_query: For packed rows, the number of queries of the longest sentence; 128 if None. A tight bound is faster.
+        max_key: For packed rows, the number of keys of the longest sentence; 128 if None.
         is_causal: Whether a query sees no later key. The last query and the last key of a sentence are at the same
             position, padding included.
         scale: s, above 0; :math:`1 / \sqrt{d}` if None.
         dropout_p: Probability that a weight becomes 0, at least 0 and at most 65535/65536, rounded to a multiple of
-            1/65536; the others are scaled so that their expectation stays.
-        seed: int64 of shape (1,) on the device of the tensors: what the mask is drawn from. Needed only if there is
-            dropout; if None, :func:`draw_seed` then draws one.
-        offset: Tells apart the layers that share a seed.
+            1/65536. The other weights are scaled to keep their expectation.
+        seed: int64 of shape (1,) on the device of the tensors, the seed of the dropout mask. Used only with dropout.
+            If None, :func:`draw_seed` then draws one.
+        offset: Number of the layer, so that layers that share a seed get different masks.
 
     Returns:
-        O, shape and dtype of the query, positions first in memory if the query is. Rows are exactly 0 where the query
-        is padding or sees no key.
+        O, shape and dtype of the query, positions first in memory if the query is. Rows are exactly 0 if the query is
+        padding or sees no key.
 
     Raises:
-        ValueError: Shapes, lengths or numbers do not fit.
-        TypeError: Dtypes do not fit.
+        ValueError: The shapes, lengths or numbers do not fit.
+        TypeError: The dtypes do not fit.
 
     References:
-        Dao, Fu, Ermon, Rudra and Re 2022, FlashAttention, arXiv 2205.14135: to keep the softmax's sums alone and
+        Dao, Fu, Ermon, Rudra and Re 2022, FlashAttention, arXiv 2205.14135: store only the sums of the softmax and
         recompute the weights.
 
     Example:
@@ -184,29 +185,29 @@ def short_attention_kv(
     seed: Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """:func:`short_attention` on a fused projection of keys and values, which gets one gradient.
+    """Compute :func:`short_attention` on a fused projection of keys and values, which gets one gradient.
 
     Args:
         query: Shape (batch, queries, heads, d), or (rows, heads, d) if packed.
         kv: Keys and values, shape (batch, keys, 2, heads, d), or (rows, 2, heads, d).
-        key_padding: As in :func:`short_attention`, like all that follow.
+        key_padding: As in :func:`short_attention`, like all arguments that follow.
         query_padding: bool of shape (batch, queries).
         query_starts: int32 of shape (batch + 1,).
         key_starts: int32 of shape (batch + 1,).
-        max_query: The most queries that a packed sentence has.
-        max_key: The most keys that a packed sentence has.
+        max_query: The number of queries of the longest packed sentence.
+        max_key: The number of keys of the longest packed sentence.
         is_causal: Whether a query sees no later key.
         scale: Factor of the scores.
         dropout_p: Probability that a weight becomes 0.
         seed: int64 of shape (1,).
-        offset: Tells apart the layers that share a seed.
+        offset: Number of the layer among those that share a seed.
 
     Returns:
         O, shape and dtype of the query.
 
     Raises:
-        ValueError: Shapes, lengths or numbers do not fit.
-        TypeError: Dtypes do not fit.
+        ValueError: The shapes, lengths or numbers do not fit.
+        TypeError: The dtypes do not fit.
 
     Example:
         >>> query, kv = torch.ones(2, 3, 4, 8), torch.ones(2, 5, 2, 4, 8)
@@ -231,25 +232,25 @@ def short_attention_qkv(
     seed: Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """Self-attention on a fused projection of queries, keys and values, which gets one gradient.
+    """Compute self-attention on a fused projection of queries, keys and values, which gets one gradient.
 
     Args:
         qkv: Queries, keys and values, shape (batch, positions, 3, heads, d), or (rows, 3, heads, d) if packed.
-        padding: bool of shape (batch, positions), True at padding, which is not seen and whose output is 0.
+        padding: bool of shape (batch, positions), True at padding, which no query sees and whose output is 0.
         starts: int32 of shape (batch + 1,) for packed rows, as in :func:`short_attention`.
-        max_length: The most positions that a packed sentence has; 128 if None.
-        is_causal: As in :func:`short_attention`, like all that follow.
+        max_length: The number of positions of the longest packed sentence; 128 if None.
+        is_causal: As in :func:`short_attention`, like all arguments that follow.
         scale: Factor of the scores.
         dropout_p: Probability that a weight becomes 0.
         seed: int64 of shape (1,).
-        offset: Tells apart the layers that share a seed.
+        offset: Number of the layer among those that share a seed.
 
     Returns:
         O, shape (batch, positions, heads, d), or (rows, heads, d).
 
     Raises:
-        ValueError: Shapes, lengths or numbers do not fit.
-        TypeError: Dtypes do not fit.
+        ValueError: The shapes, lengths or numbers do not fit.
+        TypeError: The dtypes do not fit.
 
     Example:
         >>> x = torch.randn(7, 2, 3 * 4 * 8)  # a time-first projection: 7 positions, 2 sentences, 4 heads of 8
@@ -263,21 +264,21 @@ def short_attention_qkv(
 
 
 def uses_kernel(*tensors: Tensor, max_query: int, max_key: int) -> bool:
-    """Whether the CUDA kernels take these tensors; :func:`why_not_kernel` says why not."""
+    """Return whether the CUDA kernels accept these tensors; :func:`why_not_kernel` gives the reason if not."""
     return why_not_kernel(*tensors, max_query=max_query, max_key=max_key) is None
 
 
 def why_not_kernel(*tensors: Tensor, max_query: int, max_key: int) -> str | None:
-    """What keeps the CUDA kernels from computing attention on these tensors.
+    """Return the reason why the CUDA kernels cannot compute attention on these tensors.
 
     Args:
-        tensors: What one of the functions above gets: (query, key, value), (query, kv) or (qkv,).
+        tensors: Tensors of one of the functions above: (query, key, value), (query, kv) or (qkv,).
         max_query: Queries of the longest sentence, padding included.
         max_key: Keys of the longest sentence.
 
     Returns:
-        One line that says which property of the tensors, or what of the installation, is not as the kernels need it;
-        None if they are used.
+        One line that names the property of the tensors or of the installation that the kernels do not support; None if
+        the kernels are used.
 
     Example:
         >>> why_not_kernel(torch.zeros(2, 5, 3, 4, 64), max_query=5, max_key=5)
@@ -302,7 +303,7 @@ def why_not_kernel(*tensors: Tensor, max_query: int, max_key: int) -> str | None
 
 
 class _Masks(NamedTuple):
-    """Which rows are a sentence's, and which of them are padding."""
+    """The rows of each sentence and the padding among them."""
 
     query_starts: Tensor | None
     key_starts: Tensor | None
@@ -311,7 +312,7 @@ class _Masks(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """What of the operators' arguments is no tensor, and whether to run the plain reference and not the operator."""
+    """The operators' arguments that are not tensors, and whether the plain reference replaces the operator."""
 
     max_query: int
     max_key: int
@@ -342,6 +343,7 @@ def _attend(
     else:
         _check_packed(query_shape, key_shape, masks)
         max_query, max_key = (MAX_POSITIONS if length is None else length for length in lengths)
+    # The scores of longer sentences would not fit into a GPU's registers.
     if not (0 <= max_query <= MAX_POSITIONS and 0 <= max_key <= MAX_POSITIONS):
         raise ValueError(
             f"sentences have up to {max_query} queries and {max_key} keys; at most {MAX_POSITIONS} of each are "
@@ -351,10 +353,11 @@ def _attend(
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale is {scale}; it must be above 0 and finite")
     seed = _seed_of(parts[0], dropout_p, seed)
+    # The kernels need contiguous starts and masks with unit stride.
     masks = _Masks(*(None if mask is None else mask.contiguous() for mask in masks))
     is_plain = _needs_plain_path(parts, max_query, max_key)
     options = _Options(max_query, max_key, is_causal, scale, dropout_p, offset, is_plain)
-    if torch.compiler.is_compiling():  # it refuses an autograd.Function that gets the same tensor twice
+    if torch.compiler.is_compiling():  # the compiler rejects an autograd.Function that gets the same tensor twice
         masks = _Masks(*(None if mask is None else mask.view_as(mask) for mask in masks))
         parts = tuple(part.view_as(part) for part in parts)
     output: Tensor = _ShortAttention.apply(options, *masks, seed, *parts)
@@ -362,12 +365,12 @@ def _attend(
 
 
 def _needs_plain_path(parts: tuple[Tensor, ...], max_query: int, max_key: int) -> bool:
-    """Whether to go round the operator: on CUDA it is the kernel once that is loaded, which refuses some tensors."""
+    """Return whether to bypass the operator: on CUDA it is the kernel once loaded, which rejects some tensors."""
     return parts[0].is_cuda and not uses_kernel(*parts, max_query=max_query, max_key=max_key)
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Autograd of the operators, on (query, key, value), (query, kv) or (qkv,)."""
+    """Autograd function of the operators, on (query, key, value), (query, kv) or (qkv,)."""
 
     @staticmethod
     def forward(
@@ -393,8 +396,10 @@ class _ShortAttention(torch.autograd.Function):
         options: _Options = ctx.options
         logsumexp, query_starts, key_starts, query_padding, key_padding, seed, *parts = ctx.saved_tensors
         masks = _Masks(query_starts, key_starts, query_padding, key_padding)
+        # A gradient may be expanded (that of a sum has strides 0), which the kernels cannot read.
         if not _has_aligned_rows(grad):
             grad = grad.clone(memory_format=torch.contiguous_format)
+        # One buffer per part: a fused projection gets its gradient without a concatenation.
         gradients = [output_like(part, query_starts is not None) for part in parts]
         operator: Any = backward_reference if options.is_plain else torch.ops.mlbench.short_attention_backward.default
         operator(
@@ -408,7 +413,7 @@ class _ShortAttention(torch.autograd.Function):
 
 
 def _operator_arguments(masks: _Masks, options: _Options, seed: Tensor | None) -> tuple[Any, ...]:
-    """The arguments of both operators from ``query_starts`` to ``offset``."""
+    """Return the arguments of both operators from ``query_starts`` to ``offset``."""
     return (
         masks.query_starts,
         masks.key_starts,
@@ -425,7 +430,7 @@ def _operator_arguments(masks: _Masks, options: _Options, seed: Tensor | None) -
 
 
 def _query_key_value(parts: tuple[Tensor, ...] | list[Tensor]) -> tuple[Tensor, ...]:
-    """Views of queries, keys and values, whichever of them are fused."""
+    """Return views of queries, keys and values, fused or not."""
     if len(parts) == 3:
         return tuple(parts)
     *query, fused = parts
@@ -433,17 +438,17 @@ def _query_key_value(parts: tuple[Tensor, ...] | list[Tensor]) -> tuple[Tensor, 
 
 
 def _has_aligned_rows(tensor: Tensor) -> bool:
-    """Whether the features of each head lie side by side and begin at a multiple of 16 bytes."""
+    """Return whether the features of each head are contiguous and begin at a multiple of 16 bytes."""
     elements = _ALIGNMENT_BYTES // tensor.element_size()
     *strides, last = tensor.stride()
     if last != 1 or any(stride % elements for stride in strides):
         return False
-    # The compiler knows no offsets; what it allocates begins at such a multiple.
+    # The compiler does not know storage offsets. The tensors that it allocates begin at such a multiple.
     return torch.compiler.is_compiling() or tensor.storage_offset() % elements == 0
 
 
 def _seed_of(tensor: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor | None:
-    """The seed if there is dropout: the given one, or one that is drawn."""
+    """Return the given or a newly drawn seed, or None without dropout."""
     if dropout_threshold(dropout_p) == 0:
         return None
     if seed is None:
@@ -457,7 +462,7 @@ def _seed_of(tensor: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor | 
 
 
 def _shape_of_part(fused: Tensor, number: int, name: str, starts: Tensor | None) -> torch.Size:
-    """The shape of each of ``number`` tensors that are fused along the third dimension from the right."""
+    """Return the shape of each of ``number`` tensors, fused along the third dimension from the right."""
     first = "(batch, positions" if starts is None else "(rows"
     if fused.dim() != (5 if starts is None else 4) or fused.shape[-3] != number:
         raise ValueError(f"{name} has shape {tuple(fused.shape)}; it must be {first}, {number}, heads, d)")
@@ -465,7 +470,7 @@ def _shape_of_part(fused: Tensor, number: int, name: str, starts: Tensor | None)
 
 
 def _check_tensors(parts: tuple[Tensor, ...]) -> None:
-    """Refuse tensors of several dtypes or devices."""
+    """Reject tensors of several dtypes or devices."""
     first = parts[0]
     if not first.is_floating_point() or any(part.dtype != first.dtype for part in parts):
         raise TypeError(f"the tensors are of {[part.dtype for part in parts]}; they need one floating-point dtype")
@@ -476,7 +481,7 @@ def _check_tensors(parts: tuple[Tensor, ...]) -> None:
 def _check_padded(
     query_shape: torch.Size, key_shape: torch.Size, masks: _Masks, lengths: tuple[int | None, int | None]
 ) -> None:
-    """Refuse what is no padded batch."""
+    """Reject arguments that do not describe a padded batch."""
     if len(query_shape) != 4 or len(key_shape) != 4 or _other_dimensions(query_shape) != _other_dimensions(key_shape):
         raise ValueError(
             f"queries have shape {tuple(query_shape)} and keys {tuple(key_shape)}; without starts they must be (batch, "
@@ -495,7 +500,7 @@ def _check_padded(
 
 
 def _check_packed(query_shape: torch.Size, key_shape: torch.Size, masks: _Masks) -> None:
-    """Refuse what is no packed batch."""
+    """Reject arguments that do not describe a packed batch."""
     query_starts, key_starts = masks.query_starts, masks.key_starts
     if query_starts is None or key_starts is None:
         raise ValueError("one of query_starts and key_starts is None; packed rows need both")
@@ -519,5 +524,5 @@ def _check_packed(query_shape: torch.Size, key_shape: torch.Size, masks: _Masks)
 
 
 def _other_dimensions(shape: torch.Size) -> torch.Size:
-    """(batch, heads, d)."""
+    """Return (batch, heads, d)."""
     return torch.Size((shape[0], *shape[2:]))

@@ -1,20 +1,20 @@
-r"""What :mod:`~mlbench_core.ops.pytorch.attention` computes, step by step in plain PyTorch.
+r"""Plain PyTorch reference, step by step, of :mod:`~mlbench_core.ops.pytorch.attention`.
 
-For a sentence's queries Q, keys K and values V, with :math:`M` 1 where dropout keeps a weight and 0 elsewhere:
+For a sentence's queries Q, keys K and values V, with :math:`M` 1 if dropout keeps a weight and 0 otherwise:
 
 .. math::
     S = s Q K^T, \quad \ell_i = \ln \sum_j e^{S_{ij}}, \quad P_{ij} = e^{S_{ij} - \ell_i}, \quad
     D = \frac{P \odot M}{1 - p}, \quad O = D V
 
-where sums run over the keys that a query sees. With :math:`\bar{X}` the gradient of X:
+The sums run over the keys that a query sees. With :math:`\bar{X}` the gradient of X:
 
 .. math::
     \bar{D} = \bar{O} V^T, \quad \bar{P} = \frac{\bar{D} \odot M}{1 - p}, \quad
     \bar{S}_{ij} = P_{ij} \left(\bar{P}_{ij} - \sum_k P_{ik} \bar{P}_{ik}\right), \quad
     \bar{Q} = s \bar{S} K, \quad \bar{K} = s \bar{S}^T Q, \quad \bar{V} = D^T \bar{O}
 
-This is how the operators run where the CUDA kernels do not, and what those are tested against. It computes in float32,
-or in float64 for such tensors, and on packed rows by padding them.
+The operators run this code if the CUDA kernels are not used, and the tests compare the kernels with it. It computes in
+float32, or in float64 for such tensors, and pads packed rows.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ def forward_reference(
     seed: Tensor | None,
     offset: int,
 ) -> tuple[Tensor, Tensor]:
-    """The operator ``mlbench::short_attention``, whose arguments these are."""
+    """Compute the operator ``mlbench::short_attention``, which defines these arguments."""
     queries = _Sentences.describe(query, query_starts, max_query, query_padding)
     keys = _Sentences.describe(key, key_starts, max_key, key_padding)
+    # Autocast would run the products in half precision, which is no reference for half-precision kernels.
     with torch.autocast(query.device.type, enabled=False):
         scores = _scores(queries.take(query), keys.take(key), queries, keys, is_causal, scale)
         logsumexp = scores.logsumexp(dim=-1)
-        # Without this a row that sees nothing would be exp(-inf - -inf), which is no number.
+        # A row that sees no key would give exp(-inf - -inf), which is NaN.
         logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, torch.inf)
         weights = (scores - logsumexp.unsqueeze(-1)).exp()
         attended = _dropped(weights, dropout_p, seed, offset) @ keys.take(value)
@@ -82,11 +83,12 @@ def backward_reference(
     grad_key: Tensor,
     grad_value: Tensor,
 ) -> None:
-    """The operator ``mlbench::short_attention_backward``, whose arguments these are. It writes the last three."""
+    """Compute ``mlbench::short_attention_backward``, which defines these arguments, and write the last three."""
     queries = _Sentences.describe(query, query_starts, max_query, query_padding)
     keys = _Sentences.describe(key, key_starts, max_key, key_padding)
     with torch.autocast(query.device.type, enabled=False):
         q, k, v, grad = queries.take(query), keys.take(key), keys.take(value), queries.take(grad_output)
+        # The weights are recomputed from logsumexp, as in the kernels: the forward pass stores no matrix of them.
         weights = (_scores(q, k, queries, keys, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
         grad_value_dense = _dropped(weights, dropout_p, seed, offset).transpose(-1, -2) @ grad
         grad_weights = _dropped(grad @ v.transpose(-1, -2), dropout_p, seed, offset)
@@ -100,15 +102,15 @@ def backward_reference(
 
 
 def output_like(tensor: Tensor, is_packed: bool = False) -> Tensor:
-    """An uninitialised tensor of the shape and dtype of another one, dense, positions first where those are.
+    """Return an uninitialized dense tensor of the shape, dtype and order of dimensions of another one.
 
     Args:
         tensor: Shape (batch, positions, ...), or (rows, ...) if packed.
         is_packed: Whether the first dimension is rows.
 
     Returns:
-        A contiguous tensor; or, if neighbouring sentences are closer in the memory of ``tensor`` than neighbouring
-        positions, the transpose of one of shape (positions, batch, ...).
+        A contiguous tensor. If neighboring sentences are closer in the memory of ``tensor`` than neighboring
+        positions, it is instead the transpose of a tensor of shape (positions, batch, ...).
     """
     if is_packed or tensor.stride(0) >= tensor.stride(1):
         return tensor.new_empty(tensor.shape)
@@ -118,10 +120,10 @@ def output_like(tensor: Tensor, is_packed: bool = False) -> Tensor:
 
 @dataclass(frozen=True)
 class _Sentences:
-    """Where the rows of a batch of sentences are, in a padded or a packed tensor.
+    """The places of the rows of a batch of sentences in a padded or a packed tensor.
 
     Attributes:
-        hidden: bool of shape (batch, positions), True at padding and beyond a sentence's end.
+        hidden: bool of shape (batch, positions), True at padding and beyond the end of a sentence.
         lengths: int64 of shape (batch,): positions, padding included.
         starts: For packed rows, int64 of shape (batch + 1,).
     """
@@ -137,7 +139,7 @@ class _Sentences:
             if padding is None:
                 padding = torch.zeros(batch, positions, dtype=torch.bool, device=tensor.device)
             return cls(padding, torch.full((batch,), positions, device=tensor.device), None)
-        if starts.device.type == "cpu":  # elsewhere it would make the host wait
+        if starts.device.type == "cpu":  # on other devices the host would have to wait for the values
             _check_starts(starts.tolist(), tensor.shape[0], positions)
         starts = starts.long()
         lengths = starts.diff()
@@ -145,26 +147,28 @@ class _Sentences:
         return cls(hidden, lengths, starts)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Shape (batch, heads, positions, features), in the dtype to compute in; 0 at padding, whatever is there."""
+        """Return (batch, heads, positions, features) in the working dtype, with 0 at padding for any input."""
         if self.starts is not None:
             position = torch.arange(self.hidden.shape[1], device=tensor.device)
+            # Hidden positions read row 0, which always exists, and become 0 below.
             tensor = tensor[(self.starts[:-1, None] + position).masked_fill(self.hidden, 0)]
         dense = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         return dense.masked_fill(self.hidden[:, :, None, None], 0.0).transpose(1, 2)
 
     def put(self, dense: Tensor, target: Tensor) -> None:
-        """Write what :meth:`take` would have read; zeros at padding."""
+        """Write to the places that :meth:`take` reads, with zeros at padding."""
         dense = dense.transpose(1, 2)
         if self.starts is None:
             target.copy_(dense.masked_fill(self.hidden[:, :, None, None], 0.0))
             return
         row = torch.arange(target.shape[0], device=target.device)
+        # The clamps matter only for wrong starts on a device, which nothing has checked.
         sentence = torch.searchsorted(self.starts[1:], row, right=True).clamp_(max=dense.shape[0] - 1)
         target.copy_(dense[sentence, (row - self.starts[sentence]).clamp_(max=dense.shape[1] - 1)])
 
 
 def _check_starts(starts: list[int], rows: int, positions: int) -> None:
-    """Refuse starts that describe no packed batch of so many rows and at most so many positions."""
+    """Reject starts that do not describe a packed batch of this number of rows, each sentence within ``positions``."""
     lengths = [end - start for start, end in pairwise(starts)]
     if starts[0] != 0 or starts[-1] != rows or not all(0 <= length <= positions for length in lengths):
         raise ValueError(
@@ -174,17 +178,17 @@ def _check_starts(starts: list[int], rows: int, positions: int) -> None:
 
 
 def _scores(q: Tensor, k: Tensor, queries: _Sentences, keys: _Sentences, is_causal: bool, scale: float) -> Tensor:
-    """S, minus infinity where a query does not see a key; shape (batch, heads, queries, keys)."""
+    """Return S of shape (batch, heads, queries, keys), minus infinity if a query does not see a key."""
     hidden = queries.hidden[:, None, :, None] | keys.hidden[:, None, None, :]
     if is_causal:
         i, j = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
-        last = i + (keys.lengths - queries.lengths).unsqueeze(-1)  # key that each query sees
+        last = i + (keys.lengths - queries.lengths).unsqueeze(-1)  # last key that each query sees
         hidden = hidden | (j > last[:, None, :, None])
     return (scale * q @ k.transpose(-1, -2)).masked_fill(hidden, -torch.inf)
 
 
 def _dropped(weights: Tensor, dropout_p: float, seed: Tensor | None, offset: int) -> Tensor:
-    """The weights with dropout, the same ones kept for the same seed and offset."""
+    """Return the weights after dropout; the same seed and offset keep the same weights."""
     threshold = dropout_threshold(dropout_p)
     if threshold == 0:
         return weights

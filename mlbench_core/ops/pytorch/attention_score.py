@@ -4,10 +4,10 @@ The score of query t and key s sums over H features:
 
 .. math:: e_{ts} = \sum_{h=1}^{H} v_h \tanh(q_{th} + k_{sh} + b_h)
 
-Written in plain torch it holds batch x queries x keys x H numbers, several times over for the backward pass: 1.3 GB
-each in float32 for 128 sentences of 50 words and H = 1024. :func:`attention_score` keeps only its inputs and computes
-the tanh again in the backward pass, either in blocks, in plain torch, or in CUDA kernels that store no tanh at all.
-With :math:`\delta_{ts}` the gradient of :math:`e_{ts}`:
+Written in plain torch it holds batch x queries x keys x H numbers, several times over for the backward pass. Each copy
+takes 1.3 GB in float32 for 128 sentences of 50 words and H = 1024. :func:`attention_score` keeps only its inputs and
+computes the tanh again in the backward pass. It does so in blocks in plain torch, or in CUDA kernels that store no tanh
+at all. With :math:`\delta_{ts}` the gradient of :math:`e_{ts}`:
 
 .. math::
     g_{tsh} = \delta_{ts} (1 - \tanh^2(q_{th} + k_{sh} + b_h)), \qquad
@@ -16,8 +16,8 @@ With :math:`\delta_{ts}` the gradient of :math:`e_{ts}`:
     \partial b_h = v_h \sum_{t,s} g_{tsh}, \quad
     \partial v_h = \sum_{t,s} \delta_{ts} \tanh(q_{th} + k_{sh} + b_h)
 
-The operators ``mlbench::attention_score`` and ``mlbench::attention_score_backward`` are defined here, with the blocks
-as their implementation everywhere; the library of :mod:`~mlbench_core.ops.pytorch.extension` adds the kernels.
+This module defines the operators ``mlbench::attention_score`` and ``mlbench::attention_score_backward``. The blocks are
+their default implementation; the library of :mod:`~mlbench_core.ops.pytorch.extension` adds the kernels.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from mlbench_core.ops.pytorch import extension
 __all__ = ["attention_score", "attention_score_reference", "masked_softmax", "why_not_kernel"]
 
 _CPU_BLOCK = 1 << 20
-"""Numbers in a block: 4 MB of float32, which the caches hold."""
+"""Numbers in a block on the CPU: 4 MB of float32, which fits into the caches."""
 _GPU_BLOCK = 1 << 25
-"""128 MB of float32: enough to fill a GPU, little of its memory."""
+"""Numbers in a block on a GPU: 128 MB of float32, which is enough work to fill it and little of its memory."""
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _KERNEL_FEATURES = 8
@@ -44,9 +44,9 @@ _KERNEL_FEATURES = 8
 
 
 def attention_score_reference(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> Tensor:
-    """The formula as it stands, all at once.
+    """Compute the formula directly, without blocks.
 
-    Arguments, result and errors are those of :func:`attention_score`.
+    Arguments, results and errors: see :func:`attention_score`.
     """
     _check_shapes(query, keys, bias, v)
     dtype = _working_dtype(query, keys, bias, v)
@@ -57,26 +57,27 @@ def attention_score_reference(query: Tensor, keys: Tensor, bias: Tensor, v: Tens
 def attention_score(
     query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, *, block_elements: int | None = None
 ) -> Tensor:
-    r"""Scores :math:`\sum_h v_h \tanh(q_h + k_h + b_h)` of all queries and keys of each sentence, in little memory.
+    r"""Compute :math:`\sum_h v_h \tanh(q_h + k_h + b_h)` of all queries and keys of each sentence, in little memory.
 
-    Computed in float32, or in float64 for such inputs. Gradients flow to all four arguments, in the dtype of each.
-    There is no second derivative. The CUDA kernels compute it where :func:`why_not_kernel` has no objection; for inputs
-    in half precision their tanh has a relative error of up to :math:`2^{-11}`, that of a number rounded to float16.
+    The dtype of the computation is float32, or float64 for such inputs. Gradients flow to all four arguments, in the
+    dtype of each. There is no second derivative. The CUDA kernels compute the scores if :func:`why_not_kernel` returns
+    None. For inputs in half precision their tanh has a relative error of up to :math:`2^{-11}`, that of a number
+    rounded to float16.
 
     Args:
         query: :math:`q`, shape (batch, queries, H), any floating-point dtype.
         keys: :math:`k`, shape (batch, keys, H).
         bias: :math:`b`, shape (H,).
         v: :math:`v`, shape (H,).
-        block_elements: The most tanh that are held at once; but a single query is never divided. It changes the order
-            of sums, nothing else. If None, it is chosen by the device, or the kernels compute the scores; if given,
-            they do not.
+        block_elements: The largest number of tanh values held at once; a single query is never divided. It changes only
+            the order of sums. If None, the kernels compute the scores, or the device determines the size. If given, the
+            kernels are not used.
 
     Returns:
         Scores, float32 (float64 for float64), of shape (batch, queries, keys).
 
     Raises:
-        ValueError: Shapes do not fit, or ``block_elements`` is below 1.
+        ValueError: The shapes do not fit, or ``block_elements`` is below 1.
 
     References:
         Bahdanau, Cho and Bengio 2014, Neural Machine Translation by Jointly Learning to Align and Translate, arXiv
@@ -90,7 +91,8 @@ def attention_score(
     _check_shapes(query, keys, bias, v)
     if block_elements is not None and block_elements < 1:
         raise ValueError(f"block_elements is {block_elements}; it must be at least 1")
-    # Once the kernels are loaded the operator is nothing else for CUDA tensors, so others must not get there.
+    # Once the kernels are loaded they are the operator's only implementation for CUDA tensors. Tensors that they do not
+    # support must therefore not reach the operator.
     if block_elements is None and query.is_cuda and why_not_kernel(query, keys, bias, v) is not None:
         block_elements = _GPU_BLOCK
     scores: Tensor = _AttentionScore.apply(query, keys, bias, v, block_elements)
@@ -98,7 +100,7 @@ def attention_score(
 
 
 def why_not_kernel(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> str | None:
-    """What keeps the CUDA kernels from computing the scores of these tensors.
+    """Return the reason why the CUDA kernels cannot compute the scores of these tensors.
 
     Args:
         query: Shape (batch, queries, H).
@@ -107,8 +109,8 @@ def why_not_kernel(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> str 
         v: Shape (H,).
 
     Returns:
-        One line that says which property of the tensors, or what of the installation, is not as the kernels need it;
-        None if :func:`attention_score` uses them.
+        One line that names the property of the tensors or of the installation that the kernels do not support; None if
+        :func:`attention_score` uses the kernels.
 
     Example:
         >>> why_not_kernel(torch.zeros(2, 3, 8), torch.zeros(2, 5, 8), torch.zeros(8), torch.zeros(8))
@@ -129,14 +131,14 @@ def why_not_kernel(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> str 
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax over the last dimension, exactly 0 where masked.
+    """Return the softmax over the last dimension, exactly 0 if masked.
 
-    Half-precision scores are widened first: their exponentials neither overflow nor lose the small ones.
+    Half-precision scores are converted to float32 first: their exponentials neither overflow nor lose small values.
 
     Args:
         scores: Shape (..., keys), any floating-point dtype.
-        mask: bool of a shape that broadcasts to that of the scores, True where a key must get nothing; None for none.
-            Where all keys are masked all weights are 0.
+        mask: bool of a shape that broadcasts to that of the scores, True for keys that get the weight 0. None masks no
+            key. If all keys are masked, all weights are 0.
 
     Returns:
         Weights, float32 (float64 for float64), of the shape of the scores.
@@ -148,15 +150,15 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if mask is None:
         return scores.softmax(dim=-1)
-    # The least number, not -inf: a row of -inf would be NaN.
+    # The lowest finite number instead of -inf, because a row of -inf would give NaN.
     least = torch.finfo(scores.dtype).min
     return scores.masked_fill(mask, least).softmax(dim=-1).masked_fill(mask, 0.0)
 
 
 class _AttentionScore(torch.autograd.Function):
-    """Autograd of the operators (``block_elements`` None), or of the same in blocks of that size.
+    """Autograd function of the operators (``block_elements`` None), or of the computation in blocks of that size.
 
-    Both forget the tanh. A plain function costs less at each call than an autograd formula registered for the operator.
+    Neither saves the tanh. A plain function costs less per call than an autograd formula registered for the operator.
     """
 
     @staticmethod
@@ -180,9 +182,10 @@ class _AttentionScore(torch.autograd.Function):
 
 
 def _scores_in_blocks(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int) -> Tensor:
-    """The scores, with at most ``block_elements`` tanh at a time."""
+    """Return the scores, with at most ``block_elements`` tanh values at a time."""
     shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
     scores = shifted.new_empty(query.shape[0], query.shape[1], keys.shape[1])
+    # Autocast would compute the product with v in half precision.
     with torch.autocast(query.device.type, enabled=False):
         for rows, steps in _blocks(scores.shape, query.shape[2], block_elements):
             scores[rows, steps] = _tanh(shifted[rows, steps], wide_keys[rows]) @ wide_v
@@ -192,13 +195,14 @@ def _scores_in_blocks(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, bloc
 def _gradients_in_blocks(
     grad: Tensor, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, keys, bias and v, contiguous, with at most ``block_elements`` tanh at a time."""
+    """Return the contiguous gradients of query, keys, bias and v, with at most ``block_elements`` tanh values held."""
     shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
     grad_query, grad_keys, grad_v = (part.new_zeros(part.shape) for part in (shifted, wide_keys, wide_v))
     with torch.autocast(query.device.type, enabled=False):
         for rows, steps in _blocks(grad.shape, query.shape[2], block_elements):
             tanh, delta = _tanh(shifted[rows, steps], wide_keys[rows]), grad[rows, steps]
             grad_v += delta.flatten() @ tanh.flatten(0, 2)
+            # g lacks the factor v_h, which is constant over a block. It is applied once to the sums at the end.
             g = tanh.square_().neg_().add_(1.0).mul_(delta.unsqueeze(-1))
             grad_query[rows, steps] = g.sum(dim=2)
             grad_keys[rows] += g.sum(dim=1)
@@ -209,18 +213,19 @@ def _gradients_in_blocks(
 
 
 def _widened(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q + b, k and v in the dtype to compute in."""
+    """Return q + b, k and v in the dtype of the computation."""
     dtype = _working_dtype(query, keys, bias, v)
     return query.to(dtype) + bias.to(dtype), keys.to(dtype), v.to(dtype)
 
 
 def _tanh(shifted: Tensor, keys: Tensor) -> Tensor:
-    """All tanh(q + b + k) of a block, shape (rows, steps, keys, H)."""
+    """Return tanh(q + b + k) of a block, shape (rows, steps, keys, H)."""
+    # In place on the fresh sum: a block is held once, not twice.
     return (shifted.unsqueeze(2) + keys.unsqueeze(1)).tanh_()
 
 
 def _blocks(shape: torch.Size, features: int, limit: int) -> Iterator[tuple[slice, slice]]:
-    """Which sentences and which of their queries to compute together: whole sentences, if they are small enough."""
+    """Yield the sentences and the queries to compute together: whole sentences if they are small enough."""
     batch, queries, keys = shape
     one = max(1, keys * features)
     steps = max(1, min(queries, limit // one))
@@ -231,12 +236,12 @@ def _blocks(shape: torch.Size, features: int, limit: int) -> Iterator[tuple[slic
 
 
 def _working_dtype(*parts: Tensor) -> torch.dtype:
-    """float64 if any part is, otherwise float32."""
+    """Return float64 if any part has it, otherwise float32."""
     return torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
 
 
 def _check_shapes(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> None:
-    """Refuse shapes that would broadcast by accident."""
+    """Reject shapes that would broadcast by accident."""
     fits = (
         query.dim() == keys.dim() == 3
         and query.shape[0] == keys.shape[0]
@@ -277,7 +282,7 @@ def _backward_fake(
 
 
 def _define_operators() -> None:
-    """Define the operators for all devices, unless an import of this module before did."""
+    """Define the operators for all devices, unless an earlier import of this module did so."""
     inputs = "Tensor query, Tensor keys, Tensor bias, Tensor v"
     for name, schema, implementation, fake in (
         ("attention_score", f"({inputs}) -> Tensor", _forward_operator, _forward_fake),
@@ -288,6 +293,7 @@ def _define_operators() -> None:
             _backward_fake,
         ),
     ):
+        # torch rejects a second definition of an operator.
         if hasattr(torch.ops.mlbench, name):
             continue
         torch.library.define(f"mlbench::{name}", schema, tags=torch.Tag.pt2_compliant_tag)

@@ -1,7 +1,7 @@
-"""The CUDA kernels of this package's operators, in a library of their own, which not every installation has.
+"""The optional library of CUDA kernels for this package's operators.
 
-The operators are whole without it: each has a plain PyTorch implementation, and the library only adds another one for
-CUDA tensors. It is experimental, so it is loaded only where the environment variable ``MLBENCH_CUDA_KERNELS`` is 1.
+The operators are complete without it. Each has a plain PyTorch implementation, and the library adds another one for
+CUDA tensors. It is experimental and is loaded only if the environment variable ``MLBENCH_CUDA_KERNELS`` is 1.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 __all__ = ["VARIABLE", "is_available", "is_built", "library_path", "load", "why_not"]
 
 VARIABLE = "MLBENCH_CUDA_KERNELS"
-"""The environment variable that turns the kernels on, if it is 1."""
+"""The environment variable that turns the kernels on if it is 1."""
 
 _LEAST_CAPABILITY = (8, 0)
-"""The kernels use asynchronous copies and the bfloat16 matrix products of NVIDIA's Ampere and later."""
+"""The kernels need asynchronous copies and bfloat16 matrix products, which NVIDIA GPUs have since Ampere."""
 
 
 class _Library:
-    """What became of loading the library, tried at most once in a process.
+    """The result of loading the library, which a process tries at most once.
 
     Attributes:
         is_loaded: Whether its kernels are registered.
         is_usable: Whether a device was found that runs them.
-        error: Why it could not be loaded, if it could not.
+        error: The reason why it could not be loaded, or None.
     """
 
     def __init__(self) -> None:
@@ -37,10 +37,11 @@ class _Library:
         self._lock = threading.Lock()
 
     def load(self, path: Path) -> bool:
-        """Load the library at ``path``, unless that was tried before; returns whether it is loaded."""
+        """Load the library at ``path`` unless that was tried before, and return whether it is loaded."""
         if self.is_loaded or self.error is not None:
             return self.is_loaded
         with self._lock:
+            # Check again: another thread may have loaded the library while this one waited for the lock.
             if not self.is_loaded and self.error is None:
                 try:
                     torch.ops.load_library(path)
@@ -54,7 +55,7 @@ _library = _Library()
 
 
 def library_path() -> Path:
-    """Where the library is, if it was built.
+    """Return the path of the library, which exists if it was built.
 
     Example:
         >>> library_path().name
@@ -64,42 +65,42 @@ def library_path() -> Path:
 
 
 def is_built() -> bool:
-    """Whether the library is there; this does not load it."""
+    """Return whether the library file exists, without loading it."""
     return library_path().is_file()
 
 
 def load() -> bool:
-    """Load the library into the process, once, whatever number of threads ask.
+    """Load the library into the process once, for any number of threads.
 
-    It needs neither a CUDA device nor a CUDA build of torch, and it overrides nothing but the operators' computation on
-    CUDA tensors. A library that is there but refuses to load is not tried again.
+    It needs neither a CUDA device nor a CUDA build of torch. It overrides only the operators' computation on CUDA
+    tensors. A library that exists but fails to load is not tried again.
 
     Returns:
-        Whether the library is loaded. False where it is not turned on, not built, or cannot be loaded;
+        Whether the library is loaded. It is False if the library is not turned on, not built, or cannot be loaded;
         :func:`why_not` says which.
     """
     return _is_turned_on() and (_library.is_loaded or is_built()) and _library.load(library_path())
 
 
 def is_available() -> bool:
-    """Whether the operators run their CUDA kernels for CUDA tensors.
+    """Return whether the operators run their CUDA kernels for CUDA tensors.
 
     Compiled code (:func:`torch.compile`) keeps the answer that it got when it was compiled.
 
     Returns:
-        True if the kernels are turned on, built, loaded (which the first call does), and the device can run them. What
-        was found is not looked for again, but for the variable.
+        True if the kernels are turned on, built and loaded (by the first call), and the device can run them. A positive
+        answer is cached; only the environment variable is read each time.
     """
     return _is_turned_on() and (_library.is_usable or why_not() is None)
 
 
 def why_not() -> str | None:
-    """What keeps the CUDA kernels from being used.
+    """Return the reason why the CUDA kernels cannot be used.
 
     Compiled code (:func:`torch.compile`) keeps the answer that it got when it was compiled.
 
     Returns:
-        One line that says what is missing and what to do about it; None if the kernels are available.
+        One line that says what is missing and how to provide it; None if the kernels are available.
 
     Example:
         >>> (why_not() is None) == is_available()
@@ -122,8 +123,8 @@ def why_not() -> str | None:
     return None
 
 
-# torch.compile takes the answers that it gets as it compiles: it cannot follow the loading of a library. This is what
-# torch.compiler.assume_constant_result does, but that imports the whole compiler.
+# torch.compile cannot follow the loading of a library, so it keeps the answer that it gets while it compiles. These
+# lines do what torch.compiler.assume_constant_result does, which would import the whole compiler.
 is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -1,8 +1,8 @@
-"""Random bits that are a function of a seed and a position, for dropout that is never stored.
+"""Random bits as a function of a seed and a position, for dropout masks that are never stored.
 
-Philox turns a counter and a key into four random words. With the seed as the key and a weight's position as the
-counter, the backward pass makes the mask of the forward pass again instead of reading it from memory, and the CUDA
-kernels and plain PyTorch make the same one.
+Philox turns a counter and a key into four random words. The seed is the key and a weight's position is the counter.
+The backward pass therefore recomputes the mask of the forward pass instead of reading it from memory. The CUDA kernels
+and plain PyTorch compute the same mask.
 
 References:
     Salmon, Moraes, Dror and Shaw 2011, Parallel Random Numbers: As Easy as 1, 2, 3 (SC11), section 3.3; seven rounds
@@ -17,8 +17,9 @@ from torch import Tensor
 __all__ = ["ROUNDS", "attention_dropout_mask", "draw_seed", "dropout_threshold", "philox4x32"]
 
 ROUNDS = 7
-"""Rounds of Philox."""
+"""Rounds of Philox, the fewest that pass all tests of the paper."""
 
+# Multipliers and key increments (Weyl constants) of Philox4x32 as in the paper.
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -27,14 +28,14 @@ _LEVELS = 1 << 16
 
 
 def draw_seed(device: torch.device | str, *, generator: torch.Generator | None = None) -> Tensor:
-    """A fresh seed for dropout, which stays on its device.
+    """Draw a new seed for dropout, which stays on its device.
 
-    It comes from the device's own random numbers, so that ``torch.manual_seed`` repeats it, and every replay of a
+    It comes from the device's own random numbers. Therefore ``torch.manual_seed`` reproduces it, and every replay of a
     captured CUDA graph draws another one.
 
     Args:
-        device: Where the dropout will be.
-        generator: What to draw from; the device's default generator if None.
+        device: Device of the dropout.
+        generator: Generator to draw from; the device's default generator if None.
 
     Returns:
         int64 of shape (1,).
@@ -47,7 +48,7 @@ def draw_seed(device: torch.device | str, *, generator: torch.Generator | None =
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """The probability in 1/65536: a weight is dropped if its 16 random bits are below.
+    """Return the probability in 1/65536; a weight is dropped if its 16 random bits are below this number.
 
     Args:
         dropout_p: Probability, at least 0 and at most 65535/65536.
@@ -70,9 +71,9 @@ def dropout_threshold(dropout_p: float) -> int:
 def philox4x32(
     key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int = ROUNDS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r"""Philox4x32: four random words for every counter.
+    r"""Compute Philox4x32: four random words for every counter.
 
-    One round takes the words :math:`c` of the counter and :math:`k` of the key to
+    One round maps the words :math:`c` of the counter and :math:`k` of the key to
 
     .. math::
         c' = (\mathrm{hi}(M_1 c_2) \oplus c_1 \oplus k_0,\; \mathrm{lo}(M_1 c_2),\;
@@ -81,8 +82,8 @@ def philox4x32(
 
     Args:
         key: Two words: int64 tensors of values below 2^32, of shapes that broadcast with the counter's.
-        counter: Four words, likewise.
-        rounds: How many rounds.
+        counter: Four words of the same kind.
+        rounds: Number of rounds.
 
     Returns:
         Four words, int64 tensors of values below 2^32, of the common shape.
@@ -102,15 +103,15 @@ def philox4x32(
 
 
 def attention_dropout_mask(seed: Tensor, offset: int, shape: tuple[int, int, int, int], threshold: int) -> Tensor:
-    """Which attention weights dropout keeps.
+    """Return which attention weights dropout keeps.
 
-    One call of Philox serves the eight keys j, j + 1, j + 8, j + 9, ..., j + 25 of a query, j even: those that one
-    thread of the CUDA kernel holds. The counter is (number of that group, query, sentence x heads + head, offset); of
-    the four words, the one of j's group of 8 gives its lower half to the even key and its upper half to the odd one.
+    One call of Philox serves the eight keys j, j + 1, j + 8, j + 9, ..., j + 25 of a query, j even. One thread of the
+    CUDA kernel holds exactly these keys. The counter is (number of that group, query, sentence x heads + head, offset).
+    Of the four words, that of j's group of 8 gives its lower half to the even key and its upper half to the odd one.
 
     Args:
         seed: int64 of one element; its halves are the key.
-        offset: Tells apart the layers that share a seed; its low 32 bits count.
+        offset: Number of the layer among those that share a seed; only its low 32 bits are used.
         shape: Sentences, heads, queries and keys.
         threshold: :func:`dropout_threshold` of the probability.
 
@@ -126,6 +127,7 @@ def attention_dropout_mask(seed: Tensor, offset: int, shape: tuple[int, int, int
     device = seed.device
     seed = seed.reshape(())
     key = (seed & _WORD, (seed >> 32) & _WORD)
+    # 32 keys need four groups, and a partial block of 32 needs them all.
     groups = torch.arange(-(-keys // 32) * 4, device=device)
     query = torch.arange(queries, device=device).unsqueeze(-1)
     row = torch.arange(batch * heads, device=device).view(batch, heads, 1, 1)
@@ -138,7 +140,7 @@ def attention_dropout_mask(seed: Tensor, offset: int, shape: tuple[int, int, int
 
 
 def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """Upper and lower word of the product, by halves so that nothing leaves 63 bits."""
+    """Return the upper and the lower word of the product, computed by halves so that no term exceeds 63 bits."""
     low, high = constant * (word & 0xFFFF), constant * (word >> 16)
     middle = high + (low >> 16)
     return middle >> 16, (middle & 0xFFFF) << 16 | low & 0xFFFF

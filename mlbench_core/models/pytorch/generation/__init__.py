@@ -1,4 +1,4 @@
-"""Generating sequences: one batched search for translation and language models, and the rules it ranks by."""
+"""Sequence generation: one batched search for translation and language models, and the scores that rank results."""
 
 from mlbench_core.models.pytorch.generation.decoding import Hypotheses, SearchOptions, search
 from mlbench_core.models.pytorch.generation.proposals import (

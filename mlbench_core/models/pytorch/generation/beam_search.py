@@ -1,4 +1,4 @@
-"""Greedy and beam search for models that generate by themselves, such as GNMT."""
+"""Greedy and beam search for models that generate step by step, such as GNMT."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ __all__ = ["GeneratingModel", "SequenceGenerator", "reorder_context"]
 
 
 class GeneratingModel(Protocol):
-    """What :class:`SequenceGenerator` needs of a model.
+    """The interface that :class:`SequenceGenerator` needs of a model.
 
-    Two attributes are optional. ``batch_first`` (bool, False if missing) says whether ``generate`` takes and gives
-    (rows, 1) instead of (1, rows). ``reorder_context(context, rows)`` gives the context whose row r is row ``rows[r]``
-    of the old one; if it is missing, :func:`reorder_context` does that for a context of the usual three parts.
+    Two attributes are optional. ``batch_first`` (bool, False if missing) says whether ``generate`` takes and returns
+    (rows, 1) instead of (1, rows). ``reorder_context(context, rows)`` returns the context whose row r is row
+    ``rows[r]`` of the old one. If it is missing, :func:`reorder_context` does that for a context of the usual three
+    parts.
     """
 
     def generate(self, inputs: Tensor, context: Any, beam_size: int) -> tuple[Tensor, Tensor, Tensor | None, Any]:
-        """One time step.
+        """Run one time step.
 
         Args:
             inputs: Newest token of each row, int64 of shape (1, rows), or (rows, 1) with ``batch_first``.
-            context: What the last step returned, or the initial context.
-            beam_size: How many tokens to propose for each row, at most the vocabulary.
+            context: The context that the last step returned, or the initial context.
+            beam_size: Number of tokens to propose for each row, at most the size of the vocabulary.
 
         Returns:
-            The likeliest next tokens (int64) and their log-probabilities, both of shape (1, rows, beam_size); attention
-            on the source, shape (1, rows, source), exactly 0 at padding, or None; and the new context. With
+            The likeliest next tokens (int64) and their log-probabilities, both of shape (1, rows, beam_size); the
+            attention on the source, shape (1, rows, source), exactly 0 at padding, or None; and the new context. With
             ``batch_first`` the first two dimensions are swapped.
         """
 
 
 class SequenceGenerator:
-    r"""Translates by the likeliest word (greedy search) or by beam search.
+    r"""A generator that translates by greedy search (the likeliest word) or by beam search.
 
     Finished translations are ranked by :class:`~mlbench_core.models.pytorch.generation.scores.GNMTScore`.
 
     Args:
         model: See :class:`GeneratingModel`. It should be in evaluation mode.
         beam_size: Hypotheses kept for each sentence.
-        max_seq_len: The longest translation, with the start and the end symbol, at least 2. A translation that reaches
-            it is closed there by an end symbol of probability 1.
-        len_norm_factor: :math:`\alpha` of the length normalisation.
-        len_norm_const: :math:`c` of the length normalisation.
+        max_seq_len: Length of the longest translation, with the start and the end symbol, at least 2. A translation
+            that reaches it gets an end symbol of probability 1 there.
+        len_norm_factor: :math:`\alpha` of the length normalization.
+        len_norm_const: :math:`c` of the length normalization.
         cov_penalty_factor: :math:`\beta` of the coverage penalty.
         eos: End symbol; the default is that of the WMT16 vocabulary.
         pad: Padding symbol; the default is that of the WMT16 vocabulary.
@@ -92,14 +93,14 @@ class SequenceGenerator:
         Args:
             batch_size: Number of sentences.
             initial_input: Start symbol of each sentence, int64 of any shape with ``batch_size`` elements.
-            initial_context: What the model's ``generate`` gets in the first step; one row for each sentence.
+            initial_context: Context for the first call of the model's ``generate``, with one row for each sentence.
 
         Returns:
-            The translations, int64 of shape (batch_size, max_seq_len): start symbol, words, end symbol, padding; their
-            lengths with start and end symbol, int64 of shape (batch_size,); and the number of time steps.
+            The translations, int64 of shape (batch_size, max_seq_len): start symbol, words, end symbol, padding. Their
+            lengths with start and end symbol, int64 of shape (batch_size,). The number of time steps.
 
         Raises:
-            ValueError: ``initial_input`` has another number of elements.
+            ValueError: ``initial_input`` does not have ``batch_size`` elements.
         """
         return self._search(batch_size, initial_input, initial_context, 1, LengthPenaltyScore(0.0))
 
@@ -108,7 +109,7 @@ class SequenceGenerator:
     ) -> tuple[Tensor, Tensor, int]:
         """Keep the ``beam_size`` best hypotheses at each step and return the best finished one.
 
-        Arguments, results and errors are those of :meth:`greedy_search`.
+        Arguments, results and errors: see :meth:`greedy_search`.
         """
         return self._search(batch_size, initial_input, initial_context, self.beam_size, self.score)
 
@@ -121,6 +122,7 @@ class SequenceGenerator:
             )
         start = initial_input.reshape(batch_size)
         options = SearchOptions(eos=self.eos, pad=self.pad, beam_size=beam_size, score=score)
+        # The search does not count the start symbol.
         found = search(_GeneratingState(self.model, initial_context), start, options, self.max_seq_len - 1)
         return self._with_start(start, found)
 
@@ -131,16 +133,17 @@ class SequenceGenerator:
 
 
 class _GeneratingState:
-    """A model with ``generate`` as the search's :class:`~mlbench_core.models.pytorch.generation.proposals.Proposer`."""
+    """Adapter of ``generate`` to :class:`~mlbench_core.models.pytorch.generation.proposals.Proposer`."""
 
     def __init__(self, model: GeneratingModel, context: Any) -> None:
         self.model = model
         self.context = context
-        self.rows_dim = 0 if getattr(model, "batch_first", False) else 1
+        self.rows_dim = 0 if getattr(model, "batch_first", False) else 1  # the other dimension is the single time step
 
     def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
-        """The model's proposals, without what is forbidden. A forced token has probability 1."""
+        """Return the model's proposals without forbidden tokens. A forced token has probability 1."""
         rows = len(tokens)
+        # The model does not know the constraints: ask for extra tokens in place of the forbidden ones.
         words, log_probs, attention, self.context = self.model.generate(
             tokens.unsqueeze(1 - self.rows_dim), self.context, count + len(constraints.forbidden)
         )
@@ -152,7 +155,7 @@ class _GeneratingState:
         return Proposal(words, log_probs, None if attention is None else attention.reshape(rows, -1))
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
-        """Let the context follow; it is kept for each row."""
+        """Pick the rows of the context, which is kept for each row."""
         if hasattr(self.model, "reorder_context"):
             self.context = self.model.reorder_context(self.context, rows)
         else:
@@ -163,14 +166,14 @@ def reorder_context(context: Sequence[Any] | None, rows: Tensor, batch_first: bo
     """Pick rows of a decoder's context of three parts.
 
     Args:
-        context: Encoder's outputs of shape (source, rows, features), or (rows, source, features) with ``batch_first``;
+        context: Encoder outputs of shape (source, rows, features), or (rows, source, features) with ``batch_first``;
             lengths of the sources, shape (rows,); and the decoder's hidden state: tensors of shape
             (..., rows, features) in any nesting of lists and tuples. Any part may be None.
         rows: int64 of shape (new rows,): the old row that each new row continues.
-        batch_first: Where the encoder's outputs have their rows.
+        batch_first: Whether the rows are the first dimension of the encoder outputs.
 
     Returns:
-        The new context, None for None.
+        The new context, or None if ``context`` is None.
 
     Raises:
         ValueError: The context does not have three parts.

@@ -1,15 +1,15 @@
 r"""Beam search and sampling for a whole batch at once.
 
-One loop over time steps and none over sentences or hypotheses. The live hypotheses are the rows of one batch: those of
-the first sentence, those of the second, and so on, the same number of each. In a step
+There is one loop over time steps, and none over sentences or hypotheses. The live hypotheses are the rows of one batch:
+those of the first sentence, those of the second, and so on, the same number for each. In a step
 
 1. the model proposes the likeliest next tokens of each row (a ``Proposer``),
-2. of all proposals of a sentence the best are selected,
-3. those that end become finished hypotheses, the others the live ones of the next step,
-4. sentences that are done leave the batch, and the model's state follows the rows (``reorder``).
+2. the best of all proposals of a sentence are selected,
+3. proposals with the end symbol become finished hypotheses, the others the live ones of the next step,
+4. finished sentences leave the batch, and the model's state follows the rows (``reorder``).
 
-A model takes part by giving scores for the next token and reordering its state (``DecoderState``, ``LogitProposer``),
-a language model as well as a decoder that looks at a source.
+A model takes part by scoring the next token and reordering its state (``DecoderState``, ``LogitProposer``). This holds
+for a language model as well as for a decoder that attends to a source.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What to search for.
+    """Options of a search.
 
     Args:
         eos: Token that ends a sequence.
         pad: Token that is never generated and fills the results.
-        beam_size: Hypotheses kept for each sentence, at least 1; with sampling, independent draws for each sentence.
-        min_len: The fewest tokens of a hypothesis, with the end symbol.
-        score: How finished hypotheses are ranked. Live ones are ranked by their log-probability.
-        stop_early: Whether a sentence is done as soon as ``beam_size`` hypotheses have ended; otherwise it goes on
-            until no live hypothesis can beat any of the ``beam_size`` best.
-        independent: Whether the rows of a sentence do not compete: each goes on with its one proposal (for sampling).
+        beam_size: Hypotheses kept for each sentence, at least 1. With sampling, the number of draws for each sentence.
+        min_len: Smallest number of tokens of a hypothesis, with the end symbol.
+        score: Rule that ranks finished hypotheses. Live ones are ranked by their log-probability.
+        stop_early: Whether a sentence is finished as soon as ``beam_size`` hypotheses have ended. Otherwise it
+            continues until no live hypothesis can beat any of the ``beam_size`` best.
+        independent: Whether the rows of a sentence do not compete: each continues with its one proposal (for sampling).
 
     Raises:
         ValueError: ``beam_size`` or ``min_len`` is below 1.
@@ -62,22 +62,22 @@ class SearchOptions:
 
 @dataclass
 class Hypotheses:
-    """The finished hypotheses of each sentence, the best first."""
+    """The finished hypotheses of each sentence, best first."""
 
     tokens: Tensor
     """int64 of shape (batch, beam, longest), without the start token, with the end symbol, then padding."""
     lengths: Tensor
-    """Tokens with the end symbol, int64 of shape (batch, beam); 0 where there is no hypothesis."""
+    """Tokens with the end symbol, int64 of shape (batch, beam); 0 if the hypothesis does not exist."""
     scores: Tensor
-    """What they are ranked by, float32 of shape (batch, beam); -inf where there is no hypothesis."""
+    """Scores that rank them, float32 of shape (batch, beam); -inf if the hypothesis does not exist."""
     ended: Tensor
-    """How many hypotheses have ended, also those no longer among the best, int64 of shape (batch,)."""
+    """Number of hypotheses that have ended, even if no longer among the best, int64 of shape (batch,)."""
     steps: int = 0
     """Time steps of the search."""
 
     @staticmethod
     def none(batch_size: int, width: int, longest: int, pad: int, device: torch.device) -> Hypotheses:
-        """No hypotheses yet, with room for ``width`` of each sentence."""
+        """Create an empty set of hypotheses with room for ``width`` of each sentence."""
         return Hypotheses(
             tokens=torch.full((batch_size, width, longest), pad, dtype=torch.int64, device=device),
             lengths=torch.zeros((batch_size, width), dtype=torch.int64, device=device),
@@ -86,13 +86,13 @@ class Hypotheses:
         )
 
     def add(self, sentences: Tensor, tokens: Tensor, length: int, scores: Tensor) -> None:
-        """Keep the best of the old and the new.
+        """Keep the best of the old and the new hypotheses.
 
         Args:
-            sentences: int64 of shape (sentences,): whose hypotheses these are.
+            sentences: int64 of shape (sentences,): the sentence of each row of the other arguments.
             tokens: int64 of shape (sentences, new, longest).
-            length: Their tokens with the end symbol.
-            scores: Shape (sentences, new); -inf for what is no hypothesis.
+            length: Number of their tokens, with the end symbol.
+            scores: Shape (sentences, new); -inf marks an entry that is not a hypothesis.
         """
         is_new = scores > _NEVER
         lengths = is_new * length
@@ -103,7 +103,7 @@ class Hypotheses:
         self.ended[sentences] += is_new.sum(dim=1)
 
     def to_lists(self, nbest: int = 1) -> list[list[list[int]]]:
-        """The tokens of the ``nbest`` best hypotheses of each sentence, cut to their lengths."""
+        """Return the tokens of the ``nbest`` best hypotheses of each sentence, without padding."""
         tokens, lengths = self.tokens[:, :nbest].tolist(), self.lengths[:, :nbest].tolist()
         return [
             [row[:length] for row, length in zip(rows, ends, strict=True) if length]
@@ -113,17 +113,17 @@ class Hypotheses:
 
 @dataclass
 class _Live:
-    """The hypotheses that go on; ``n`` sentences are left, each with ``width`` rows."""
+    """The hypotheses that continue; ``n`` sentences are left, each with ``width`` rows."""
 
     sentences: Tensor  # (n,): place in the batch
-    limits: Tensor  # (n,): the most tokens, with the end symbol
-    tokens: Tensor  # (n, width, longest): what was generated
-    newest: Tensor  # (n, width): what the model is fed next
-    log_probs: Tensor  # (n, width); -inf: no hypothesis
-    coverage: Tensor | None = None  # (n, width, source): attention of all steps
+    limits: Tensor  # (n,): largest number of tokens, with the end symbol
+    tokens: Tensor  # (n, width, longest): the generated tokens
+    newest: Tensor  # (n, width): the next input of the model
+    log_probs: Tensor  # (n, width); -inf: not a hypothesis
+    coverage: Tensor | None = None  # (n, width, source): attention summed over all steps
 
     def keep(self, kept: Tensor) -> _Live:
-        """Only the sentences at these places."""
+        """Return only the sentences at these places."""
         return _Live(
             sentences=self.sentences[kept],
             limits=self.limits[kept],
@@ -150,23 +150,23 @@ def search(
     max_len: int | Tensor,
     prefix: Tensor | None = None,
 ) -> Hypotheses:
-    """Generate the best sequences, or draw some, for a batch of sentences.
+    """Generate the best sequences, or sample some, for a batch of sentences.
 
-    A hypothesis ends when the end symbol is among the ``beam_size`` best continuations of its sentence; at the last
-    step nothing but the end symbol is allowed. Two values a step go from the device to the host: whether a hypothesis
-    ended, and how many sentences are left.
+    A hypothesis ends when the end symbol is among the ``beam_size`` best continuations of its sentence. At the last
+    step only the end symbol is allowed. In each step, two values are copied from the device to the host: whether a
+    hypothesis ended, and how many sentences are left.
 
     Args:
-        proposer: The model, its state holding one row for each sentence; ``reorder`` asks for more.
+        proposer: The model, with one row of state for each sentence; ``reorder`` asks for more rows.
         start: First token to feed, int64 of shape (batch,).
-        options: What to search for.
-        max_len: The most tokens of a hypothesis, with the end symbol: one number, or one for each sentence, int64 of
-            shape (batch,).
-        prefix: Tokens that each sequence has to begin with, int64 of shape (batch, length); where it is padding the
-            sequence is free.
+        options: Options of the search.
+        max_len: Largest number of tokens of a hypothesis, with the end symbol: one number, or one for each sentence,
+            int64 of shape (batch,).
+        prefix: Tokens that each sequence has to begin with, int64 of shape (batch, length). Padding in it leaves the
+            token free.
 
     Returns:
-        The hypotheses.
+        The finished hypotheses.
 
     Raises:
         ValueError: ``max_len`` is below ``min_len``, or shapes do not fit.
@@ -194,7 +194,7 @@ def search(
     for step in range(longest):
         finished.steps = step + 1
         constraints = _constraints(live, step, shortest, prefix, options)
-        # One more than the beam: the end symbol takes no place among the live hypotheses.
+        # One more than the beam, because the end symbol never becomes a live hypothesis.
         count = 1 if options.independent else options.beam_size + 1
         proposal = proposer.propose(live.newest.flatten(), count, constraints)
         live.coverage = _add_attention(live, proposal.attention, options)
@@ -209,7 +209,7 @@ def search(
 
 
 def _limits(max_len: int | Tensor, start: Tensor, options: SearchOptions) -> Tensor:
-    """The limit of each sentence, checked."""
+    """Return the checked limit of each sentence."""
     if start.dim() != 1:
         raise ValueError(f"start has shape {tuple(start.shape)}; it must be (batch,)")
     limits = torch.as_tensor(max_len, dtype=torch.int64, device=start.device)
@@ -221,19 +221,20 @@ def _limits(max_len: int | Tensor, start: Tensor, options: SearchOptions) -> Ten
 
 
 def _begin(proposer: Proposer, start: Tensor, limits: Tensor, longest: int, options: SearchOptions) -> _Live:
-    """One row for each sentence; as many as wanted if they do not compete."""
+    """Return one row for each sentence, or ``beam_size`` rows if they do not compete."""
     width = options.beam_size if options.independent else 1
     n = len(start)
     sentences = torch.arange(n, device=start.device)
     if width > 1:
         proposer.reorder(sentences.repeat_interleave(width), None)
     tokens = torch.full((n, width, longest), options.pad, dtype=torch.int64, device=start.device)
+    # The first step selects from the proposals of a single row, so that no hypothesis appears twice in a beam.
     newest = start.unsqueeze(1).expand(n, width)
     return _Live(sentences, limits, tokens, newest, torch.zeros((n, width), device=start.device))
 
 
 def _constraints(live: _Live, step: int, shortest: int, prefix: Tensor | None, options: SearchOptions) -> Constraints:
-    """Padding never, the end symbol not too early, the prefix, and the end symbol at the limit."""
+    """Forbid padding and an early end symbol; force the prefix, and the end symbol at the limit."""
     forbidden = (options.pad,) if step + 1 >= options.min_len else (options.pad, options.eos)
     forced = None
     if prefix is not None and step < prefix.shape[1]:
@@ -248,7 +249,7 @@ def _constraints(live: _Live, step: int, shortest: int, prefix: Tensor | None, o
 
 
 def _add_attention(live: _Live, attention: Tensor | None, options: SearchOptions) -> Tensor | None:
-    """Coverage with this step's attention, where the score needs it."""
+    """Return the coverage with this step's attention, or None if the score does not use it."""
     if attention is None or not options.score.uses_coverage:
         return None
     attention = attention.float().unflatten(0, live.newest.shape)
@@ -256,7 +257,7 @@ def _add_attention(live: _Live, attention: Tensor | None, options: SearchOptions
 
 
 def _select(live: _Live, proposal: Proposal, options: SearchOptions) -> _Candidates:
-    """The best of all proposals of a sentence, twice the beam: at most half of them can be ends."""
+    """Return the best 2 * ``beam_size`` proposals of a sentence; at most half of them can be ends."""
     n, width = live.log_probs.shape
     count = proposal.tokens.shape[1]
     log_probs = live.log_probs.unsqueeze(2) + proposal.log_probs.view(n, width, count)
@@ -266,9 +267,10 @@ def _select(live: _Live, proposal: Proposal, options: SearchOptions) -> _Candida
 
 
 def _finish(finished: Hypotheses, live: _Live, candidates: _Candidates, step: int, options: SearchOptions) -> None:
-    """Take the hypotheses that end among the best candidates."""
+    """Add the hypotheses that end among the best candidates to the finished ones."""
     log_probs, parents, tokens = (part[:, : options.beam_size] for part in candidates)
     ends = (tokens == options.eos) & (log_probs > _NEVER)
+    # The first of the two values that the host waits for. Most steps of a long translation return here.
     if not ends.any():
         return
     coverage = None if live.coverage is None else _pick(live.coverage, parents)
@@ -280,7 +282,7 @@ def _finish(finished: Hypotheses, live: _Live, candidates: _Candidates, step: in
 
 
 def _continue(live: _Live, candidates: _Candidates, step: int, options: SearchOptions) -> tuple[Tensor, _Live]:
-    """The best candidates that do not end, and the row of the batch that each continues."""
+    """Return the best candidates that do not end, and the batch row that each continues."""
     going_on = candidates.log_probs.masked_fill(candidates.tokens == options.eos, _NEVER)
     log_probs, place = going_on.topk(min(options.beam_size, going_on.shape[1]), dim=1)
     parents, newest = candidates.parents.gather(1, place), candidates.tokens.gather(1, place)
@@ -293,10 +295,11 @@ def _continue(live: _Live, candidates: _Candidates, step: int, options: SearchOp
 
 
 def _open_sentences(finished: Hypotheses, live: _Live, step: int, options: SearchOptions) -> Tensor:
-    """Which sentences are not done, bool of shape (n,)."""
+    """Return which sentences are not finished, bool of shape (n,)."""
     best_live = live.log_probs.amax(dim=1)
     done = finished.ended[live.sentences] >= options.beam_size
     if not options.stop_early:
+        # A score is monotone in the length, so its maximum is at the next length or at the limit.
         soonest = torch.full((), step + 2, device=best_live.device)
         reachable = torch.maximum(options.score(best_live, soonest), options.score(best_live, live.limits))
         done &= reachable <= finished.scores[live.sentences].amin(dim=1)
@@ -304,15 +307,15 @@ def _open_sentences(finished: Hypotheses, live: _Live, step: int, options: Searc
 
 
 def _follow(proposer: Proposer, rows: Tensor, live: _Live, kept: Tensor) -> _Live:
-    """Drop the sentences that are done, and let the model's state follow."""
+    """Drop the finished sentences and reorder the model's state to match."""
     if len(kept) < len(rows):
         proposer.reorder(rows[kept].flatten(), kept)
         return live.keep(kept)
-    if rows.shape[1] > 1:  # otherwise each row is where it was
+    if rows.shape[1] > 1:  # a single row per sentence keeps its place
         proposer.reorder(rows.flatten(), None)
     return live
 
 
 def _pick(values: Tensor, index: Tensor) -> Tensor:
-    """Of values of shape (n, m, ...) those at the places ``index`` of shape (n, k): shape (n, k, ...)."""
+    """Return the values (n, m, ...) at the places ``index`` (n, k) as a tensor of shape (n, k, ...)."""
     return values[torch.arange(len(values), device=values.device).unsqueeze(1), index]

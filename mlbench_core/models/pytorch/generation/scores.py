@@ -1,4 +1,4 @@
-r"""How finished hypotheses of different lengths are compared."""
+r"""Scores that compare finished hypotheses of different lengths."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["GNMTScore", "LengthPenaltyScore", "Score"]
 
 
 class Score(Protocol):
-    """A rule that turns the log-probability of a finished hypothesis into what it is ranked by.
+    """A rule that turns the log-probability of a finished hypothesis into the score that ranks it.
 
     For a given log-probability of at most 0 and no coverage, the score must be monotone in the length (rising or
-    falling), and coverage may only lower it: then the search knows what an unfinished hypothesis can still reach.
+    falling). Coverage may only lower it. The search relies on both to bound the score of an unfinished hypothesis.
     """
 
     @property
     def uses_coverage(self) -> bool:
-        """Whether the search has to add up attention for this rule."""
+        """Return whether the search has to add up attention for this rule."""
 
     def __call__(self, log_prob: Tensor, length: Tensor, coverage: Tensor | None = None) -> Tensor:
-        r"""Scores of hypotheses.
+        r"""Return the scores of hypotheses.
 
         Args:
             log_prob: :math:`\log P(Y \mid X)`, float32 of shape (...).
             length: :math:`|Y|`, tokens with the end symbol, of a shape that broadcasts to (...).
-            coverage: Attention that each source position got in all steps together, float32 of shape (..., source).
+            coverage: Attention that each source position got, summed over all steps, float32 of shape (..., source).
                 Positions of padding have exactly 0.
 
         Returns:
@@ -40,13 +40,13 @@ class Score(Protocol):
 
 @dataclass(frozen=True)
 class LengthPenaltyScore:
-    r"""Log-probability divided by a power of the length.
+    r"""The log-probability divided by a power of the length.
 
     .. math:: s(Y, X) = \frac{\log P(Y \mid X)}{|Y|^p}
 
     Args:
-        power: :math:`p`; 0 leaves the log-probability as it is, which favours short sequences, 1 is the mean of the
-            tokens' log-probabilities.
+        power: :math:`p`. With 0 the score is the log-probability, which favors short sequences. With 1 it is the
+            mean of the tokens' log-probabilities.
 
     Example:
         >>> LengthPenaltyScore(power=1.0)(torch.tensor([-6.0]), torch.tensor([3])).item()
@@ -57,20 +57,20 @@ class LengthPenaltyScore:
     uses_coverage = False
 
     def __call__(self, log_prob: Tensor, length: Tensor, coverage: Tensor | None = None) -> Tensor:
-        """Scores of hypotheses, as in :class:`Score`."""
+        """Return the scores of hypotheses as in :class:`Score`."""
         return log_prob / length.to(log_prob.dtype) ** self.power
 
 
 @dataclass(frozen=True)
 class GNMTScore:
-    r"""Length normalisation and coverage penalty of Google's translation system.
+    r"""The length normalization and coverage penalty of Google's translation system.
 
     .. math::
         s(Y, X) = \frac{\log P(Y \mid X)}{lp(Y)} + cp(X; Y), \qquad
         lp(Y) = \left(\frac{c + |Y|}{c + 1}\right)^\alpha, \qquad
         cp(X; Y) = \beta \sum_{i=1}^{|X|} \log \min\Big(\sum_{j=1}^{|Y|} p_{i,j}, 1\Big)
 
-    where :math:`p_{i,j}` is the attention of target word j on source word i.
+    Here :math:`p_{i,j}` is the attention of target word j on source word i.
 
     Args:
         len_norm_factor: :math:`\alpha`.
@@ -100,15 +100,15 @@ class GNMTScore:
 
     @property
     def uses_coverage(self) -> bool:
-        """Whether there is a coverage penalty at all."""
+        """Return whether the coverage penalty is used."""
         return self.cov_penalty_factor > 0
 
     def __call__(self, log_prob: Tensor, length: Tensor, coverage: Tensor | None = None) -> Tensor:
-        """Scores of hypotheses, as in :class:`Score`; without coverage there is no penalty."""
+        """Return the scores of hypotheses as in :class:`Score`; without coverage the penalty is 0."""
         c = self.len_norm_const
         lp = ((c + length.to(log_prob.dtype)) / (c + 1)) ** self.len_norm_factor
         if coverage is None or not self.uses_coverage:
             return log_prob / lp
-        # log(0) at padding would be -inf: what got no attention at all is no source word.
+        # log(0) at padding would be -inf. A position with no attention at all is not a source word.
         attended = torch.where(coverage > 0, coverage, 1.0).clamp(max=1.0)
         return log_prob / lp + self.cov_penalty_factor * attended.log().sum(dim=-1)

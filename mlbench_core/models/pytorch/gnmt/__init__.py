@@ -1,4 +1,4 @@
-"""GNMT for translation, its training, and its decoding."""
+"""The translation model GNMT, its training, and its decoding."""
 
 from mlbench_core.models.pytorch.gnmt.models import GNMT
 from mlbench_core.models.pytorch.gnmt.teacher import TeacherForcedGNMT

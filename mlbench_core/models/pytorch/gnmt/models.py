@@ -25,20 +25,20 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class DecoderContext:
-    """Where a generation is: what :meth:`GNMT.generate` takes and gives."""
+    """The state of a generation, which :meth:`GNMT.generate` takes and returns."""
 
     source: EncodedSource
     """The source sentences."""
     hidden: Hidden | None = None
-    """The decoder's state; its rows are those of the first sentence, those of the second, and so on, as many of each.
-    None before the first word."""
+    """The decoder's state. Its rows are those of the first sentence, those of the second, and so on, the same number
+    for each. None before the first word."""
 
     def reorder(self, rows: Tensor, sentences: Tensor | None = None) -> DecoderContext:
-        """Follow a search.
+        """Return the context that follows the rows of a search.
 
         Args:
             rows: int64 of shape (new rows,): the old row that each new row continues.
-            sentences: int64 of shape (new sentences,): the old sentences that are still there; None if all are.
+            sentences: int64 of shape (new sentences,): the old sentences that are still in the batch; None if all are.
         """
         source = self.source if sentences is None else self.source.pick(sentences)
         if self.hidden is None:
@@ -46,7 +46,7 @@ class DecoderContext:
         return DecoderContext(source, tuple((h.index_select(1, rows), c.index_select(1, rows)) for h, c in self.hidden))
 
     def by_row(self, rows: Tensor) -> DecoderContext:
-        """Any choice of rows, each with a source of its own.
+        """Return the context of any choice of rows, each with its own source.
 
         Args:
             rows: int64 of shape (new rows,): the old row that each new row continues.
@@ -57,16 +57,16 @@ class DecoderContext:
 
 
 class GNMT(nn.Module):
-    r"""Translates with LSTM layers and attention.
+    r"""A translation model of LSTM layers and attention.
 
-    An encoder of one bidirectional and ``num_layers - 1`` unidirectional LSTM layers, a decoder of ``num_layers``, with
-    residual connections from the third layer on in both. Normalised Bahdanau attention takes the decoder's first
-    layer's output, and all layers above read what it found (the formulas are at
-    :class:`~mlbench_core.models.pytorch.gnmt.modules.Decoder`). The classifier's weights are its own.
+    The encoder has one bidirectional and ``num_layers - 1`` unidirectional LSTM layers, the decoder ``num_layers``.
+    Both have residual connections from the third layer on. The output of the decoder's first layer is the query of
+    normalized Bahdanau attention, and all layers above read its result. The formulas are at
+    :class:`~mlbench_core.models.pytorch.gnmt.modules.Decoder`. The classifier does not share the embedding's weights.
 
-    All weights start uniform in (-0.1, 0.1), also those of the LSTM layers; matrices in (-b, b) with another
-    ``init_bound`` b. A sum of H products grows with the root of H, so b = 0.2 gives a width of 256 the signals that
-    b = 0.1 gives one of 1,024. With V symbols, width H and L layers there
+    All weights start uniform in (-0.1, 0.1), also those of the LSTM layers. With another ``init_bound`` b, matrices
+    start in (-b, b). A sum of H products grows with the root of H. Therefore b = 0.2 gives a width of 256 the signals that
+    b = 0.1 gives a width of 1,024. With V symbols, width H and L layers there
     are
 
     .. math::
@@ -78,7 +78,8 @@ class GNMT(nn.Module):
         + \underbrace{2 H^2 + 2 H + 1}_\text{attention}
         + \underbrace{V H + V}_\text{classifier}
 
-    parameters, for L = 4 that is :math:`90 H^2 + 74 H + 1 + (2 H + 1) V`; one embedding more if none is shared.
+    parameters. For L = 4 that is :math:`90 H^2 + 74 H + 1 + (2 H + 1) V`. Without a shared embedding there is one
+    embedding more.
 
     Symbol 0 is padding: its embedding is and stays 0. Inputs are time-first, padded at the end.
 
@@ -88,8 +89,8 @@ class GNMT(nn.Module):
         num_layers: L, layers of the encoder and of the decoder, at least 2.
         dropout: Probability that a feature of a layer's input is dropped.
         share_embedding: Whether source and target have one embedding.
-        fusion: Whether attention's scores come from the operator that needs little memory; otherwise from the plain
-            formula. The numbers are the same.
+        fusion: Whether the attention scores come from the operator that needs little memory, or from the plain formula.
+            The numbers are the same.
         init_bound: b, the largest initial weight in a matrix.
 
     Raises:
@@ -130,17 +131,18 @@ class GNMT(nn.Module):
         target_embedding = source_embedding if share_embedding else _embedding(vocab_size, hidden_size)
         self.encoder = Encoder(source_embedding, num_layers, dropout)
         self.decoder = Decoder(target_embedding, num_layers, dropout, fusion)
+        # The layers draw from the default range. Scaling them keeps the random numbers the same for every bound.
         _scale_matrices(self, init_bound / _INIT_BOUND)
 
     @classmethod
     def preset(cls, name: str, vocab_size: int, **changes: Any) -> GNMT:
-        """A model by name.
+        """Create a model by name.
 
         Args:
-            name: ``"big"`` is the one of task 4a; ``"small"`` (2 layers, 256 wide) is for small data sets such as
+            name: ``"big"`` is the model of task 4a; ``"small"`` (2 layers, 256 wide) is for small data sets such as
                 Multi30k on a CPU.
             vocab_size: Symbols of source and target together.
-            changes: Arguments of the class that are different.
+            changes: Arguments of the class that differ from the preset.
 
         Raises:
             ValueError: The name is unknown.
@@ -154,12 +156,12 @@ class GNMT(nn.Module):
         return cls(vocab_size, **{**_PRESETS[name], **changes})
 
     def forward(self, input_encoder: Tensor, input_enc_len: Tensor, input_decoder: Tensor) -> Tensor:
-        """Scores of the next word at each target position.
+        """Return the scores of the next word at each target position.
 
         Args:
             input_encoder: Source sentences, int64 of shape (source, batch), padded at the end, in any order.
-            input_enc_len: Words of each source, integers of shape (batch,). What is beyond does not matter. Best on
-                the CPU, where they are needed: from a GPU they have to be fetched.
+            input_enc_len: Words of each source, integers of shape (batch,). Later symbols do not matter. Best on the
+                CPU, where they are needed: from a GPU they have to be copied.
             input_decoder: Target sentences without their last symbol, int64 of shape (target, batch).
 
         Returns:
@@ -178,7 +180,7 @@ class GNMT(nn.Module):
         return scores
 
     def encode(self, inputs: Tensor, lengths: Tensor) -> Tensor:
-        """Read source sentences.
+        """Encode source sentences.
 
         Args:
             inputs: int64 of shape (source, batch).
@@ -199,20 +201,20 @@ class GNMT(nn.Module):
         return memory
 
     def context(self, memory: Tensor, lengths: Tensor) -> DecoderContext:
-        """Where a generation begins.
+        """Return the context in which a generation begins.
 
         Args:
-            memory: What :meth:`encode` gave.
+            memory: Outputs of :meth:`encode`.
             lengths: Words of each source, integers of shape (batch,).
         """
         return DecoderContext(self.decoder.attention.encoded(memory.transpose(0, 1).contiguous(), lengths))
 
     def step(self, tokens: Tensor, context: DecoderContext) -> tuple[Tensor, Tensor, DecoderContext]:
-        """Feed one word more.
+        """Feed one more word.
 
         Args:
             tokens: Newest word of each row, int64 of shape (rows,).
-            context: From the last step, or the first one.
+            context: Context of the last step, or the first one.
 
         Returns:
             Scores before the softmax, shape (rows, vocabulary), attention on the source, float32 of shape
@@ -224,25 +226,27 @@ class GNMT(nn.Module):
     def generate(
         self, inputs: Tensor, context: DecoderContext | Sequence[Any], beam_size: int
     ) -> tuple[Tensor, Tensor, Tensor, DecoderContext]:
-        """One step of a generation, for
-        :class:`~mlbench_core.models.pytorch.generation.beam_search.SequenceGenerator`.
+        """Run one step of a generation.
+
+        This is the interface of :class:`~mlbench_core.models.pytorch.generation.beam_search.SequenceGenerator`.
 
         Args:
             inputs: Newest word of each row, int64 of shape (1, rows).
-            context: From the last step; first what :meth:`context` gives, or a list of what :meth:`encode` gives, the
-                lengths, and None.
-            beam_size: How many words to propose for each row; fewer if the vocabulary has no more.
+            context: Context of the last step. At first the result of :meth:`context`, or a list of the result of
+                :meth:`encode`, the lengths, and None.
+            beam_size: Number of words to propose for each row; fewer if the vocabulary has no more.
 
         Returns:
-            The likeliest next words and their log-probabilities, shape (1, rows, ``beam_size``), attention on the
+            The likeliest next words and their log-probabilities, shape (1, rows, ``beam_size``), the attention on the
             source, shape (1, rows, source), and the new context.
         """
         scores, weights, context = self.step(inputs.reshape(-1), self._as_context(context))
+        # float32, because sums of log-probabilities in half precision are too coarse to rank hypotheses.
         log_probs, words = scores.float().log_softmax(dim=-1).topk(min(beam_size, self.vocab_size), dim=-1)
         return words.unsqueeze(0), log_probs.unsqueeze(0), weights.unsqueeze(0), context
 
     def reorder_context(self, context: DecoderContext | Sequence[Any], rows: Tensor) -> DecoderContext:
-        """The context whose row r is the old row ``rows[r]``; rows is int64 of shape (new rows,)."""
+        """Return the context with row r from old row ``rows[r]``; rows is int64 of shape (new rows,)."""
         return self._as_context(context).by_row(rows)
 
     def _as_context(self, context: DecoderContext | Sequence[Any]) -> DecoderContext:
@@ -253,7 +257,7 @@ class GNMT(nn.Module):
 
 
 def _embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
-    """Uniform weights, zeros for padding."""
+    """Create an embedding with uniform weights, and zeros for padding."""
     embedding = nn.Embedding(vocab_size, hidden_size, padding_idx=_PAD)
     with torch.no_grad():
         embedding.weight.uniform_(-_INIT_BOUND, _INIT_BOUND)
@@ -263,7 +267,7 @@ def _embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
 
 @torch.no_grad()
 def _scale_matrices(module: nn.Module, factor: float) -> None:
-    """Multiply what has two dimensions; biases, and the attention's score vector with its length, stay."""
+    """Scale the matrices; biases, and the attention's score vector with its length, do not change."""
     for parameter in module.parameters():
         if parameter.dim() == 2:
             parameter.mul_(factor)

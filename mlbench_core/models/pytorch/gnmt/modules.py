@@ -1,4 +1,4 @@
-"""GNMT's parts: attention, encoder and decoder. Everything is time-first, as LSTMs like it, but for the attention."""
+"""Parts of GNMT: attention, encoder and decoder. Tensors are time-first for the LSTMs, except in the attention."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ Hidden: TypeAlias = "tuple[tuple[Tensor, Tensor], ...]"
 """State (h, c) of each decoder layer, each tensor of shape (1, rows, hidden_size)."""
 
 _FIRST_RESIDUAL = 2
-"""Layers from the third on add their input to their output."""
+"""Index of the first layer that adds its input to its output, which is the third layer."""
 
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """What the decoder sees of the source sentences, computed once for all steps."""
+    """The encoded source sentences as the decoder sees them, computed once for all steps."""
 
     memory: Tensor
     """The encoder's outputs, shape (sentences, source, hidden_size)."""
     keys: Tensor
-    """What attention compares queries with, shape (sentences, source, hidden_size)."""
+    """The vectors that attention compares queries with, shape (sentences, source, hidden_size)."""
     padding: Tensor
     """bool of shape (sentences, source), True at padding."""
 
     def pick(self, sentences: Tensor) -> EncodedSource:
-        """The sentences at these places, int64 of shape (new sentences,)."""
+        """Return the sentences at these places, int64 of shape (new sentences,)."""
         return EncodedSource(*(part.index_select(0, sentences) for part in (self.memory, self.keys, self.padding)))
 
 
 class NormalizedBahdanauAttention(nn.Module):
-    r"""Additive attention with a normalised score vector.
+    r"""Additive attention with a normalized score vector.
 
     For a query :math:`y` and the encoder's output :math:`m_s` at source position s:
 
@@ -50,10 +50,10 @@ class NormalizedBahdanauAttention(nn.Module):
     :math:`g = \sqrt{1/H}` and :math:`b = 0`.
 
     Args:
-        hidden_size: H, width of queries, of the encoder's outputs and inside.
+        hidden_size: H, width of the queries, the encoder's outputs and the projections.
         fusion: Whether the scores come from
             :func:`~mlbench_core.ops.pytorch.attention_score.attention_score`, which needs little memory and runs CUDA
-            kernels where they are available, or from the plain formula beside it. The numbers are the same up to
+            kernels if they are available. Otherwise they come from the plain formula. The numbers are the same up to
             rounding.
 
     References:
@@ -82,7 +82,7 @@ class NormalizedBahdanauAttention(nn.Module):
         nn.init.zeros_(self.bias)
 
     def encoded(self, memory: Tensor, lengths: Tensor) -> EncodedSource:
-        """Compute what is the same for all queries.
+        """Compute the tensors that are the same for all queries.
 
         Args:
             memory: The encoder's outputs, shape (sentences, source, hidden_size).
@@ -93,14 +93,14 @@ class NormalizedBahdanauAttention(nn.Module):
         return EncodedSource(memory, self.key_projection(memory), padding)
 
     def forward(self, queries: Tensor, source: EncodedSource) -> tuple[Tensor, Tensor]:
-        """Look at the source.
+        """Attend to the source.
 
         Args:
             queries: Shape (sentences, queries, hidden_size).
-            source: What :meth:`encoded` gave.
+            source: Result of :meth:`encoded`.
 
         Returns:
-            The attended outputs :math:`c`, the shape of the queries, and the weights :math:`a`, float32 of shape
+            The attended outputs :math:`c`, in the shape of the queries, and the weights :math:`a`, float32 of shape
             (sentences, queries, source), exactly 0 at padding.
         """
         score = attention_score if self.fusion else attention_score_reference
@@ -110,12 +110,12 @@ class NormalizedBahdanauAttention(nn.Module):
 
 
 class Encoder(nn.Module):
-    """One bidirectional LSTM layer and unidirectional ones above it, with residual connections from the third.
+    """One bidirectional LSTM layer and unidirectional ones above it, with residual connections from the third layer on.
 
     Args:
-        embedding: Of the source's symbols; its width is that of all layers.
+        embedding: Embedding of the source's symbols. All layers have its width.
         num_layers: Number of layers, the bidirectional one included.
-        dropout: Of each layer's input.
+        dropout: Dropout probability of each layer's input.
     """
 
     def __init__(self, embedding: nn.Embedding, num_layers: int, dropout: float) -> None:
@@ -127,10 +127,10 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(_lstm(2 * width if i == 0 else width, width) for i in range(num_layers - 1))
 
     def forward(self, inputs: Tensor, lengths: Tensor) -> Tensor:
-        """Encode.
+        """Encode source sentences.
 
-        Only the bidirectional layer has to know where sentences end: its backward direction starts there. The others
-        read forward, so that padding comes after all words, and attention leaves it out.
+        Only the bidirectional layer needs the ends of the sentences, because its backward direction starts there. The
+        other layers read forward, so padding comes after all words, and attention ignores it.
 
         Args:
             inputs: int64 of shape (source, batch), padded at the end, in any order of lengths.
@@ -140,12 +140,13 @@ class Encoder(nn.Module):
             Shape (source, batch, hidden_size); meaningless at padding.
 
         Raises:
-            ValueError: A length is above the source's.
+            ValueError: A length is above the number of source positions.
         """
-        lengths = lengths.cpu()
+        lengths = lengths.cpu()  # pack_padded_sequence accepts lengths on the CPU only
         if len(lengths) and int(lengths.max()) > len(inputs):
             raise ValueError(f"a source has {int(lengths.max())} words, but there are only {len(inputs)} positions")
         x = self.dropout(self.embedding(inputs))
+        # Packing rejects sentences of length 0, so an empty one counts as one symbol of padding.
         packed = pack_padded_sequence(x, lengths.clamp(min=1), enforce_sorted=False)
         x, _ = pad_packed_sequence(self.bidirectional(packed)[0], total_length=len(inputs))
         for number, layer in enumerate(self.layers, start=1):
@@ -155,7 +156,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    r"""LSTM layers, all but the first of which also read the attention's result; then a linear classifier.
+    r"""LSTM layers, of which all but the first also read the attention's result, and a linear classifier.
 
     With :math:`x^0_t` the embedding of target word t, :math:`m` the encoder's outputs, and dropout D:
 
@@ -166,15 +167,15 @@ class Decoder(nn.Module):
         y^l_t &= \mathrm{LSTM}^l(D([y^{l-1}_t; c_t])) + y^{l-1}_t \qquad (l \ge 3) \\
         z_t &= W y^L_t + b
 
-    In Wu et al. the first layer too reads a :math:`c`, that of step t - 1 (figure 1): each step must then wait for the
-    attention of the one before. Here, as in GNMT version 2, :math:`c_t` comes from the first layer's output at the same
-    step and goes to all layers above. So nothing but the LSTMs themselves is recurrent: in training each layer runs
+    In Wu et al. the first layer also reads a :math:`c`, that of step t - 1 (figure 1). Each step must then wait for the
+    attention of the previous one. Here, as in GNMT version 2, :math:`c_t` comes from the first layer's output at the
+    same step and goes to all layers above. Only the LSTMs themselves are therefore recurrent. In training each layer runs
     over the whole target in one call, and attention is computed for all steps at once.
 
     Args:
-        embedding: Of the target's symbols; its width is that of all layers.
+        embedding: Embedding of the target's symbols. All layers have its width.
         num_layers: Number of LSTM layers.
-        dropout: Of each layer's input.
+        dropout: Dropout probability of each layer's input.
         fusion: As for :class:`NormalizedBahdanauAttention`.
 
     References:
@@ -199,12 +200,12 @@ class Decoder(nn.Module):
 
         Args:
             inputs: int64 of shape (target, rows). There may be several rows for each source sentence, the same number
-                of each: those of the first sentence, those of the second, and so on.
-            source: What to look at.
-            hidden: The state before the first word; None for zeros.
+                for each: those of the first sentence, those of the second, and so on.
+            source: Encoded source sentences.
+            hidden: State before the first word; None for zeros.
 
         Returns:
-            Scores before the softmax, shape (target, rows, vocabulary); attention on the source, float32 of shape
+            Scores before the softmax, shape (target, rows, vocabulary); the attention on the source, float32 of shape
             (target, rows, source); and the state after the last word.
         """
         states = iter(hidden or itertools.repeat(None))
@@ -218,11 +219,11 @@ class Decoder(nn.Module):
         return self.classifier(x), weights, tuple(new_hidden)
 
     def _attend(self, y: Tensor, source: EncodedSource) -> tuple[Tensor, Tensor]:
-        """Attention of all steps: steps and rows of one sentence are all queries of it.
+        """Attend in all steps at once: the steps and rows of one sentence are all queries of it.
 
         Args:
             y: Shape (target, rows, hidden_size).
-            source: Of ``sentences`` sentences; ``rows`` is a multiple of that number.
+            source: Encoded sentences; ``rows`` is a multiple of their number.
 
         Returns:
             Shapes (target, rows, hidden_size) and (target, rows, source).
@@ -237,13 +238,13 @@ class Decoder(nn.Module):
 
 
 def init_uniform(module: nn.Module, bound: float = 0.1) -> None:
-    """Draw all parameters from the uniform distribution between ``-bound`` and ``bound``, as GNMT's are."""
+    """Draw all parameters from the uniform distribution between ``-bound`` and ``bound``, as GNMT does."""
     for parameter in module.parameters():
         nn.init.uniform_(parameter, -bound, bound)
 
 
 def _lstm(input_size: int, hidden_size: int, bidirectional: bool = False) -> nn.LSTM:
-    """One LSTM layer. Of its two biases, which are only ever added, one is 0, so that the sum starts uniform."""
+    """Create one LSTM layer. Its two biases are only ever added, so one is 0 and their sum starts uniform."""
     lstm = nn.LSTM(input_size, hidden_size, bidirectional=bidirectional)
     init_uniform(lstm)
     for name, parameter in lstm.named_parameters():

@@ -1,4 +1,4 @@
-"""GNMT as training rounds call a model: with a batch as one argument."""
+"""GNMT with a whole batch as its one argument, as training rounds call a model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ __all__ = ["TeacherForcedGNMT"]
 
 
 class TeacherForcedGNMT(nn.Module):
-    """Scores of the next words where the words before are the right ones; a round takes its batches' size from them.
+    """GNMT with teacher forcing: it scores each next word after the correct previous words.
+
+    A round reads the batch size from the scores, which are therefore sentences-first.
 
     Args:
-        model: The model, of which this has no copy.
+        model: The model, which is not copied.
 
     Example:
         >>> import torch
@@ -28,14 +30,14 @@ class TeacherForcedGNMT(nn.Module):
         self.model = model
 
     def forward(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Scores before the softmax, sentences first.
+        """Return the scores before the softmax, sentences first.
 
         Args:
             batch: Arguments of :meth:`GNMT.forward`: sources of shape (source, batch), their lengths of shape (batch,),
                 and targets without their last symbols, of shape (target, batch).
 
         Returns:
-            Shape (batch, target, ``vocab_size``); a view of scores that lie time first.
+            Shape (batch, target, ``vocab_size``), as a view of time-first scores.
         """
         scores: Tensor = self.model(*batch)
         return scores.transpose(0, 1)

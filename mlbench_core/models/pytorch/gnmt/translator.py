@@ -1,4 +1,4 @@
-"""Translating with GNMT, from numbers to text."""
+"""Translation with GNMT, from numbers to text."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["GNMTState", "Translator"]
 
 
 class Detokenizer(Protocol):
-    """What writes symbols as text, such as the WMT16 tokenizer."""
+    """An object that writes symbols as text, such as the WMT16 tokenizer."""
 
     def detokenize(self, inputs: Sequence[int]) -> str:
-        """The text of a sentence."""
+        """Return the text of a sentence."""
 
 
 class GNMTState:
-    """GNMT in a generation: a :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`.
+    """The state of GNMT in a search: a :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`.
 
-    The source is encoded once and kept once for a sentence: the hypotheses of a sentence share it.
+    The source is encoded and kept once for each sentence. All hypotheses of a sentence share it.
 
     Args:
         model: The model.
@@ -41,33 +41,33 @@ class GNMTState:
         self.context = model.context(model.encode(inputs, lengths), lengths)
 
     def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores of the next word of each row, shape (rows, vocabulary), and attention, shape (rows, source)."""
+        """Return the scores of the next words, shape (rows, vocabulary), and the attention, shape (rows, source)."""
         scores, weights, self.context = self.model.step(tokens, self.context)
         return scores, weights
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
-        """Let the decoder's state follow the search."""
+        """Reorder the decoder's state as the search requires."""
         self.context = self.context.reorder(rows, sentences)
 
 
 class Translator:
-    r"""Translates batches of sentences by beam search and writes them as text.
+    r"""A translator of batches of sentences, which runs beam search and writes the results as text.
 
     A translation starts after the start symbol and ends with the end symbol. Finished ones are ranked by
     :class:`~mlbench_core.models.pytorch.generation.scores.GNMTScore`.
 
     Args:
-        model: The model. It is in evaluation mode while it translates and put back afterwards.
+        model: The model. It is in evaluation mode while it translates and returns to its mode afterwards.
         trg_tokenizer: Its ``detokenize`` writes a list of symbols, without those of start, end and padding, as text.
-            What it writes is returned as it is, to be compared with plain text.
-        trg_lang: Language of the target. Nothing here depends on it: where spaces go is the tokenizer's work.
+            The text is returned unchanged, for comparison with plain text.
+        trg_lang: Language of the target. Nothing here depends on it, because the tokenizer places the spaces.
         beam_size: Hypotheses kept for each sentence; 1 is greedy search.
-        len_norm_factor: :math:`\alpha` of the length normalisation.
-        len_norm_const: :math:`c` of the length normalisation.
+        len_norm_factor: :math:`\alpha` of the length normalization.
+        len_norm_const: :math:`c` of the length normalization.
         cov_penalty_factor: :math:`\beta` of the coverage penalty.
-        max_seq_len: The longest translation, with start and end symbol, at least 2. A translation that reaches it ends
-            there, with the probability that the model gives to the end.
-        bos: Start symbol, as in the WMT16 vocabulary; so are the others.
+        max_seq_len: Length of the longest translation, with start and end symbol, at least 2. A translation that
+            reaches it ends there, with the probability that the model gives to the end symbol.
+        bos: Start symbol. The defaults of all three symbols are those of the WMT16 vocabulary.
         eos: End symbol.
         pad: Padding.
 
@@ -124,23 +124,24 @@ class Translator:
         """Translate a batch of the data set and write both translations and references as text.
 
         Args:
-            src: Source sentences, int64 of shape (source, batch), padded at the end, and the symbols of each, integers
-                of shape (batch,). A sentence without words (nothing, or start and end symbol only) becomes an empty
-                text.
+            src: Source sentences, int64 of shape (source, batch), padded at the end, and the number of symbols of each,
+                integers of shape (batch,). A sentence without words (nothing, or start and end symbol only) becomes an
+                empty text.
             trg: References in the same form, or None.
 
         Returns:
-            The translations and the references, one text a sentence, in the order of the batch; no references without
-            ``trg``. Where the model gives no finite score, as after a training that diverged, the text is empty.
+            The translations and the references, one text per sentence, in the order of the batch; no references without
+            ``trg``. If the model gives no finite score, as after a training that diverged, the text is empty.
 
         Raises:
-            ValueError: Shapes do not fit, or there is not one reference for each sentence.
+            ValueError: The shapes do not fit, or the numbers of sentences and references differ.
         """
         sources = self._words_of_each(*src)
         references = [] if trg is None else self._words_of_each(*trg)
         if trg is not None and len(references) != len(sources):
             raise ValueError(f"{len(sources)} sentences but {len(references)} references; every sentence needs one")
         translations: list[list[int]] = [[] for _ in sources]
+        # The encoder cannot read an empty sentence, and a search would invent a translation for it.
         with_words = [place for place, words in enumerate(sources) if words]
         if with_words:
             places = torch.tensor(with_words)
@@ -151,7 +152,7 @@ class Translator:
 
     @torch.no_grad()
     def generate(self, inputs: Tensor, lengths: Tensor) -> Hypotheses:
-        """Translate a batch into numbers.
+        """Translate a batch into symbol numbers.
 
         Args:
             inputs: Source sentences with at least one symbol each, int64 of shape (source, batch), on any device.
@@ -167,7 +168,7 @@ class Translator:
             return search(LogitProposer(state), start, self.options, self.max_seq_len - 1)
 
     def _words_of_each(self, ids: Tensor, lengths: Tensor) -> list[list[int]]:
-        """The words of each sentence of a batch."""
+        """Return the words of each sentence of a batch."""
         if ids.dim() != 2 or lengths.shape != ids.shape[1:]:
             raise ValueError(
                 f"sentences and lengths have the shapes {tuple(ids.shape)} and {tuple(lengths.shape)}; they must be "
@@ -176,7 +177,7 @@ class Translator:
         return [self._words(row[:end]) for row, end in zip(ids.t().tolist(), lengths.tolist(), strict=True)]
 
     def _words(self, ids: list[int]) -> list[int]:
-        """What comes before the end symbol, without start symbols and padding."""
+        """Return the symbols before the end symbol, without start symbols and padding."""
         before = itertools.takewhile(lambda number: number != self.options.eos, ids)
         return [number for number in before if number not in (self.bos, self.options.pad)]
 

@@ -1,4 +1,4 @@
-"""A language model that remembers where it was in the text."""
+"""A language model that carries its state from batch to batch of a text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CarriedState", "detached"]
 
 
 class _LanguageModel(Protocol):
-    """What a recurrent language model can do."""
+    """The interface of a recurrent language model."""
 
     def __call__(self, input: Tensor, hidden: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list]: ...
 
@@ -19,14 +19,14 @@ class _LanguageModel(Protocol):
 
 
 class CarriedState(nn.Module):
-    """Gives a recurrent language model, batch after batch, the state it ended the last batch with.
+    """A wrapper that gives a recurrent language model the state in which it ended the last batch.
 
-    For whatever calls a model with nothing but the data, such as
-    :func:`~mlbench_core.controlflow.pytorch.controlflow.validation_round`. Make a new one for each pass over a text, so
+    Use it with functions that call a model with nothing but the data, such as
+    :func:`~mlbench_core.controlflow.pytorch.controlflow.validation_round`. Create a new one for each pass over a text, so
     that it starts from the state before the first word.
 
     Args:
-        model: For example an :class:`~mlbench_core.models.pytorch.language_models.lstm.LSTMLanguageModel`.
+        model: A model such as :class:`~mlbench_core.models.pytorch.language_models.lstm.LSTMLanguageModel`.
 
     Example:
         >>> import torch
@@ -44,23 +44,23 @@ class CarriedState(nn.Module):
         self.hidden: list[tuple[Tensor, Tensor]] | None = None
 
     def forward(self, words: Tensor) -> Tensor:
-        """Scores of the next word after each word.
+        """Return the scores of the next word after each word.
 
         Args:
             words: Ids of shape (time, batch), the same batch each time.
 
         Returns:
-            Scores in float32, of shape (time * batch, vocabulary), so that their number is that of the words.
+            Scores in float32, of shape (time * batch, vocabulary), one row for each word.
         """
         model: _LanguageModel = self.model  # type: ignore[assignment]
         hidden = model.init_hidden(words.shape[1]) if self.hidden is None else self.hidden
         scores, hidden = model(words, hidden)
-        self.hidden = detached(hidden)
+        self.hidden = detached(hidden)  # otherwise the graph of the whole text would stay in memory
         return scores.float()
 
 
 def detached(hidden: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """The same state, from which back-propagation goes no further.
+    """Return the same state, detached so that back-propagation stops there.
 
     Args:
         hidden: Pairs (h, c), one for each layer.

@@ -22,9 +22,9 @@ Hidden: TypeAlias = "list[tuple[Tensor, Tensor]]"
 
 
 class LSTMLanguageModel(nn.Module):
-    r"""AWD-LSTM (Merity et al. 2017): predicts each word from those before it.
+    r"""AWD-LSTM (Merity et al. 2017), which predicts each word from the words before it.
 
-    Embeddings, a stack of LSTM layers and a linear decoder, with dropout between any two of them:
+    It consists of embeddings, a stack of LSTM layers and a linear decoder, with dropout between any two of them:
 
     .. math::
         x^0_t &= \mathrm{locked}_{\text{dropouti}}(E_{w_t}) \quad \text{(words dropped with dropoute)} \\
@@ -32,11 +32,11 @@ class LSTMLanguageModel(nn.Module):
         x^l_t &= \mathrm{locked}_{\text{dropouth}}(y^l_t), \qquad x^L_t = \mathrm{locked}_{\text{dropout}}(y^L_t) \\
         z_t &= W x^L_t + b
 
-    Scores :math:`z` become probabilities by a softmax. The first layer takes ``ninp`` features, the last gives ``ninp``
-    with tied weights (:math:`W = E`, so that the decoder costs only :math:`b`) and ``nhid`` without; all others are
-    ``nhid`` wide. In evaluation mode nothing is dropped, and the layers are plain :class:`torch.nn.LSTM`.
+    The softmax of the scores :math:`z` gives probabilities. The first layer reads ``ninp`` features. The last layer has
+    ``ninp`` outputs with tied weights (:math:`W = E`, so that the decoder adds only :math:`b`) and ``nhid`` without. All
+    other widths are ``nhid``. In evaluation mode nothing is dropped, and the layers are plain :class:`torch.nn.LSTM`.
 
-    Weights start uniform in (-0.1, 0.1) for embeddings and decoder, with bias 0; as torch draws them for the LSTM.
+    Weights of embeddings and decoder start uniform in (-0.1, 0.1), the bias 0. The LSTM weights start as in torch.
 
     Attributes:
         encoder: The embedding.
@@ -50,14 +50,14 @@ class LSTMLanguageModel(nn.Module):
         nhid: Width of the LSTM layers.
         nlayers: Number of LSTM layers.
         dropout: Probability of dropping an output of the last layer.
-        dropouth: The same for outputs of the layers before.
+        dropouth: The same for outputs of the other layers.
         dropouti: The same for features of the embeddings.
         dropoute: The same for words.
         wdrop: The same for the weights from hidden state to hidden state.
-        tie_weights: Whether the decoder's weights are the embeddings.
+        tie_weights: Whether the decoder uses the embeddings as its weights.
 
     Raises:
-        ValueError: A size is not positive, or a probability outside of 0 to 1.
+        ValueError: A size is not positive, or a probability is outside of 0 to 1.
 
     Example:
         >>> import torch
@@ -109,7 +109,7 @@ class LSTMLanguageModel(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw embeddings and decoder anew; with tied weights they are the same afterwards."""
+        """Draw embeddings and decoder again; with tied weights they are one parameter afterwards."""
         nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
         nn.init.zeros_(self.decoder.bias)
         if self.tie_weights:
@@ -118,13 +118,13 @@ class LSTMLanguageModel(nn.Module):
             nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
 
     def init_hidden(self, bsz: int) -> Hidden:
-        """The state before the first word: zeros.
+        """Return the state before the first word, which is zero.
 
         Args:
             bsz: Number of sequences.
 
         Returns:
-            For each layer the pair (h, c), each of shape (1, ``bsz``, width), in the model's dtype and on its device.
+            The pair (h, c) for each layer, both of shape (1, ``bsz``, width), in the model's dtype and on its device.
         """
         zeros = self.encoder.weight.new_zeros
         return [(zeros(1, bsz, width), zeros(1, bsz, width)) for width in self.widths]
@@ -142,19 +142,19 @@ class LSTMLanguageModel(nn.Module):
     def forward(
         self, input: Tensor, hidden: Sequence[tuple[Tensor, Tensor]], return_h: bool = False
     ) -> tuple[Tensor, Hidden] | tuple[Tensor, Hidden, list[Tensor], list[Tensor]]:
-        """Scores of the next word after each word.
+        """Return the scores of the next word after each word.
 
         Args:
             input: Ids of shape (time, batch), integers.
-            hidden: The state before the first of them, as :meth:`init_hidden` or an earlier call returned it. To stop
-                back-propagation there, detach it.
+            hidden: State before the first of them, as :meth:`init_hidden` or an earlier call returned it. Detach it to
+                stop back-propagation there.
             return_h: Whether to return the layers' outputs too.
 
         Returns:
-            ``(scores, hidden)``: scores of shape (time * batch, ``ntoken``), those of the first time step first, as
-            :func:`torch.nn.functional.cross_entropy` takes them; and the state after the last word. With
-            ``return_h`` two lists more: the layers' outputs :math:`y^l` before and :math:`x^l` after dropout, each of
-            shape (time, batch, width), for activation regularisation.
+            ``(scores, hidden)``: scores of shape (time * batch, ``ntoken``), the first time step first, in the form that
+            :func:`torch.nn.functional.cross_entropy` takes; and the state after the last word. With ``return_h`` two more
+            lists: the layers' outputs :math:`y^l` before and :math:`x^l` after dropout, each of shape
+            (time, batch, width), for activation regularization.
         """
         x = embedded_dropout(self.encoder, input, dropout=self.dropoute if self.training else 0)
         x = self.drop_input(x)

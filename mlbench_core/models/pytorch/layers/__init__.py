@@ -1,4 +1,4 @@
-"""Layers that models of this package share."""
+"""Layers shared by the models of this package."""
 
 from mlbench_core.models.pytorch.layers.dropout_layers import LockedDropout, WeightDrop, embedded_dropout
 

@@ -1,7 +1,7 @@
 r"""Dropout for recurrent networks: locked over time, of whole words, and of weights.
 
-Each of them multiplies by a mask :math:`m \sim \mathrm{Bernoulli}(1 - p) / (1 - p)`, whose mean is 1; they differ in
-what shares one draw of it.
+Each layer multiplies by a mask :math:`m \sim \mathrm{Bernoulli}(1 - p) / (1 - p)`, whose mean is 1. They differ in the
+elements that share one draw of it.
 
 References:
     Gal and Ghahramani 2016, A Theoretically Grounded Application of Dropout in Recurrent Neural Networks,
@@ -25,10 +25,10 @@ __all__ = ["LockedDropout", "WeightDrop", "check_probability", "embedded_dropout
 
 
 def check_probability(name: str, p: float) -> float:
-    """Return a probability as given.
+    """Check a probability and return it.
 
     Raises:
-        ValueError: It is outside of 0 to 1.
+        ValueError: The probability is outside of 0 to 1.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{name} is {p}; the probability of dropping must be from 0 to 1")
@@ -40,7 +40,7 @@ class LockedDropout(nn.Module):
 
     .. math:: y_{tbf} = m_{bf} \, x_{tbf}
 
-    In evaluation mode the input is returned as it is.
+    In evaluation mode the input is returned unchanged.
 
     Args:
         p: Probability of dropping.
@@ -59,10 +59,10 @@ class LockedDropout(nn.Module):
         self.p = check_probability("p", p)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop.
+        """Drop features, the same at all time steps.
 
         Args:
-            x: Of shape (time, ...), floating point; for sequences (time, batch, features).
+            x: Floating point of shape (time, ...); for sequences (time, batch, features).
 
         Returns:
             The same shape and dtype.
@@ -72,23 +72,24 @@ class LockedDropout(nn.Module):
         return x * F.dropout(torch.ones_like(x[:1]), self.p)
 
     def extra_repr(self) -> str:
-        """The arguments, for ``repr``."""
+        """Return the arguments, for ``repr``."""
         return f"p={self.p}"
 
 
 def embedded_dropout(embed: nn.Embedding, words: Tensor, dropout: float = 0.1, scale: Tensor | None = None) -> Tensor:
-    r"""Look words up, some of which are dropped wherever they occur.
+    r"""Look up words and drop some of them at all their occurrences.
 
     .. math:: y_i = m_{w_i} \, s_{w_i} \, E_{w_i}
 
-    with one mask element for each word of the vocabulary, embeddings :math:`E` and scale :math:`s`. Only the rows that
-    are looked up are multiplied, not the whole matrix. There is no evaluation mode: give ``dropout=0`` for it.
+    The mask has one element for each word of the vocabulary; :math:`E` are the embeddings and :math:`s` the scale. Only
+    the rows that are looked up are multiplied, not the whole matrix. The function does not know the evaluation mode:
+    give ``dropout=0`` for it.
 
     Args:
-        embed: The embedding; its ``padding_idx`` and other options apply.
-        words: Ids of any shape, integers.
+        embed: The embedding. Its ``padding_idx`` and other options apply.
+        words: Integer ids of any shape.
         dropout: Probability of dropping a word.
-        scale: Factors for the embeddings, of a shape that broadcasts to (vocabulary, 1) or to that of the embedding;
+        scale: Factors of the embeddings, of a shape that broadcasts to (vocabulary, 1) or to that of the embedding;
             None for 1.
 
     Returns:
@@ -114,15 +115,15 @@ def embedded_dropout(embed: nn.Embedding, words: Tensor, dropout: float = 0.1, s
 
 
 class WeightDrop(nn.Module):
-    r"""Dropout of a module's weights, drawn anew for each forward pass and the same for all of its time steps.
+    r"""Dropout of a module's weights, resampled in each forward pass and the same for all of its time steps.
 
     .. math:: W' = M \odot W, \qquad M_{ij} \sim \mathrm{Bernoulli}(1 - p) / (1 - p)
 
-    On recurrent weights this is the DropConnect of AWD-LSTM. The module computes with :math:`W'` in the place of its
-    parameter :math:`W`, which stays what it is: no copy of it is kept, optimizers and ``state_dict`` see it under the
-    name ``module.<weight>``, and in evaluation mode, or with ``dropout=0``, the module is called as it is. Recurrent
-    modules keep their fused kernels; for cuDNN, all weights of a pass are laid into one buffer, which it would
-    otherwise do by itself, with a warning.
+    On recurrent weights this is the DropConnect of AWD-LSTM. The module computes with :math:`W'` instead of its parameter
+    :math:`W`. The parameter does not change and is not copied: optimizers and ``state_dict`` see it under the name
+    ``module.<weight>``. In evaluation mode, or with ``dropout=0``, the module is called directly. Recurrent modules keep
+    their fused kernels. For cuDNN, all weights of a pass are copied into one buffer, because cuDNN would otherwise do so
+    itself, with a warning.
 
     States saved by version 3.0, which has ``module.<weight>_raw``, can be loaded.
 
@@ -132,7 +133,7 @@ class WeightDrop(nn.Module):
         dropout: Probability of dropping.
 
     Raises:
-        ValueError: ``dropout`` is outside of 0 to 1, or the module has no such parameter.
+        ValueError: ``dropout`` is outside of 0 to 1, or the module does not have such a parameter.
 
     Example:
         >>> lstm = WeightDrop(nn.LSTM(3, 4), ["weight_hh_l0"], dropout=0.5)
@@ -153,14 +154,14 @@ class WeightDrop(nn.Module):
         self.register_load_state_dict_pre_hook(_rename_raw_weights)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, in training with some of its weights dropped.
+        """Call the module, and drop some of its weights in training.
 
         Args:
-            *args: What the module takes.
-            **kwargs: What the module takes.
+            *args: Arguments of the module.
+            **kwargs: Keyword arguments of the module.
 
         Returns:
-            What the module returns.
+            The result of the module.
         """
         if not self.training or self.dropout == 0:
             return self.module(*args, **kwargs)
@@ -171,12 +172,12 @@ class WeightDrop(nn.Module):
             return self.module(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """The arguments, for ``repr``."""
+        """Return the arguments, for ``repr``."""
         return f"weights={self.weights}, dropout={self.dropout}"
 
 
 def _rename_raw_weights(module: WeightDrop, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Give weights the names they have here, where a state has the names of version 3.0."""
+    """Rename the weights of a state of version 3.0 to the names used here."""
     for name in module.weights:
         raw = f"{prefix}module.{name}_raw"
         if raw in state_dict:
@@ -185,11 +186,12 @@ def _rename_raw_weights(module: WeightDrop, state_dict: dict[str, Any], prefix: 
 
 @contextlib.contextmanager
 def _computing_with(module: nn.RNNBase, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let a recurrent module compute with other tensors in the place of some parameters.
+    """Let a recurrent module compute with other tensors instead of some parameters.
 
-    Its forward pass hands the list ``_flat_weights`` to the fused kernel. ``functional_call`` would have it flatten all
-    of its parameters anew, once for the other tensors and once for its own.
+    Its forward pass gives the list ``_flat_weights`` to the fused kernel. ``functional_call`` would flatten all of its
+    parameters twice, once for the other tensors and once to restore its own.
     """
+    # The list may be out of date, for example after the parameters were replaced.
     module._update_flat_weights()
     own = module._flat_weights
     used = [weights.get(name, weight) for name, weight in zip(module._flat_weights_names, own, strict=True)]
@@ -201,14 +203,14 @@ def _computing_with(module: nn.RNNBase, weights: Mapping[str, Tensor]) -> Iterat
 
 
 def _packed_for_cudnn(module: nn.RNNBase, weights: list[Any]) -> list[Any]:
-    """The weights as parts of one buffer, in cuDNN's order, where it computes; elsewhere as they are."""
+    """Return the weights as parts of one buffer, in cuDNN's order, if cuDNN computes; otherwise unchanged."""
     if not _runs_on_cudnn(weights):
         return weights
     return list(_PackForCudnn.apply(module, *weights))  # type: ignore[no-untyped-call]
 
 
 def _runs_on_cudnn(weights: Sequence[Any]) -> bool:
-    """Whether cuDNN takes these weights of a recurrent module."""
+    """Return whether cuDNN accepts these weights of a recurrent module."""
     return all(
         isinstance(weight, Tensor)
         and weight.is_cuda
@@ -219,13 +221,13 @@ def _runs_on_cudnn(weights: Sequence[Any]) -> bool:
 
 
 class _PackForCudnn(torch.autograd.Function):
-    """Copies weights into one new buffer; their gradients are those of the copies."""
+    """A copy of weights into one new buffer; their gradients are those of the copies."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, module: nn.RNNBase, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         import torch.backends.cudnn.rnn as cudnn_rnn
 
-        # Other tensors on the same memory: flattening moves them into the buffer, and leaves the parameters.
+        # New tensors on the same memory: flattening moves them into the buffer and leaves the parameters alone.
         parts = [weight.new_empty(0).set_(weight.detach()) for weight in weights]  # type: ignore[call-overload]
         per_layer = (4 if module.bias else 2) + (module.proj_size > 0)
         with torch.cuda.device_of(parts[0]):

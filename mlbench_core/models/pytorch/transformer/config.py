@@ -1,4 +1,4 @@
-"""The Transformer's dimensions."""
+"""The dimensions of the Transformer."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ __all__ = ["TransformerConfig"]
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """What :class:`~mlbench_core.models.pytorch.transformer.transformer.TransformerModel` takes as ``args``.
+    """The argument ``args`` of :class:`~mlbench_core.models.pytorch.transformer.transformer.TransformerModel`.
 
-    The defaults are the big model of the paper. Any object with some of these attributes (an
-    :class:`argparse.Namespace`, say) serves as well; what it lacks has the default, what it has beside them is ignored.
+    The defaults are those of the big model of the paper. Any object with some of these attributes, such as an
+    :class:`argparse.Namespace`, can be used instead. Missing attributes have their defaults, others are ignored.
 
     Args:
         encoder_embed_dim: Width of the encoder.
-        encoder_ffn_embed_dim: Width inside of its feed-forward networks.
+        encoder_ffn_embed_dim: Width inside its feed-forward networks.
         encoder_layers: Number of its layers.
         encoder_attention_heads: Heads of its attention.
-        encoder_learned_pos: Learned positions instead of sinusoidal ones.
-        encoder_normalize_before: Layer norm before each block, and once at the end, instead of after each block.
+        encoder_learned_pos: Whether positions are learned instead of sinusoidal.
+        encoder_normalize_before: Whether layer norm comes before each block, and once at the end, instead of after each
+            block.
         decoder_embed_dim: Width of the decoder; it must be that of the encoder.
         decoder_ffn_embed_dim: As for the encoder.
         decoder_layers: As for the encoder.
         decoder_attention_heads: As for the encoder.
         decoder_learned_pos: As for the encoder.
         decoder_normalize_before: As for the encoder.
-        dropout: Of embeddings and of each block's output.
-        attention_dropout: Of attention weights.
-        relu_dropout: Inside of the feed-forward networks.
-        share_all_embeddings: One matrix embeds source and target and gives the output's scores; the vocabularies must
-            be the same.
-        share_decoder_input_output_embed: Without the above: one matrix embeds the target and gives the scores.
-        max_source_positions: The longest source, in tokens.
-        max_target_positions: The longest target, in tokens.
-        left_pad_target: Whether targets are padded on the left. On the right, which is usual, causality is all the
-            decoder needs to ignore padding.
+        dropout: Dropout probability of embeddings and of each block's output.
+        attention_dropout: Dropout probability of attention weights.
+        relu_dropout: Dropout probability inside the feed-forward networks.
+        share_all_embeddings: Whether one matrix embeds source and target and gives the output's scores. The vocabularies
+            must then be the same.
+        share_decoder_input_output_embed: Whether, without the option above, one matrix embeds the target and gives the
+            scores.
+        max_source_positions: Length of the longest source, in tokens.
+        max_target_positions: Length of the longest target, in tokens.
+        left_pad_target: Whether targets are padded on the left. With the usual padding on the right, causality is enough
+            for the decoder to ignore padding.
         softmax_type: ``"default"`` or ``"fast_fill"`` (torch's fused kernels), see
             :class:`~mlbench_core.models.pytorch.transformer.modules.multihead_attention.MultiheadAttention`.
-        attention_backend: ``"auto"``, ``"reference"``, ``"fused"`` or ``"kernel"``, see there.
+        attention_backend: ``"auto"``, ``"reference"``, ``"fused"`` or ``"kernel"``, see the same class.
 
     Raises:
         ValueError: A value is out of its bounds.
@@ -92,16 +94,16 @@ class TransformerConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> TransformerConfig:
-        """A model by name.
+        """Create the configuration of a model by name.
 
         Args:
-            name: ``"big"`` and ``"base"`` are those of the paper with layer norm before each block; ``"small"`` (3 + 3
+            name: ``"big"`` and ``"base"`` are those of the paper with layer norm before each block. ``"small"`` (3 + 3
                 layers, 256 wide) is for small data sets such as Multi30k on a CPU.
-            changes: Fields that are different.
+            changes: Fields that differ from the preset.
 
         Raises:
             ValueError: The name is unknown.
-            TypeError: A change is no field.
+            TypeError: A change is not a field.
         """
         if name not in _PRESETS:
             raise ValueError(f"preset is {name!r}; known: {', '.join(_PRESETS)}")
@@ -109,14 +111,14 @@ class TransformerConfig:
 
     @classmethod
     def from_args(cls, args: object) -> TransformerConfig:
-        """Read the fields that an object has as attributes; the others have their defaults."""
+        """Read the fields that an object has as attributes, with defaults for the others."""
         if isinstance(args, cls):
             return args
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)})
 
 
 def _symmetric(width: int, hidden: int, layers: int, heads: int, dropout: float) -> TransformerConfig:
-    """Encoder and decoder alike."""
+    """Create a configuration with an encoder and a decoder of the same dimensions."""
     sizes = {"embed_dim": width, "ffn_embed_dim": hidden, "layers": layers, "attention_heads": heads}
     sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
     return TransformerConfig(dropout=dropout, **sides)  # type: ignore[arg-type]
@@ -125,7 +127,7 @@ def _symmetric(width: int, hidden: int, layers: int, heads: int, dropout: float)
 _PRESETS = {
     "big": TransformerConfig(),
     "base": _symmetric(width=512, hidden=2048, layers=6, heads=8, dropout=0.1),
-    # Dropout inside of the blocks would take a fifth of a CPU's time and little overfits in so few epochs.
+    # Dropout inside the blocks would take a fifth of the time on a CPU, and few epochs on small data overfit little.
     "small": replace(
         _symmetric(width=256, hidden=1024, layers=3, heads=4, dropout=0.2), attention_dropout=0.0, relu_dropout=0.0
     ),

@@ -1,4 +1,4 @@
-"""Translating with a Transformer."""
+"""Translation with a Transformer."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ __all__ = ["SequenceGenerator", "TransformerState"]
 
 
 class WordVocabulary(Vocabulary, Protocol):
-    """A vocabulary that can write sentences."""
+    """A vocabulary that can write sentences as text."""
 
     def string(self, tensor: Tensor, bpe_symbol: str | None = None) -> str:
-        """Text of a sentence."""
+        """Return the text of a sentence."""
 
 
 class TransformerState:
-    """A Transformer in a generation: a :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`.
+    """The state of a Transformer in a search, a :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`.
 
-    The source's keys and values are computed once and kept once for a sentence: the hypotheses of a sentence share
-    them. Those of the generated tokens are kept for each row.
+    The source's keys and values are computed and kept once for each sentence. All hypotheses of a sentence share them.
+    The keys and values of the generated tokens are kept for each row.
 
     Args:
         model: The model.
         src_tokens: int64 of shape (batch, source).
-        src_lengths: As the model's ``forward`` takes it.
+        src_lengths: As for the model's ``forward``.
     """
 
     def __init__(self, model: TransformerModel, src_tokens: Tensor, src_lengths: Tensor | None = None) -> None:
@@ -45,7 +45,7 @@ class TransformerState:
         self.steps = 0
 
     def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores of the next token of each row, shape (rows, symbols); no attention."""
+        """Return the scores of the next token of each row, shape (rows, symbols), and None for the attention."""
         scores, _ = self.decoder(
             tokens.unsqueeze(1), self.encoder_out, self.padding_mask, self.caches, before=self.steps
         )
@@ -53,7 +53,7 @@ class TransformerState:
         return scores[:, -1], None
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
-        """Let the caches follow the search."""
+        """Reorder the caches as the search requires."""
         self.caches.reorder(rows, sentences)
         if sentences is not None:
             self.encoder_out = self.encoder_out.index_select(1, sentences)
@@ -61,29 +61,29 @@ class TransformerState:
 
 
 class SequenceGenerator:
-    r"""Translates by beam search, or by sampling.
+    r"""A translator that uses beam search or sampling.
 
     Finished translations Y are ranked by
 
     .. math:: s(Y, X) = \log P(Y \mid X) \Big/ \left(\frac{5 + |Y|}{6}\right)^p,
 
-    where :math:`|Y|` counts the end symbol: the length normalization of Wu et al. 2016, equation 14, without coverage,
-    as Vaswani et al. 2017, section 6.1, use it with p = 0.6.
+    where :math:`|Y|` counts the end symbol. This is the length normalization of Wu et al. 2016, equation 14, without
+    coverage, which Vaswani et al. 2017, section 6.1, use with p = 0.6.
 
     Args:
-        model: The model. It is put into evaluation mode while it translates, and back afterwards.
+        model: The model. It is in evaluation mode while it translates and returns to its mode afterwards.
         src_dict: Vocabulary of the source.
         trg_dict: Vocabulary of the target.
-        beam_size: Hypotheses kept for each sentence; with sampling, independent draws.
-        minlen: The fewest tokens of a translation, without the end symbol.
-        maxlen: The most tokens, without the end symbol; None for what the model has positions for.
-        stop_early: Whether a sentence is done as soon as ``beam_size`` hypotheses have ended, although a longer one
+        beam_size: Hypotheses kept for each sentence; with sampling, the number of independent draws.
+        minlen: Smallest number of tokens of a translation, without the end symbol.
+        maxlen: Largest number of tokens, without the end symbol; None for the number of the model's positions.
+        stop_early: Whether a sentence is finished as soon as ``beam_size`` hypotheses have ended, although a longer one
             might still get a better score.
         normalize_scores: Whether to divide at all; False ranks by the log-probability.
-        len_penalty: p: above 1 favours longer translations.
-        retain_dropout: Leave the model in the mode it has.
-        sampling: Draw tokens from the model's distribution instead of searching.
-        sampling_topk: Draw among this number of the most likely tokens; -1 for all.
+        len_penalty: p; values above 1 favor longer translations.
+        retain_dropout: Whether to leave the model in its mode.
+        sampling: Whether to sample tokens from the model's distribution instead of searching.
+        sampling_topk: Number of the most likely tokens to sample from; -1 for all.
         sampling_temperature: Below 1 sharpens the distribution, above 1 flattens it.
         generator: Source of the random numbers for sampling, on the model's device; None for torch's global one.
 
@@ -115,6 +115,7 @@ class SequenceGenerator:
         generator: torch.Generator | None = None,
     ) -> None:
         check_at_least("minlen", minlen, 0)
+        # One position of the decoder holds the start symbol.
         longest = model.max_decoder_positions() - 1
         self.maxlen = longest if maxlen is None else min(maxlen, longest)
         if self.maxlen < minlen:
@@ -148,22 +149,22 @@ class SequenceGenerator:
         """Translate a batch of the data set and write both translations and references as text.
 
         Args:
-            batch: What the data set's ``collater`` gives: ``batch["net_input"]`` with ``src_tokens`` and
+            batch: Result of the data set's ``collater``: ``batch["net_input"]`` with ``src_tokens`` and
                 ``src_lengths``, and ``batch["target"]``, int64 of shape (batch, target), which may be missing.
             maxlen_a: A translation has at most ``maxlen_a * tokens of the source + maxlen_b`` tokens.
             maxlen_b: See ``maxlen_a``.
             prefix_size: Number of tokens of the reference with which a translation has to begin.
-            remove_bpe: Divided words are joined where this stands, see the dictionary's ``string``.
-            nbest: How many translations of each sentence.
-            ignore_case: Whether all text is made lower case.
+            remove_bpe: Symbol at which parts of words are joined, see the dictionary's ``string``.
+            nbest: Number of translations of each sentence.
+            ignore_case: Whether to convert all text to lower case.
 
         Returns:
-            The translations, one text a sentence, or with ``nbest`` above 1 a list of texts a sentence, best first; and
-            the references, one text a sentence (none without a target). Where the model gives no finite score, as
-            after a training that diverged, the text is empty.
+            The translations and the references. Each sentence has one translation as text, or with ``nbest`` above 1 a list
+            of texts, best first. The references are one text per sentence, none without a target. If the model gives no
+            finite score, as after a training that diverged, the text is empty.
 
         Raises:
-            ValueError: ``nbest`` is above the size of the beam, or there is no target for the prefix.
+            ValueError: ``nbest`` is above the size of the beam, or a prefix is wanted without a target.
         """
         if not 1 <= nbest <= self.options.beam_size:
             raise ValueError(f"nbest is {nbest}; it must be from 1 to the size of the beam, {self.options.beam_size}")
@@ -193,7 +194,7 @@ class SequenceGenerator:
         Args:
             src_tokens: int64 of shape (batch, source), padded on either side.
             src_lengths: Tokens of each source with the end symbol, int64 of shape (batch,); counted if None.
-            maxlen_a: See :meth:`translate_batch`; each sentence's own length counts, not that of the batch.
+            maxlen_a: See :meth:`translate_batch`. The length of each sentence counts, not that of the batch.
             maxlen_b: See :meth:`translate_batch`.
             prefix: Tokens to begin with, int64 of shape (batch, length).
 
@@ -203,6 +204,7 @@ class SequenceGenerator:
         lengths = (src_tokens != self.src_dict.pad()).sum(dim=1) if src_lengths is None else src_lengths
         most = (maxlen_a * lengths.to(src_tokens.device).double() + maxlen_b).long()
         most = most.clamp(min=self.minlen, max=self.maxlen)
+        # As in training, the end symbol is also the first input of the decoder.
         start = src_tokens.new_full((len(src_tokens),), self.options.eos)
         with evaluation_mode(self.model, not self.retain_dropout):
             state = TransformerState(self.model, src_tokens, src_lengths)

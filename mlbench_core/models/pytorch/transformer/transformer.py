@@ -1,4 +1,4 @@
-"""The Transformer."""
+"""The Transformer model for translation."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ __all__ = ["TransformerDecoder", "TransformerEncoder", "TransformerModel", "Voca
 
 
 class Vocabulary(Protocol):
-    """What the model needs to know of a vocabulary, such as that of WMT17."""
+    """The interface that the model needs of a vocabulary, such as that of WMT17."""
 
     def pad(self) -> int:
-        """Number of the padding."""
+        """Return the number of the padding symbol."""
 
     def eos(self) -> int:
-        """Number of the end of a sentence."""
+        """Return the number of the symbol that ends a sentence."""
 
     def __len__(self) -> int:
-        """Number of symbols."""
+        """Return the number of symbols."""
 
 
 class TransformerModel(nn.Module):
-    r"""Encoder and decoder of attention layers, for translation.
+    r"""An encoder and a decoder of attention layers, for translation.
 
     With V symbols, width d, feed-forward width f and N + N layers, all embeddings shared and sinusoidal positions, it
-    has :math:`V d + N (4 d^2 + 2 d f + f + 5 d) + N (8 d^2 + 2 d f + f + 7 d) + 4 d` parameters: no biases in
-    attention, as in the paper; layer norms before each block and once after the last one.
+    has :math:`V d + N (4 d^2 + 2 d f + f + 5 d) + N (8 d^2 + 2 d f + f + 7 d) + 4 d` parameters. Attention has no
+    biases, as in the paper. Layer norms come before each block and once after the last one.
 
     Args:
         args: The dimensions: a :class:`~mlbench_core.models.pytorch.transformer.config.TransformerConfig`, or any
@@ -78,6 +78,7 @@ class TransformerModel(nn.Module):
         self.encoder = TransformerEncoder(config, source_embedding)
         self.decoder = TransformerDecoder(config, target_embedding)
         attentions = [module for module in self.modules() if isinstance(module, MultiheadAttention)]
+        # All attention modules share the seed of a forward pass; their offsets keep the dropout masks apart.
         for number, attention in enumerate(attentions):
             attention.dropout_offset = number
 
@@ -88,15 +89,15 @@ class TransformerModel(nn.Module):
 
         Args:
             src_tokens: int64 of shape (batch, source), padded on either side.
-            src_lengths: Tokens of each source, int64 of shape (batch,). Not used: padding is seen from the tokens.
+            src_lengths: Tokens of each source, int64 of shape (batch,). Not used: the tokens show the padding.
             prev_output_tokens: The target shifted right by the end symbol, int64 of shape (batch, target).
 
         Returns:
-            ``(scores, attention)``: scores before the softmax, shape (batch, target, target symbols), and None: the
-            attention on the source is not computed here, because fused kernels do not give it.
+            ``(scores, attention)``: scores before the softmax, shape (batch, target, target symbols), and None. The
+            attention on the source is not computed here, because fused kernels do not return it.
 
         Raises:
-            ValueError: Sentences are longer than the model has positions for.
+            ValueError: Sentences are longer than the number of the model's positions.
         """
         seed = self._draw_dropout_seed(src_tokens)
         encoder_out, padding_mask = self.encoder(src_tokens, src_lengths, dropout_seed=seed)
@@ -104,13 +105,14 @@ class TransformerModel(nn.Module):
         return scores, attention
 
     def max_decoder_positions(self) -> int:
-        """The longest target, in tokens."""
+        """Return the length of the longest target, in tokens."""
         return self.config.max_target_positions
 
     def _draw_dropout_seed(self, tokens: Tensor) -> Tensor | None:
-        """One seed for the attention of all layers, where their kernels may drop weights; else nothing is drawn.
+        """Draw one seed for the attention of all layers if kernels may drop weights; otherwise return None.
 
-        It is a tensor that is handed down, so that recomputing a layer in the backward pass drops the same weights.
+        The seed is a tensor that is passed to the layers. Recomputing a layer in the backward pass then drops the same
+        weights.
         """
         backend = self.config.attention_backend
         may_use_kernel = backend == "kernel" or (backend == "auto" and tokens.is_cuda and extension.is_available())
@@ -120,7 +122,7 @@ class TransformerModel(nn.Module):
 
 
 class TransformerEncoder(nn.Module):
-    """Embeds a source and attends to it.
+    """The encoder, which embeds a source and attends to it.
 
     Args:
         config: The dimensions.
@@ -140,18 +142,19 @@ class TransformerEncoder(nn.Module):
     def forward(
         self, src_tokens: Tensor, src_lengths: Tensor | None = None, *, dropout_seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Encode.
+        """Encode source sentences.
 
         Args:
             src_tokens: int64 of shape (batch, source).
             src_lengths: Not used.
-            dropout_seed: What attention makes its dropout from, int64 of shape (1,); each layer draws its own if None.
+            dropout_seed: Seed of the attention's dropout, int64 of shape (1,); each layer draws its own if None.
 
         Returns:
-            Shape (source, batch, width), and where padding is, bool of shape (batch, source).
+            Shape (source, batch, width), and the padding mask, bool of shape (batch, source), True at padding.
         """
         x = _embed(src_tokens, self.embed_tokens, self.embed_positions(src_tokens))
         x = self.dropout(x).transpose(0, 1)
+        # The kernels and torch's fused attention ignore masked keys, so padded positions may hold any value.
         padding_mask = src_tokens.eq(_padding_idx(self.embed_tokens))
         for layer in self.layers:
             x = layer(x, padding_mask, dropout_seed=dropout_seed)
@@ -159,7 +162,7 @@ class TransformerEncoder(nn.Module):
 
 
 class TransformerDecoder(nn.Module):
-    """Attends to the target so far and to the source, and scores the next token.
+    """The decoder, which attends to the target so far and to the source, and scores the next token.
 
     Args:
         config: The dimensions.
@@ -196,20 +199,20 @@ class TransformerDecoder(nn.Module):
         """Score the next token at each position.
 
         Args:
-            prev_output_tokens: int64 of shape (rows, target); with a state, the new positions only.
+            prev_output_tokens: int64 of shape (rows, target); with a state, only the new positions.
             encoder_out: Shape (source, batch, width). With a state, ``rows`` may be a multiple of ``batch``.
             encoder_padding_mask: bool of shape (batch, source).
             incremental_state: The caches of a generation.
-            before: How many positions the caches hold.
+            before: Number of positions in the caches.
             need_weights: Whether to return the last layer's attention on the source.
-            dropout_seed: What attention makes its dropout from, int64 of shape (1,); each layer draws its own if None.
+            dropout_seed: Seed of the attention's dropout, int64 of shape (1,); each layer draws its own if None.
 
         Returns:
             Scores before the softmax, shape (rows, target, symbols), and the attention, shape (rows, target, source),
             or None.
         """
         padding_mask = None
-        if self.left_pad and incremental_state is None:  # a generation has no padding
+        if self.left_pad and incremental_state is None:  # generated tokens have no padding
             padding_mask = prev_output_tokens.eq(_padding_idx(self.embed_tokens))
         positions = self.embed_positions(prev_output_tokens, before)
         x = self.dropout(_embed(prev_output_tokens, self.embed_tokens, positions)).transpose(0, 1)
@@ -229,7 +232,7 @@ class TransformerDecoder(nn.Module):
 
 
 def _embedding(vocabulary: Vocabulary, width: int) -> nn.Embedding:
-    """Normal weights of variance 1/width, zeros for padding."""
+    """Create an embedding with normal weights of variance 1/width, and zeros for padding."""
     embedding = nn.Embedding(len(vocabulary), width, padding_idx=vocabulary.pad())
     nn.init.normal_(embedding.weight, std=width**-0.5)
     nn.init.zeros_(embedding.weight[vocabulary.pad()])
@@ -237,12 +240,12 @@ def _embedding(vocabulary: Vocabulary, width: int) -> nn.Embedding:
 
 
 def _padding_idx(embedding: nn.Embedding) -> int:
-    """The padding's number, which these embeddings always have."""
+    """Return the number of the padding symbol, which these embeddings always have."""
     padding_idx: Any = embedding.padding_idx
     return padding_idx
 
 
 def _embed(tokens: Tensor, embedding: nn.Embedding, positions: Tensor) -> Tensor:
-    """Embeddings times the root of the width, plus positions; shape (batch, positions, width)."""
+    """Return embeddings times the root of the width, plus positions; shape (batch, positions, width)."""
     x = math.sqrt(embedding.embedding_dim) * embedding(tokens)
     return x + positions.to(x.dtype)

@@ -2,7 +2,7 @@ r"""Scaled dot-product attention: the plain reference, and torch's fused kernels
 
 .. math:: \mathrm{Attention}(Q, K, V) = \mathrm{softmax}\left(\frac{Q K^T}{\sqrt{d}} + M\right) V
 
-where M is minus infinity at masked positions and 0 elsewhere. A query all of whose keys are masked gets zeros.
+where M is minus infinity at masked positions and 0 elsewhere. If all keys of a query are masked, its output is 0.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["attention_mask", "fused_attention", "reference_attention"]
 def attention_mask(
     queries: int, keys: int, key_padding_mask: Tensor | None, is_causal: bool, device: torch.device
 ) -> Tensor | None:
-    """Which keys each query must not see.
+    """Return which keys each query must not see.
 
     Args:
         queries: Number of queries. The last query and the last key are at the same position.
         keys: Number of keys.
         key_padding_mask: bool of shape (batch, keys), True where the key is padding.
-        is_causal: Whether a query sees no key that comes after it.
-        device: Where the mask is made.
+        is_causal: Whether to hide keys that come after the query.
+        device: Device of the mask.
 
     Returns:
-        bool of a shape that broadcasts to (batch, heads, queries, keys), True where masked; None if nothing is.
+        bool of a shape that broadcasts to (batch, heads, queries, keys), True if masked; None if nothing is masked.
     """
     mask = None
     if key_padding_mask is not None:
@@ -43,25 +43,25 @@ def attention_mask(
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Attention step by step, the softmax in float32 or better.
+    """Compute attention step by step, with the softmax in float32 or better.
 
     Args:
         query: Shape (batch, heads, queries, features).
         key: Shape (batch, heads, keys, features).
         value: Shape (batch, heads, keys, features).
-        mask: What :func:`attention_mask` gives.
+        mask: Result of :func:`attention_mask`.
         dropout_p: Probability that a weight becomes 0; the others are scaled by 1/(1 - p).
 
     Returns:
-        The output, the shape of ``query``, and the weights before dropout, shape (batch, heads, queries, keys), in the
-        dtype of the query.
+        The output, in the shape of ``query``, and the weights before dropout, shape (batch, heads, queries, keys), in
+        the dtype of the query.
     """
     scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-1, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if mask is None:
         weights = scores.softmax(dim=-1)
     else:
-        # The least number, not -inf: a row of -inf would be NaN. What is masked is exactly 0 either way.
+        # The lowest finite number instead of -inf, because a row of -inf would give NaN. Masked weights become 0 below.
         least = torch.finfo(scores.dtype).min
         weights = scores.masked_fill(mask, least).softmax(dim=-1).masked_fill(mask, 0.0)
     weights = weights.to(query.dtype)
@@ -76,23 +76,23 @@ def fused_attention(
     is_causal: bool = False,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention by :func:`torch.nn.functional.scaled_dot_product_attention`.
+    """Compute attention by :func:`torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
         query: Shape (batch, heads, queries, features).
         key: Shape (batch, heads, keys, features).
         value: Shape (batch, heads, keys, features).
         key_padding_mask: bool of shape (batch, keys), True where the key is padding.
-        is_causal: Whether a query sees no key that comes after it. Without padding, and with as many queries as keys,
-            the kernel knows by itself what to leave out; otherwise it gets a mask.
+        is_causal: Whether to hide keys that come after the query. Without padding, and with the same number of queries
+            and keys, the kernel applies this rule itself; otherwise it gets a mask.
         dropout_p: Probability that a weight becomes 0.
 
     Returns:
-        The output, the shape of ``query``.
+        The output, in the shape of ``query``.
     """
     queries, keys = query.shape[2], key.shape[2]
     if key_padding_mask is None and (not is_causal or queries == keys):
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=is_causal)
     mask = attention_mask(queries, keys, key_padding_mask, is_causal, query.device)
-    seen = None if mask is None else ~mask
+    seen = None if mask is None else ~mask  # torch's masks are True at visible keys
     return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout_p)

@@ -1,4 +1,4 @@
-"""What a decoder remembers between the steps of a generation."""
+"""The keys and values that a decoder keeps between the steps of a generation."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["IncrementalState", "KeyValueCache"]
 
 @dataclass
 class KeyValueCache:
-    """Keys and values that one attention module has computed.
+    """Keys and values computed by one attention module.
 
     Args:
         keys: Shape (rows, heads, positions, features of a head).
         values: The same shape.
-        is_static: Whether these are the source's keys and values, kept once for a sentence whatever the number of its
-            hypotheses, and not those of the rows' own positions.
+        is_static: Whether these are the keys and values of the source, kept once per sentence for any number of its
+            hypotheses. Otherwise they are those of the rows' own positions.
     """
 
     keys: Tensor
@@ -31,14 +31,14 @@ class KeyValueCache:
 
 
 class IncrementalState(dict[nn.Module, KeyValueCache]):
-    """The caches of a decoder's attention modules. A plain dict serves as well where nothing is reordered."""
+    """The caches of a decoder's attention modules. A plain dict is enough if nothing is reordered."""
 
     def reorder(self, rows: Tensor, sentences: Tensor | None = None) -> None:
-        """Let the caches follow a beam search.
+        """Reorder the caches as a beam search requires.
 
         Args:
             rows: int64 of shape (new rows,): the old row that each new row continues.
-            sentences: int64 of shape (new sentences,): the old sentences that are still there; None if all are.
+            sentences: int64 of shape (new sentences,): the old sentences that are still in the batch; None if all are.
         """
         for cache in self.values():
             if not cache.is_static:

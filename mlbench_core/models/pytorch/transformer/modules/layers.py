@@ -1,4 +1,4 @@
-"""Layers of encoder and decoder."""
+"""Layers of the encoder and the decoder."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Residual(nn.Module):
         x + \mathrm{dropout}(f(\mathrm{LN}(x))) \quad\text{or}\quad \mathrm{LN}(x + \mathrm{dropout}(f(x)))
 
     Args:
-        width: Features.
+        width: Number of features.
         dropout: Probability that a feature of the block's output becomes 0 in training.
-        normalize_before: Layer norm before the block (the first form) or, as in the paper, after it (the second).
+        normalize_before: Whether layer norm comes before the block (the first form) or, as in the paper, after it.
     """
 
     def __init__(self, width: int, dropout: float, normalize_before: bool) -> None:
@@ -43,9 +43,9 @@ class FeedForward(nn.Module):
     r"""Two linear layers at each position, :math:`\max(0, x W_1 + b_1) W_2 + b_2`.
 
     Args:
-        width: Features.
-        hidden: Features in between.
-        dropout: Probability that one of those becomes 0 in training.
+        width: Number of features.
+        hidden: Number of features between the two layers.
+        dropout: Probability that a feature between the layers becomes 0 in training.
     """
 
     def __init__(self, width: int, hidden: int, dropout: float) -> None:
@@ -58,7 +58,7 @@ class FeedForward(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply to x of shape (..., width)."""
+        """Apply the network to x of shape (..., width)."""
         return self.fc2(self.dropout(F.relu(self.fc1(x))))
 
 
@@ -78,15 +78,15 @@ class EncoderLayer(nn.Module):
         self.feed_forward_residual = Residual(width, config.dropout, before)
 
     def forward(self, x: Tensor, padding_mask: Tensor | None, *, dropout_seed: Tensor | None = None) -> Tensor:
-        """Encode.
+        """Encode the source.
 
         Args:
             x: Shape (source, batch, width).
             padding_mask: bool of shape (batch, source), True at padding.
-            dropout_seed: What attention makes its dropout from, int64 of shape (1,).
+            dropout_seed: Seed of the attention's dropout, int64 of shape (1,).
 
         Returns:
-            The shape of ``x``.
+            A tensor of the shape of ``x``.
         """
 
         def attend(h: Tensor) -> Tensor:
@@ -126,20 +126,20 @@ class DecoderLayer(nn.Module):
         *,
         dropout_seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Decode.
+        """Decode the target.
 
         Args:
             x: Shape (target, rows, width).
             encoder_out: Shape (source, batch, width); with a state, ``rows`` may be a multiple of ``batch``.
             encoder_padding_mask: bool of shape (batch, source), True at padding.
-            padding_mask: bool of shape (rows, target), True at padding of the target; needed only if that is on the
+            padding_mask: bool of shape (rows, target), True at padding of the target; needed only for padding on the
                 left.
-            incremental_state: The caches of a generation; ``x`` then holds the new positions only.
+            incremental_state: The caches of a generation; ``x`` then holds only the new positions.
             need_weights: Whether to return the attention on the source.
-            dropout_seed: What attention makes its dropout from, int64 of shape (1,).
+            dropout_seed: Seed of the attention's dropout, int64 of shape (1,).
 
         Returns:
-            The shape of ``x``, and the attention, shape (rows, target, source), or None.
+            A tensor of the shape of ``x``, and the attention, shape (rows, target, source), or None.
         """
         weights: Tensor | None = None
 

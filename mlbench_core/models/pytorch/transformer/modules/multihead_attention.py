@@ -1,4 +1,4 @@
-"""Multi-head attention, time first."""
+"""Multi-head attention on time-first tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BACKENDS = ("auto", "reference", "fused", "kernel")
 
 
 class MultiheadAttention(nn.Module):
-    r"""Multi-head attention.
+    r"""Multi-head attention with a choice of backends.
 
     .. math::
         \mathrm{MultiHead}(Q, K, V) = \mathrm{Concat}(h_1, \dots, h_n) W^O, \qquad
@@ -43,19 +43,19 @@ class MultiheadAttention(nn.Module):
         embed_dim: Width of the model.
         num_heads: Number of heads; it divides ``embed_dim``.
         dropout: Probability that an attention weight becomes 0 in training.
-        softmax_type: ``"default"``: as ``backend`` says. ``"fast_fill"``, for which version 3.0 had a kernel that fills
-            the mask: mask and softmax in torch's fused kernels, as with ``backend="fused"``. The results are the same.
+        softmax_type: ``"default"`` leaves the choice to ``backend``. ``"fast_fill"`` is the same as
+            ``backend="fused"``; version 3.0 had a kernel of this name that fills the mask. The results are the same.
         bias: Whether the projections add a bias.
-        backend: ``"reference"`` (plain), ``"fused"`` (torch's kernels; the plain path where weights are asked for),
-            ``"kernel"`` (:func:`~mlbench_core.ops.pytorch.attention.short_attention`, which is plain PyTorch where its
-            CUDA kernels are not; what ``"fused"`` does where weights are asked for or a sentence is longer than 128),
-            or ``"auto"``, which is ``"kernel"`` where the CUDA kernels take the tensors and ``"fused"`` elsewhere.
+        backend: ``"reference"`` is the plain formula. ``"fused"`` uses torch's kernels, or the plain path to return
+            weights. ``"kernel"`` uses :func:`~mlbench_core.ops.pytorch.attention.short_attention`, which is plain
+            PyTorch without its CUDA kernels. To return weights, or for a sentence longer than 128, it does the same as
+            ``"fused"``. ``"auto"`` is ``"kernel"`` if the CUDA kernels accept the tensors, otherwise ``"fused"``.
 
     Attributes:
-        dropout_offset: Tells the dropout of this module from that of others which get the same ``dropout_seed``.
+        dropout_offset: Number of this module among those that share a ``dropout_seed``, which keeps their masks apart.
 
     Raises:
-        ValueError: An argument is not among these.
+        ValueError: An argument is not one of the values listed above.
 
     References:
         Vaswani et al. 2017, Attention Is All You Need, arXiv 1706.03762, section 3.2.2.
@@ -104,7 +104,8 @@ class MultiheadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights: Glorot's uniform distribution for each of the four matrices; biases 0."""
+        """Draw the weights from Glorot's uniform distribution for each of the four matrices; set biases to 0."""
+        # Glorot's bound depends on the shape, so each of the three fused matrices is drawn as a matrix of its own.
         for weight in (*self.in_proj_weight.chunk(3), self.out_proj.weight):
             nn.init.xavier_uniform_(weight)
         for bias in (self.in_proj_bias, self.out_proj.bias):
@@ -124,41 +125,41 @@ class MultiheadAttention(nn.Module):
         *,
         dropout_seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Attend to the keys and values.
 
-        With an ``incremental_state`` the module remembers its keys and values: of self-attention, to which each call
-        adds its own positions; with ``static_kv``, those of the first call, which later calls use again whatever key
-        and value they get. Hypotheses of one sentence may share static ones: the query then has a multiple of their
-        batch, consecutive rows belonging together.
+        With an ``incremental_state`` the module keeps its keys and values. In self-attention each call adds its own
+        positions. With ``static_kv``, later calls use the keys and values of the first call and ignore their own
+        arguments. Hypotheses of one sentence may share static ones. The query's batch is then a multiple of theirs, and
+        consecutive rows belong together.
 
-        With ``"kernel"``, padded positions of self-attention are padded queries too: their output is zeros before the
-        output projection, where the other backends compute what nothing should read.
+        With ``"kernel"``, padded positions of self-attention are padded queries too. Their output is zero before the
+        output projection. The other backends compute values there that nothing should read.
 
         Args:
             query: Shape (target, batch, embed_dim).
             key: Shape (source, batch, embed_dim); the same object as ``query`` for self-attention.
-            value: The shape of ``key``; the same object as ``key``, as a rule.
-            mask_future_timesteps: Whether position i sees positions up to i only.
-            key_padding_mask: bool of shape (batch, source), True where the key is padding. With a cache it covers the
-                remembered positions too. A query that sees padding only gets zeros before the output projection.
+            value: Shape of ``key``; usually the same object.
+            mask_future_timesteps: Whether position i sees only positions up to i.
+            key_padding_mask: bool of shape (batch, source), True if the key is padding. With a cache it covers the cached
+                positions too. A query that sees only padding gets zeros before the output projection.
             incremental_state: A dict that is empty before the first step, or an
                 :class:`~mlbench_core.models.pytorch.transformer.modules.incremental.IncrementalState`.
-            need_weights: Whether to return the weights, which takes the plain path.
-            static_kv: Whether key and value stay what they were in the first call.
-            dropout_seed: int64 of shape (1,), from which ``"kernel"`` makes its dropout: the same seed drops the same
-                weights again. Drawn where it is needed if None. Other backends drop by torch's random numbers.
+            need_weights: Whether to return the weights, which requires the plain path.
+            static_kv: Whether key and value are those of the first call.
+            dropout_seed: int64 of shape (1,), the seed of the dropout of ``"kernel"``: the same seed drops the same
+                weights again. If None, it is drawn when needed. Other backends use torch's random numbers.
 
         Returns:
             The output, shape (target, batch, embed_dim), and the weights averaged over the heads, shape (batch, target,
             source), or None.
 
         Raises:
-            ValueError: Shapes do not fit.
+            ValueError: The shapes do not fit.
         """
         target, rows, width = query.shape
         if width != self.embed_dim:
             raise ValueError(f"query has shape {tuple(query.shape)}; its last dimension must be {self.embed_dim}")
-        is_causal = mask_future_timesteps and target > 1
+        is_causal = mask_future_timesteps and target > 1  # a single new position may see all cached ones
         p = self.dropout if self.training else 0.0
         options: dict[str, Any] = {
             "is_causal": is_causal,
@@ -190,14 +191,14 @@ class MultiheadAttention(nn.Module):
         return output, weights.mean(dim=1).reshape(rows, target, -1)
 
     def extra_repr(self) -> str:
-        """The arguments, for ``repr``."""
+        """Return the arguments, for ``repr``."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
 
     def _projections(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, ...]:
-        """The projection of queries, keys and values, fused as far as their inputs are the same objects.
+        """Project queries, keys and values, with one product for inputs that are the same object.
 
         Returns:
-            (qkv,), (q, kv) or (q, k, v), each of shape (positions, rows, ``embed_dim`` for each that is fused).
+            (qkv,), (q, kv) or (q, k, v), each of shape (positions, rows, ``embed_dim`` times the number of fused parts).
         """
         if key is None or value is None:
             raise ValueError("key and value are None; only static ones that were remembered can be left out")
@@ -208,7 +209,7 @@ class MultiheadAttention(nn.Module):
         return self._linear(query, 0, 1), self._linear(key, 1, 2), self._linear(value, 2, 3)
 
     def _split_parts(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """What :meth:`_projections` gives, as queries, keys and values (batch, heads, positions, head features)."""
+        """Split the result of :meth:`_projections` into q, k and v of shape (batch, heads, positions, head features)."""
         q, k, v = (third for part in parts for third in part.split(self.embed_dim, dim=-1))
         batch = k.shape[1]
         return self._split_heads(q, batch), self._split_heads(k, batch), self._split_heads(v, batch)
@@ -221,7 +222,7 @@ class MultiheadAttention(nn.Module):
         state: MutableMapping[nn.Module, KeyValueCache],
         static_kv: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, remembered ones with them, of shape (batch, heads, positions, head features)."""
+        """Return q, and k and v with the cached ones, of shape (batch, heads, positions, head features)."""
         cache = state.get(self)
         if static_kv and cache is not None:
             q = self._linear(query, 0, 1)
@@ -235,7 +236,7 @@ class MultiheadAttention(nn.Module):
     def _whole_sentences(
         self, parts: tuple[Tensor, ...], key_padding_mask: Tensor | None, options: dict[str, Any]
     ) -> Tensor | None:
-        """Attention straight from the projections, (target, rows, embed_dim); None where the kernels are not for it.
+        """Attend on the projections, with the result (target, rows, embed_dim); None if the kernels cannot.
 
         A fused projection gets its gradient in one piece, and nothing is transposed in memory.
         """
@@ -246,6 +247,7 @@ class MultiheadAttention(nn.Module):
             part.unflatten(-1, heads if part.shape[-1] == self.embed_dim else (-1, *heads)).transpose(0, 1)
             for part in parts
         ]
+        # The kernels need one row of keys for each row of queries; shared static keys take another path.
         if views[0].shape[0] != views[-1].shape[0] or not self._takes_kernel(views):
             return None
         if len(views) == 1:
@@ -257,19 +259,19 @@ class MultiheadAttention(nn.Module):
         return output.transpose(0, 1).flatten(2)
 
     def _takes_kernel(self, parts: list[Tensor]) -> bool:
-        """Whether tensors of shape (batch, positions, ..., head features) are for :func:`short_attention`."""
+        """Return whether to use :func:`short_attention` for tensors (batch, positions, ..., head features)."""
         queries, keys = parts[0].shape[1], parts[-1].shape[1]
         if self.backend == "kernel":
             return max(queries, keys) <= MAX_POSITIONS
         return self.backend == "auto" and uses_kernel(*parts, max_query=queries, max_key=keys)
 
     def _linear(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Some of the three input projections: 0 of queries, 1 of keys, 2 of values."""
+        """Apply some of the three input projections: 0 for queries, 1 for keys, 2 for values."""
         part = slice(first * self.embed_dim, last * self.embed_dim)
         return F.linear(x, self.in_proj_weight[part], None if self.in_proj_bias is None else self.in_proj_bias[part])
 
     def _split_heads(self, x: Tensor, batch: int) -> Tensor:
-        """(positions, rows, width) to (batch, heads, rows of a sentence x positions, features of a head)."""
+        """Reshape (positions, rows, width) to (batch, heads, rows of a sentence x positions, features of a head)."""
         positions, rows, _ = x.shape
         if rows % batch:
             raise ValueError(f"the query has {rows} rows and the key {batch}; rows must be a multiple of the key's")
@@ -277,13 +279,13 @@ class MultiheadAttention(nn.Module):
         return x.permute(1, 3, 2, 0, 4).reshape(batch, self.num_heads, -1, self.head_dim)
 
     def _merge_heads(self, x: Tensor, positions: int, rows: int) -> Tensor:
-        """The inverse of :meth:`_split_heads`."""
+        """Invert :meth:`_split_heads`."""
         x = x.unflatten(2, (-1, positions)).permute(3, 0, 2, 1, 4)
         return x.reshape(positions, rows, self.embed_dim)
 
 
 def _check_masks(batch: int, keys: int, rows: int, is_causal: bool, key_padding_mask: Tensor | None) -> None:
-    """Refuse masks that do not fit ``keys`` keys of ``batch`` sentences and ``rows`` rows of queries."""
+    """Reject masks that do not fit ``keys`` keys of ``batch`` sentences and ``rows`` rows of queries."""
     if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
         raise ValueError(f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; it must be {(batch, keys)}")
     if is_causal and rows != batch:

@@ -1,4 +1,4 @@
-"""Where in its sentence a token stands, padding left out."""
+"""The position of a token in its sentence, without counting padding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LearnedPositions", "SinusoidalPositions", "token_positions"]
 
 
 def token_positions(tokens: Tensor, padding_idx: int) -> Tensor:
-    """Positions that count tokens and no padding, so that padding on the left or on the right changes nothing.
+    """Return positions that count tokens but not padding, so that padding on either side changes nothing.
 
     Args:
         tokens: int64 of shape (batch, positions).
@@ -31,7 +31,7 @@ def token_positions(tokens: Tensor, padding_idx: int) -> Tensor:
 
 
 class _Positions(nn.Module):
-    """Vectors for positions 1 to ``max_positions``, and 0 for padding."""
+    """Vectors for positions 1 to ``max_positions``, and position 0 for padding."""
 
     def __init__(self, max_positions: int, padding_idx: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Positions(nn.Module):
         self.padding_idx = padding_idx
 
     def numbers(self, tokens: Tensor, before: int) -> Tensor:
-        """Positions of the tokens; ``before`` tokens of each sentence came in earlier calls."""
+        """Return the positions of the tokens; ``before`` tokens of each sentence came in earlier calls."""
         if tokens.shape[1] + before > self.max_positions:
             raise ValueError(
                 f"sentences of {tokens.shape[1] + before} tokens need as many positions; there are "
@@ -56,11 +56,11 @@ class SinusoidalPositions(_Positions):
     .. math::
         PE_{pos, 2i} = \sin\left(pos / 10000^{2i/d}\right), \qquad PE_{pos, 2i+1} = \cos\left(pos / 10000^{2i/d}\right)
 
-    for position pos = 0, 1, ... of a sentence's tokens; zeros for padding.
+    for position pos = 0, 1, ... of a sentence's tokens. The vector of padding is zero.
 
     Args:
         embed_dim: d, even.
-        max_positions: The longest sentence.
+        max_positions: Length of the longest sentence, in tokens.
         padding_idx: The token that is padding.
 
     Raises:
@@ -76,18 +76,20 @@ class SinusoidalPositions(_Positions):
         super().__init__(max_positions, padding_idx)
         if embed_dim < 2 or embed_dim % 2:
             raise ValueError(f"embed_dim is {embed_dim}; sine and cosine in turn need an even number")
+        # In float64, because float32 loses digits of large angles.
         rates = torch.exp(-math.log(10000.0) * torch.arange(0, embed_dim, 2, dtype=torch.float64) / embed_dim)
         angles = torch.arange(max_positions, dtype=torch.float64).unsqueeze(1) * rates
         vectors = torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1)
         table = torch.cat((torch.zeros(1, embed_dim, dtype=torch.float64), vectors))
+        # The table follows from the arguments, so a state dict does not need it.
         self.register_buffer("table", table.to(torch.get_default_dtype()), persistent=False)
 
     def forward(self, tokens: Tensor, before: int = 0) -> Tensor:
-        """Position vectors.
+        """Return the position vectors of tokens.
 
         Args:
             tokens: int64 of shape (batch, positions).
-            before: How many tokens of each sentence came in earlier calls.
+            before: Number of tokens of each sentence that came in earlier calls.
 
         Returns:
             Shape (batch, positions, embed_dim).
@@ -99,11 +101,11 @@ class SinusoidalPositions(_Positions):
 
 
 class LearnedPositions(_Positions):
-    """Position vectors that are trained: one for each position of a sentence's tokens; zeros for padding.
+    """Trained position vectors, one for each position of a sentence's tokens; zeros for padding.
 
     Args:
         embed_dim: Width of the vectors.
-        max_positions: The longest sentence.
+        max_positions: Length of the longest sentence, in tokens.
         padding_idx: The token that is padding.
     """
 
@@ -115,5 +117,5 @@ class LearnedPositions(_Positions):
             self.vectors.weight[0].zero_()
 
     def forward(self, tokens: Tensor, before: int = 0) -> Tensor:
-        """Position vectors; arguments, result and errors as for :class:`SinusoidalPositions`."""
+        """Return position vectors; arguments, results and errors: see :class:`SinusoidalPositions`."""
         return self.vectors(self.numbers(tokens, before))
