@@ -32,7 +32,7 @@ class LogisticRegression(nn.Module):
 
     Args:
         n_features: Number of features of a sample, at least 1.
-        logits: Whether :meth:`forward` returns logits instead of probabilities.
+        logits: If True, :meth:`forward` returns logits instead of probabilities.
 
     Raises:
         ValueError: ``n_features`` is below 1.
@@ -137,36 +137,37 @@ class Standardization(nn.Module):
         if bool((deviation < 0).any()):
             raise ValueError(f"deviation has {deviation.min().item():g} in it; it must be at least 0")
         self.register_buffer("mean", mean)
+        # A scale of 0 makes constant features 0.
         self.register_buffer("scale", torch.where(deviation > 0, 1 / deviation, 0))
 
     @classmethod
     def of(cls, batches: Iterable[tuple[Tensor, Any]], dtype: torch.dtype = torch.float32) -> Standardization:
-        r"""From a training set that lies in parts on all workers; every worker must call it.
+        r"""Compute the statistics of a training set divided over all workers; every worker must call it.
 
         Two passes in float64, first :math:`\mu = \frac{1}{n} \sum_i x_i`, then
-        :math:`\sigma^2 = \frac{1}{n} \sum_i (x_i - \mu)^2`, so that nothing cancels. The result is the same on every
-        worker.
+        :math:`\sigma^2 = \frac{1}{n} \sum_i (x_i - \mu)^2`, so that no digits cancel. The result is the same on
+        every worker.
 
         Args:
-            batches: This worker's pairs (samples, anything), samples dense of shape (batch, n_features); it is iterated
-                over twice and must give the same samples both times, in any order.
-            dtype: Of the result.
+            batches: This worker's pairs (samples, anything), samples dense of shape (batch, n_features). They are
+                read twice and must be the same samples both times, in any order.
+            dtype: Dtype of the result.
 
         Raises:
-            ValueError: There is no batch.
+            ValueError: There is not a single batch.
         """
         mean = _mean_over_workers(x.to(torch.float64) for x, *_ in batches)
         variance = _mean_over_workers((x.to(torch.float64) - mean).square() for x, *_ in batches)
         deviation = variance.sqrt()
-        # A constant's mean is rounded, which leaves a deviation that is nothing else.
+        # The mean of a constant feature is rounded, so its deviation is that rounding error instead of 0.
         is_constant = deviation <= torch.finfo(dtype).eps * mean.abs()
         return cls(mean.to(dtype), deviation.masked_fill(is_constant, 0).to(dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Standardize.
+        """Standardize samples.
 
         Args:
-            x: Samples, shape (batch, n_features), dense: zeros of sparse samples would not stay zeros.
+            x: Samples, shape (batch, n_features), dense, because zeros of sparse samples would not stay zeros.
 
         Returns:
             Samples of the same shape.
@@ -188,11 +189,11 @@ def _linear(n_features: int) -> nn.Linear:
 
 
 def _affine(linear: nn.Linear, x: Tensor) -> Tensor:
-    r""":math:`X w + b` for samples that are the rows of a dense or sparse :math:`X`, shape (batch, 1).
+    r"""Compute :math:`X w + b`, shape (batch, 1), for samples in the rows of a dense or sparse :math:`X`.
 
     A sparse row is a bag of columns: the product gathers the weights :math:`w_j` of its entries and sums
-    :math:`x_{ij} w_j`, so time and memory grow with the entries, not with the number of features. The gradient of the
-    weights is dense, so that it can be averaged by an all-reduce.
+    :math:`x_{ij} w_j`. Time and memory therefore grow with the entries, not with the number of features. The gradient
+    of the weights is dense, so that an all-reduce can average it.
     """
     if x.layout == torch.strided:
         return linear(x)

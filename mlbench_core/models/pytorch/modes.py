@@ -16,7 +16,7 @@ def evaluation_mode(model: nn.Module, wanted: bool = True) -> Iterator[None]:
 
     Args:
         model: The model.
-        wanted: Whether to switch; if False, nothing changes.
+        wanted: If False, no mode is changed.
 
     Example:
         >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())

@@ -78,6 +78,7 @@ def _shortcut(width_in: int, width_out: int, stride: int, option: str, norm: boo
     """Return the module of a shortcut, or None for the identity, which fits if the shape does not change."""
     if width_in == width_out and stride == 1:
         return None
+    # Option A has no parameters; option B is a projection.
     if option == "A":
         return PaddedIdentity(width_in, width_out, stride)
     convolution = _conv1x1(width_in, width_out, stride)
@@ -91,7 +92,7 @@ class BlockV1(nn.Module):
         width_in: Input channels.
         width: Channels of the 3x3 convolutions.
         stride: Stride of the first 3x3 convolution.
-        bottleneck: Whether to use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead of two 3x3 ones.
+        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead of two 3x3 ones.
         shortcut: ``"A"`` or ``"B"``.
     """
 
@@ -123,9 +124,9 @@ class BlockV2(nn.Module):
         width_in: Input channels.
         width: Channels of the 3x3 convolutions.
         stride: Stride of the first 3x3 convolution.
-        bottleneck: Whether to use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead of two 3x3 ones.
+        bottleneck: If True, use 1x1, 3x3 and 1x1 convolutions, the last four times as wide, instead of two 3x3 ones.
         shortcut: ``"A"`` or ``"B"``.
-        first: Whether this is the first block of the network.
+        first: True for the first block of the network.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class _ResNet32(nn.Module):
     Args:
         widths: Width of each stage. From the second stage on, the first block halves the size of the image.
         blocks: Number of blocks in each stage.
-        bottleneck: Whether the blocks are bottlenecks.
+        bottleneck: If True, the blocks are bottlenecks.
         num_classes: Number of classes.
         version: 1 or 2.
         shortcut: ``"A"`` or ``"B"``.
@@ -236,7 +237,7 @@ class ResNetCIFAR(_ResNet32):
 
     Args:
         resnet_size: Number of layers with weights: 6n + 2, or 9n + 2 with bottlenecks; for example 20, 32, 44, 56, 110.
-        bottleneck: Whether each block is a bottleneck of three convolutions instead of two.
+        bottleneck: If True, each block is a bottleneck of three convolutions instead of two.
         num_classes: Number of classes, at least 1.
         version: 1 (post-activation, He et al. 2015) or 2 (pre-activation, He et al. 2016).
         shortcut: Shortcut of a block that changes the shape: ``"B"``, a 1x1 convolution, or ``"A"``, the identity
@@ -361,14 +362,14 @@ def get_resnet_model(
 
     Args:
         model: For 32x32 images ``"resnet20"``, ``"resnet32"``, ``"resnet44"``, ``"resnet56"``, ``"resnet110"``
-            (:class:`ResNetCIFAR`) and ``"resnet18"`` (:class:`ResNet18CIFAR10`). For ImageNet ``"resnet18_imagenet"``,
-                ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and ``"resnet152"``, from torchvision without pretrained
-                weights.
+            (:class:`ResNetCIFAR`) and ``"resnet18"`` (:class:`ResNet18CIFAR10`). For ImageNet, from torchvision
+            without pretrained weights, ``"resnet18_imagenet"``, ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and
+            ``"resnet152"``.
         version: 1 or 2, see :class:`ResNetCIFAR`. resnet18 exists only in version 2 and the networks for ImageNet only
             in version 1. A request for another version is logged.
         dtype: Type of the parameters: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``.
         num_classes: Number of classes. By default, a network for 32x32 images has 10 and one for ImageNet has 1000.
-        use_cuda: Whether to put the network on the current GPU.
+        use_cuda: If True, put the network on the current GPU.
 
     Returns:
         The network, with newly drawn weights.
@@ -391,7 +392,7 @@ def get_resnet_model(
     match = re.fullmatch(r"resnet[-_]?(\d+)", name.removesuffix(_ON_IMAGENET))
     size = int(match.group(1)) if match else 0
     on_imagenet = size in _IMAGENET_SIZES and (size != 18 or name.endswith(_ON_IMAGENET))
-    # 1000 given by the caller stays, 1000 as the default means ImageNet and does not fit CIFAR.
+    # The default 1000 is that of ImageNet. A caller's own 1000 is kept.
     if not on_imagenet and isinstance(num_classes, _NotGiven):
         num_classes = _CIFAR_CLASSES
     if on_imagenet:

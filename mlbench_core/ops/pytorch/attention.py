@@ -118,7 +118,7 @@ def short_attention(
     the rows of all sentences stand one after the other, and ``query_starts`` and ``key_starts`` give the first row of
     each. Pass time-first tensors as ``x.transpose(0, 1)``, which copies nothing.
 
-    The softmax is computed in float32, or in float64 for such inputs. There is no second derivative.
+    The softmax is computed in float32, or in float64 for such inputs. A second derivative is not available.
 
     Args:
         query: Q, shape (batch, queries, heads, d), or (rows, heads, d) if packed; any floating-point dtype.
@@ -131,7 +131,7 @@ def short_attention(
         key_starts: The same for the keys. Give both or neither.
         max_query: For packed rows, the number of queries of the longest sentence; 128 if None. A tight bound is faster.
         max_key: For packed rows, the number of keys of the longest sentence; 128 if None.
-        is_causal: Whether a query sees no later key. The last query and the last key of a sentence are at the same
+        is_causal: If True, a query sees no later key. The last query and the last key of a sentence are at the same
             position, padding included.
         scale: s, above 0; :math:`1 / \sqrt{d}` if None.
         dropout_p: Probability that a weight becomes 0, at least 0 and at most 65535/65536, rounded to a multiple of
@@ -196,7 +196,7 @@ def short_attention_kv(
         key_starts: int32 of shape (batch + 1,).
         max_query: The number of queries of the longest packed sentence.
         max_key: The number of keys of the longest packed sentence.
-        is_causal: Whether a query sees no later key.
+        is_causal: If True, a query sees no later key.
         scale: Factor of the scores.
         dropout_p: Probability that a weight becomes 0.
         seed: int64 of shape (1,).

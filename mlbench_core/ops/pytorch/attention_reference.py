@@ -49,7 +49,7 @@ def forward_reference(
     """Compute the operator ``mlbench::short_attention``, which defines these arguments."""
     queries = _Sentences.describe(query, query_starts, max_query, query_padding)
     keys = _Sentences.describe(key, key_starts, max_key, key_padding)
-    # Autocast would run the products in half precision, which is no reference for half-precision kernels.
+    # Autocast would run the products in half precision, but half-precision kernels need a more precise reference.
     with torch.autocast(query.device.type, enabled=False):
         scores = _scores(queries.take(query), keys.take(key), queries, keys, is_causal, scale)
         logsumexp = scores.logsumexp(dim=-1)
@@ -92,6 +92,7 @@ def backward_reference(
         weights = (_scores(q, k, queries, keys, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
         grad_value_dense = _dropped(weights, dropout_p, seed, offset).transpose(-1, -2) @ grad
         grad_weights = _dropped(grad @ v.transpose(-1, -2), dropout_p, seed, offset)
+        # The backward pass of the softmax: the sum over k in the formula for the gradient of S.
         delta = (weights * grad_weights).sum(dim=-1, keepdim=True)
         grad_scores = weights * (grad_weights - delta)
         grad_query_dense = scale * grad_scores @ k
@@ -106,7 +107,7 @@ def output_like(tensor: Tensor, is_packed: bool = False) -> Tensor:
 
     Args:
         tensor: Shape (batch, positions, ...), or (rows, ...) if packed.
-        is_packed: Whether the first dimension is rows.
+        is_packed: If True, the first dimension is rows.
 
     Returns:
         A contiguous tensor. If neighboring sentences are closer in the memory of ``tensor`` than neighboring

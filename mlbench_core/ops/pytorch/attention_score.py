@@ -60,8 +60,8 @@ def attention_score(
     r"""Compute :math:`\sum_h v_h \tanh(q_h + k_h + b_h)` of all queries and keys of each sentence, in little memory.
 
     The dtype of the computation is float32, or float64 for such inputs. Gradients flow to all four arguments, in the
-    dtype of each. There is no second derivative. The CUDA kernels compute the scores if :func:`why_not_kernel` returns
-    None. For inputs in half precision their tanh has a relative error of up to :math:`2^{-11}`, that of a number
+    dtype of each. A second derivative is not available. The CUDA kernels compute the scores if :func:`why_not_kernel`
+    returns None. For inputs in half precision their tanh has a relative error of up to :math:`2^{-11}`, that of a number
     rounded to float16.
 
     Args:
@@ -229,6 +229,7 @@ def _blocks(shape: torch.Size, features: int, limit: int) -> Iterator[tuple[slic
     batch, queries, keys = shape
     one = max(1, keys * features)
     steps = max(1, min(queries, limit // one))
+    # Several sentences share a block only if all of their queries fit.
     rows = max(1, limit // (steps * one)) if steps == queries else 1
     for row in range(0, batch, rows):
         for step in range(0, queries, steps):

@@ -25,8 +25,8 @@ class _Library:
     """The result of loading the library, which a process tries at most once.
 
     Attributes:
-        is_loaded: Whether its kernels are registered.
-        is_usable: Whether a device was found that runs them.
+        is_loaded: True if its kernels are registered.
+        is_usable: True if a device was found that runs them.
         error: The reason why it could not be loaded, or None.
     """
 
@@ -76,7 +76,7 @@ def load() -> bool:
     tensors. A library that exists but fails to load is not tried again.
 
     Returns:
-        Whether the library is loaded. It is False if the library is not turned on, not built, or cannot be loaded;
+        True if the library is loaded. It is False if the library is not turned on, not built, or cannot be loaded;
         :func:`why_not` says which.
     """
     return _is_turned_on() and (_library.is_loaded or is_built()) and _library.load(library_path())
@@ -100,7 +100,7 @@ def why_not() -> str | None:
     Compiled code (:func:`torch.compile`) keeps the answer that it got when it was compiled.
 
     Returns:
-        One line that says what is missing and how to provide it; None if the kernels are available.
+        One line that names the missing part and the way to provide it; None if the kernels are available.
 
     Example:
         >>> (why_not() is None) == is_available()
@@ -119,12 +119,13 @@ def why_not() -> str | None:
         least = ".".join(map(str, _LEAST_CAPABILITY))
         found = "ROCm" if torch.version.hip is not None else f"compute capability {'.'.join(map(str, capability))}"
         return f"the device has {found}; the kernels need an NVIDIA GPU of compute capability {least} or later"
+    # Only success is cached: each call looks again for a missing library or device.
     _library.is_usable = True
     return None
 
 
 # torch.compile cannot follow the loading of a library, so it keeps the answer that it gets while it compiles. These
-# lines do what torch.compiler.assume_constant_result does, which would import the whole compiler.
+# lines replace torch.compiler.assume_constant_result, which would import the whole compiler.
 is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -94,6 +94,7 @@ def philox4x32(
         ['0x5f6fb709', '0xd893f64', '0x4f121f81', '0x4f730a48']
     """
     (k0, k1), (c0, c1, c2, c3) = key, counter
+    # int64 tensors hold the unsigned 32-bit words, since torch computes little in uint32.
     for _ in range(rounds):
         high0, low0 = _multiply(_MULTIPLIERS[0], c0)
         high1, low1 = _multiply(_MULTIPLIERS[1], c2)
@@ -116,7 +117,7 @@ def attention_dropout_mask(seed: Tensor, offset: int, shape: tuple[int, int, int
         threshold: :func:`dropout_threshold` of the probability.
 
     Returns:
-        bool of that shape, True where the weight is kept.
+        bool of that shape, True if the weight is kept.
 
     Example:
         >>> kept = attention_dropout_mask(torch.tensor([7]), 0, (2, 4, 64, 64), dropout_threshold(0.5))
@@ -134,6 +135,7 @@ def attention_dropout_mask(seed: Tensor, offset: int, shape: tuple[int, int, int
     last = torch.full((), offset & _WORD, device=device)
     words = torch.stack(torch.broadcast_tensors(*philox4x32(key, (groups, query, row, last))), dim=-1)
     j = torch.arange(keys, device=device)
+    # Key j is in group 4 * (j // 32) + (j % 8) // 2; its word is the group of 8 within the 32 keys.
     group, word = j // 32 * 4 + j % 8 // 2, j % 32 // 8
     fields = words.flatten(-2)[..., group * 4 + word] >> (j % 2 * 16) & (_LEVELS - 1)
     return fields >= threshold

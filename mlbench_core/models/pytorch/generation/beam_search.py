@@ -170,7 +170,7 @@ def reorder_context(context: Sequence[Any] | None, rows: Tensor, batch_first: bo
             lengths of the sources, shape (rows,); and the decoder's hidden state: tensors of shape
             (..., rows, features) in any nesting of lists and tuples. Any part may be None.
         rows: int64 of shape (new rows,): the old row that each new row continues.
-        batch_first: Whether the rows are the first dimension of the encoder outputs.
+        batch_first: If True, the rows are the first dimension of the encoder outputs.
 
     Returns:
         The new context, or None if ``context`` is None.

@@ -39,9 +39,9 @@ class SearchOptions:
         beam_size: Hypotheses kept for each sentence, at least 1. With sampling, the number of draws for each sentence.
         min_len: Smallest number of tokens of a hypothesis, with the end symbol.
         score: Rule that ranks finished hypotheses. Live ones are ranked by their log-probability.
-        stop_early: Whether a sentence is finished as soon as ``beam_size`` hypotheses have ended. Otherwise it
+        stop_early: If True, a sentence is finished as soon as ``beam_size`` hypotheses have ended. Otherwise it
             continues until no live hypothesis can beat any of the ``beam_size`` best.
-        independent: Whether the rows of a sentence do not compete: each continues with its one proposal (for sampling).
+        independent: If True, the rows of a sentence do not compete, and each continues with its one proposal (sampling).
 
     Raises:
         ValueError: ``beam_size`` or ``min_len`` is below 1.
@@ -95,6 +95,7 @@ class Hypotheses:
             scores: Shape (sentences, new); -inf marks an entry that is not a hypothesis.
         """
         is_new = scores > _NEVER
+        # An entry that is not a hypothesis has the length 0, which to_lists leaves out.
         lengths = is_new * length
         best, place = torch.cat((self.scores[sentences], scores), dim=1).topk(self.scores.shape[1], dim=1)
         self.scores[sentences] = best
@@ -192,6 +193,7 @@ def search(
     finished = Hypotheses.none(len(start), options.beam_size, longest, options.pad, start.device)
     live = _begin(proposer, start, limits, longest, options)
     for step in range(longest):
+        # Live hypotheses all have the same length, so one number counts the steps of the whole batch.
         finished.steps = step + 1
         constraints = _constraints(live, step, shortest, prefix, options)
         # One more than the beam, because the end symbol never becomes a live hypothesis.
@@ -241,6 +243,7 @@ def _constraints(live: _Live, step: int, shortest: int, prefix: Tensor | None, o
         wanted = prefix[live.sentences, step]
         forced = wanted.masked_fill(wanted == options.pad, FREE)
     if step + 1 >= shortest:
+        # Each sentence has its own limit, and the shortest one is the first step at which any can be reached.
         forced = live.limits.new_full(live.limits.shape, FREE) if forced is None else forced
         forced = forced.masked_fill(live.limits == step + 1, options.eos)
     if forced is not None:
@@ -259,6 +262,7 @@ def _add_attention(live: _Live, attention: Tensor | None, options: SearchOptions
 def _select(live: _Live, proposal: Proposal, options: SearchOptions) -> _Candidates:
     """Return the best 2 * ``beam_size`` proposals of a sentence; at most half of them can be ends."""
     n, width = live.log_probs.shape
+    # All rows of a sentence compete: their proposals become one row of width * count candidates.
     count = proposal.tokens.shape[1]
     log_probs = live.log_probs.unsqueeze(2) + proposal.log_probs.view(n, width, count)
     best, place = log_probs.flatten(1).topk(min(2 * options.beam_size, width * count), dim=1)
@@ -270,7 +274,7 @@ def _finish(finished: Hypotheses, live: _Live, candidates: _Candidates, step: in
     """Add the hypotheses that end among the best candidates to the finished ones."""
     log_probs, parents, tokens = (part[:, : options.beam_size] for part in candidates)
     ends = (tokens == options.eos) & (log_probs > _NEVER)
-    # The first of the two values that the host waits for. Most steps of a long translation return here.
+    # The first of the two values that the host waits for.
     if not ends.any():
         return
     coverage = None if live.coverage is None else _pick(live.coverage, parents)
@@ -283,6 +287,7 @@ def _finish(finished: Hypotheses, live: _Live, candidates: _Candidates, step: in
 
 def _continue(live: _Live, candidates: _Candidates, step: int, options: SearchOptions) -> tuple[Tensor, _Live]:
     """Return the best candidates that do not end, and the batch row that each continues."""
+    # Twice the beam was selected, so enough candidates remain without those that end.
     going_on = candidates.log_probs.masked_fill(candidates.tokens == options.eos, _NEVER)
     log_probs, place = going_on.topk(min(options.beam_size, going_on.shape[1]), dim=1)
     parents, newest = candidates.parents.gather(1, place), candidates.tokens.gather(1, place)

@@ -1,4 +1,4 @@
-"""What a model offers to the search, and the choice of next tokens by their scores: the likeliest ones, or a draw."""
+"""The interface of a model for the search, and the choice of next tokens by their scores or by sampling."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 __all__ = ["FREE", "Constraints", "DecoderState", "LogitProposer", "Proposal", "Proposer", "Sampling", "keep_forced"]
 
 FREE = -1
-"""In place of a forced token: the row is free."""
+"""Value of a forced token that leaves the row free."""
 
 _NEVER = float("-inf")
 
 
 class DecoderState(Protocol):
-    """What a model offers to the search: a step for all rows, and a state whose rows can be picked anew."""
+    """The interface of a model for the search: a step for all rows, and a state whose rows can be reordered."""
 
     def step(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Feed the newest token of each row.
@@ -32,62 +32,62 @@ class DecoderState(Protocol):
         """
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
-        """Let the state follow the search.
+        """Reorder the state as the search requires.
 
         Args:
             rows: int64 of shape (new rows,): the old row that each new row continues.
-            sentences: int64 of shape (new sentences,): the old sentences that are still in the batch; None if all
-                are. What the state keeps once for a sentence, and not for each row, need follow this only.
+            sentences: int64 of shape (new sentences,): the old sentences that are still in the batch; None if all are.
+                Any state that is kept once per sentence, and not per row, follows only this argument.
         """
 
 
 class Constraints(NamedTuple):
-    """What the next tokens must and must not be."""
+    """The tokens that the next step must and must not take."""
 
     forbidden: tuple[int, ...]
     """Tokens that no row may take."""
     forced: Tensor | None
-    """int64 of shape (rows,): the token that a row has to take, -1 where it is free; None if all are free."""
+    """int64 of shape (rows,): the token that a row has to take, -1 if it is free; None if all rows are free."""
 
 
 class Proposal(NamedTuple):
-    """Next tokens of each row."""
+    """The next tokens proposed for each row."""
 
     tokens: Tensor
     """int64 of shape (rows, count)."""
     log_probs: Tensor
-    """Their log-probabilities, float32 of shape (rows, count); -inf for what is no candidate."""
+    """Their log-probabilities, float32 of shape (rows, count); -inf if the token is not a candidate."""
     attention: Tensor | None
-    """Attention of this step on the source, shape (rows, source), where the model has one."""
+    """Attention of this step on the source, shape (rows, source), if the model has one."""
 
 
 class Proposer(Protocol):
-    """What the search asks. :class:`LogitProposer` makes one of a :class:`DecoderState`."""
+    """The interface that the search calls. :class:`LogitProposer` makes one of a :class:`DecoderState`."""
 
     def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
         """Feed the newest token of each row and propose next ones.
 
         Args:
             tokens: int64 of shape (rows,).
-            count: How many proposals a row needs; fewer if there are no more tokens.
-            constraints: A forced token is a row's only candidate.
+            count: Number of proposals that a row needs; fewer if the vocabulary is smaller.
+            constraints: Forbidden and forced tokens. A forced token is the only candidate of its row.
 
         Returns:
             The proposals, in any order.
         """
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
-        """As :meth:`DecoderState.reorder`."""
+        """Reorder the state as in :meth:`DecoderState.reorder`."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Draw the next token from the model's distribution instead of taking the likeliest ones.
+    """Sampling of the next token from the model's distribution, instead of taking the likeliest ones.
 
     Args:
         topk: Draw from the ``topk`` likeliest tokens only; -1 for all.
-        temperature: Scores are divided by it before the softmax: below 1 sharpens, above 1 flattens.
-        generator: Where the random numbers come from, on the model's device; None for torch's global generator.
+        temperature: Divisor of the scores before the softmax: below 1 sharpens, above 1 flattens.
+        generator: Generator of the random numbers, on the model's device; None for torch's global generator.
 
     Raises:
         ValueError: An argument is out of its bounds.
@@ -104,7 +104,7 @@ class Sampling:
             raise ValueError(f"temperature is {self.temperature}; it must be above 0")
 
     def draw(self, logits: Tensor, forbidden: Sequence[int]) -> Tensor:
-        """One token for each row.
+        """Draw one token for each row.
 
         Args:
             logits: Scores, float32 of shape (rows, vocabulary).
@@ -123,21 +123,23 @@ class Sampling:
 
 @dataclass(frozen=True)
 class LogitProposer:
-    """Proposals of a model that gives a score to every token of its vocabulary.
+    """A proposer for models that give a score to every token of their vocabulary.
 
     Args:
-        state: The model's state.
-        sampling: How to draw; None proposes the likeliest tokens.
+        state: State of the model.
+        sampling: Sampling of the next token; None proposes the likeliest tokens.
     """
 
     state: DecoderState
     sampling: Sampling | None = None
 
     def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
-        """As :meth:`Proposer.propose`. Log-probabilities are the model's own, whatever the temperature."""
+        """Propose as in :meth:`Proposer.propose`. Log-probabilities are the model's own at any temperature."""
         logits, attention = self.state.step(tokens)
+        # Half precision is too coarse to rank hypotheses by sums of log-probabilities.
         logits = logits.float()
         if self.sampling is None:
+            # Forbidden tokens may be among the likeliest; the row needs ``count`` proposals without them.
             count = min(count + len(constraints.forbidden), logits.shape[1])
             scores, proposed = logits.topk(count, dim=-1)
         else:
@@ -146,17 +148,19 @@ class LogitProposer:
         for token in constraints.forbidden:
             scores = scores.masked_fill(proposed == token, _NEVER)
         if constraints.forced is not None:
+            # A forced token keeps the model's own probability, whether or not it was among the proposals.
             forced_scores = logits.gather(1, constraints.forced.clamp(min=0).unsqueeze(1)).squeeze(1)
             proposed, scores = keep_forced(proposed, scores, constraints.forced, forced_scores)
+        # The softmax of the chosen tokens only: log_softmax would write scores of the whole vocabulary.
         return Proposal(proposed, scores - logits.logsumexp(dim=-1, keepdim=True), attention)
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:
-        """As :meth:`DecoderState.reorder`."""
+        """Reorder the state as in :meth:`DecoderState.reorder`."""
         self.state.reorder(rows, sentences)
 
 
 def keep_forced(tokens: Tensor, log_probs: Tensor, forced: Tensor, forced_log_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the forced token the only candidate of its row; free rows stay as they are.
+    """Make the forced token the only candidate of its row; free rows do not change.
 
     Args:
         tokens: Proposals, int64 of shape (rows, count).

@@ -51,6 +51,7 @@ class DecoderContext:
         Args:
             rows: int64 of shape (new rows,): the old row that each new row continues.
         """
+        # Before the first word there is one row for each sentence.
         sentences = len(self.source.memory)
         width = 1 if self.hidden is None else self.hidden[0][0].shape[1] // sentences
         return self.reorder(rows, rows.div(width, rounding_mode="floor"))
@@ -65,9 +66,8 @@ class GNMT(nn.Module):
     :class:`~mlbench_core.models.pytorch.gnmt.modules.Decoder`. The classifier does not share the embedding's weights.
 
     All weights start uniform in (-0.1, 0.1), also those of the LSTM layers. With another ``init_bound`` b, matrices
-    start in (-b, b). A sum of H products grows with the root of H. Therefore b = 0.2 gives a width of 256 the signals that
-    b = 0.1 gives a width of 1,024. With V symbols, width H and L layers there
-    are
+    start in (-b, b). A sum of H products grows with the root of H. Therefore b = 0.2 gives a width of 256 the signals
+    that b = 0.1 gives a width of 1,024. With V symbols, width H and L layers there are
 
     .. math::
         \underbrace{V H}_\text{embedding}
@@ -88,9 +88,9 @@ class GNMT(nn.Module):
         hidden_size: H, width of embeddings and of all layers.
         num_layers: L, layers of the encoder and of the decoder, at least 2.
         dropout: Probability that a feature of a layer's input is dropped.
-        share_embedding: Whether source and target have one embedding.
-        fusion: Whether the attention scores come from the operator that needs little memory, or from the plain formula.
-            The numbers are the same.
+        share_embedding: If True, source and target share one embedding.
+        fusion: If True, the attention scores come from the operator that needs little memory, otherwise from the plain
+            formula. The numbers are the same.
         init_bound: b, the largest initial weight in a matrix.
 
     Raises:
@@ -161,7 +161,7 @@ class GNMT(nn.Module):
         Args:
             input_encoder: Source sentences, int64 of shape (source, batch), padded at the end, in any order.
             input_enc_len: Words of each source, integers of shape (batch,). Later symbols do not matter. Best on the
-                CPU, where they are needed: from a GPU they have to be copied.
+                CPU, which needs them: from a GPU they have to be copied.
             input_decoder: Target sentences without their last symbol, int64 of shape (target, batch).
 
         Returns:

@@ -51,7 +51,7 @@ class NormalizedBahdanauAttention(nn.Module):
 
     Args:
         hidden_size: H, width of the queries, the encoder's outputs and the projections.
-        fusion: Whether the scores come from
+        fusion: If True, the scores come from
             :func:`~mlbench_core.ops.pytorch.attention_score.attention_score`, which needs little memory and runs CUDA
             kernels if they are available. Otherwise they come from the plain formula. The numbers are the same up to
             rounding.
@@ -134,7 +134,7 @@ class Encoder(nn.Module):
 
         Args:
             inputs: int64 of shape (source, batch), padded at the end, in any order of lengths.
-            lengths: Words of each source, integers of shape (batch,), best on the CPU, where they are needed.
+            lengths: Words of each source, integers of shape (batch,), best on the CPU, which needs them.
 
         Returns:
             Shape (source, batch, hidden_size); meaningless at padding.
@@ -169,8 +169,8 @@ class Decoder(nn.Module):
 
     In Wu et al. the first layer also reads a :math:`c`, that of step t - 1 (figure 1). Each step must then wait for the
     attention of the previous one. Here, as in GNMT version 2, :math:`c_t` comes from the first layer's output at the
-    same step and goes to all layers above. Only the LSTMs themselves are therefore recurrent. In training each layer runs
-    over the whole target in one call, and attention is computed for all steps at once.
+    same step and goes to all layers above. Only the LSTMs themselves are therefore recurrent. In training each layer
+    runs over the whole target in one call, and attention is computed for all steps at once.
 
     Args:
         embedding: Embedding of the target's symbols. All layers have its width.
@@ -211,6 +211,7 @@ class Decoder(nn.Module):
         states = iter(hidden or itertools.repeat(None))
         x, state = self.first(self.dropout(self.embedding(inputs)), next(states))
         new_hidden = [state]
+        # Computed once per step: all layers above read the same context.
         context, weights = self._attend(x, source)
         for number, (layer, old_state) in enumerate(zip(self.layers, states, strict=False), start=1):
             output, state = layer(self.dropout(torch.cat((x, context), dim=2)), old_state)
@@ -231,6 +232,7 @@ class Decoder(nn.Module):
         steps, rows, _ = y.shape
         sentences = len(source.memory)
         width = rows // sentences
+        # The source is read once for all hypotheses of a sentence, without a copy for each row.
         queries = y.unflatten(1, (sentences, width)).movedim(0, 1).flatten(1, 2)
         found = self.attention(queries, source)
         context, weights = (part.unflatten(1, (steps, width)).movedim(1, 0).flatten(1, 2) for part in found)
@@ -247,6 +249,7 @@ def _lstm(input_size: int, hidden_size: int, bidirectional: bool = False) -> nn.
     """Create one LSTM layer. Its two biases are only ever added, so one is 0 and their sum starts uniform."""
     lstm = nn.LSTM(input_size, hidden_size, bidirectional=bidirectional)
     init_uniform(lstm)
+    # bias_ih and bias_hh only occur as a sum.
     for name, parameter in lstm.named_parameters():
         if name.startswith("bias_hh"):
             nn.init.zeros_(parameter)

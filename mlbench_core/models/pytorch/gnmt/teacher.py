@@ -40,4 +40,5 @@ class TeacherForcedGNMT(nn.Module):
             Shape (batch, target, ``vocab_size``), as a view of time-first scores.
         """
         scores: Tensor = self.model(*batch)
+        # A view, because a copy of scores over a whole vocabulary would cost much memory.
         return scores.transpose(0, 1)

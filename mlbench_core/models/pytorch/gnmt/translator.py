@@ -141,7 +141,7 @@ class Translator:
         if trg is not None and len(references) != len(sources):
             raise ValueError(f"{len(sources)} sentences but {len(references)} references; every sentence needs one")
         translations: list[list[int]] = [[] for _ in sources]
-        # The encoder cannot read an empty sentence, and a search would invent a translation for it.
+        # A search would also generate words for a sentence without words.
         with_words = [place for place, words in enumerate(sources) if words]
         if with_words:
             places = torch.tensor(with_words)

@@ -22,8 +22,8 @@ class CarriedState(nn.Module):
     """A wrapper that gives a recurrent language model the state in which it ended the last batch.
 
     Use it with functions that call a model with nothing but the data, such as
-    :func:`~mlbench_core.controlflow.pytorch.controlflow.validation_round`. Create a new one for each pass over a text, so
-    that it starts from the state before the first word.
+    :func:`~mlbench_core.controlflow.pytorch.controlflow.validation_round`. Create a new one for each pass over a text,
+    so that it starts from the state before the first word.
 
     Args:
         model: A model such as :class:`~mlbench_core.models.pytorch.language_models.lstm.LSTMLanguageModel`.

@@ -33,8 +33,9 @@ class LSTMLanguageModel(nn.Module):
         z_t &= W x^L_t + b
 
     The softmax of the scores :math:`z` gives probabilities. The first layer reads ``ninp`` features. The last layer has
-    ``ninp`` outputs with tied weights (:math:`W = E`, so that the decoder adds only :math:`b`) and ``nhid`` without. All
-    other widths are ``nhid``. In evaluation mode nothing is dropped, and the layers are plain :class:`torch.nn.LSTM`.
+    ``ninp`` outputs with tied weights (:math:`W = E`, so that the decoder adds only :math:`b`) and ``nhid`` without.
+    All other widths are ``nhid``. In evaluation mode nothing is dropped, and the layers are plain
+    :class:`torch.nn.LSTM`.
 
     Weights of embeddings and decoder start uniform in (-0.1, 0.1), the bias 0. The LSTM weights start as in torch.
 
@@ -54,7 +55,7 @@ class LSTMLanguageModel(nn.Module):
         dropouti: The same for features of the embeddings.
         dropoute: The same for words.
         wdrop: The same for the weights from hidden state to hidden state.
-        tie_weights: Whether the decoder uses the embeddings as its weights.
+        tie_weights: If True, the decoder uses the embeddings as its weights.
 
     Raises:
         ValueError: A size is not positive, or a probability is outside of 0 to 1.
@@ -95,6 +96,7 @@ class LSTMLanguageModel(nn.Module):
         self.nlayers = nlayers
         self.dropoute = check_probability("dropoute", dropoute)
         self.tie_weights = tie_weights
+        # Tied weights fix the decoder's input to the width of the embeddings.
         last = ninp if tie_weights else nhid
         self.widths = [*[nhid] * (nlayers - 1), last]
         self.drop_input = LockedDropout(check_probability("dropouti", dropouti))
@@ -148,13 +150,13 @@ class LSTMLanguageModel(nn.Module):
             input: Ids of shape (time, batch), integers.
             hidden: State before the first of them, as :meth:`init_hidden` or an earlier call returned it. Detach it to
                 stop back-propagation there.
-            return_h: Whether to return the layers' outputs too.
+            return_h: If True, return the layers' outputs too.
 
         Returns:
-            ``(scores, hidden)``: scores of shape (time * batch, ``ntoken``), the first time step first, in the form that
-            :func:`torch.nn.functional.cross_entropy` takes; and the state after the last word. With ``return_h`` two more
-            lists: the layers' outputs :math:`y^l` before and :math:`x^l` after dropout, each of shape
-            (time, batch, width), for activation regularization.
+            ``(scores, hidden)``: scores of shape (time * batch, ``ntoken``), the first time step first, in the form
+            that :func:`torch.nn.functional.cross_entropy` takes; and the state after the last word. With ``return_h``
+            two more lists for activation regularization: the layers' outputs :math:`y^l` before and :math:`x^l` after
+            dropout, each of shape (time, batch, width).
         """
         x = embedded_dropout(self.encoder, input, dropout=self.dropoute if self.training else 0)
         x = self.drop_input(x)
@@ -165,5 +167,6 @@ class LSTMLanguageModel(nn.Module):
             raw_outputs.append(raw)
             outputs.append(x)
             new_hidden.append(state)
+        # One product for all time steps.
         scores = self.decoder(x.flatten(0, 1))
         return (scores, new_hidden, raw_outputs, outputs) if return_h else (scores, new_hidden)

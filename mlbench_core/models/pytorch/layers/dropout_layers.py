@@ -69,6 +69,7 @@ class LockedDropout(nn.Module):
         """
         if not self.training or self.p == 0:
             return x
+        # One mask for the first time step, which broadcasts over all others.
         return x * F.dropout(torch.ones_like(x[:1]), self.p)
 
     def extra_repr(self) -> str:
@@ -119,11 +120,11 @@ class WeightDrop(nn.Module):
 
     .. math:: W' = M \odot W, \qquad M_{ij} \sim \mathrm{Bernoulli}(1 - p) / (1 - p)
 
-    On recurrent weights this is the DropConnect of AWD-LSTM. The module computes with :math:`W'` instead of its parameter
-    :math:`W`. The parameter does not change and is not copied: optimizers and ``state_dict`` see it under the name
-    ``module.<weight>``. In evaluation mode, or with ``dropout=0``, the module is called directly. Recurrent modules keep
-    their fused kernels. For cuDNN, all weights of a pass are copied into one buffer, because cuDNN would otherwise do so
-    itself, with a warning.
+    On recurrent weights this is the DropConnect of AWD-LSTM. The module computes with :math:`W'` instead of its
+    parameter :math:`W`. The parameter does not change and is not copied: optimizers and ``state_dict`` see it under the
+    name ``module.<weight>``. In evaluation mode, or with ``dropout=0``, the module is called directly. Recurrent
+    modules keep their fused kernels. For cuDNN, all weights of a pass are copied into one buffer, because cuDNN would
+    otherwise do so itself, with a warning.
 
     States saved by version 3.0, which has ``module.<weight>_raw``, can be loaded.
 
@@ -166,6 +167,7 @@ class WeightDrop(nn.Module):
         if not self.training or self.dropout == 0:
             return self.module(*args, **kwargs)
         dropped = {name: F.dropout(self.module.get_parameter(name), self.dropout) for name in self.weights}
+        # Recurrent modules read a list of weights of their own, which functional_call does not replace cheaply.
         if not isinstance(self.module, nn.RNNBase):
             return torch.func.functional_call(self.module, dropped, args, kwargs)
         with _computing_with(self.module, dropped):
@@ -246,4 +248,5 @@ class _PackForCudnn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # The copies have the values of the weights, so the gradients are the same.
         return (None, *gradients)

@@ -22,9 +22,9 @@ class TransformerConfig:
         encoder_ffn_embed_dim: Width inside its feed-forward networks.
         encoder_layers: Number of its layers.
         encoder_attention_heads: Heads of its attention.
-        encoder_learned_pos: Whether positions are learned instead of sinusoidal.
-        encoder_normalize_before: Whether layer norm comes before each block, and once at the end, instead of after each
-            block.
+        encoder_learned_pos: If True, positions are learned instead of sinusoidal.
+        encoder_normalize_before: If True, layer norm comes before each block, and once at the end, instead of after
+            each block.
         decoder_embed_dim: Width of the decoder; it must be that of the encoder.
         decoder_ffn_embed_dim: As for the encoder.
         decoder_layers: As for the encoder.
@@ -34,14 +34,14 @@ class TransformerConfig:
         dropout: Dropout probability of embeddings and of each block's output.
         attention_dropout: Dropout probability of attention weights.
         relu_dropout: Dropout probability inside the feed-forward networks.
-        share_all_embeddings: Whether one matrix embeds source and target and gives the output's scores. The vocabularies
-            must then be the same.
-        share_decoder_input_output_embed: Whether, without the option above, one matrix embeds the target and gives the
+        share_all_embeddings: If True, one matrix embeds source and target and gives the output's scores. The
+            vocabularies must then be the same.
+        share_decoder_input_output_embed: If True, without the option above, one matrix embeds the target and gives the
             scores.
         max_source_positions: Length of the longest source, in tokens.
         max_target_positions: Length of the longest target, in tokens.
-        left_pad_target: Whether targets are padded on the left. With the usual padding on the right, causality is enough
-            for the decoder to ignore padding.
+        left_pad_target: If True, targets are padded on the left. With the usual padding on the right, causality is
+            enough for the decoder to ignore padding.
         softmax_type: ``"default"`` or ``"fast_fill"`` (torch's fused kernels), see
             :class:`~mlbench_core.models.pytorch.transformer.modules.multihead_attention.MultiheadAttention`.
         attention_backend: ``"auto"``, ``"reference"``, ``"fused"`` or ``"kernel"``, see the same class.

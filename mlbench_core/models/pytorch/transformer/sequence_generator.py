@@ -27,7 +27,7 @@ class WordVocabulary(Vocabulary, Protocol):
 
 
 class TransformerState:
-    """The state of a Transformer in a search, a :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`.
+    """The state of a Transformer in a search: :class:`~mlbench_core.models.pytorch.generation.proposals.DecoderState`.
 
     The source's keys and values are computed and kept once for each sentence. All hypotheses of a sentence share them.
     The keys and values of the generated tokens are kept for each row.
@@ -77,12 +77,12 @@ class SequenceGenerator:
         beam_size: Hypotheses kept for each sentence; with sampling, the number of independent draws.
         minlen: Smallest number of tokens of a translation, without the end symbol.
         maxlen: Largest number of tokens, without the end symbol; None for the number of the model's positions.
-        stop_early: Whether a sentence is finished as soon as ``beam_size`` hypotheses have ended, although a longer one
-            might still get a better score.
-        normalize_scores: Whether to divide at all; False ranks by the log-probability.
+        stop_early: If True, a sentence is finished as soon as ``beam_size`` hypotheses have ended, although a longer
+            one might still get a better score.
+        normalize_scores: If True, divide as above; False ranks by the log-probability.
         len_penalty: p; values above 1 favor longer translations.
-        retain_dropout: Whether to leave the model in its mode.
-        sampling: Whether to sample tokens from the model's distribution instead of searching.
+        retain_dropout: If True, leave the model in its mode.
+        sampling: If True, sample tokens from the model's distribution instead of searching.
         sampling_topk: Number of the most likely tokens to sample from; -1 for all.
         sampling_temperature: Below 1 sharpens the distribution, above 1 flattens it.
         generator: Source of the random numbers for sampling, on the model's device; None for torch's global one.
@@ -156,12 +156,12 @@ class SequenceGenerator:
             prefix_size: Number of tokens of the reference with which a translation has to begin.
             remove_bpe: Symbol at which parts of words are joined, see the dictionary's ``string``.
             nbest: Number of translations of each sentence.
-            ignore_case: Whether to convert all text to lower case.
+            ignore_case: If True, convert all text to lower case.
 
         Returns:
-            The translations and the references. Each sentence has one translation as text, or with ``nbest`` above 1 a list
-            of texts, best first. The references are one text per sentence, none without a target. If the model gives no
-            finite score, as after a training that diverged, the text is empty.
+            The translations and the references. Each sentence has one translation as text, or with ``nbest`` above 1 a
+            list of texts, best first. The references are one text per sentence, none without a target. If the model
+            gives no finite score, as after a training that diverged, the text is empty.
 
         Raises:
             ValueError: ``nbest`` is above the size of the beam, or a prefix is wanted without a target.

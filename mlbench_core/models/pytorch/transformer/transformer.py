@@ -154,7 +154,7 @@ class TransformerEncoder(nn.Module):
         """
         x = _embed(src_tokens, self.embed_tokens, self.embed_positions(src_tokens))
         x = self.dropout(x).transpose(0, 1)
-        # The kernels and torch's fused attention ignore masked keys, so padded positions may hold any value.
+        # Every attention layer needs the mask, since dropout and layer norm also write to padded positions.
         padding_mask = src_tokens.eq(_padding_idx(self.embed_tokens))
         for layer in self.layers:
             x = layer(x, padding_mask, dropout_seed=dropout_seed)
@@ -181,6 +181,7 @@ class TransformerDecoder(nn.Module):
         self.layer_norm = nn.LayerNorm(width) if config.decoder_normalize_before else nn.Identity()
         self.output_projection = nn.Linear(width, embed_tokens.num_embeddings, bias=False)
         if config.share_all_embeddings or config.share_decoder_input_output_embed:
+            # One parameter: its gradient sums the gradients of all uses.
             self.output_projection.weight = embed_tokens.weight
         else:
             nn.init.normal_(self.output_projection.weight, std=width**-0.5)
@@ -204,7 +205,7 @@ class TransformerDecoder(nn.Module):
             encoder_padding_mask: bool of shape (batch, source).
             incremental_state: The caches of a generation.
             before: Number of positions in the caches.
-            need_weights: Whether to return the last layer's attention on the source.
+            need_weights: If True, return the last layer's attention on the source.
             dropout_seed: Seed of the attention's dropout, int64 of shape (1,); each layer draws its own if None.
 
         Returns:
@@ -247,5 +248,6 @@ def _padding_idx(embedding: nn.Embedding) -> int:
 
 def _embed(tokens: Tensor, embedding: nn.Embedding, positions: Tensor) -> Tensor:
     """Return embeddings times the root of the width, plus positions; shape (batch, positions, width)."""
+    # The weights have variance 1/width; the factor gives embeddings variance 1 (Vaswani et al. 2017, section 3.4).
     x = math.sqrt(embedding.embedding_dim) * embedding(tokens)
     return x + positions.to(x.dtype)

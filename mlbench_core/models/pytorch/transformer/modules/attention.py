@@ -2,7 +2,7 @@ r"""Scaled dot-product attention: the plain reference, and torch's fused kernels
 
 .. math:: \mathrm{Attention}(Q, K, V) = \mathrm{softmax}\left(\frac{Q K^T}{\sqrt{d}} + M\right) V
 
-where M is minus infinity at masked positions and 0 elsewhere. If all keys of a query are masked, its output is 0.
+M is minus infinity at masked positions and 0 elsewhere. If all keys of a query are masked, its output is 0.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def attention_mask(
     Args:
         queries: Number of queries. The last query and the last key are at the same position.
         keys: Number of keys.
-        key_padding_mask: bool of shape (batch, keys), True where the key is padding.
-        is_causal: Whether to hide keys that come after the query.
+        key_padding_mask: bool of shape (batch, keys), True if the key is padding.
+        is_causal: If True, hide keys that come after the query.
         device: Device of the mask.
 
     Returns:
@@ -82,8 +82,8 @@ def fused_attention(
         query: Shape (batch, heads, queries, features).
         key: Shape (batch, heads, keys, features).
         value: Shape (batch, heads, keys, features).
-        key_padding_mask: bool of shape (batch, keys), True where the key is padding.
-        is_causal: Whether to hide keys that come after the query. Without padding, and with the same number of queries
+        key_padding_mask: bool of shape (batch, keys), True if the key is padding.
+        is_causal: If True, hide keys that come after the query. Without padding, and with the same number of queries
             and keys, the kernel applies this rule itself; otherwise it gets a mask.
         dropout_p: Probability that a weight becomes 0.
 

@@ -16,7 +16,7 @@ class KeyValueCache:
     Args:
         keys: Shape (rows, heads, positions, features of a head).
         values: The same shape.
-        is_static: Whether these are the keys and values of the source, kept once per sentence for any number of its
+        is_static: If True, these are the keys and values of the source, kept once per sentence for any number of its
             hypotheses. Otherwise they are those of the rows' own positions.
     """
 

@@ -23,7 +23,7 @@ class Residual(nn.Module):
     Args:
         width: Number of features.
         dropout: Probability that a feature of the block's output becomes 0 in training.
-        normalize_before: Whether layer norm comes before the block (the first form) or, as in the paper, after it.
+        normalize_before: If True, layer norm comes before the block (first form), otherwise, as in the paper, after it.
     """
 
     def __init__(self, width: int, dropout: float, normalize_before: bool) -> None:
@@ -135,7 +135,7 @@ class DecoderLayer(nn.Module):
             padding_mask: bool of shape (rows, target), True at padding of the target; needed only for padding on the
                 left.
             incremental_state: The caches of a generation; ``x`` then holds only the new positions.
-            need_weights: Whether to return the attention on the source.
+            need_weights: If True, return the attention on the source.
             dropout_seed: Seed of the attention's dropout, int64 of shape (1,).
 
         Returns:

@@ -45,7 +45,7 @@ class MultiheadAttention(nn.Module):
         dropout: Probability that an attention weight becomes 0 in training.
         softmax_type: ``"default"`` leaves the choice to ``backend``. ``"fast_fill"`` is the same as
             ``backend="fused"``; version 3.0 had a kernel of this name that fills the mask. The results are the same.
-        bias: Whether the projections add a bias.
+        bias: If True, the projections add a bias.
         backend: ``"reference"`` is the plain formula. ``"fused"`` uses torch's kernels, or the plain path to return
             weights. ``"kernel"`` uses :func:`~mlbench_core.ops.pytorch.attention.short_attention`, which is plain
             PyTorch without its CUDA kernels. To return weights, or for a sentence longer than 128, it does the same as
@@ -139,13 +139,13 @@ class MultiheadAttention(nn.Module):
             query: Shape (target, batch, embed_dim).
             key: Shape (source, batch, embed_dim); the same object as ``query`` for self-attention.
             value: Shape of ``key``; usually the same object.
-            mask_future_timesteps: Whether position i sees only positions up to i.
-            key_padding_mask: bool of shape (batch, source), True if the key is padding. With a cache it covers the cached
-                positions too. A query that sees only padding gets zeros before the output projection.
+            mask_future_timesteps: If True, position i sees only positions up to i.
+            key_padding_mask: bool of shape (batch, source), True if the key is padding. With a cache it covers the
+                cached positions too. A query that sees only padding gets zeros before the output projection.
             incremental_state: A dict that is empty before the first step, or an
                 :class:`~mlbench_core.models.pytorch.transformer.modules.incremental.IncrementalState`.
-            need_weights: Whether to return the weights, which requires the plain path.
-            static_kv: Whether key and value are those of the first call.
+            need_weights: If True, return the weights, which requires the plain path.
+            static_kv: If True, key and value are those of the first call.
             dropout_seed: int64 of shape (1,), the seed of the dropout of ``"kernel"``: the same seed drops the same
                 weights again. If None, it is drawn when needed. Other backends use torch's random numbers.
 
@@ -198,7 +198,7 @@ class MultiheadAttention(nn.Module):
         """Project queries, keys and values, with one product for inputs that are the same object.
 
         Returns:
-            (qkv,), (q, kv) or (q, k, v), each of shape (positions, rows, ``embed_dim`` times the number of fused parts).
+            (qkv,), (q, kv) or (q, k, v), each of shape (positions, rows, number of fused parts x ``embed_dim``).
         """
         if key is None or value is None:
             raise ValueError("key and value are None; only static ones that were remembered can be left out")
@@ -209,7 +209,7 @@ class MultiheadAttention(nn.Module):
         return self._linear(query, 0, 1), self._linear(key, 1, 2), self._linear(value, 2, 3)
 
     def _split_parts(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Split the result of :meth:`_projections` into q, k and v of shape (batch, heads, positions, head features)."""
+        """Split the result of :meth:`_projections` into q, k and v (batch, heads, positions, head features)."""
         q, k, v = (third for part in parts for third in part.split(self.embed_dim, dim=-1))
         batch = k.shape[1]
         return self._split_heads(q, batch), self._split_heads(k, batch), self._split_heads(v, batch)
@@ -228,6 +228,7 @@ class MultiheadAttention(nn.Module):
             q = self._linear(query, 0, 1)
             return self._split_heads(q, cache.keys.shape[0]), cache.keys, cache.values
         q, k, v = self._split_parts(self._projections(query, key, value))
+        # Static keys do not come here again: the branch above returned them.
         if cache is not None:
             k, v = torch.cat((cache.keys, k), dim=2), torch.cat((cache.values, v), dim=2)
         state[self] = KeyValueCache(k, v, is_static=static_kv)
@@ -247,7 +248,7 @@ class MultiheadAttention(nn.Module):
             part.unflatten(-1, heads if part.shape[-1] == self.embed_dim else (-1, *heads)).transpose(0, 1)
             for part in parts
         ]
-        # The kernels need one row of keys for each row of queries; shared static keys take another path.
+        # The kernels need one row of keys for each row of queries; shared keys take another path.
         if views[0].shape[0] != views[-1].shape[0] or not self._takes_kernel(views):
             return None
         if len(views) == 1:
@@ -275,6 +276,7 @@ class MultiheadAttention(nn.Module):
         positions, rows, _ = x.shape
         if rows % batch:
             raise ValueError(f"the query has {rows} rows and the key {batch}; rows must be a multiple of the key's")
+        # The hypotheses of a sentence share its keys, so they become further queries of one batch entry.
         x = x.reshape(positions, batch, rows // batch, self.num_heads, self.head_dim)
         return x.permute(1, 3, 2, 0, 4).reshape(batch, self.num_heads, -1, self.head_dim)
 
