@@ -61,8 +61,8 @@ def attention_score(
 
     The dtype of the computation is float32, or float64 for such inputs. Gradients flow to all four arguments, in the
     dtype of each. A second derivative is not available. The CUDA kernels compute the scores if :func:`why_not_kernel`
-    returns None. For inputs in half precision their tanh has a relative error of up to :math:`2^{-11}`, that of a number
-    rounded to float16.
+    returns None. For inputs in half precision their tanh has a relative error of up to :math:`2^{-11}`, that of a
+    number rounded to float16.
 
     Args:
         query: :math:`q`, shape (batch, queries, H), any floating-point dtype.

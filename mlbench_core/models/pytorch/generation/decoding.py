@@ -41,7 +41,7 @@ class SearchOptions:
         score: Rule that ranks finished hypotheses. Live ones are ranked by their log-probability.
         stop_early: If True, a sentence is finished as soon as ``beam_size`` hypotheses have ended. Otherwise it
             continues until no live hypothesis can beat any of the ``beam_size`` best.
-        independent: If True, the rows of a sentence do not compete, and each continues with its one proposal (sampling).
+        independent: If True, the rows of a sentence do not compete, and each continues with its proposal (sampling).
 
     Raises:
         ValueError: ``beam_size`` or ``min_len`` is below 1.
