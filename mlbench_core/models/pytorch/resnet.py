@@ -411,7 +411,7 @@ def get_resnet_model(
 
 def _imagenet_model(size: int, version: int, num_classes: int) -> nn.Module:
     """Create a network of torchvision."""
-    # torchvision is optional and slow to import, and most networks do not need it.
+    # torchvision is optional: the networks for 32x32 images do not need it.
     from mlbench_core import _torchvision
 
     _note_version(f"resnet{size} for ImageNet", version, 1)

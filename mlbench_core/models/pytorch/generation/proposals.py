@@ -173,5 +173,6 @@ def keep_forced(tokens: Tensor, log_probs: Tensor, forced: Tensor, forced_log_pr
     """
     is_forced = (forced != FREE).unsqueeze(1)
     is_first = torch.arange(tokens.shape[1], device=tokens.device) == 0
+    # All rows have the same number of entries: the first is the forced token, the others are not candidates.
     only = torch.where(is_first, forced_log_probs.unsqueeze(1), _NEVER)
     return torch.where(is_forced, forced.unsqueeze(1), tokens), torch.where(is_forced, only, log_probs)

@@ -261,6 +261,7 @@ def _embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
     embedding = nn.Embedding(vocab_size, hidden_size, padding_idx=_PAD)
     with torch.no_grad():
         embedding.weight.uniform_(-_INIT_BOUND, _INIT_BOUND)
+        # padding_idx gives this row no gradient, so it stays 0.
         embedding.weight[_PAD] = 0.0
     return embedding
 

@@ -76,7 +76,7 @@ class SequenceGenerator:
         trg_dict: Vocabulary of the target.
         beam_size: Hypotheses kept for each sentence; with sampling, the number of independent draws.
         minlen: Smallest number of tokens of a translation, without the end symbol.
-        maxlen: Largest number of tokens, without the end symbol; None for the number of the model's positions.
+        maxlen: Largest number of tokens, without the end symbol; None for the largest that the model's positions allow.
         stop_early: If True, a sentence is finished as soon as ``beam_size`` hypotheses have ended, although a longer
             one might still get a better score.
         normalize_scores: If True, divide as above; False ranks by the log-probability.
@@ -126,6 +126,7 @@ class SequenceGenerator:
         self.minlen = minlen
         self.retain_dropout = retain_dropout
         self.sampling = Sampling(sampling_topk, sampling_temperature, generator) if sampling else None
+        # The search counts the end symbol. A factor of 0 makes the divisor 1.
         self.options = SearchOptions(
             eos=trg_dict.eos(),
             pad=trg_dict.pad(),

@@ -154,7 +154,7 @@ class TransformerEncoder(nn.Module):
         """
         x = _embed(src_tokens, self.embed_tokens, self.embed_positions(src_tokens))
         x = self.dropout(x).transpose(0, 1)
-        # Every attention layer needs the mask, since dropout and layer norm also write to padded positions.
+        # Padded positions of x hold values too, so every layer gets the mask.
         padding_mask = src_tokens.eq(_padding_idx(self.embed_tokens))
         for layer in self.layers:
             x = layer(x, padding_mask, dropout_seed=dropout_seed)
@@ -236,6 +236,7 @@ def _embedding(vocabulary: Vocabulary, width: int) -> nn.Embedding:
     """Create an embedding with normal weights of variance 1/width, and zeros for padding."""
     embedding = nn.Embedding(len(vocabulary), width, padding_idx=vocabulary.pad())
     nn.init.normal_(embedding.weight, std=width**-0.5)
+    # The line above has overwritten the zeros of padding.
     nn.init.zeros_(embedding.weight[vocabulary.pad()])
     return embedding
 

@@ -44,7 +44,7 @@ class MultiheadAttention(nn.Module):
         num_heads: Number of heads; it divides ``embed_dim``.
         dropout: Probability that an attention weight becomes 0 in training.
         softmax_type: ``"default"`` leaves the choice to ``backend``. ``"fast_fill"`` is the same as
-            ``backend="fused"``; version 3.0 had a kernel of this name that fills the mask. The results are the same.
+            ``backend="fused"``; version 3.0 had a kernel for it that fills the mask. The results are the same.
         bias: If True, the projections add a bias.
         backend: ``"reference"`` is the plain formula. ``"fused"`` uses torch's kernels, or the plain path to return
             weights. ``"kernel"`` uses :func:`~mlbench_core.ops.pytorch.attention.short_attention`, which is plain
@@ -244,6 +244,7 @@ class MultiheadAttention(nn.Module):
         if self.backend in ("reference", "fused"):
             return None
         heads = (self.num_heads, self.head_dim)
+        # The operators take the batch first; transposed views need no copy.
         views = [
             part.unflatten(-1, heads if part.shape[-1] == self.embed_dim else (-1, *heads)).transpose(0, 1)
             for part in parts

@@ -47,6 +47,7 @@ class _Positions(nn.Module):
                 f"{self.max_positions}: raise max_source_positions or max_target_positions"
             )
         positions = token_positions(tokens, self.padding_idx)
+        # Padding keeps the position 0.
         return positions if before == 0 else positions + before * (positions > 0)
 
 
@@ -80,6 +81,7 @@ class SinusoidalPositions(_Positions):
         rates = torch.exp(-math.log(10000.0) * torch.arange(0, embed_dim, 2, dtype=torch.float64) / embed_dim)
         angles = torch.arange(max_positions, dtype=torch.float64).unsqueeze(1) * rates
         vectors = torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1)
+        # Row 0 is the vector of padding.
         table = torch.cat((torch.zeros(1, embed_dim, dtype=torch.float64), vectors))
         # The table follows from the arguments, so a state dict does not need it.
         self.register_buffer("table", table.to(torch.get_default_dtype()), persistent=False)
