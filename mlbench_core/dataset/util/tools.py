@@ -1,6 +1,6 @@
-"""Downloads that can be cut off, and archives that cannot leave their folder.
+"""Resume interrupted downloads, and unpack archives without writing outside their folder.
 
-No framework is imported here.
+This module does not import a deep-learning framework.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def progress_download(
     attempts: int = 5,
     timeout_s: float = 30.0,
 ) -> Path:
-    """Download a file, with a progress bar where standard error is a terminal.
+    """Download a file, with a progress bar if standard error is a terminal.
 
-    The bytes go to ``dest`` + ``.part``, which is renamed when it is complete and its checksum is right, so ``dest`` is
-    never half a file. A connection that is cut is taken up where it broke; so is what an earlier call left, as long as
-    the server says it still has the same file. A ``dest`` that is there already and has the right checksum is kept as
-    it is; without a checksum it is downloaded anew.
+    The bytes go to ``dest`` + ``.part``. This file is renamed once it is complete and its checksum is correct, so
+    ``dest`` is never incomplete. An interrupted transfer resumes at the last byte. A partial file from an earlier call
+    is resumed too, as long as the server reports the same file. An existing ``dest`` with the correct checksum is kept;
+    without a checksum the file is downloaded again.
 
     Args:
-        url: Where from, http or https.
+        url: Address, http or https.
         dest: The file to make; folders above it are made too.
-        sha256: SHA-256 that it must have, in hexadecimal digits.
-        md5: MD5 that it must have, in hexadecimal digits: for data sets that publish no better one.
-        attempts: How often in a row a transfer may fail without a byte of progress, at least 1.
-        timeout_s: Seconds to wait for a connection, and for each piece of the answer.
+        sha256: SHA-256 that the file must have, in hexadecimal digits.
+        md5: MD5 that the file must have, in hexadecimal digits; for data sets that do not publish a stronger checksum.
+        attempts: Number of consecutive transfers that may fail without a byte of progress, at least 1.
+        timeout_s: Seconds to wait for a connection, and for each piece of the response.
 
     Returns:
         The path of the file.
@@ -80,7 +80,7 @@ def progress_download(
         with _session() as session:
             resumed = _fetch(session, url, part, attempts, timeout_s)
             wrong = _wrong_digests(part, digests)
-            if wrong and resumed:  # what was left from before may be of another file: once more, from the start
+            if wrong and resumed:  # the partial file may be of another file: start over
                 _discard(part)
                 _fetch(session, url, part, attempts, timeout_s)
                 wrong = _wrong_digests(part, digests)
@@ -97,7 +97,7 @@ def progress_download(
 
 
 def _session() -> requests.Session:
-    """A session that waits and tries again where no connection can be made."""
+    """Return a session that waits and retries if a connection fails."""
     import requests
     from requests.adapters import HTTPAdapter
     from urllib3.util import Retry
@@ -111,7 +111,7 @@ def _session() -> requests.Session:
 
 
 def _fetch(session: requests.Session, url: str, part: Path, attempts: int, timeout_s: float) -> bool:
-    """Bring ``part`` to its full length. Returns whether it rests on bytes from an earlier call."""
+    """Complete ``part``, and return whether it contains bytes from an earlier call."""
     import requests
 
     resumed = part.exists() and _validator_file(part).exists()
@@ -131,7 +131,7 @@ def _fetch(session: requests.Session, url: str, part: Path, attempts: int, timeo
 
 
 def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float) -> None:
-    """One request: append what is missing, or start anew where the server has another file or knows no ranges."""
+    """Send one request: append the missing bytes, or start over if the server has another file or ignores ranges."""
     import requests
 
     have = part.stat().st_size if part.exists() else 0
@@ -178,7 +178,7 @@ def _write(answer: requests.Response, part: Path, have: int) -> None:
 
 @contextlib.contextmanager
 def _progress(name: str, done: int, total: int | None) -> Iterator[Any]:
-    """A progress bar on a terminal, else nothing; yields the function that takes a number of bytes."""
+    """Show a progress bar on a terminal, and yield the function that receives a number of bytes."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return
@@ -192,12 +192,12 @@ def _progress(name: str, done: int, total: int | None) -> Iterator[Any]:
 
 
 def _validator_file(part: Path) -> Path:
-    """Where the server's mark of the file's version is kept, beside the unfinished file."""
+    """Return the path that stores the server's version mark, next to the unfinished file."""
     return part.with_name(part.name + ".json")
 
 
 def _read_validator(part: Path) -> str | None:
-    """The mark for If-Range; a weak ETag is no good for ranges (RFC 9110, section 13.1.5)."""
+    """Return the mark for If-Range; ignore a weak ETag, which is not allowed for ranges (RFC 9110, section 13.1.5)."""
     try:
         validator = json.loads(_validator_file(part).read_text()).get("validator")
     except (OSError, ValueError, AttributeError):
@@ -206,13 +206,13 @@ def _read_validator(part: Path) -> str | None:
 
 
 def _discard(part: Path) -> None:
-    """Throw an unfinished file away."""
+    """Delete an unfinished file."""
     part.unlink(missing_ok=True)
     _validator_file(part).unlink(missing_ok=True)
 
 
 def _wrong_digests(path: Path, digests: dict[str, str]) -> str:
-    """What is wrong with a file's checksums, or an empty text."""
+    """Return a description of the first wrong checksum of a file, or an empty text."""
     for name, expected in digests.items():
         found = files.digest(path, name)
         if found != expected:
@@ -244,12 +244,12 @@ def maybe_download_and_extract_bz2(
     sha256: str | None = None,
     md5: str | None = None,
 ) -> Path:
-    """Download a ``.bz2`` file where it is not there yet, and decompress it beside itself.
+    """Download a ``.bz2`` file if it does not exist yet, and decompress it into the same folder.
 
     Args:
-        root: Folder; it is made where it is not there.
+        root: Folder; it is created if it does not exist.
         file_name: Name of the compressed file below ``root``, ending in ``.bz2``.
-        data_url: Where it comes from.
+        data_url: Address of the file.
         sha256: SHA-256 of the compressed file.
         md5: MD5 of the compressed file.
 
@@ -281,15 +281,15 @@ def maybe_download_and_extract_tar_gz(
     sha256: str | None = None,
     md5: str | None = None,
 ) -> Path:
-    """Download a ``.tar.gz`` (or otherwise compressed tar) where it is not there yet, and unpack it into ``root``.
+    """Download a ``.tar.gz`` (or otherwise compressed tar) if it does not exist yet, and unpack it into ``root``.
 
     Only plain files and folders below ``root`` are written: an archive with an absolute path, with ``..``, with a link
     or a device is refused as a whole, before anything is unpacked.
 
     Args:
-        root: Folder; it is made where it is not there.
+        root: Folder; it is created if it does not exist.
         file_name: Name of the archive below ``root``.
-        data_url: Where it comes from.
+        data_url: Address of the archive.
         sha256: SHA-256 of the archive.
         md5: MD5 of the archive.
 
@@ -323,14 +323,14 @@ def maybe_download_and_extract_zip(
     sha256: str | None = None,
     md5: str | None = None,
 ) -> Path:
-    """Download a ``.zip`` where it is not there yet, and unpack it into ``root``.
+    """Download a ``.zip`` if it does not exist yet, and unpack it into ``root``.
 
     As careful as :func:`maybe_download_and_extract_tar_gz`.
 
     Args:
-        root: Folder; it is made where it is not there.
+        root: Folder; it is created if it does not exist.
         file_name: Name of the archive below ``root``.
-        data_url: Where it comes from.
+        data_url: Address of the archive.
         sha256: SHA-256 of the archive.
         md5: MD5 of the archive.
 
@@ -356,7 +356,7 @@ def maybe_download_and_extract_zip(
 
 
 def _extract_tar_member(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
-    """Unpack a member that was checked, through tar's own filter as well where this Python has it."""
+    """Unpack a checked member; also apply tar's own filter if this Python has it."""
     if hasattr(tarfile, "data_filter"):
         tar.extract(member, folder, filter="data")
     else:  # Python before 3.10.12 and 3.11.4
@@ -367,7 +367,7 @@ def _extract_tar_member(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: P
 def _archive(
     root: str | os.PathLike[str], file_name: str, data_url: str, sha256: str | None, md5: str | None
 ) -> Iterator[Path]:
-    """The downloaded archive, while no other process on this machine downloads or unpacks it."""
+    """Lock and yield the downloaded archive, so that other processes on this machine wait."""
     folder = Path(root)
     path = folder / file_name
     if not _is_below(folder, path) or path.name in ("", ".", ".."):
@@ -382,7 +382,7 @@ def _archive(
 
 
 def _check_member(folder: Path, archive: Path, name: str, plain: bool) -> None:
-    """Refuse what could write outside the folder."""
+    """Refuse a member that could write outside the folder."""
     parts = name.replace("\\", "/").split("/")
     if name.startswith(("/", "\\")) or ".." in parts or ":" in parts[0] or not _is_below(folder, folder / name):
         raise DatasetError(f"{archive} tries to write outside {folder}: {name!r}; nothing was unpacked")
@@ -391,12 +391,12 @@ def _check_member(folder: Path, archive: Path, name: str, plain: bool) -> None:
 
 
 def _is_below(folder: Path, path: Path) -> bool:
-    """Whether a path lies in a folder once all links on the way are followed."""
+    """Return whether a path is in a folder after all links on the way are followed."""
     return path.resolve().is_relative_to(folder.resolve())
 
 
 def _damaged(archive: Path, error: Exception) -> DatasetError:
-    """What to say of an archive that cannot be read, or for which there is no room."""
+    """Return the error for an archive that is unreadable, or for which the disk has no room."""
     if isinstance(error, OSError) and error.errno is not None:
         return DatasetError(f"{archive} could not be unpacked: {error}")
     return DatasetError(f"{archive} is damaged: {error}; delete it and get it again")

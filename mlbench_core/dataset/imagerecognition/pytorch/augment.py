@@ -1,8 +1,8 @@
-"""Augmentation and normalisation of whole batches of small images.
+"""Augmentation and normalization of whole batches of small images.
 
 The recipe of He et al. 2015: pad with zeros, take a random crop of the original size, mirror half of the images. Each
-image draws its own offset and mirroring, as with torchvision's ``RandomCrop`` and ``RandomHorizontalFlip``; only the
-work is done for the batch at once. :func:`crop_and_flip_reference` is the plain form, one image at a time.
+image draws its own offset and mirroring, as with torchvision's ``RandomCrop`` and ``RandomHorizontalFlip``, but the
+whole batch is processed at once. :func:`crop_and_flip_reference` is the plain form, one image at a time.
 
 References:
     He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
@@ -24,12 +24,12 @@ __all__ = ["Augmentation", "Draws", "crop_and_flip", "crop_and_flip_reference", 
 
 @dataclass(frozen=True)
 class Draws:
-    """What was drawn for each image of a batch.
+    """The random draws for each image of a batch.
 
     Attributes:
         tops: First row of the crop in the padded image, int64 of shape (batch,), from 0 to 2 * padding.
         lefts: First column of the crop, likewise.
-        flips: Whether the crop is mirrored, bool of shape (batch,).
+        flips: bool of shape (batch,), True if the crop is mirrored.
     """
 
     tops: Tensor
@@ -43,7 +43,7 @@ class Augmentation:
 
     Args:
         padding: Pixels of zeros on each side, at least 0.
-        flip: Whether half of the images are mirrored left to right. Not for digits: a mirrored digit is another sign.
+        flip: If True, mirror half of the images left to right. Not for digits: a mirrored digit is not a digit.
 
     Example:
         >>> import torch
@@ -63,11 +63,12 @@ class Augmentation:
 
         Args:
             batch_size: Number of images.
-            generator: Where the random numbers come from; torch's global generator by default.
+            generator: Source of the random numbers; torch's global generator by default.
 
         Returns:
             The draws, on the CPU.
         """
+        # Drawn on the CPU, so that a seed gives the same augmentation on every device.
         offsets = torch.randint(0, 2 * self.padding + 1, (2, batch_size), generator=generator)
         if self.flip:
             flips = torch.rand(batch_size, generator=generator) < 0.5
@@ -80,7 +81,7 @@ class Augmentation:
 
         Args:
             images: Shape (batch, channels, height, width), any dtype.
-            generator: Where the random numbers come from; torch's global generator by default.
+            generator: Source of the random numbers; torch's global generator by default.
 
         Returns:
             New images of the same shape and dtype.
@@ -111,7 +112,7 @@ def crop_and_flip(images: Tensor, draws: Draws, padding: int) -> Tensor:
 
 
 def crop_and_flip_reference(images: Tensor, draws: Draws, padding: int) -> Tensor:
-    """The plain form of :func:`crop_and_flip`: one image after another.
+    """Crop and mirror one image after another: the plain form of :func:`crop_and_flip`.
 
     Args:
         images: Shape (batch, channels, height, width), any dtype.
@@ -135,7 +136,7 @@ def normalize(
     std: Sequence[float],
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> Tensor:
-    """Bytes to numbers of mean 0 and standard deviation 1: (x/255 - mean) / std for each channel.
+    """Convert bytes to numbers of mean 0 and standard deviation 1: (x/255 - mean) / std for each channel.
 
     Args:
         images: uint8 of shape (batch, channels, height, width).
@@ -149,5 +150,5 @@ def normalize(
     deviation = torch.tensor(std, dtype=torch.float64)
     scale = (1 / (255 * deviation)).float().to(images.device)[:, None, None]
     shift = (-torch.tensor(mean, dtype=torch.float64) / deviation).float().to(images.device)[:, None, None]
-    # The arithmetic first: it is several times faster on contiguous planes than on interleaved channels.
+    # Do the arithmetic first: it is several times faster on contiguous planes than on interleaved channels.
     return images.to(torch.float32).mul_(scale).add_(shift).contiguous(memory_format=memory_format)

@@ -1,4 +1,4 @@
-"""Batches of images that follow from a seed and resume where they stopped."""
+"""Batches of images that follow from a seed and can be resumed."""
 
 from __future__ import annotations
 
@@ -16,45 +16,44 @@ from mlbench_core.dataset.util.pytorch.passes import ResumablePasses
 
 __all__ = ["ImageBatches"]
 
-# What a stream of random numbers is for; part of its seed, so that no two purposes share one.
+# Purpose of a stream of random numbers; part of its seed, so that no two purposes share one.
 _ORDER, _AUGMENTATION = 0, 1
 
 
 class ImageBatches(ResumablePasses):
     """Iterate over a data set of images in batches.
 
-    It stands where a ``DataLoader`` would, for :class:`ImageDataset` and its partitions. The order of an epoch follows
-    from (seed, rank, epoch), the augmentation of a batch from (seed, rank, epoch, batch); torch's global generator is
-    neither read nor changed. So a run that stops in the middle of an epoch goes on with the very batches it would have
-    had: keep :meth:`state_dict`.
+    It replaces a ``DataLoader`` for :class:`ImageDataset` and its partitions. The order of an epoch follows from (seed,
+    rank, epoch), the augmentation of a batch from (seed, rank, epoch, batch). torch's global generator is neither read
+    nor changed. So a run that stops in the middle of an epoch resumes with exactly the same remaining batches, if it
+    saves :meth:`state_dict`.
 
-    Each pass is an epoch of its own: a second pass continues with the next epoch, unless :meth:`set_epoch` says
-    another.
+    Each pass is its own epoch: a second pass continues with the next epoch, unless :meth:`set_epoch` sets another one.
 
-    There are two ways to give each worker its own images. On a partition each keeps the same part for the whole run.
-    On the whole data set with ``world_size``, the images are dealt out anew in each epoch: k workers with batches of b
-    images follow one order, the same on all, and worker r takes the r-th b of every kb. Together they then see, step by
-    step, the batches that a single worker with batches of kb sees. Where kb does not divide the images, the workers
+    There are two ways to give each worker its own images. On a partition, each worker keeps the same part for the whole
+    run. On the whole data set with ``world_size``, the images are distributed again in each epoch. k workers with
+    batches of b images follow one common order, and worker r takes the r-th b of every kb. Together they then see, step
+    by step, the batches of a single worker with batches of kb. If kb does not divide the number of images, the workers
     share the rest evenly, and at most k - 1 images are left out of that epoch.
 
-    On a :class:`~mlbench_core.dataset.util.pytorch.Partition` the number of batches is that of the smallest part of the
-    cut, so it is the same on every worker even where parts differ by one sample, and no collective waits indefinitely.
+    On a :class:`~mlbench_core.dataset.util.pytorch.Partition`, the number of batches is that of the smallest part. So
+    it is the same on every worker even if parts differ by one sample, and no collective waits indefinitely.
 
     Args:
         dataset: An :class:`ImageDataset`, or a partition of one.
         batch_size: Images in a batch, at least 1.
-        augment: Whether to augment; by default as the data set does. True needs a data set with an augmentation.
-        shuffle: Whether each epoch has an order of its own; otherwise the data set's.
+        augment: If True, augment; by default as the data set does. True needs a data set with an augmentation.
+        shuffle: If True, each epoch has its own order; otherwise the data set's order is used.
         seed: Seed of order and augmentation, at least 0.
-        drop_last: Whether to leave out a last batch that is not full.
+        drop_last: If True, leave out a last batch that is not full.
         memory_format: Memory format of the images; ``torch.channels_last`` is faster for convolutions.
         rank: Rank of the worker: workers with the same seed draw different augmentations.
-        world_size: Number of workers to deal the images out to, of which ``rank`` is one; 1 where the data set is this
-            worker's part already.
+        world_size: Number of workers that share the images, one of which is ``rank``; 1 if the data set is already this
+            worker's part.
 
     Raises:
         TypeError: The data set is of another kind.
-        ValueError: An argument is outside what is listed above.
+        ValueError: An argument is outside the values listed above.
 
     Example:
         >>> import torch
@@ -97,7 +96,7 @@ class ImageBatches(ResumablePasses):
         self.world_size = world_size
 
     def __len__(self) -> int:
-        """Number of batches of an epoch."""
+        """Return the number of batches of an epoch."""
         smallest = min(getattr(self.dataset, "smallest_part", len(self.dataset)), len(self.dataset)) // self.world_size
         return smallest // self.batch_size if self.drop_last else -(-smallest // self.batch_size)
 
@@ -106,41 +105,41 @@ class ImageBatches(ResumablePasses):
         return self._generate(self._epoch, first)
 
     def _generate(self, epoch: int, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch, from the first that is wanted."""
+        """Yield the batches of an epoch, from the first requested one."""
         order = self._order(epoch)
         for number in range(first, len(self)):
             self._hand_out(number)
             yield self._batch(self._share(order, number), epoch, number)
 
     def _share(self, order: Tensor, number: int) -> Tensor:
-        """What this worker gets of the batch that all workers see together."""
+        """Return this worker's share of the batch that all workers see together."""
         together = self.world_size * self.batch_size
         batch = order[number * together : (number + 1) * together]
         size = len(batch) // self.world_size
         return batch[self.rank * size : (self.rank + 1) * size] if self.world_size > 1 else batch
 
     def _batch(self, chosen: Tensor, epoch: int, number: int) -> tuple[Tensor, Tensor]:
-        """One batch; nothing but its arguments and the seed decides what is in it."""
+        """Make one batch; it depends only on the arguments and the seed."""
         dataset = self.images
         if self.augment:
             return dataset.batch(chosen, self._generator(_AUGMENTATION, epoch, number), self.memory_format)
         return dataset.plain_batch(chosen, self.memory_format)
 
     def _order(self, epoch: int) -> Tensor:
-        """Positions in the images, in the order of an epoch."""
+        """Return positions in the images, in the order of an epoch."""
         if not self.shuffle:
             return self._positions
-        rank = self.rank if self.world_size == 1 else 0  # what is dealt out has one order for all
+        rank = self.rank if self.world_size == 1 else 0  # shared images have one order for all workers
         generator = self._generator(_ORDER, epoch, rank=rank)
         return self._positions[torch.randperm(len(self._positions), generator=generator)]
 
     def _generator(self, *purpose: int, rank: int | None = None) -> torch.Generator:
-        """A generator of its own for each purpose; related seeds give unrelated streams."""
+        """Return a separate generator for each purpose; related seeds give unrelated streams."""
         sequence = np.random.SeedSequence([self.seed, self.rank if rank is None else rank, *purpose])
         return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """As in the base class; a state without a number of workers was taken where batches were not dealt out."""
+        """Load a state; a state without a number of workers was saved by a run that did not share batches."""
         super().load_state_dict({"world_size": 1, **state})
 
     def _basis(self) -> dict[str, int]:
@@ -154,7 +153,7 @@ class ImageBatches(ResumablePasses):
 
 
 def _flatten(dataset: Any) -> tuple[ImageDataset, Tensor]:
-    """The images behind a data set or a partition (of a partition), and which of them belong to it."""
+    """Return the images behind a data set or a (nested) partition, and the positions that belong to it."""
     if isinstance(dataset, ImageDataset):
         return dataset, torch.arange(len(dataset))
     indices = getattr(dataset, "indices", None)

@@ -28,8 +28,8 @@ CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 _CIFAR10_RECORDS = 10_000
 _CIFAR10_FOLDERS = ("", "cifar-10-batches-bin", "cifar-10-batches-py")
-# The published checksums. Of the other binary batches none is published that could be checked: they are held to their
-# number of records.
+# The published checksums. No verifiable checksum of the other binary batches is published, so their number of records
+# is checked instead.
 _CIFAR10_MD5 = {
     "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
     "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
@@ -61,23 +61,23 @@ _MNIST_ARCHIVE_MD5 = {
 class CIFAR10V1(ImageDataset):
     """CIFAR-10 with the augmentation of He et al. 2015.
 
-    Training images get 4 pixels of zero padding, a random 32x32 crop and random mirroring; all are normalised by the
+    Training images get 4 pixels of zero padding, a random 32x32 crop and random mirroring; all are normalized by the
     training set's mean and standard deviation. The "binary version" (``data_batch_1.bin``, also as ``.xz`` or ``.gz``)
     and the "python version" (``data_batch_1``) are both read, from ``root`` or from the folder below it that the
     archives unpack to. The python version is a pickle; it is read without loading any code of it. Checksums are
-    checked.
+    verified.
 
-    ``targets`` holds the labels, a list, ``images`` the bytes as (N, 3, 32, 32), ``data`` the same as (N, 32, 32, 3) in
-    numpy, as torchvision has them. ``dataset.transform = f`` puts torchvision's transforms in the place of augmentation
-    and normalization.
+    ``targets`` holds the labels, a list, ``images`` the bytes as (N, 3, 32, 32), and ``data`` the same as (N, 32, 32,
+    3) in numpy, as in torchvision. ``dataset.transform = f`` replaces augmentation and normalization with torchvision's
+    transforms.
 
     Args:
         root: Folder that holds the files.
         train: The 50,000 training images, or the 10,000 test images.
-        download: Whether to download what is missing (162 MB) into ``root``.
-        partial: Whether to be content with a part of the files; of the test set also with its first 1,000 records
-            (``test_batch_first1000.bin``). Figures from a part are no figures of CIFAR-10.
-        augment: Whether to augment; by default the training images are.
+        download: If True, download missing files (162 MB) into ``root``.
+        partial: If True, accept a part of the files; for the test set also its first 1,000 records
+            (``test_batch_first1000.bin``). Results on a part are not comparable with results on CIFAR-10.
+        augment: If True, augment; by default only training images are augmented.
 
     Raises:
         DatasetNotFoundError: The folder or all of the files are missing.
@@ -118,7 +118,7 @@ class CIFAR10V1(ImageDataset):
 
 
 def _find_cifar_batch(root: Path, name: str, partial: bool) -> Path | None:
-    """Where a batch lies, in either version."""
+    """Return the path of a batch, in either version."""
     names = [f"{name}.bin", name]
     if partial and name == "test_batch":
         names.append("test_batch_first1000.bin")
@@ -126,7 +126,7 @@ def _find_cifar_batch(root: Path, name: str, partial: bool) -> Path | None:
 
 
 def _cifar_files(root: Path, names: list[str], partial: bool) -> list[Path]:
-    """The files of a split, after a look at whether all are there."""
+    """Return the files of a split, after a check that all exist."""
     help_ = f"give download=True, or unpack {CIFAR10_URL} there"
     if not root.is_dir():
         raise DatasetNotFoundError(f"no CIFAR-10 here: the folder {root} does not exist; {help_}")
@@ -143,7 +143,7 @@ def _cifar_files(root: Path, names: list[str], partial: bool) -> list[Path]:
 
 
 def _read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
-    """One file, checked."""
+    """Read and check one file."""
     name = path.name.removesuffix(".xz").removesuffix(".gz")
     content = readers.read_bytes(path, _CIFAR10_MD5.get(name))
     parse = readers.parse_cifar_binary if name.endswith(".bin") else readers.parse_cifar_python
@@ -155,19 +155,19 @@ def _read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
 
 
 class MNIST(ImageDataset):
-    """MNIST: handwritten digits, grey, padded with zeros from 28x28 to 32x32.
+    """MNIST: handwritten digits, gray, padded with zeros from 28x28 to 32x32.
 
-    Training images get 4 pixels of zero padding and a random crop, and are not mirrored: a mirrored digit is another
-    sign. Files in idx format, plain or ``.gz``, lie in ``root``, ``root/raw`` or ``root/MNIST/raw``; checksums are
-    checked.
+    Training images get 4 pixels of zero padding and a random crop, and are not mirrored, because a mirrored digit is
+    not a digit. Files in idx format, plain or ``.gz``, are in ``root``, ``root/raw`` or ``root/MNIST/raw``. Checksums
+    are verified.
 
     Args:
         root: Folder that holds the files.
         train: The 60,000 training images, or the 10,000 test images.
-        download: Whether to download what is missing (12 MB) into ``root``.
+        download: If True, download missing files (12 MB) into ``root``.
         pad: Zeros on each side: 2 for 32x32, 0 for 28x28.
-        channels: 1, or 3 equal ones for networks made for colour images.
-        augment: Whether to augment; by default the training images are.
+        channels: 1, or 3 equal ones for networks made for color images.
+        augment: If True, augment; by default only training images are augmented.
 
     Raises:
         ValueError: ``pad`` or ``channels`` is not as listed above.
@@ -209,7 +209,7 @@ class MNIST(ImageDataset):
 
 
 def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> Tensor:
-    """One of MNIST's files, downloaded where that is wanted."""
+    """Read one of MNIST's files; download it if requested."""
     folders = [root / folder for folder in _MNIST_FOLDERS]
     path = readers.find_file(folders, [name])
     if path is None and download:
@@ -222,14 +222,14 @@ def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> Tensor:
 
 
 def _grow_channels(images: Tensor, channels: int) -> Tensor:
-    """Copies of the one channel."""
+    """Copy the one channel."""
     return images.expand(-1, channels, -1, -1).contiguous()
 
 
 class Digits(ImageDataset):
     """scikit-learn's handwritten digits, enlarged to 32x32: a data set that needs no download.
 
-    1,797 grey images of 8x8, enlarged bilinearly, with three equal channels. A fifth of each class, the same on every
+    1,797 gray images of 8x8, enlarged bilinearly, with three equal channels. A fifth of each class, the same on every
     machine, is the validation set. Training images get 2 pixels of zero padding and a random crop, and are not
     mirrored.
 
@@ -237,7 +237,7 @@ class Digits(ImageDataset):
         root: Not used: the images come with scikit-learn.
         train: The training images (1,438), or the validation images (359).
         channels: 1 or 3.
-        augment: Whether to augment; by default the training images are.
+        augment: If True, augment; by default only training images are augmented.
 
     Raises:
         ValueError: ``channels`` is not as listed above.
@@ -257,10 +257,11 @@ class Digits(ImageDataset):
         source: Any = require("sklearn.datasets", "vision")
         digits = source.load_digits()
         self.train = train
-        small = torch.from_numpy(digits.images).float()[:, None] / 16  # grey levels from 0 to 16
+        small = torch.from_numpy(digits.images).float()[:, None] / 16  # gray levels from 0 to 16
         large = F.interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
         images = large.mul(255).round().to(torch.uint8)
         training, validation = stratified_split(digits.target)
+        # Mean and deviation come from the training images alone: validation must not influence the inputs.
         reference = images[training].double() / 255
         chosen = training if train else validation
         super().__init__(
@@ -278,18 +279,18 @@ class Imagenet(Dataset):
 
     The images lie in ``root/train/<class>/`` and ``root/val/<class>/``. Training images get a random crop of 224x224 at
     a random scale, and random mirroring; validation images are resized to 256 and cropped in the middle. All are
-    normalised by ImageNet's mean and standard deviation.
+    normalized by ImageNet's mean and standard deviation.
 
     Args:
         root: Folder that holds ``train`` and ``val``.
-        train: Which of the two.
+        train: True for ``train``, False for ``val``.
 
     Attributes:
         classes: Names of the classes, sorted.
         class_to_idx: Number of each class.
         samples: Path and class of each image.
         targets: Class of each image.
-        transform: What is done to an image; may be set.
+        transform: Function that is applied to an image; may be set.
 
     Raises:
         DatasetNotFoundError: The folder is missing or holds no images.
@@ -335,7 +336,7 @@ class Imagenet(Dataset):
 
 
 def _imagenet_transform(transforms: Any, train: bool, mean: tuple[float, ...], std: tuple[float, ...]) -> Any:
-    """The usual transforms of either split."""
+    """Return the usual transforms of a split."""
     if train:
         steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
     else:

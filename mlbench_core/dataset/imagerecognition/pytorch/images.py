@@ -1,4 +1,4 @@
-"""Small images held in memory, and how a batch of them is made."""
+"""Small images held in memory, and the creation of batches from them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["ImageDataset"]
 
 
 class ImageDataset(Dataset):
-    """Labelled images of one size, all in one tensor of bytes.
+    """Labeled images of one size, all in one tensor of bytes.
 
-    A sample is ``(image, label)``: the image augmented, where the data set has an augmentation, and normalised, float32
-    of shape (channels, height, width); the label an int. Random numbers come from torch's global generator, which a
-    ``DataLoader`` seeds in each of its processes. A loader fetches a whole batch at once through ``__getitems__``;
+    A sample is ``(image, label)``. The image is augmented, if the data set has an augmentation, and normalized: float32
+    of shape (channels, height, width). The label is an int. Random numbers come from torch's global generator, which a
+    ``DataLoader`` seeds in each of its processes. A loader fetches a whole batch at once through ``__getitems__``.
     :class:`~mlbench_core.dataset.imagerecognition.pytorch.batches.ImageBatches` is faster still and resumes exactly.
 
     Args:
@@ -30,19 +30,19 @@ class ImageDataset(Dataset):
         classes: Names of the classes.
         mean: Mean of each channel, where 0 is black and 1 is full.
         std: Standard deviation of each channel, likewise.
-        augmentation: What is done to an image before it is normalised; None for nothing.
+        augmentation: Augmentation of an image before it is normalized; None for none.
 
     Attributes:
         images: As given.
-        targets: Class of each image, a list of int as torchvision has it; may be changed, until the data set is moved
-            to another device.
+        targets: Class of each image, a list of int as in torchvision; may be changed, until the data set is moved to
+            another device.
         classes: As given, a list.
         mean: As given, a tuple.
         std: As given, a tuple.
         augmentation: As given; may be set.
-        transform: What makes a sample of an image, in place of augmentation and normalization; None at first. It gets a
-            PIL image, as torchvision's transforms expect, one image at a time, and draws its own random numbers.
-        target_transform: What makes a label of an int; None at first.
+        transform: Function that makes a sample of an image, in place of augmentation and normalization; None at first.
+            It gets one PIL image at a time, as torchvision's transforms expect, and draws its own random numbers.
+        target_transform: Function that makes a label of an int; None at first.
 
     Raises:
         ValueError: Shapes or dtypes are not as listed above.
@@ -85,10 +85,10 @@ class ImageDataset(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return self.__getitems__([range(len(self))[index]])[0]  # an IndexError where there is no such image
+        return self.__getitems__([range(len(self))[index]])[0]  # an IndexError if there is no such image
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Several samples, made together; what torch's DataLoader calls for each batch."""
+        """Return several samples, created together; torch's DataLoader calls this for each batch."""
         samples = self.batch(indices)[0] if self.transform is None else self._transformed(indices)
         return list(zip(samples, self._targets(indices), strict=True))
 
@@ -101,16 +101,16 @@ class ImageDataset(Dataset):
         """Make a batch as whole-tensor operations.
 
         Args:
-            indices: Positions of the samples, int64 of shape (batch,) where it is a tensor.
-            generator: Where the augmentation's random numbers come from; torch's global generator by default.
+            indices: Positions of the samples, int64 of shape (batch,) if it is a tensor.
+            generator: Source of the augmentation's random numbers; torch's global generator by default.
             memory_format: Memory format of the images, for example ``torch.channels_last``.
 
         Returns:
             Images, float32 of shape (batch, channels, height, width), and classes, int64 of shape (batch,); with
-            ``transform`` and ``target_transform`` what these make, stacked.
+            ``transform`` and ``target_transform`` their stacked results.
 
         Raises:
-            TypeError: ``transform`` makes no tensors.
+            TypeError: ``transform`` does not return tensors.
         """
         if self.augmentation is None or self.transform is not None:
             return self.plain_batch(indices, memory_format)
@@ -121,10 +121,10 @@ class ImageDataset(Dataset):
     def plain_batch(
         self, indices: Sequence[int] | Tensor, memory_format: torch.memory_format = torch.contiguous_format
     ) -> tuple[Tensor, Tensor]:
-        """Make a batch without augmentation; with ``transform`` as :meth:`batch` does.
+        """Make a batch without augmentation; ``transform`` is applied as in :meth:`batch`.
 
         Args:
-            indices: Positions of the samples, int64 of shape (batch,) where it is a tensor.
+            indices: Positions of the samples, int64 of shape (batch,) if it is a tensor.
             memory_format: Memory format of the images.
 
         Returns:
@@ -142,7 +142,7 @@ class ImageDataset(Dataset):
         return images.contiguous(memory_format=memory_format), self._labels(chosen)
 
     def _transformed(self, indices: Sequence[int]) -> list[Any]:
-        """What ``transform`` makes of some images."""
+        """Return the results of ``transform`` for some images."""
         assert self.transform is not None
         pictures: Any = require("PIL.Image", "vision")
         pixels = self.data
@@ -150,12 +150,12 @@ class ImageDataset(Dataset):
         return [self.transform(pictures.fromarray(pixels[i, :, :, 0] if grey else pixels[i])) for i in indices]
 
     def _targets(self, indices: Sequence[int]) -> list[Any]:
-        """Labels of some samples, one by one."""
+        """Return the labels of some samples, one by one."""
         labels = [self.targets[index] for index in indices]
         return labels if self.target_transform is None else [self.target_transform(label) for label in labels]
 
     def _labels(self, chosen: Tensor) -> Tensor:
-        """Labels of some samples as a tensor, where the images are."""
+        """Return the labels of some samples as a tensor, on the device of the images."""
         if self._moved_labels is not None and self.target_transform is None:
             return self._moved_labels[chosen]
         labels = self._targets(chosen.tolist())
@@ -164,7 +164,7 @@ class ImageDataset(Dataset):
         return torch.stack([torch.as_tensor(label) for label in labels]).to(self.images.device)
 
     def to(self, device: torch.device | str) -> ImageDataset:
-        """Move images and labels to a device, where batches are then made: nothing is copied to it any more.
+        """Move images and labels to a device, so that batches are created there without further copies.
 
         Args:
             device: For example ``"cuda"``.
@@ -179,17 +179,17 @@ class ImageDataset(Dataset):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that images and labels take on a device."""
+        """Return the number of bytes that images and labels take on a device."""
         return self.images.nbytes + 8 * len(self.targets)
 
     @property
     def data(self) -> np.ndarray:
-        """The images as torchvision keeps them: uint8 of shape (N, height, width, channels). A view on the CPU."""
+        """Return the images as in torchvision: uint8 of shape (N, height, width, channels), a view on the CPU."""
         return self.images.cpu().permute(0, 2, 3, 1).numpy()
 
     @property
     def class_to_idx(self) -> dict[str, int]:
-        """Number of each class."""
+        """Return the number of each class."""
         return {name: index for index, name in enumerate(self.classes)}
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Readers of the files in which image data sets are published. None of them ever loads pickled code."""
+"""Read the files in which image data sets are published, without ever loading pickled code."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
 
 
 def find_file(folders: Iterable[Path], names: Iterable[str]) -> Path | None:
-    """The first file that is there, as it is or compressed by xz or gzip.
+    """Return the first existing file, uncompressed or compressed by xz or gzip.
 
     Args:
-        folders: Where to look, the first choice first.
-        names: Names it may have, the first choice first.
+        folders: Folders to search, the first choice first.
+        names: Names that the file may have, the first choice first.
 
     Returns:
         Its path, or None.
@@ -44,17 +44,17 @@ def find_file(folders: Iterable[Path], names: Iterable[str]) -> Path | None:
 
 
 def read_bytes(path: Path, md5: str | None = None) -> bytes:
-    """The content of a file, decompressed where its name ends in ``.xz`` or ``.gz``.
+    """Return the content of a file, decompressed if its name ends in ``.xz`` or ``.gz``.
 
     Args:
         path: The file.
-        md5: MD5 that the decompressed content must have; None where it is not known.
+        md5: MD5 of the decompressed content; None if it is unknown.
 
     Returns:
         The content.
 
     Raises:
-        DatasetError: It cannot be decompressed or has another checksum.
+        DatasetError: The file cannot be decompressed or has another checksum.
     """
     try:
         if path.suffix == ".xz":
@@ -77,14 +77,14 @@ def parse_cifar_binary(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
     """Parse CIFAR-10's "binary version": records of one label byte and three planes of 32x32 bytes.
 
     Args:
-        path: Where it came from, for messages.
+        path: Path of the file, for messages.
         content: The records.
 
     Returns:
         Images, uint8 of shape (N, 3, 32, 32), and labels, int64 of shape (N,).
 
     Raises:
-        DatasetError: It is no whole number of records, or a label is above 9.
+        DatasetError: The content is not a whole number of records, or a label is above 9.
     """
     if not content or len(content) % _CIFAR_RECORD_BYTES:
         raise DatasetError(
@@ -97,18 +97,18 @@ def parse_cifar_binary(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
 def parse_cifar_python(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
     """Parse CIFAR-10's "python version": a pickle of a dictionary with an array and a list.
 
-    The pickle is read by an unpickler that knows plain containers, numbers, texts and numpy arrays, and refuses every
-    other class or function before it is looked up; so no code of the file runs.
+    The pickle is read by an unpickler that knows plain containers, numbers, texts and numpy arrays. It refuses every
+    other class or function before it is looked up, so no code of the file runs.
 
     Args:
-        path: Where it came from, for messages.
+        path: Path of the file, for messages.
         content: The pickle.
 
     Returns:
         Images, uint8 of shape (N, 3, 32, 32), and labels, int64 of shape (N,).
 
     Raises:
-        DatasetError: It holds anything else.
+        DatasetError: The pickle has other contents.
     """
     try:
         entries = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
@@ -124,7 +124,7 @@ def parse_cifar_python(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
 
 
 def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Rows of bytes as images."""
+    """Convert rows of bytes to images."""
     if labels.min() < 0 or labels.max() > 9:
         raise DatasetError(f"{path} is damaged: a label is {labels.max()}, but classes go from 0 to 9")
     images = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1, 3, 32, 32).copy())
@@ -132,22 +132,22 @@ def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[Tensor, T
 
 
 def _reconstruct_array() -> Any:
-    """The function by which numpy's arrays rebuild themselves, wherever this version of numpy keeps it."""
+    """Return the function that rebuilds numpy's arrays; its module depends on the version of numpy."""
     return np.zeros(1).__reduce__()[0]  # type: ignore[index]
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """What Python 2's bytes are written with; for latin-1 only."""
+    """Encode a text as Python 2's pickles of bytes require; only latin-1 is allowed."""
     if encoding not in ("latin1", "latin-1"):
         raise DatasetError(f"the pickle asks for the encoding {encoding!r}, which no array needs")
     return text.encode("latin-1")
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """An unpickler that knows no code but numpy's arrays."""
+    """An unpickler that allows no code except the constructors of numpy's arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The four names that arrays need; everything else is refused."""
+        """Return one of the names that arrays need, and refuse everything else."""
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
             return _reconstruct_array()
         allowed = {("numpy", "ndarray"): np.ndarray, ("numpy", "dtype"): np.dtype, ("_codecs", "encode"): _encode}
@@ -160,15 +160,15 @@ def parse_idx(path: Path, content: bytes, dimensions: int) -> Tensor:
     """Parse MNIST's idx format: big-endian sizes, then bytes.
 
     Args:
-        path: Where it came from, for messages.
+        path: Path of the file, for messages.
         content: The file, decompressed.
-        dimensions: Number of dimensions it must have: 3 for images, 1 for labels.
+        dimensions: Required number of dimensions: 3 for images, 1 for labels.
 
     Returns:
-        uint8 tensor of the sizes that the file names.
+        uint8 tensor with the sizes given in the file.
 
     Raises:
-        DatasetError: It is no such file, or has another length than its sizes say.
+        DatasetError: The file is not in this format, or its length does not match its sizes.
     """
     start = 4 + 4 * dimensions
     if len(content) < start or content[:4] != bytes((0, 0, 8, dimensions)):

@@ -1,4 +1,4 @@
-"""Batches of rows, shuffled by blocks and within them, that follow from a seed and resume where they stopped."""
+"""Batches of rows, shuffled by blocks and within them, that follow from a seed and can be resumed."""
 
 from __future__ import annotations
 
@@ -17,57 +17,56 @@ from mlbench_core.dataset.util.pytorch.passes import ResumablePasses
 
 __all__ = ["BlockBatchSampler", "LinearBatches"]
 
-# What a stream of random numbers is for; part of its seed, so that no two purposes share one.
+# Purpose of a stream of random numbers; part of its seed, so that no two purposes share one.
 _CUT, _ORDER = 0, 1
-_LARGE_BYTES = 32_000_000  # below 32 MiB, the largest block that glibc learns from
+_LARGE_BYTES = 32_000_000  # below 32 MiB, the largest block that glibc adapts to
 
 
 class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
-    r"""Which rows make the batches of one worker: shuffled by blocks, and within a window of several blocks.
+    r"""A sampler of row batches for one worker, shuffled by blocks and within a window of several blocks.
 
-    Rows that are stored together are read together, which a disk and the page cache reward, and still the order is
-    random enough to learn from:
+    Rows that are stored together are read together, which is efficient for disk and page cache. The order is still
+    random enough for training:
 
     1. The blocks of the data set are put in a random order, the same on all workers, and their rows cut into
        ``world_size`` parts whose sizes differ by at most 1. The parts are disjoint and cover every row.
-    2. In each epoch a worker puts its blocks in a random order of its own.
-    3. The rows of ``window_blocks`` blocks that follow each other are mixed: every order of a window is equally likely.
-       Batches are cut from the mixed rows; within a batch, where order means nothing to a sum of gradients, rows are
+    2. In each epoch a worker puts its blocks in its own random order.
+    3. The rows of ``window_blocks`` consecutive blocks are mixed: every order of a window is equally likely.
+       Batches are cut from the mixed rows; within a batch, whose order does not affect a sum of gradients, rows are
        sorted so that they are read in the order of the file.
 
-    Where there are fewer than ``min_pieces`` blocks, as in small files, steps 1 and 2 shuffle pieces of blocks instead,
-    so many that workers get parts that are alike even where the file is sorted.
+    If there are fewer than ``min_pieces`` blocks, as in small files, steps 1 and 2 shuffle pieces of blocks instead.
+    There are then enough pieces for workers to get similar parts even if the file is sorted.
 
     So a batch is drawn without replacement from the rows of W = ``window_blocks`` random blocks instead of from all
     rows. With :math:`S` the variance of a quantity over single rows and :math:`S_b` that of its block means, the mean
     of a batch of B rows is unbiased and has the variance :math:`S / B + S_b / W` at most; a plain shuffle has
     :math:`S / B`. A file whose rows are in random order has blocks that are alike (:math:`S_b \approx S / \text{rows of
-    a block}`), and the second term is nothing. In the worst case, a file sorted by label (:math:`S_b \approx S`),
+    a block}`), and the second term is negligible. In the worst case, a file sorted by label (:math:`S_b \approx S`),
     W = B at most doubles the variance. A window of all blocks is a plain shuffle of the worker's part.
 
-    Every worker has the same number of batches. Without ``drop_last`` every row comes once an epoch: where parts differ
-    by a row, the last batch of a larger part may be larger by that row than ``batch_size``.
+    Every worker has the same number of batches. Without ``drop_last``, every row occurs once per epoch: if parts differ
+    by a row, the last batch of a larger part may have one row more than ``batch_size``.
 
-    Each pass is an epoch of its own: a second pass continues with the next epoch, unless :meth:`set_epoch` says
-    another.
-    Give it to a ``DataLoader`` as ``batch_sampler`` (with worker processes that runs ahead of what was consumed, so a
-    position within an epoch is exact only in :class:`LinearBatches`).
+    Each pass is its own epoch: a second pass continues with the next epoch, unless :meth:`set_epoch` sets another one.
+    Pass it to a ``DataLoader`` as ``batch_sampler``. Worker processes run ahead of the consumed batches, so a position
+    within an epoch is exact only in :class:`LinearBatches`.
 
     Args:
         dataset: The rows.
         batch_size: Rows in a batch of one worker, at least 1.
-        shuffle: Whether to shuffle; otherwise a worker's part is contiguous, in the order of the files.
+        shuffle: If True, shuffle; otherwise a worker's part is contiguous, in the order of the files.
         seed: Seed of every draw, at least 0; the same on all workers.
         rank: Rank of this worker.
         world_size: Number of workers.
-        drop_last: Whether to leave out a last batch that is not full.
+        drop_last: If True, leave out a last batch that is not full.
         window_blocks: Blocks whose rows are mixed, at least 1.
-        repartition: Whether workers get other parts in each epoch; otherwise a worker keeps its part, and reads no
+        repartition: If True, workers get other parts in each epoch; otherwise a worker keeps its part, and reads no
             other (on its disk, in its cache).
-        min_pieces: Pieces that are shuffled at least, as far as there are rows.
+        min_pieces: Minimum number of pieces to shuffle, if there are enough rows.
 
     Raises:
-        ValueError: An argument is outside what is listed above, or there are fewer rows than workers.
+        ValueError: An argument is outside the values listed above, or there are fewer rows than workers.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
         self._rows = len(dataset)
 
     def __len__(self) -> int:
-        """Number of batches of an epoch, the same on every worker."""
+        """Return the number of batches of an epoch, the same on every worker."""
         smallest = self._rows // self.world_size
         return smallest // self.batch_size if self.drop_last else -(-smallest // self.batch_size)
 
@@ -108,7 +107,7 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
         return (rows.tolist() for rows in self.row_batches())
 
     def row_batches(self) -> Iterator[NDArray[np.int64]]:
-        """Make a pass, which begins with its first batch: a ``DataLoader`` asks for passes that it never makes.
+        """Start a pass at its first batch, because a ``DataLoader`` creates iterators that it never uses.
 
         Yields:
             The positions of each batch's rows.
@@ -122,7 +121,7 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
             yield np.sort(order[number * self.batch_size : stop])
 
     def rows(self, epoch: int) -> NDArray[np.int64]:
-        """This worker's rows in the order of an epoch, before they are sorted within batches.
+        """Return this worker's rows in the order of an epoch, before they are sorted within batches.
 
         Args:
             epoch: From 0.
@@ -142,7 +141,7 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
         return np.concatenate(windows)
 
     def _part(self, epoch: int) -> NDArray[np.int64]:
-        """The pieces of blocks that are this worker's: their first rows and their ends, shape (pieces, 2)."""
+        """Return this worker's pieces of blocks: their first rows and their ends, shape (pieces, 2)."""
         pieces = np.stack([self._bounds[:-1], self._bounds[1:]], axis=1)
         if self.shuffle:
             generator = self._generator(_CUT, epoch if self.repartition else 0)
@@ -152,11 +151,12 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
         last = first + share + (self.rank < more)
         ends = np.cumsum(pieces[:, 1] - pieces[:, 0])
         begins = ends - (pieces[:, 1] - pieces[:, 0])
+        # A worker's share may begin and end inside a piece: such pieces are cut at the border.
         cut = np.stack([pieces[:, 0] + np.maximum(first - begins, 0), pieces[:, 1] - np.maximum(ends - last, 0)], 1)
         return cut[(begins < last) & (ends > first)]
 
     def _generator(self, *purpose: int) -> np.random.Generator:
-        """A generator of its own for each purpose; related seeds give unrelated streams."""
+        """Return a separate generator for each purpose; related seeds give unrelated streams."""
         return np.random.default_rng(np.random.SeedSequence([self.seed, *purpose]))
 
     def _basis(self) -> dict[str, int]:
@@ -175,7 +175,7 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
 
 
 def _cut_blocks(bounds: NDArray[np.int64], min_pieces: int) -> tuple[NDArray[np.int64], int]:
-    """Cut blocks into pieces, so that there are enough of them: bounds of the pieces, and the pieces of a block."""
+    """Cut blocks into enough pieces, and return the bounds of the pieces and the number of pieces per block."""
     count = -(-min_pieces // (len(bounds) - 1))
     if count <= 1:
         return bounds, 1
@@ -185,42 +185,42 @@ def _cut_blocks(bounds: NDArray[np.int64], min_pieces: int) -> tuple[NDArray[np.
 
 
 def _positions(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
-    """All rows of some pieces, one after the other."""
+    """Return all rows of some pieces, one after the other."""
     lengths = pieces[:, 1] - pieces[:, 0]
     return np.repeat(pieces[:, 1] - np.cumsum(lengths), lengths) + np.arange(lengths.sum())
 
 
 def _let_malloc_keep_batches() -> None:
-    """Free a large block that was never touched.
+    """Free a large, untouched block, so that glibc keeps the memory of batches.
 
-    glibc gives freed memory back to the system beyond twice the largest mapped block that it ever saw freed. A batch of
-    a megabyte would go back each time, and each time its pages would have to be made anew, which costs as much as
-    filling them. After this the memory of one batch serves the next.
+    glibc returns freed memory to the system beyond twice the largest mapped block that was ever freed. A batch of a
+    megabyte would be returned each time. Its pages would then have to be created again, which costs as much as filling
+    them. After this call, the memory of one batch is reused for the next.
     """
     torch.empty(_LARGE_BYTES, dtype=torch.uint8)
 
 
 class LinearBatches:
-    """Iterate over whole batches of rows; it stands where a ``DataLoader`` would.
+    """Iterate over whole batches of rows, in place of a ``DataLoader``.
 
-    Each batch is fetched by one call, in this process. Which rows make a batch, what an epoch is and how to resume is
-    said at :class:`BlockBatchSampler`; a run that stops in the middle of an epoch and keeps :meth:`state_dict` goes on
-    with the very batches it would have had.
+    Each batch is fetched by one call, in this process. :class:`BlockBatchSampler` describes batches, epochs and how to
+    resume. A run that stops in the middle of an epoch and saves :meth:`state_dict` resumes with exactly the same
+    remaining batches.
 
     Args:
         dataset: The rows.
         batch_size: Rows in a batch of one worker, at least 1.
-        shuffle: As for :class:`BlockBatchSampler`, like all that follow.
+        shuffle: As for :class:`BlockBatchSampler`, as are all following arguments.
         seed: Seed of every draw, at least 0; the same on all workers.
         rank: Rank of this worker.
         world_size: Number of workers.
-        drop_last: Whether to leave out a last batch that is not full.
+        drop_last: If True, leave out a last batch that is not full.
         window_blocks: Blocks whose rows are mixed, at least 1.
-        repartition: Whether workers get other parts in each epoch.
-        min_pieces: Pieces that are shuffled at least.
+        repartition: If True, workers get other parts in each epoch.
+        min_pieces: Minimum number of pieces to shuffle.
 
     Raises:
-        ValueError: An argument is outside what is listed there.
+        ValueError: An argument is outside the values listed there.
 
     Example:
         >>> import pathlib, tempfile
@@ -264,7 +264,7 @@ class LinearBatches:
         _let_malloc_keep_batches()
 
     def __len__(self) -> int:
-        """Number of batches of an epoch, the same on every worker."""
+        """Return the number of batches of an epoch, the same on every worker."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -272,16 +272,16 @@ class LinearBatches:
 
     @property
     def batch_size(self) -> int:
-        """Rows in a batch of one worker."""
+        """Return the number of rows in a batch of one worker."""
         return self.sampler.batch_size
 
     @property
     def epoch(self) -> int:
-        """The epoch of the pass under way, or of the next one where none has begun; from 0."""
+        """Return the epoch of the current pass, or of the next one if no pass has begun; from 0."""
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass is.
+        """Set the epoch of the next pass.
 
         Args:
             epoch: From 0.
@@ -292,20 +292,20 @@ class LinearBatches:
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Where the iteration stands: what a checkpoint needs to go on with the next batch.
+        """Return the position of the iteration, which a checkpoint needs to resume at the next batch.
 
         Returns:
-            Whole numbers: ``epoch`` and ``batch`` of the next batch, and what they rest on.
+            Whole numbers: ``epoch`` and ``batch`` of the next batch, and the values that determine the batches.
         """
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where :meth:`state_dict` was taken.
+        """Resume at the position of a state.
 
         Args:
-            state: What :meth:`state_dict` returned.
+            state: The result of :meth:`state_dict`.
 
         Raises:
-            ValueError: It was taken with other arguments or other data.
+            ValueError: The state was saved with other arguments or other data.
         """
         self.sampler.load_state_dict(state)

@@ -27,7 +27,7 @@ _LAYOUTS = ("dense", "sparse_csr")
 
 
 class Rows(Sequence[tuple[Tensor, Tensor]]):
-    """Several rows that were fetched at once: a sequence of (features, label), and the whole as two tensors.
+    """Several rows that were fetched at once: a sequence of (features, label), also available as two tensors.
 
     Attributes:
         features: Features of all rows, shape (rows, n_features).
@@ -51,10 +51,10 @@ class Rows(Sequence[tuple[Tensor, Tensor]]):
 
 
 def collate_rows(rows: Any) -> tuple[Tensor, Tensor]:
-    """Make a batch of what :meth:`LMDBDataset.__getitems__` returns, without copying it once more.
+    """Make a batch from the result of :meth:`LMDBDataset.__getitems__` without another copy.
 
-    Give it to a ``DataLoader`` as ``collate_fn``. torch's own makes the same batch of dense rows, slower; of sparse
-    rows it makes none.
+    Pass it to a ``DataLoader`` as ``collate_fn``. torch's default makes the same batch from dense rows, but slower, and
+    does not support sparse rows.
 
     Args:
         rows: The fetched rows.
@@ -69,15 +69,15 @@ def collate_rows(rows: Any) -> tuple[Tensor, Tensor]:
 
 
 class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Labelled rows in LMDB files, made by :mod:`mlbench_core.dataset.util.pytorch.libsvm`.
+    """Labeled rows in LMDB files, created by :mod:`mlbench_core.dataset.util.pytorch.libsvm`.
 
-    A sample is a row of ``n_features`` numbers and its label, of shape (1,): so a batch of labels has the shape of a
-    linear model's output. The files are opened at the first use in each process,
-    without locks and read-only, so objects go to the worker processes of a ``DataLoader``, forked or spawned, and
-    data may lie on a read-only file system.
+    A sample is a row of ``n_features`` numbers and its label, of shape (1,), so a batch of labels has the shape of a
+    linear model's output. The files are opened at the first use in each process, without locks and read-only. So
+    objects can be sent to the worker processes of a ``DataLoader``, forked or spawned, and data may be on a read-only
+    file system.
 
-    A whole batch is fetched by one call: a ``DataLoader`` does so by itself through ``__getitems__``, best with
-    :func:`collate_rows` and :class:`~mlbench_core.dataset.linearmodels.pytorch.BlockBatchSampler`;
+    A ``DataLoader`` fetches a whole batch with one call through ``__getitems__``. Use it with :func:`collate_rows` and
+    :class:`~mlbench_core.dataset.linearmodels.pytorch.BlockBatchSampler` for best speed.
     :class:`~mlbench_core.dataset.linearmodels.pytorch.LinearBatches` is faster still.
 
     Args:
@@ -85,16 +85,16 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         data_type: ``"train"`` or ``"test"``.
         root: Folder with ``NAME_TYPE.lmdb``, or with several ``NAME_TYPE-....lmdb``, whose rows follow one another in
             the order of the files' names. Also the path of one store itself.
-        target_transform: What to do with each label, a tensor of shape (1,).
-        layout: ``"dense"``, or ``"sparse_csr"`` for batches in ``torch.sparse_csr`` layout. However the data is stored,
-            it can be read as either; dense batches of many features are large.
-        cache: Whether to keep what was read in memory, in each process for itself.
+        target_transform: Function that is applied to each label, a tensor of shape (1,).
+        layout: ``"dense"``, or ``"sparse_csr"`` for batches in ``torch.sparse_csr`` layout. Data of either storage
+            layout can be read as either; dense batches of many features are large.
+        cache: If True, keep data in memory after the first read, separately in each process.
 
     Raises:
-        ValueError: ``data_type`` or ``layout`` is none of the above.
+        ValueError: ``data_type`` or ``layout`` is not one of the above.
         DatasetNotFoundError: There is no such data in ``root``.
-        DatasetError: A file is damaged, is of another format (version 3.0's are not read: they are pickles, which can
-            run any code), or the files do not belong together.
+        DatasetError: A file is damaged, is of another format, or the files do not belong together. Files of version 3.0
+            are not read: they are pickles, which can run any code.
 
     Example:
         >>> import pathlib, tempfile
@@ -133,22 +133,22 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def n_features(self) -> int:
-        """Number of columns."""
+        """Return the number of columns."""
         return self.stores[0].header.n_features
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of features and labels: ``torch.float32`` or ``torch.float64``."""
+        """Return the dtype of features and labels: ``torch.float32`` or ``torch.float64``."""
         return self._labels.dtype
 
     @property
     def targets(self) -> Tensor:
-        """Labels of all rows as they are stored, before ``target_transform``; shape (rows,)."""
+        """Return the labels of all rows as they are stored, before ``target_transform``; shape (rows,)."""
         return self._labels
 
     @property
     def row_blocks(self) -> NDArray[np.int64]:
-        """First row of each stored block, and the number of rows at the end: what lies together in the files."""
+        """Return the first row of each stored block, and the number of rows at the end."""
         firsts = [
             np.arange(0, len(store), store.header.rows_per_block) + end - len(store)
             for store, end in zip(self.stores, self._ends, strict=True)
@@ -159,7 +159,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        """One row.
+        """Return one row.
 
         Args:
             index: Its position; negative ones count from the end.
@@ -177,13 +177,13 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         return features, labels[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Rows:
-        """Several rows at once, as a ``DataLoader`` asks for them.
+        """Return several rows at once, as a ``DataLoader`` requests them.
 
         Args:
             indices: Their positions.
 
         Returns:
-            The rows, a sequence of (features, label) that :func:`collate_rows` makes a batch of.
+            The rows, a sequence of (features, label) that :func:`collate_rows` turns into a batch.
 
         Raises:
             IndexError: There is no such row.
@@ -191,10 +191,10 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         return Rows(*self.batch(indices))
 
     def batch(self, rows: Sequence[int] | NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Several rows as two tensors, which are copies of the stored numbers.
+        """Return several rows as two tensors, which are copies of the stored numbers.
 
         Args:
-            rows: Their positions; negative ones count from the end. Sorted ones are the fastest.
+            rows: Their positions; negative ones count from the end. Sorted positions are fastest.
 
         Returns:
             Features, shape (rows, n_features), dense or sparse as ``layout`` says, and labels, shape (rows, 1).
@@ -205,10 +205,10 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         return self.fetch(self._positions(rows))
 
     def fetch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """As :meth:`batch`, without a look at the positions, for loaders that make them.
+        """Return rows as :meth:`batch` does, without a check of the positions, for loaders that create them.
 
         Args:
-            positions: Rows, each from 0 to ``len(self) - 1``. What happens with others is not defined.
+            positions: Rows, each from 0 to ``len(self) - 1``. The result for other values is undefined.
 
         Returns:
             Features and labels.
@@ -219,12 +219,12 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         return (self._dense(positions) if self.layout == "dense" else self._sparse(positions)), labels
 
     def close(self) -> None:
-        """Let go of the files; they are opened again when they are needed."""
+        """Close the files; they are opened again when needed."""
         for store in self.stores:
             store.close()
 
     def _positions(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Positions from 0, after a look at their range."""
+        """Convert to positions from 0, after a check of their range."""
         wanted = np.asarray(rows, dtype=np.int64)
         if wanted.size and (wanted.min() < -len(self) or wanted.max() >= len(self)):
             wrong = wanted[(wanted < -len(self)) | (wanted >= len(self))][0]
@@ -232,7 +232,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         return np.where(wanted < 0, wanted + len(self), wanted)
 
     def _runs(self, rows: NDArray[np.int64]) -> Iterator[tuple[LinearStore, NDArray[np.int64], slice]]:
-        """Neighbours of the same store: the store, the rows in it, where they are in ``rows``."""
+        """Yield runs of neighboring rows in one store: the store, the rows in it, and their place in ``rows``."""
         if len(self.stores) == 1:
             yield self.stores[0], rows, slice(0, len(rows))
             return
@@ -260,7 +260,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
 def _sparse_csr(
     indptr: NDArray[np.int64], columns: NDArray[np.int64], values: NDArray[Any], shape: tuple[int, int]
 ) -> Tensor:
-    """A tensor of compressed sparse rows, without torch's remark that they are in beta."""
+    """Return a tensor of compressed sparse rows, without torch's remark that they are in beta."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         return torch.sparse_csr_tensor(

@@ -1,4 +1,4 @@
-"""Stores of a data set where there are none yet: from text that lies here, from the network, or by a rule."""
+"""Create the missing stores of a data set: from local text, from the network, or from a generator."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _PARTS = ("train", "test")
 
 
 def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | os.PathLike[str] | None = None) -> Path:
-    """Make a data set's stores, unless they are there.
+    """Create the stores of a data set, unless they exist.
 
-    Any number of processes may call it at once: one of those that share ``root`` works, the others wait for it. That
-    takes no communication, so hosts with disks of their own make a store each.
+    Any number of processes may call it at once: one of the processes that share ``root`` works, and the others wait for
+    it. This needs no communication, so hosts with separate disks create one store each.
 
     Args:
         name: A name known to :mod:`mlbench_core.dataset.util.pytorch.libsvm`; with ``text_folder`` any name.
-        root: Folder for the stores. Those made of the text in ``text_folder`` lie in a folder of their own below it,
-            and are made again when the text is newer.
+        root: Folder for the stores. Stores made from the text in ``text_folder`` are in their own folder below it, and
+            are created again if the text is newer.
         text_folder: Folder with LIBSVM text, plain or compressed (see :func:`find_text`), or with stores. None
-            downloads the text, or makes ``synthetic_dense``.
+            downloads the text, or generates ``synthetic_dense``.
 
     Returns:
         The folder with the stores.
 
     Raises:
-        DatasetNotFoundError: ``text_folder`` lacks a part that the data set has.
-        DownloadError: It could not be downloaded.
-        DatasetError: The text is not what it should be, or the disk is full.
+        DatasetNotFoundError: ``text_folder`` lacks a part of the data set.
+        DownloadError: The text could not be downloaded.
+        DatasetError: The text does not match its checksum or its expected contents, or the disk is full.
         ValueError: The name is unknown and there is no ``text_folder``.
     """
     if text_folder is not None and _has_store(Path(text_folder), name, "train"):
@@ -56,13 +56,13 @@ def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | o
 
 
 def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
-    """The LIBSVM text of one part of a data set.
+    """Return the LIBSVM text of one part of a data set.
 
-    It has the name under which it is published (``epsilon_normalized.t`` for the test part of epsilon), or ``NAME``
+    Its name is the published one (``epsilon_normalized.t`` for the test part of epsilon), or ``NAME``
     for training and ``NAME.t`` for test, plain or with ``.gz``, ``.bz2`` or ``.xz``.
 
     Args:
-        folder: Where to look.
+        folder: Folder to search.
         name: Name of the data set.
         part: ``"train"`` or ``"test"``.
 
@@ -70,7 +70,7 @@ def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
         The file.
 
     Raises:
-        DatasetNotFoundError: There is none; the message has the names that were looked for.
+        DatasetNotFoundError: There is no such file; the message lists the names that were tried.
     """
     stems = [name if part == "train" else f"{name}.t"]
     if name in KNOWN and part in KNOWN[name].files:
@@ -89,7 +89,7 @@ def _is_compressed(file_name: str) -> bool:
 
 
 def _parts(name: str, text_folder: str | os.PathLike[str] | None) -> list[str]:
-    """The parts that the data set has."""
+    """Return the parts that the data set has."""
     if name in KNOWN:
         return list(KNOWN[name].files)
     if text_folder is None and name == SYNTHETIC:
@@ -117,7 +117,7 @@ def _has_store(folder: Path, name: str, part: str) -> bool:
 
 
 def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
-    """Make one store, unless it is there and not older than its text."""
+    """Create one store, unless it exists and is not older than its text."""
     there = find_stores(folder, name, part) if _has_store(folder, name, part) else []
     if there and text_folder is None:
         return
@@ -132,7 +132,7 @@ def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
     logger.info("converting %s to %s", text, dest)
     known = KNOWN.get(name)
     if known is None:
-        # Both parts must have the same columns, which a part may not show by itself.
+        # Both parts must have the same columns, but the largest index of one part may be smaller.
         texts = [find_text(text_folder or folder, name, other) for other in _parts(name, text_folder)]
         convert([text], dest, n_features=_columns(texts))
     else:
@@ -140,7 +140,7 @@ def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
 
 
 def _columns(texts: list[Path]) -> int:
-    """Number of columns of all parts of a data set."""
+    """Return the number of columns over all parts of a data set."""
     from mlbench_core.dataset.util.pytorch.libsvm_text import scan
 
     return max(scan(text).n_features for text in texts)

@@ -1,4 +1,4 @@
-"""Some rows of a data set, and the split of a data set that has no test part."""
+"""Select rows of a data set, and split a data set that has no test part."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["RowSubset", "train_and_validation"]
 
 
 class RowSubset(Dataset[tuple[Tensor, Tensor]]):
-    """Some rows of an :class:`LMDBDataset`, fetched as whole batches too.
+    """Some rows of an :class:`LMDBDataset`, which can be fetched as whole batches.
 
     Args:
         dataset: The data set.
         rows: Positions of the rows in it, from 0 and in increasing order.
 
     Raises:
-        ValueError: There are no rows, they are not in order, or the data set does not have them.
+        ValueError: There are no rows, they are not in increasing order, or they are outside the data set.
     """
 
     def __init__(self, dataset: LMDBDataset, rows: Sequence[int] | NDArray[np.int64]) -> None:
@@ -39,28 +39,28 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def n_features(self) -> int:
-        """Number of columns."""
+        """Return the number of columns."""
         return self.dataset.n_features
 
     @property
     def targets(self) -> Tensor:
-        """Labels of the rows as they are stored, shape (rows,)."""
+        """Return the labels of the rows as they are stored, shape (rows,)."""
         return self.dataset.targets[torch.from_numpy(self.rows)]
 
     @property
     def row_blocks(self) -> NDArray[np.int64]:
-        """First row of each stored block that has rows here, and the number of rows at the end."""
+        """Return the first row of each stored block with rows in this subset, and the number of rows at the end."""
         return np.unique(np.searchsorted(self.rows, self.dataset.row_blocks))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        """One row, as the data set gives it."""
+        """Return one row in the format of the data set."""
         return self.dataset[int(self.rows[index])]
 
     def batch(self, rows: Sequence[int] | NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Several rows as two tensors; see :meth:`LMDBDataset.batch`.
+        """Return several rows as two tensors; see :meth:`LMDBDataset.batch`.
 
         Args:
             rows: Their positions in this subset.
@@ -74,7 +74,7 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
         return self.dataset.batch(self.rows[np.asarray(rows, dtype=np.int64)])
 
     def fetch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """As :meth:`batch`, for loaders that make the positions; see :meth:`LMDBDataset.fetch`.
+        """Return rows as :meth:`batch` does, for loaders that create the positions; see :meth:`LMDBDataset.fetch`.
 
         Args:
             positions: Rows of this subset, each from 0 to ``len(self) - 1``.
@@ -88,9 +88,9 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
 def train_and_validation(
     name: str, root: str | os.PathLike[str], *, layout: str | None = None
 ) -> tuple[LMDBDataset | RowSubset, LMDBDataset | RowSubset]:
-    """The rows to train on and those to validate on.
+    """Return the rows for training and the rows for validation.
 
-    Validation rows are the data set's test part. Where none is published, or a data set of the user's own is stored
+    Validation rows are the data set's test part. If no test part is published, or a user's own data set is stored
     without one, they are a fifth of each class, the same in every run
     (:func:`~mlbench_core.dataset.util.pytorch.stratified_split`).
 
@@ -103,7 +103,7 @@ def train_and_validation(
         Two data sets without a common row.
 
     Raises:
-        DatasetNotFoundError: There is no training part, or not the test part that is published.
+        DatasetNotFoundError: There is no training part, or the published test part is missing.
         DatasetError: A file is damaged.
     """
     train = LMDBDataset(name, "train", root)
@@ -111,6 +111,7 @@ def train_and_validation(
     try:
         return train, LMDBDataset(name, "test", root, layout=layout)
     except DatasetNotFoundError:
+        # A test part that is published but not stored here must not be replaced by rows of the training part.
         if name in KNOWN and "test" in KNOWN[name].files:
             raise
     training, validation = stratified_split(train.targets.numpy())

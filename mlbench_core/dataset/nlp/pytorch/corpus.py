@@ -1,8 +1,8 @@
-"""Texts of words as numbers: a dictionary, a reader, and a cache that a second start maps into memory.
+"""Convert texts to numbers with a dictionary and a reader, and cache them for later starts.
 
-The cache of a corpus is a folder whose name is a digest of which files it was made from, so that it is never out of
-date: ``dictionary.json`` has the words and the number of tokens of each part, ``<part>.npy`` the ids as int32. The
-folder is made under another name and then renamed; processes that make the same one at once do not disturb each other.
+The cache of a corpus is a folder named after a digest of its source files, so that it is never out of date.
+``dictionary.json`` has the words and the number of tokens of each part, ``<part>.npy`` the ids as int32. The folder is
+created under another name and then renamed, so processes that create the same one at once do not disturb each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FORMAT = 2
 
 
 class Dictionary:
-    """Words and their ids, which count from 0 in the order in which words came first.
+    """Words and their ids, which count from 0 in the order of first occurrence.
 
     Attributes:
         word2idx: Id of each word.
@@ -53,7 +53,7 @@ class Dictionary:
         self.idx2word: list[str] = []
 
     def add_word(self, word: str) -> int:
-        """Add a word, unless it is there already.
+        """Add a word, unless it exists already.
 
         Args:
             word: The word.
@@ -67,7 +67,7 @@ class Dictionary:
         return index
 
     def __len__(self) -> int:
-        """Number of words."""
+        """Return the number of words."""
         return len(self.idx2word)
 
     def __contains__(self, word: object) -> bool:
@@ -88,7 +88,7 @@ class Corpus:
 
     Attributes:
         dictionary: The words of all parts.
-        parts: The ids of each part, int32, not to be written to; mapped from the cache where there is one.
+        parts: The ids of each part, int32, read-only; mapped from the cache if there is one.
     """
 
     dictionary: Dictionary
@@ -96,22 +96,21 @@ class Corpus:
 
 
 def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
-    """Read a text in parts, or map what an earlier call left in the cache.
+    """Read a text in parts, or map the result of an earlier call from the cache.
 
-    A text is split at white space, and each line, empty ones too, ends with one more word, ``<eos>``; only a line feed
-    ends a line. The dictionary
-    takes the parts in the order given, so the ids of the first do not depend on the others.
+    A text is split at white space, and each line, empty ones too, ends with one more word, ``<eos>``. Only a line feed
+    ends a line. The dictionary takes the parts in the order given, so the ids of the first do not depend on the others.
 
     Args:
         texts: The file of each part, UTF-8, plain or ``.gz``.
-        cache_dir: Folder for caches, made where it is not there; None, or a folder that cannot be written to, does
-            without.
+        cache_dir: Folder for caches, created if it does not exist. With None, or if the folder is not writable, no
+            cache is used.
 
     Returns:
         The corpus.
 
     Raises:
-        DatasetError: A file cannot be decompressed or is no UTF-8.
+        DatasetError: A file cannot be decompressed or is not valid UTF-8.
     """
     if cache_dir is None:
         return _read_corpus(texts)
@@ -136,7 +135,7 @@ def _read_corpus(texts: Mapping[str, Path]) -> Corpus:
 
 
 def _read_ids(path: Path, dictionary: Dictionary) -> Ids:
-    """The ids of a text; new words are added to the dictionary."""
+    """Return the ids of a text, and add new words to the dictionary."""
     return np.fromiter((dictionary.add_word(word) for word in _words(read_lines(path))), dtype=np.int32)
 
 
@@ -147,7 +146,7 @@ def _words(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _digest(texts: Mapping[str, Path]) -> str:
-    """What names a cache: the parts, and path, size and time of change of their files."""
+    """Return the name of a cache: a digest of the parts, and of path, size and time of change of their files."""
     content: list[Any] = [_FORMAT, EOS]
     for part, path in texts.items():
         status = path.stat()
@@ -156,7 +155,7 @@ def _digest(texts: Mapping[str, Path]) -> str:
 
 
 def _save_cache(folder: Path, corpus: Corpus) -> None:
-    """Write a cache; if another process was faster, its cache stays."""
+    """Write a cache; if another process was faster, keep its cache."""
     with files.creating_folder(folder) as new:
         for part, ids in corpus.parts.items():
             np.save(new / f"{part}.npy", ids, allow_pickle=False)
@@ -166,7 +165,7 @@ def _save_cache(folder: Path, corpus: Corpus) -> None:
 
 
 def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:
-    """Map a cache into memory; None where there is none, or a damaged one, which is thrown away."""
+    """Map a cache into memory; return None if there is none, or if it is damaged and was deleted."""
     if not folder.is_dir():  # nothing to throw away; another process may be about to put one there
         return None
     try:

@@ -1,4 +1,4 @@
-"""Lines of text files, whatever they are packed in."""
+"""Read lines of text files, compressed or not."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SEGMENT = re.compile(r"<seg\b[^>]*>(.*)</seg>")
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a text, without their ends; of an ``.sgm`` file, its segments.
+    """Yield the lines of a text without their ends; for an ``.sgm`` file, its segments.
 
-    Only a line feed ends a line: other characters that might, which are there in texts from the web, would shift all
-    that follows against the other language.
+    Only a line feed ends a line. Texts from the web contain other characters that might end one; they would shift all
+    following lines against the other language.
 
     Raises:
-        DatasetError: The file cannot be decompressed or is no UTF-8.
+        DatasetError: The file cannot be decompressed or is not valid UTF-8.
     """
     opened: Callable[[Path, str], Any] = gzip.open if path.suffix == ".gz" else open
     try:
@@ -44,5 +44,5 @@ def _segments(lines: Iterable[str]) -> Iterator[str]:
 
 
 def count_lines(path: Path) -> int:
-    """Number of lines, or of segments, of a text."""
+    """Return the number of lines, or of segments, of a text."""
     return sum(1 for _ in read_lines(path))

@@ -24,11 +24,12 @@ _TOKENIZERS = {"subwords": "moses", "spacy": "spacy"}
 class Multi30k(RecurrentPairs):
     """One part of Multi30k: 29,000 pairs to train, 1,014 to validate, 1,000 to test.
 
-    The raw text (``train.en``, ``val.en``, ``test_2016_flickr.en``, and the same with ``.de``, plain or ``.gz``) has to
-    be in ``root``. Vocabulary and store are made as those of WMT16 are, and kept in a folder of the user's.
+    The raw text (``train.en``, ``val.en``, ``test_2016_flickr.en``, and the same with ``.de``, plain or ``.gz``) must
+    be in ``root``. Vocabulary and store are created as for WMT16, and kept in the user's cache folder.
 
     Items and methods are those of :class:`~mlbench_core.dataset.nlp.pytorch.wmt16_dataset.WMT16Dataset`;
-    :meth:`for_transformer` has them as those of :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset`.
+    :meth:`for_transformer` returns the same pairs in the format of
+    :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset`.
 
     Args:
         root: Folder of the text.
@@ -38,18 +39,18 @@ class Multi30k(RecurrentPairs):
         test: The test part of 2016.
         math_precision: ``"fp16"`` or ``"bf16"`` fill the vocabulary up to a multiple of 8.
         tokens: ``"subwords"`` divides Moses' words; ``"spacy"`` takes whole words by spaCy's rules.
-        vocab_size: How many sub-words there are.
+        vocab_size: Number of sub-words.
         min_count: A word that is rarer is unknown, with ``"spacy"``.
-        sort: Whether the longest source comes first.
+        sort: If True, the longest source comes first.
         min_len: Pairs with a shorter side are left out.
         max_len: Pairs with a longer side are left out; None for none.
-        max_size: Only the so many first pairs; None for all.
+        max_size: Keep at most this number of pairs, from the start; None keeps all.
         cache_dir: Folder for vocabulary and store; by default below the user's MLBench folder.
 
     Raises:
-        ValueError: Not exactly one part is asked for, or an argument is outside what is listed above.
+        ValueError: Not exactly one part is requested, or an argument is outside the values listed above.
         DatasetNotFoundError: The text of the part, or the training text, is not there.
-        DatasetError: It is damaged, or its languages have different numbers of lines.
+        DatasetError: The text is damaged, or its languages have different numbers of lines.
 
     Example:
         >>> import tempfile
@@ -111,13 +112,13 @@ class Multi30k(RecurrentPairs):
         seq_len_multiple: int = 1,
         shuffle: bool = True,
     ) -> TransformerPairs:
-        """The same pairs for the Transformer: its dictionary, samples, and ``collater``.
+        """Return the same pairs for the Transformer, with its dictionary, samples and ``collater``.
 
         Args:
-            left_pad: Whether source and target are padded on the left.
+            left_pad: If True, source and target are padded on the left.
             max_positions: The most tokens of source and target, with the end.
             seq_len_multiple: Lengths of batches are multiples of it.
-            shuffle: Whether ``get_batches`` shuffles pairs of one length.
+            shuffle: If True, ``get_batches`` shuffles pairs of one length.
 
         Returns:
             The data set; its symbols have other numbers than this one's ids.

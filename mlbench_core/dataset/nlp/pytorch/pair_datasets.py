@@ -1,4 +1,4 @@
-"""Translation data sets in the shapes that the two families of models take."""
+"""Translation data sets in the formats of the two families of models."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class RecurrentPairs(Dataset[tuple[Tensor, Tensor]]):
     """Pairs for GNMT: each side begins with its beginning's id and ends with its end's.
 
     Attributes:
-        tokenizer: What made the ids.
+        tokenizer: The tokenizer that creates the ids.
         indices: Numbers of the pairs in the store, in this data set's order.
         lengths: Ids of each pair's source and target, without beginning and end; int64 of shape (pairs, 2).
 
     Args:
         part: The text.
         tokenizer: Its tokenizer, of the same vocabulary.
-        sort: Whether the longest source comes first.
+        sort: If True, the longest source comes first.
         min_len: Pairs with a shorter side are left out.
         max_len: Pairs with a longer side are left out; None for none.
-        max_size: Only the so many first pairs of what is left; None for all.
+        max_size: Keep at most this number of the remaining pairs, from the start; None keeps all.
 
     Raises:
         ValueError: A limit is negative, or the longest is less than the shortest.
@@ -71,6 +71,7 @@ class RecurrentPairs(Dataset[tuple[Tensor, Tensor]]):
         kept = lengths.min(axis=1) >= min_len
         if max_len is not None:
             kept &= lengths.max(axis=1) <= max_len
+        # A score is comparable only on the whole text, so leaving out pairs of a reference part is reported.
         if part.has_references and not kept.all():
             _log.warning("%d of %d pairs are left out, with sides of fewer than %d or more than %s sub-words: a score "
                          "is not that of the whole text", (~kept).sum(), len(kept), min_len, max_len)  # fmt: skip
@@ -81,16 +82,16 @@ class RecurrentPairs(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids."""
+        """Return the number of ids."""
         return self.tokenizer.vocab_size
 
     @property
     def sizes(self) -> Lengths:
-        """Ids of each pair's longer side with beginning and end, int64 of shape (pairs,): for batches by length."""
+        """Return the ids in each pair's longer side with beginning and end, int64 of shape (pairs,)."""
         return self.lengths.max(axis=1, initial=0) + 2
 
     def references(self) -> list[str]:
-        """The targets as the text has them, in this data set's order; not for training parts.
+        """Return the targets as they are in the text, in this data set's order; not for training parts.
 
         Raises:
             ValueError: It is a training part, from which pairs were left out.
@@ -101,7 +102,7 @@ class RecurrentPairs(Dataset[tuple[Tensor, Tensor]]):
         return len(self.indices)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Source and target, int64 of shape (tokens + 2,)."""
+        """Return source and target, int64 of shape (tokens + 2,)."""
         source, target = _pair(self.part, self.indices, index)
         return torch.from_numpy(self.tokenizer.to_ids(source)), torch.from_numpy(self.tokenizer.to_ids(target))
 
@@ -113,7 +114,7 @@ class TransformerPairs(Dataset[dict[str, Any]]):
     """Pairs for the Transformer: each side ends with the end symbol, and both share one dictionary.
 
     Attributes:
-        dictionary: Padding is 0, the end 1, what is in no symbol 2.
+        dictionary: Padding is 0, the end 1, text in no symbol 2.
         src_dict: The same.
         trg_dict: The same.
         indices: Numbers of the pairs in the store, in this data set's order.
@@ -121,17 +122,17 @@ class TransformerPairs(Dataset[dict[str, Any]]):
 
     Args:
         part: The text.
-        left_pad: Whether source and target are padded on the left.
-        max_positions: The most tokens of source and target, with the end. Longer pairs of a training part are left out;
-            of other parts, which have to stay whole, sentences are cut.
+        left_pad: If True, source and target are padded on the left.
+        max_positions: Maximum tokens of source and target, with the end. Longer pairs of a training part are left out.
+            Sentences of other parts are cut, because these parts must stay complete.
         seq_len_multiple: Lengths of batches are multiples of it.
-        shuffle: Whether :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.get_batches` shuffles pairs of one
+        shuffle: If True, :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.get_batches` shuffles pairs of one
             length.
         indices: Numbers of the pairs in the store to take; None for all.
 
     Raises:
         ValueError: A limit is not positive.
-        DatasetError: The vocabulary has a special symbol of the dictionary's.
+        DatasetError: The vocabulary contains a special symbol of the dictionary.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class TransformerPairs(Dataset[dict[str, Any]]):
         self.left_pad, self.max_positions = left_pad, max_positions
         self.seq_len_multiple, self.shuffle = seq_len_multiple, shuffle
         self.dictionary = Dictionary(symbols=[_UNKNOWN_SYMBOL, *part.subwords.symbols])
-        if len(self.dictionary) != _FIRST_SYMBOL + len(part.subwords):  # all numbers behind would be shifted
+        if len(self.dictionary) != _FIRST_SYMBOL + len(part.subwords):  # all later numbers would be shifted
             special = ", ".join(self.dictionary.symbols[:_FIRST_SYMBOL])
             raise DatasetError(f"the vocabulary in {part.vocabulary_folder} has one of {special}; delete that line")
         self.src_dict = self.trg_dict = self.dictionary
@@ -168,12 +169,12 @@ class TransformerPairs(Dataset[dict[str, Any]]):
 
     @property
     def sizes(self) -> Lengths:
-        """Tokens that a pair takes in a batch: its longer side, rounded up; int64 of shape (pairs,)."""
+        """Return the tokens that a pair takes in a batch: its longer side, rounded up; int64 of shape (pairs,)."""
         longest = self.lengths.max(axis=1, initial=0)
         return -(-longest // self.seq_len_multiple) * self.seq_len_multiple
 
     def references(self) -> list[str]:
-        """The targets as the text has them, in this data set's order; not for training parts.
+        """Return the targets as they are in the text, in this data set's order; not for training parts.
 
         Raises:
             ValueError: It is a training part, from which pairs were left out.
@@ -181,13 +182,13 @@ class TransformerPairs(Dataset[dict[str, Any]]):
         return self.part.read_targets(self.indices)
 
     def detokenize(self, text: str) -> str:
-        """The text of words, as a generator with ``remove_bpe="@@ "`` gives them.
+        """Join words to text; a generator with ``remove_bpe="@@ "`` returns such words.
 
         Args:
             text: Words with spaces between them.
 
         Returns:
-            Text with punctuation where it belongs.
+            Text with normal punctuation.
         """
         return join_words(text.split())
 
@@ -195,26 +196,26 @@ class TransformerPairs(Dataset[dict[str, Any]]):
         return len(self.indices)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``id``, the index, ``source`` and ``target``, int64 of shape (tokens,)."""
+        """Return ``id``, the index, and ``source`` and ``target``, int64 of shape (tokens,)."""
         sides = zip(_pair(self.part, self.indices, index), self.max_positions, strict=True)
         source, target = (self._symbols(numbers[: limit - 1]) for numbers, limit in sides)
         return {"id": index, "source": source, "target": target}
 
     def _symbols(self, numbers: npt.NDArray[Any]) -> Tensor:
-        """Symbols of a sentence: the store's numbers have unknown at 0 and symbols from 1."""
+        """Convert the store's numbers of a sentence, unknown 0 and symbols from 1, to the dictionary's."""
         symbols = np.full(len(numbers) + 1, self.dictionary.eos(), dtype=np.int64)
         symbols[:-1] = numbers
         symbols[:-1] += _FIRST_SYMBOL - 1
         return torch.from_numpy(symbols)
 
     def collater(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Make a batch of samples: the ``collate_fn`` of a ``DataLoader``.
+        """Make a batch of samples; use this as the ``collate_fn`` of a ``DataLoader``.
 
         Args:
             samples: Items of the data set.
 
         Returns:
-            What :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.collate_batch` makes of them.
+            The batch that :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.collate_batch` makes.
         """
         return collate_batch(
             samples, self.dictionary.pad(), self.dictionary.eos(), *self.left_pad, self.seq_len_multiple
@@ -225,7 +226,7 @@ class TransformerPairs(Dataset[dict[str, Any]]):
 
 
 def _lengths(part: Part) -> Lengths:
-    """Numbers of source and target of each pair, of shape (pairs, 2)."""
+    """Return the number of symbols in source and target of each pair, of shape (pairs, 2)."""
     return np.stack((part.store.source.lengths, part.store.target.lengths), axis=1)
 
 

@@ -1,4 +1,4 @@
-"""One part of a translation data set: found or downloaded, cut into sub-words, stored."""
+"""Find or download one part of a translation data set, split it into sub-words, and store it."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Archive:
     """Text in an archive on a server.
 
     Attributes:
-        url: Where it is; a tar archive.
-        member: Path in it of the text, with ``{lang}`` for ``en`` or ``de`` and ``{side}`` for ``src`` or ``ref``.
-        lines: Number of lines in each language. No checksums of these archives are published, so this is what is
-            checked.
+        url: Address of a tar archive.
+        member: Path of the text in the archive, with ``{lang}`` for ``en`` or ``de`` and ``{side}`` for ``src`` or
+            ``ref``.
+        lines: Number of lines in each language. It is checked because no checksums of these archives are published.
     """
 
     url: str
@@ -59,7 +59,7 @@ class Archive:
     lines: int
 
     def paths(self, folder: Path, languages: Sequence[str]) -> list[Path]:
-        """Where the text of each language lies once it is unpacked; English is the source of the original."""
+        """Return the path of the text in each language after unpacking; English is the source of the original."""
         sides = {"en": "src", "de": "ref"}
         return [folder / self.member.format(lang=lang, side=sides.get(lang, "")) for lang in languages]
 
@@ -72,9 +72,9 @@ class Part:
         files: Its text.
         store: Its pairs as numbers of symbols.
         subwords: The vocabulary.
-        vocabulary_folder: Where the files of the vocabulary are.
-        recipe: How words and symbols are made.
-        is_cleaned: Whether pairs of the text are missing in the store.
+        vocabulary_folder: Folder of the vocabulary's files.
+        recipe: The settings for words and symbols.
+        is_cleaned: If True, pairs of the text are missing in the store.
     """
 
     files: PairFiles
@@ -86,11 +86,11 @@ class Part:
 
     @property
     def has_references(self) -> bool:
-        """Whether the text's lines are the pairs, and raw."""
+        """Return whether the text is raw and its lines correspond to the pairs."""
         return self.recipe.tokenizer is not None and not self.is_cleaned
 
     def read_targets(self, indices: Iterable[int]) -> list[str]:
-        """The translations as the text has them: the references for BLEU.
+        """Return the translations as they are in the text: the references for BLEU.
 
         Args:
             indices: Which pairs of the store.
@@ -111,10 +111,10 @@ class Part:
 
 
 def choose_part(**parts: bool) -> str:
-    """The one part that is asked for.
+    """Return the one part that is requested.
 
     Raises:
-        ValueError: None is, or several are.
+        ValueError: No part is requested, or several are.
 
     Example:
         >>> choose_part(train=False, validation=True)
@@ -127,10 +127,10 @@ def choose_part(**parts: bool) -> str:
 
 
 def language_pair(lang: Sequence[str]) -> tuple[str, str]:
-    """Source and target language.
+    """Return source and target language.
 
     Raises:
-        ValueError: There are not two, or they are one text.
+        ValueError: There are not two languages, or ``lang`` is a string.
 
     Example:
         >>> language_pair(["en", "de"])
@@ -142,7 +142,7 @@ def language_pair(lang: Sequence[str]) -> tuple[str, str]:
 
 
 def find_files(folder: Path, names: Iterable[str], languages: Sequence[str]) -> PairFiles | None:
-    """The text of a part, ``NAME.LANG`` or ``NAME.LANG.gz``, under the first of its names that both languages have."""
+    """Return the text of a part, ``NAME.LANG[.gz]``, under the first of its names that exists in both languages."""
     for name in names:
         found = [
             next((path for path in (folder / f"{name}.{lang}", folder / f"{name}.{lang}.gz") if path.is_file()), None)
@@ -156,13 +156,13 @@ def find_files(folder: Path, names: Iterable[str], languages: Sequence[str]) -> 
 
 
 def download_files(folder: Path, archives: Sequence[Archive], languages: Sequence[str], download: bool) -> PairFiles:
-    """The text of a part from its archives, which are downloaded and unpacked where they are not.
+    """Return the text of a part from its archives; download and unpack them if they are missing.
 
     Args:
-        folder: Where to.
-        archives: Whose text, one after another, is the part.
-        languages: Of source and target, ``en`` and ``de`` in any order.
-        download: Whether to download what is missing.
+        folder: Destination folder.
+        archives: Archives whose texts, concatenated, are the part.
+        languages: Languages of source and target, ``en`` and ``de`` in any order.
+        download: If True, download missing archives.
 
     Returns:
         The files.
@@ -198,16 +198,16 @@ def load_part(
     cleaning: Cleaning | None,
     in_memory: bool,
 ) -> Part:
-    """Vocabulary and store of a part; both are made where they are not there yet.
+    """Load vocabulary and store of a part; create both if they do not exist yet.
 
     Args:
         files: The text of the part.
-        training_files: Finds the text that a vocabulary is learned from; called only where one is needed.
-        recipe: How.
+        training_files: Returns the text to learn a vocabulary from; called only if one is needed.
+        recipe: The settings for words and symbols.
         root: Folder of the data; a vocabulary ``vocab.bpe.NAME`` in it is used instead of a learned one.
-        cache_dir: Where vocabulary and stores are kept; None for a folder of the user's.
-        cleaning: Which pairs of the part to leave out.
-        in_memory: Whether to read the store into memory.
+        cache_dir: Folder for vocabulary and stores; None for the user's cache folder.
+        cleaning: Rules for pairs to leave out.
+        in_memory: If True, read the store into memory.
 
     Returns:
         The part.
@@ -229,7 +229,7 @@ def load_part(
 
 
 def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
-    """Download and unpack an archive below ``downloads``; its text gets its place when it is found complete."""
+    """Download and unpack an archive below ``downloads``; move its text into place if it is complete."""
     file_name = archive.url.rsplit("/", 1)[1]
     unpacked = folder / "downloads" / file_name.partition(".")[0]
     paths = archive.paths(folder, languages)
@@ -254,7 +254,7 @@ def _check_lines(path: Path, archive: Archive) -> None:
 
 
 def _check_newstest2014(path: Path) -> None:
-    """Refuse the copy from which sentences were taken out, whose BLEU cannot be compared."""
+    """Refuse the filtered copy of the test set, because its BLEU scores are not comparable."""
     lines = count_lines(path)
     if lines == _NEWSTEST2014_FILTERED_LINES:
         raise DatasetError(

@@ -1,14 +1,14 @@
-"""Pairs of sentences as numbers, in files that are mapped into memory.
+"""Store pairs of sentences as numbers, in files that are mapped into memory.
 
 A store is a folder:
 
 * ``header.json``: version of the format, number of pairs, both languages, type and number of the numbers, checksum and
-  size of the vocabulary, and what else its maker wants to keep;
+  size of the vocabulary, and further entries of its creator;
 * ``source.npy`` and ``target.npy``: the numbers of all sentences one after another;
-* ``source.offsets.npy`` and ``target.offsets.npy``: int64, where each sentence begins, and where the last one ends.
+* ``source.offsets.npy`` and ``target.offsets.npy``: int64, the start of each sentence, and the end of the last one.
 
-Numbers are uint16 where the vocabulary has at most 65,536, else int32. A store is made under another name and renamed
-when it is complete; nothing in it is a pickle.
+Numbers are uint16 if the vocabulary has at most 65,536 symbols, otherwise int32. A store is created under another name
+and renamed when it is complete. Nothing in it is a pickle.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _SIDES = ("source", "target")
 
 @dataclass(frozen=True)
 class PairHeader:
-    """What a store says of itself.
+    """The description of a store.
 
     Attributes:
-        languages: Of source and target.
-        vocabulary_size: How many different numbers there may be.
+        languages: Languages of source and target.
+        vocabulary_size: Number of different numbers that may occur.
         vocabulary_checksum: SHA-256 of the vocabulary, in hexadecimal digits.
         pairs: Number of pairs.
         tokens: Number of numbers of source and target.
-        extra: What else the maker keeps; JSON.
+        extra: Further entries that JSON can represent.
         version: Version of the format.
     """
 
@@ -60,7 +60,7 @@ class PairHeader:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the numbers in the files, little-endian on every machine."""
+        """Return the type of the numbers in the files, little-endian on every machine."""
         return np.dtype("<u2" if self.vocabulary_size <= 1 << 16 else "<i4")
 
 
@@ -69,7 +69,7 @@ class Sentences:
 
     Args:
         numbers: Numbers of all sentences, of shape (tokens,).
-        offsets: Where each sentence begins and the last one ends, int64 of shape (sentences + 1,).
+        offsets: Start of each sentence and end of the last one, int64 of shape (sentences + 1,).
 
     Example:
         >>> sentences = Sentences(np.array([7, 8, 9]), np.array([0, 2, 2, 3]))
@@ -85,17 +85,17 @@ class Sentences:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Numbers:
-        """The numbers of a sentence, of shape (tokens,); a view that is not to be written to."""
+        """Return the numbers of a sentence, of shape (tokens,), as a view that must not be written to."""
         if not 0 <= index < len(self):
             raise IndexError(f"sentence {index} is not there: there are {len(self)}, counted from 0")
         return self.numbers[self.offsets[index] : self.offsets[index + 1]]
 
     def padded(self, indices: npt.ArrayLike, pad: int = 0) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """A batch of sentences, without a Python loop over them.
+        """Make a batch of sentences without a Python loop.
 
         Args:
             indices: Which sentences, shape (batch,).
-            pad: What stands behind the end of the shorter ones.
+            pad: The number that fills the shorter ones.
 
         Returns:
             Their numbers, int64 of shape (batch, longest), and their lengths, int64 of shape (batch,).
@@ -111,13 +111,14 @@ class Sentences:
         starts = self.offsets[chosen]
         lengths = self.offsets[chosen + 1] - starts
         columns = np.arange(lengths.max(initial=0))
+        # Short sentences read on into the next one here; the next line overwrites these numbers.
         batch = self.numbers.take(starts[:, None] + columns, mode="clip").astype(np.int64)
         batch[columns >= lengths[:, None]] = pad
         return batch, lengths
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Numbers of each sentence, int64 of shape (sentences,)."""
+        """Return the number of symbols of each sentence, int64 of shape (sentences,)."""
         return np.diff(self.offsets)
 
 
@@ -125,18 +126,18 @@ class PairStore:
     """A store that is mapped into memory.
 
     Attributes:
-        header: What the store says of itself.
+        header: Description of the store.
         source: Sentences in the first language.
         target: Their translations.
 
     Args:
         folder: The store.
-        in_memory: Whether to read all of it instead of mapping the files.
-        vocabulary_checksum: Checksum that the vocabulary must have; None for any.
+        in_memory: If True, read all of it instead of mapping the files.
+        vocabulary_checksum: Checksum the vocabulary must have; None for any.
 
     Raises:
         DatasetNotFoundError: There is no store.
-        DatasetError: It is damaged, of another version, or of another vocabulary.
+        DatasetError: The store is damaged, of another version, or of another vocabulary.
 
     Example:
         >>> import tempfile
@@ -182,7 +183,7 @@ class PairStore:
         return Sentences(numbers, offsets)
 
     def __len__(self) -> int:
-        """Number of pairs."""
+        """Return the number of pairs."""
         return self.header.pairs
 
     def __repr__(self) -> str:
@@ -194,11 +195,11 @@ class PairStore:
 def write_pairs(
     folder: Path, header: PairHeader, blocks: Iterable[tuple[Sequence[Numbers], Sequence[Numbers]]]
 ) -> PairStore:
-    """Write a store, whole or not at all; one that is there already is replaced.
+    """Write a store, completely or not at all, and replace an existing one.
 
     Args:
         folder: The store to make.
-        header: What to say of it; the counts are filled in.
+        header: Description of the store; the counts are filled in.
         blocks: Blocks of sources and their targets, each a list of whole numbers of shape (tokens,). One block at a
             time is in memory.
 
@@ -223,7 +224,7 @@ def write_pairs(
 
 
 class _NumberFile:
-    """A one-dimensional .npy file that grows, and the offsets of the sentences in it, written at the end."""
+    """A one-dimensional .npy file that grows, with the offsets of its sentences, which are written at the end."""
 
     def __init__(self, path: Path, header: PairHeader) -> None:
         self.path = path
@@ -247,7 +248,7 @@ class _NumberFile:
         self.offsets += ends.tolist()
 
     def _write_header(self) -> None:
-        """Numpy leaves room in the header for the length to grow."""
+        """Write the header; numpy pads it, so that a longer length fits later."""
         content = {"descr": self.header.dtype.str, "fortran_order": False, "shape": (self.offsets[-1],)}
         self.file.seek(0)
         np.lib.format.write_array_header_1_0(self.file, content)
@@ -263,7 +264,7 @@ class _NumberFile:
 
 
 def _read_header(folder: Path) -> PairHeader:
-    """The header of a store."""
+    """Read the header of a store."""
     try:
         content = json.loads((folder / "header.json").read_text(encoding="utf-8"))
         if content["version"] != FORMAT_VERSION:

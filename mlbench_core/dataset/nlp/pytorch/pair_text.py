@@ -1,4 +1,4 @@
-"""Sentence pairs: from files of text to a vocabulary and a store."""
+"""Turn files of sentence pairs into a vocabulary and a store."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Cleaning", "PairFiles", "Recipe", "prepare_store", "prepare_subwords
 _log = logging.getLogger(__name__)
 
 _BLOCK = 4096
-_VERSION = 1  # of what is made of a text: a change of words or cleaning counts it up
+_VERSION = 1  # of prepared texts: increase it if splitting or cleaning changes
 
 
 @dataclass(frozen=True)
 class PairFiles:
-    """The text of one part of a data set: line i of the sources is translated by line i of the targets.
+    """The text of one part of a data set: line i of the targets translates line i of the sources.
 
     Attributes:
         sources: Files in the first language, read one after another: plain, ``.gz``, or ``.sgm`` as in the archives of
@@ -42,12 +42,12 @@ class PairFiles:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """Which pairs of a training text to leave out.
+    """The rules for pairs of a training text to leave out.
 
     Attributes:
-        min_words: Both sides need so many words.
-        max_words: Neither may have more.
-        max_ratio: Neither may have more than so many times the words of the other.
+        min_words: Minimum number of words of each side.
+        max_words: Maximum number of words of each side.
+        max_ratio: Maximum ratio of the numbers of words of the two sides.
     """
 
     min_words: int = 1
@@ -55,24 +55,24 @@ class Cleaning:
     max_ratio: float = 9.0
 
     def keeps(self, source: Sequence[str], target: Sequence[str]) -> bool:
-        """Whether a pair stays."""
+        """Return whether a pair is kept."""
         few, many = sorted((len(source), len(target)))
         return self.min_words <= few and many <= self.max_words and many <= self.max_ratio * few
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a vocabulary is learned and words are made.
+    """The settings for learning a vocabulary and splitting text into words.
 
     Attributes:
-        languages: Of source and target.
+        languages: Languages of source and target.
         tokenizer: ``"moses"`` for words that are divided into parts, ``"spacy"`` for whole words, None for text that is
-            in words and divided already.
+            split into words and divided already.
         merges: Number of merges, or
-        size: of symbols.
-        min_count: Of whole words.
+        size: number of symbols.
+        min_count: Minimum count of a whole word.
         min_character_count: A rarer character gets no symbol.
-        separator: What follows a part that does not end its word.
+        separator: Mark of a part that does not end its word.
     """
 
     languages: tuple[str, str]
@@ -85,12 +85,12 @@ class Recipe:
 
 
 def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple[Subwords, Path]:
-    """Learn a vocabulary from both languages of a training text, or load what was learned before.
+    """Learn a vocabulary from both languages of a training text, or load an earlier result.
 
     Args:
         files: The text.
-        recipe: How.
-        cache_dir: Where the vocabulary and the text in words are kept. Of several processes one makes them, the others
+        recipe: The settings.
+        cache_dir: Folder for the vocabulary and the text in words. One of several processes creates them, the others
             wait.
 
     Returns:
@@ -130,15 +130,15 @@ def prepare_store(
     cleaning: Cleaning | None = None,
     in_memory: bool = False,
 ) -> PairStore:
-    """Make the store of a text, or open the one that was made before.
+    """Create the store of a text, or open the existing one.
 
     Args:
         files: The text.
-        recipe: How words are made.
+        recipe: The settings for words.
         subwords: The vocabulary.
-        cache_dir: Where the store is kept. Of several processes one makes it, the others wait.
-        cleaning: Which pairs to leave out; None for none.
-        in_memory: Whether to read the store instead of mapping it.
+        cache_dir: Folder for the store. One of several processes creates it, the others wait.
+        cleaning: Rules for pairs to leave out; None keeps all.
+        in_memory: If True, read the store instead of mapping it.
 
     Returns:
         The store. Its numbers are those of :meth:`Subwords.encode`.
@@ -164,7 +164,7 @@ def prepare_store(
 def _blocks(
     files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path
 ) -> Iterator[tuple[list[str], list[str]]]:
-    """Blocks of pairs, each side's words with spaces between them."""
+    """Yield blocks of pairs, each side's words separated by spaces."""
     if recipe.tokenizer is None:
         pairs = _read_pairs(files)
         if cleaning:
@@ -177,7 +177,7 @@ def _blocks(
 
 
 def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path) -> Path:
-    """The folder of a text in words, which both the vocabulary and the store are made of."""
+    """Return the folder of a text in words, from which both the vocabulary and the store are created."""
     how = [recipe.languages, recipe.tokenizer, asdict(cleaning) if cleaning else None]
     folder = cache_dir / f"words-{_digest(files, how)}"
     with lock(cache_dir / f".{folder.name}.lock"):
@@ -207,7 +207,7 @@ def _write_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, fo
 
 
 def _read_pairs(files: PairFiles) -> Iterator[tuple[str, str]]:
-    """Pairs of lines; both languages must have as many."""
+    """Yield pairs of lines; both languages must have the same number of lines."""
     for source, target in zip(files.sources, files.targets, strict=True):
         for lines in itertools.zip_longest(read_lines(source), read_lines(target)):
             if lines[0] is None or lines[1] is None:
@@ -219,7 +219,7 @@ def _read_pairs(files: PairFiles) -> Iterator[tuple[str, str]]:
 
 
 def _digest(files: PairFiles, how: Any) -> str:
-    """What names something that is made of files: how, and path, size and time of change of each."""
+    """Return the name of a derived file: a digest of the settings, and of path, size and mtime of each input."""
     content: list[Any] = [_VERSION, how]
     for path in (*files.sources, *files.targets):
         status = path.stat()

@@ -1,9 +1,9 @@
 """Sub-words: byte pair encoding of words, learned from a text or read from files in the format of subword-nmt.
 
-Words are divided into parts; each part but the last ends with a separator, ``@@``. A model is two files:
-``bpe.NAME`` has the merges, one pair of parts a line, after a line ``#version: 0.2``; ``</w>`` ends a part that ends
-its word. ``vocab.bpe.NAME`` has the symbols, one a line. The numbers of symbols are the lines' numbers and nothing
-else, so they are the same in every process and on every platform.
+Words are divided into parts; each part but the last ends with a separator, ``@@``. A model consists of two files.
+``bpe.NAME`` has the merges, one pair of parts per line, after a line ``#version: 0.2``; ``</w>`` marks a part at the
+end of a word. ``vocab.bpe.NAME`` has the symbols, one per line. The number of a symbol depends only on its line, so it
+is the same in every process and on every platform.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 __all__ = ["UNKNOWN", "Subwords", "join_parts", "learn_subwords", "learn_words"]
 
 UNKNOWN = 0
-"""The number of what is in no symbol; symbol i of the vocabulary has number i + 1."""
+"""The number of text that is in no symbol; symbol i of the vocabulary has number i + 1."""
 
 _END = "</w>"
 _VERSION = "#version: 0.2"
@@ -34,21 +34,21 @@ Pair = tuple[str, str]
 
 
 class Subwords:
-    """A vocabulary of symbols, and how words are divided into them.
+    """A vocabulary of symbols, with the rules that divide words into them.
 
     Attributes:
         symbols: The symbols. Parts that do not end a word end with the separator.
-        merges: Pairs of parts in the order in which they are merged; None where words are not divided, because each
-            symbol is a whole word or the text is divided already.
+        merges: Pairs of parts in the order in which they are merged. None if words are not divided, because each symbol
+            is a whole word or the text is divided already.
         separator: As given.
 
     Args:
         symbols: The symbols, none twice.
         merges: The merges; parts at the end of a word end with ``</w>``.
-        separator: What follows a part that does not end its word.
+        separator: Mark of a part that does not end its word.
 
     Raises:
-        ValueError: A symbol is there twice, or the separator is empty or has white space in it.
+        ValueError: A symbol occurs twice, or the separator is empty or contains white space.
 
     Example:
         >>> subwords = Subwords(["l@@", "o@@", "w", "lo@@", "low"], [("l", "o"), ("lo", "w</w>")])
@@ -70,13 +70,13 @@ class Subwords:
         self._table: npt.NDArray[np.int32] | None = None
 
     def encode(self, lines: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """The symbols of lines of text.
+        """Return the numbers of the symbols in lines of text.
 
         Args:
             lines: Words with white space between them.
 
         Returns:
-            For each line the numbers of its symbols, int32; :data:`UNKNOWN` for what is in none.
+            For each line the numbers of its symbols, int32; :data:`UNKNOWN` for text that is in none.
 
         Raises:
             MissingDependencyError: tokenizers is not installed, and there are merges.
@@ -90,7 +90,7 @@ class Subwords:
         return [self._table[encoding.ids] for encoding in self._divider.encode_batch_fast(lines)]
 
     def _build_divider(self, merges: list[Pair]) -> tuple[Any, npt.NDArray[np.int32]]:
-        """The fast encoder, which has numbers of its own for parts, and the numbers of ours for those."""
+        """Build the fast encoder, and a table from its own numbers of parts to the numbers of this vocabulary."""
         tokenizers: Any = require("tokenizers", "text")
         parts = dict.fromkeys(_part(symbol, self.separator) for symbol in self.symbols)
         for left, right in merges:
@@ -107,15 +107,15 @@ class Subwords:
 
     @property
     def checksum(self) -> str:
-        """SHA-256 of symbols, merges and separator, in hexadecimal digits: what a store is made with and read with."""
+        """Return the SHA-256 of symbols, merges and separator in hexadecimal digits; a store records it."""
         content = json.dumps([self.separator, self.symbols, self.merges], ensure_ascii=True)
         return files.digest(content.encode("ascii"))
 
     def save(self, folder: Path, name: str) -> None:
-        """Write ``bpe.NAME`` and ``vocab.bpe.NAME``, each whole or not at all, the vocabulary last.
+        """Write ``bpe.NAME`` and ``vocab.bpe.NAME``, each completely or not at all, the vocabulary last.
 
         Args:
-            folder: Where to; it is made where it is not there.
+            folder: Destination folder; it is created if it does not exist.
             name: For example ``"32000"``.
         """
         if self.merges is not None:
@@ -125,16 +125,16 @@ class Subwords:
 
     @classmethod
     def load(cls, folder: Path, separator: str = "@@", skip: Iterable[str] = ()) -> Subwords:
-        """Read the model of a folder; without a file of merges words are not divided.
+        """Read the model in a folder; words are not divided if there is no file of merges.
 
         Args:
             folder: Folder with one ``vocab.bpe.NAME``.
-            separator: What follows a part that does not end its word.
+            separator: Mark of a part that does not end its word.
             skip: Symbols to leave out, such as special ones that other programs list.
 
         Raises:
             DatasetNotFoundError: There is no vocabulary.
-            DatasetError: There are several, or a file is damaged.
+            DatasetError: There are several vocabularies, or a file is damaged.
         """
         found = sorted(path for path in folder.glob("vocab.bpe.*") if path.is_file())
         if not found:
@@ -151,7 +151,7 @@ class Subwords:
             raise DatasetError(f"{found[0]} is no vocabulary: {error}") from error
 
     def __len__(self) -> int:
-        """Number of symbols."""
+        """Return the number of symbols."""
         return len(self.symbols)
 
     def __repr__(self) -> str:
@@ -160,7 +160,7 @@ class Subwords:
 
 
 def join_parts(symbols: Iterable[str], separator: str = "@@") -> list[str]:
-    """The words whose parts are given.
+    """Join parts to whole words.
 
     Args:
         symbols: Parts; those that do not end their word end with the separator.
@@ -192,21 +192,21 @@ def learn_subwords(
     min_count: int = 2,
     min_character_count: int = 1,
 ) -> Subwords:
-    """Learn which parts to divide words into: the most frequent pair becomes one part, again and again.
+    """Learn which parts to divide words into: merge the most frequent pair repeatedly.
 
-    The symbols are the characters, inside and at the end of words, by code point, and then what each merge makes, in
+    The symbols are the characters, inside and at the end of words, by code point. The results of the merges follow, in
     the order of the merges.
 
     Args:
         lines: Words with white space between them.
-        merges: How many merges there are, or
-        size: how many symbols; one of the two is given.
-        separator: What follows a part that does not end its word.
-        min_count: A pair must be there so often to be merged.
+        merges: Number of merges, or
+        size: number of symbols; exactly one of the two must be given.
+        separator: Mark of a part that does not end its word.
+        min_count: A pair must occur at least this often to be merged.
         min_character_count: A character that is rarer gets no symbol.
 
     Returns:
-        The model. It follows from the text alone; the order of lines plays no part.
+        The model. It depends only on the text, not on the order of lines.
 
     Raises:
         ValueError: Both or none of ``merges`` and ``size`` are given, or ``size`` is smaller than the alphabet.
@@ -234,12 +234,12 @@ def learn_subwords(
 
 
 def learn_words(lines: Iterable[str], *, min_count: int = 2, separator: str = "@@") -> Subwords:
-    """A vocabulary of whole words, the most frequent first, among equals by code point.
+    """Return a vocabulary of whole words, the most frequent first, and equally frequent ones by code point.
 
     Args:
         lines: Words with white space between them.
         min_count: A word that is rarer gets no symbol.
-        separator: Of no effect, but words that end with it are left out.
+        separator: Words that end with it are left out.
 
     Returns:
         The vocabulary.
@@ -255,7 +255,7 @@ def learn_words(lines: Iterable[str], *, min_count: int = 2, separator: str = "@
 
 
 def _count_words(lines: Iterable[str], separator: str, min_character_count: int) -> dict[str, int]:
-    """Words and their counts, by code point, without those that have a rare character or the separator."""
+    """Return words and their counts, by code point, without words that contain a rare character or the separator."""
     counts: Counter[str] = Counter()
     for line in lines:
         counts.update(line.split())
@@ -268,10 +268,10 @@ def _count_words(lines: Iterable[str], separator: str, min_character_count: int)
 
 
 def _learn_merges(words: dict[str, int], final: list[str], merges: int, min_count: int) -> list[Pair]:
-    """The merges, the same in every process.
+    """Learn the merges, the same in every process.
 
-    The trainer settles ties between equally frequent pairs by the numbers of their parts. It numbers characters by
-    code point, but those at ends of words as it meets them in a hash table, unless they are announced as special.
+    The trainer resolves ties between equally frequent pairs by the numbers of their parts. It numbers characters by
+    code point, but those at ends of words in the order of a hash table, unless they are announced as special.
     """
     tokenizers: Any = require("tokenizers", "text")
     finals = [c + _END for c in final]
@@ -290,24 +290,24 @@ def _learn_merges(words: dict[str, int], final: list[str], merges: int, min_coun
 
 
 def _repeated(words: dict[str, int]) -> Iterator[str]:
-    """Each word as often as it was counted."""
+    """Yield each word as often as it was counted."""
     for word, count in words.items():
         for start in range(0, count, _REPEATS):
             yield " ".join([word] * min(_REPEATS, count - start))
 
 
 def _symbol(part: str, separator: str) -> str:
-    """How a part is written in the vocabulary."""
+    """Return the form of a part in the vocabulary."""
     return part.removesuffix(_END) if part.endswith(_END) else part + separator
 
 
 def _part(symbol: str, separator: str) -> str:
-    """The part that a symbol stands for."""
+    """Return the part of a word that a symbol represents."""
     return symbol.removesuffix(separator) if symbol.endswith(separator) and symbol != separator else symbol + _END
 
 
 def _read_symbols(path: Path) -> list[str]:
-    """The symbols of a vocabulary, of whose lines each may also have the symbol's count, as subword-nmt writes it."""
+    """Read the symbols of a vocabulary; each line may also hold the symbol's count, as subword-nmt writes it."""
     lines = [line.split(" ") for line in _read_lines(path) if line]
     if all(len(line) == 2 and line[1].isdecimal() for line in lines):
         return [symbol for symbol, _ in lines]

@@ -1,4 +1,4 @@
-"""WikiText-2 for language models: streams of words, cut into batches of changing length."""
+"""WikiText-2 for language models: streams of words, cut into batches of varying length."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WIKITEXT2_HUB_URL = (
 )
 WIKITEXT2_TOKENS = {"train": 2_088_628, "valid": 217_646, "test": 245_569}
 WIKITEXT2_WORDS = 33_278
-_FOLDERS = ("", "wikitext-2")  # the second is what the archive unpacks to
+_FOLDERS = ("", "wikitext-2")  # the archive unpacks to the second
 _NAMES = ("wiki.{part}.tokens", "{part}.txt")
 _LENGTH_DEVIATION = 5.0
 
@@ -39,15 +39,16 @@ _LENGTH_DEVIATION = 5.0
 class Wikitext2Dataset:
     r"""One part of WikiText-2 as parallel streams of words.
 
-    The text is one long row of words. :meth:`generate_batches` cuts it into as many equal streams as there are
-    sequences in the batch of all workers, and gives each worker its share of the streams;
-    :meth:`generate_sequence_lengths` decides after how many words each batch ends; :meth:`get_batch` returns batches in
-    the order of the text, so that a model's state at the end of one is its state at the start of the next. The
-    workers' batches side by side are the batch of one worker alone.
+    The text is one sequence of words. :meth:`generate_batches` cuts it into equal streams, one for each sequence in the
+    batch of all workers, and gives each worker its share of the streams. :meth:`generate_sequence_lengths` chooses the
+    length of each batch. :meth:`get_batch` returns batches in the order of the text, so that a model's state at the end
+    of one is its state at the start of the next. The concatenated batches of all workers are the batch of one worker
+    alone.
 
     The files ``train.txt``, ``valid.txt`` and ``test.txt``, or ``wiki.train.tokens`` and so on as in the original
-    archive, plain or ``.gz``, lie in ``path`` or below it in ``wikitext-2``; without any, the archive is downloaded.
-    Any text in files of these names will do. Its first reading leaves a cache, which later starts map into memory.
+    archive, plain or ``.gz``, are in ``path`` or below it in ``wikitext-2``. If there are none, the archive is
+    downloaded. Any text in files of these names works. The first reading creates a cache, which later starts map into
+    memory.
 
     Attributes:
         dictionary: The words of all parts; the training part's come first. WikiText-2 has 33,278.
@@ -61,13 +62,13 @@ class Wikitext2Dataset:
         valid: The validation part: 217,646 tokens.
         test: The test part: 245,569 tokens.
         min_seq_len: Shortest length of a batch whose length is drawn at random.
-        download: Whether to download the data (4 MB) where ``path`` has none of it.
+        download: If True, download the data (4 MB) if ``path`` has none of it.
         cache_dir: Folder of the caches; by default below the user's MLBench folder.
-        seed: Of the random lengths; the same on every worker.
+        seed: Seed of the random lengths; the same on every worker.
 
     Raises:
-        ValueError: Not exactly one part is asked for, or a length is not positive.
-        DatasetNotFoundError: The part or the training part, whose words are counted first, is not there.
+        ValueError: Not exactly one part is requested, or a length is not positive.
+        DatasetNotFoundError: The part or the training part, which is read for the dictionary, is missing.
         DatasetError: A file is damaged.
         DownloadError: The download failed.
 
@@ -116,10 +117,10 @@ class Wikitext2Dataset:
 
     @property
     def sequence_lengths(self) -> Tensor:
-        """Length of each batch of the epoch, int64 of shape (batches,).
+        """Return the length of each batch of the epoch, int64 of shape (batches,).
 
-        :meth:`generate_sequence_lengths` makes it. A script may also write into the tensor, for example by
-        ``torch.distributed.broadcast(dataset.sequence_lengths, 0)``, or set it: batches follow what it holds.
+        :meth:`generate_sequence_lengths` creates it. A script may also write into the tensor, for example by
+        ``torch.distributed.broadcast(dataset.sequence_lengths, 0)``, or set it: batches follow its content.
         """
         return self._sequence_lengths
 
@@ -136,10 +137,10 @@ class Wikitext2Dataset:
     def generate_batches(
         self, global_bsz: int, worker_bsz: int | None = None, rank: int = 0, *, world_size: int | None = None
     ) -> None:
-        """Cut the text into streams and take this worker's share of them.
+        """Cut the text into streams and select this worker's share of them.
 
         The words that are left over after the last full stream, fewer than ``global_bsz``, are not used. Lengths of the
-        batches are those of ``generate_sequence_lengths(random=False)`` until they are generated anew.
+        batches are those of ``generate_sequence_lengths(random=False)`` until they are generated again.
 
         Args:
             global_bsz: Streams, and so sequences in a batch, of all workers together.
@@ -147,11 +148,11 @@ class Wikitext2Dataset:
                 ``world_size``: all of them.
             rank: This worker's rank.
             world_size: Instead of ``worker_bsz``, the number of workers that share the streams as evenly as can be, for
-                validation; a worker may get none, and then has no batches.
+                validation; a worker without streams has no batches.
 
         Raises:
-            ValueError: There are fewer words than streams need, the worker's share lies outside of them, or both ways
-                of sharing are asked for.
+            ValueError: There are fewer words than streams need, the worker's share is outside of them, or both ways of
+                sharing are requested.
         """
         words_in_stream = len(self.tokens) // global_bsz if global_bsz > 0 else 0
         if words_in_stream < 2:
@@ -164,7 +165,7 @@ class Wikitext2Dataset:
         self.generate_sequence_lengths(random=False)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next random lengths are for, for a run that goes on in the middle.
+        """Set the epoch of the next random lengths, to resume a run.
 
         Args:
             epoch: From 0.
@@ -172,22 +173,22 @@ class Wikitext2Dataset:
         self._epoch = epoch
 
     def generate_sequence_lengths(self, random: bool = False) -> None:
-        r"""Decide on the length of each batch of an epoch.
+        r"""Choose the length of each batch of an epoch.
 
-        Lengths are ``bptt``, or drawn anew for each batch, so that not the same words end up at a batch's start in
-        every epoch:
+        Lengths are ``bptt``, or drawn again for each batch, so that batches start at different words in each epoch:
 
         .. math:: \ell = \max(\ell_{\min}, \lfloor n \rfloor), \quad n \sim \mathcal{N}(b, 5^2), \quad
             b = \begin{cases} T & \text{with probability } 0.95 \\ T / 2 & \text{with probability } 0.05 \end{cases}
 
-        with :math:`T` = ``bptt`` and :math:`\ell_{\min}` = ``min_seq_len``. The last batch gets what is left; if that
-        is fewer than ``min_seq_len`` words, random lengths add it to the batch before.
+        with :math:`T` = ``bptt`` and :math:`\ell_{\min}` = ``min_seq_len``. The last batch gets the rest; if that
+        is fewer than ``min_seq_len`` words, random lengths add it to the previous batch.
 
-        Random lengths depend on ``seed`` and the epoch alone, so all workers draw the same without communication. The
-        first call is for epoch 0, and each further one for the next, unless :meth:`set_epoch` sets another one.
+        Random lengths depend on ``seed`` and the epoch alone, so all workers draw the same lengths without
+        communication. The first call is for epoch 0, and each further one for the next, unless :meth:`set_epoch` sets
+        another one.
 
         Args:
-            random: Whether to draw lengths.
+            random: If True, draw lengths at random.
 
         Raises:
             RuntimeError: :meth:`generate_batches` was not called before.
@@ -201,12 +202,13 @@ class Wikitext2Dataset:
             self.sequence_lengths = [self.bptt] * full + [rest] * (rest > 0)
 
     def _draw_lengths(self, to_predict: int) -> list[int]:
-        """Random lengths whose sum is ``to_predict``."""
+        """Draw random lengths whose sum is ``to_predict``."""
         generator = np.random.default_rng((self.seed, self._epoch))
         lengths: list[int] = []
         while to_predict > 0:
             base = self.bptt if generator.random() < 0.95 else self.bptt / 2
             length = max(self.min_seq_len, int(generator.normal(base, _LENGTH_DEVIATION)))
+            # A rest below the minimum length joins this batch; only a stream that is shorter in total stays short.
             if to_predict - length < self.min_seq_len:
                 length = to_predict
             lengths.append(length)
@@ -214,7 +216,7 @@ class Wikitext2Dataset:
         return lengths
 
     def num_batches(self) -> int:
-        """Number of this worker's batches in the epoch; 0 for a worker without streams.
+        """Return the number of this worker's batches in the epoch; 0 for a worker without streams.
 
         Raises:
             RuntimeError: :meth:`generate_batches` was not called before.
@@ -222,15 +224,15 @@ class Wikitext2Dataset:
         return len(self.sequence_lengths) if len(self._stream_array()) else 0
 
     def get_batch(self, i: int, cuda: bool = False) -> tuple[Tensor, Tensor]:
-        """One batch.
+        """Return one batch.
 
         Args:
             i: Number of the batch in the epoch, from 0.
-            cuda: Whether to put it on the current GPU.
+            cuda: If True, put it on the current GPU.
 
         Returns:
             ``(data, target)``: ids of this worker's streams, int64 of shape (length, sequences); and ids of the word
-            after each of them, int64 of shape (length * sequences,), as a loss on flat scores takes them.
+            after each of them, int64 of shape (length * sequences,), the format of a loss on flattened scores.
 
         Raises:
             IndexError: There is no such batch.
@@ -263,7 +265,7 @@ class Wikitext2Dataset:
 
 
 def _share(global_bsz: int, worker_bsz: int | None, rank: int, world_size: int | None) -> tuple[int, int]:
-    """First stream of a worker, and the one after its last."""
+    """Return the first stream of a worker, and the one after its last."""
     if world_size is not None:
         if worker_bsz is not None:
             raise ValueError("worker_bsz and world_size are both given; give the one that is to decide")
@@ -281,7 +283,7 @@ def _share(global_bsz: int, worker_bsz: int | None, rank: int, world_size: int |
 
 
 def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
-    """The corpus of a folder, which must have the part and the training part."""
+    """Load the corpus of a folder, which must have the part and the training part."""
     if download and not _find_texts(folder):
         with files.lock(folder / ".download.lock"):
             if not _find_texts(folder):  # no other process was faster
@@ -297,7 +299,7 @@ def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
 
 
 def _find_texts(folder: Path) -> dict[str, Path]:
-    """The files of the parts that are there, the training part first."""
+    """Return the files of the existing parts, the training part first."""
     found = {}
     for part in WIKITEXT2_TOKENS:
         for candidate in (
@@ -312,9 +314,9 @@ def _find_texts(folder: Path) -> dict[str, Path]:
 
 
 def _download(folder: Path) -> None:
-    """Get the text from the first mirror that has it; it gets its place, all at once, when it is what was published.
+    """Download the text from the first mirror that has it, check it, and move it into place in one step.
 
-    No checksums that hold for all mirrors are published, so what is checked are the numbers of tokens and words.
+    No checksums that hold for all mirrors are published, so the numbers of tokens and words are checked.
     """
     unpacked = folder / "downloads"
     try:
@@ -334,7 +336,7 @@ def _download(folder: Path) -> None:
 
 
 def _download_from_hub(folder: Path, reason: DownloadError) -> None:
-    """Get the text as the Hugging Face hub has it, a table with one line in each row, and write it as text."""
+    """Download the table of the Hugging Face hub, with one line in each row, and write it as text."""
     try:
         parquet: Any = require("pyarrow.parquet", "text")
     except MissingDependencyError as error:

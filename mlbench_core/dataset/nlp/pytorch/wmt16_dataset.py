@@ -44,17 +44,17 @@ _MERGES = 32_000
 class WMT16Dataset(RecurrentPairs):
     """One part of WMT16 English-German: Europarl 7, Common Crawl and News Commentary 11; newstest2014 for validation.
 
-    The text is cleaned, cut into words, and these into sub-words with a vocabulary of both languages: that in ``root``
-    (``vocab.bpe.32000`` and ``bpe.32000``) where there is one, else one of 32,000 merges is learned from the training
-    text. The result is stored and mapped into memory at later starts. Training pairs whose sides have not between 1 and
-    80 words, or 9 times as many as the other, are left out.
+    The text is cleaned and split into words, and words into sub-words with a vocabulary of both languages. A vocabulary
+    in ``root`` (``vocab.bpe.32000`` and ``bpe.32000``) is used if there is one; otherwise one of 32,000 merges is
+    learned from the training text. The result is stored, and later starts map it into memory. A training pair is left
+    out if a side has fewer than 1 or more than 80 words, or more than 9 times as many as the other.
 
-    Text of your own, ``train.en`` and ``train.de``, ``newstest2014.en`` and so on (or ``validation.en``), plain or
-    ``.gz``, may lie in ``root`` instead; the archives' text is used as it is unpacked.
+    Your own text, ``train.en`` and ``train.de``, ``newstest2014.en`` and so on (or ``validation.en``), plain or
+    ``.gz``, may be in ``root`` instead; the archives' text is used as it is unpacked.
 
     An item is a pair of tensors, (source, target), int64 of shape (tokens + 2,), each from the beginning's id 2 to the
     end's id 3. :func:`~mlbench_core.dataset.nlp.pytorch.wmt16.batching.build_collate_fn` makes batches of them,
-    :class:`~mlbench_core.dataset.nlp.pytorch.wmt16.batching.BucketBatchSampler` deals them out to workers.
+    :class:`~mlbench_core.dataset.nlp.pytorch.wmt16.batching.BucketBatchSampler` distributes them to workers.
 
     Attributes:
         tokenizer: The tokenizer, a
@@ -66,21 +66,21 @@ class WMT16Dataset(RecurrentPairs):
         root: Folder of the data.
         lang: Languages of source and target.
         math_precision: ``"fp16"`` or ``"bf16"`` fill the vocabulary up to a multiple of 8.
-        download: Whether to download what is not there: 1.6 GB for training, which take a while to prepare.
+        download: If True, download missing data: 1.6 GB for training, which take a while to prepare.
         train: The training part, 4.6 million pairs.
         validation: The validation part, 3,003 pairs.
-        lazy: Leave the numbers on the disk and read them when they are asked for, instead of all at the beginning.
-        preprocessed: The text is in words that are escaped and divided already, as other programs leave it in
+        lazy: If True, leave the numbers on the disk and read them when needed, instead of all at the start.
+        preprocessed: If True, the text is in words that are escaped and divided already, as other programs store it in
             ``train.tok.clean.bpe.32000.en``, and its vocabulary is in ``root``.
-        sort: Whether the longest source comes first.
+        sort: If True, the longest source comes first.
         min_len: Pairs with a side of fewer sub-words are left out.
-        max_len: Pairs with a side of more are left out.
-        max_size: Only the so many first pairs.
-        merges: How many merges a learned vocabulary has.
+        max_len: Pairs with a side of more sub-words are left out.
+        max_size: Keep at most this number of pairs, from the start.
+        merges: Number of merges of a learned vocabulary.
         cache_dir: Folder for vocabulary and store; by default below the user's MLBench folder.
 
     Raises:
-        ValueError: Not exactly one part is asked for, or an argument is outside what is listed above.
+        ValueError: Not exactly one part is requested, or an argument is outside the values listed above.
         DatasetNotFoundError: The text, or the one to learn a vocabulary from, is not there.
         DatasetError: It is damaged, or its languages have different numbers of lines.
         DownloadError: The download failed.
@@ -125,11 +125,11 @@ class WMT16Dataset(RecurrentPairs):
         super().__init__(part, tokenizer, sort=sort, min_len=min_len, max_len=max_len, max_size=max_size)
 
     def prepare(self) -> None:
-        """Do nothing: the data set is ready once it is made. Scripts of version 3.0 call this before they use it."""
+        """Do nothing: the data set is ready after construction. Scripts of version 3.0 call this before they use it."""
 
 
 def _files(folder: Path, name: str, languages: tuple[str, str], download: bool, preprocessed: bool) -> PairFiles:
-    """The text of a part, which is downloaded where it is not there."""
+    """Return the text of a part; download it if it is missing."""
     names = (_DIVIDED_NAMES if preprocessed else _NAMES)[name]
     if preprocessed:
         names += _NAMES[name]
@@ -141,7 +141,7 @@ def _files(folder: Path, name: str, languages: tuple[str, str], download: bool, 
 
 
 def _what_to_do(folder: Path) -> str:
-    """Advice if there is no divided text."""
+    """Return advice for a folder without divided text."""
     binary = next(folder.glob("*.bin"), None)
     if binary is not None:
         return (

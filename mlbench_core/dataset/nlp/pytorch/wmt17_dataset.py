@@ -37,24 +37,24 @@ _NAMES = {
 }
 _VOCABULARY = 32_768
 _SPECIAL = 3
-_RARE = 50  # characters of other scripts, which the text from the web is full of, would fill the vocabulary
+_RARE = 50  # characters of other scripts, which are frequent in text from the web, would fill the vocabulary
 
 
 class WMT17Dataset(TransformerPairs):
     """One part of WMT17 English-German: Europarl 7, Common Crawl and News Commentary 12; newstest2013 and 2014.
 
-    The text is cleaned, cut into words, and these into sub-words with a vocabulary of both languages: that in ``root``
-    (``vocab.bpe.NAME`` and ``bpe.NAME``) where there is one, else one of 32,768 symbols is learned from the training
-    text, in which characters that are there fewer than 50 times have no symbol. The result is stored and mapped into
-    memory at later starts. Training pairs whose sides have not between 1 and 80 words, or 9 times as many as the other,
-    are left out.
+    The text is cleaned and split into words, and words into sub-words with a vocabulary of both languages. A vocabulary
+    in ``root`` (``vocab.bpe.NAME`` and ``bpe.NAME``) is used if there is one; otherwise one of 32,768 symbols is
+    learned from the training text. Characters that occur fewer than 50 times have no symbol in it. The result is
+    stored, and later starts map it into memory. A training pair is left out if a side has fewer than 1 or more than 80
+    words, or more than 9 times as many as the other.
 
-    Text of your own, ``train.en``, ``validation.en``, ``test.en`` and so on, plain or ``.gz``, may lie in ``root``
+    Your own text, ``train.en``, ``validation.en``, ``test.en`` and so on, plain or ``.gz``, may be in ``root``
     instead; the archives' text is used as it is unpacked.
 
     :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.get_batches` cuts the data set into batches,
-    :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.shard_batches` deals them out to workers, and
-    ``DataLoader(dataset, batch_sampler=batches, collate_fn=dataset.collater)`` makes them.
+    :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.shard_batches` distributes them to workers, and
+    ``DataLoader(dataset, batch_sampler=batches, collate_fn=dataset.collater)`` loads them.
 
     Attributes:
         dictionary: The vocabulary of both languages, a
@@ -65,21 +65,21 @@ class WMT17Dataset(TransformerPairs):
     Args:
         root: Folder of the data.
         lang: Languages of source and target.
-        download: Whether to download what is not there: 1.6 GB for training, which take a while to prepare.
+        download: If True, download missing data: 1.6 GB for training, which take a while to prepare.
         train: The training part, 4.6 million pairs.
         validation: newstest2013, 3,000 pairs.
         test: newstest2014, 3,003 pairs.
-        left_pad: Whether source and target are padded on the left.
-        max_positions: The most tokens of source and target, with the end. Longer pairs of the training part are left
-            out; sentences of other parts, which have to stay whole, are cut.
+        left_pad: If True, source and target are padded on the left.
+        max_positions: Maximum tokens of source and target, with the end. Longer pairs of the training part are left
+            out. Sentences of other parts are cut, because these parts must stay complete.
         seq_len_multiple: Lengths of batches are multiples of it.
-        shuffle: Whether ``get_batches`` shuffles pairs of one length.
-        vocab_size: How many symbols a learned vocabulary has, padding, end and unknown included.
+        shuffle: If True, ``get_batches`` shuffles pairs of one length.
+        vocab_size: Number of symbols of a learned vocabulary, padding, end and unknown included.
         min_character_count: A rarer character gets no symbol in a learned vocabulary.
         cache_dir: Folder for vocabulary and store; by default below the user's MLBench folder.
 
     Raises:
-        ValueError: Not exactly one part is asked for, or an argument is outside what is listed above.
+        ValueError: Not exactly one part is requested, or an argument is outside the values listed above.
         DatasetNotFoundError: The text, or the one to learn a vocabulary from, is not there.
         DatasetError: It is damaged, or its languages have different numbers of lines.
         DownloadError: The download failed.
@@ -127,5 +127,5 @@ class WMT17Dataset(TransformerPairs):
 
 
 def _files(folder: Path, name: str, languages: tuple[str, str], download: bool) -> PairFiles:
-    """The text of a part, which is downloaded where it is not there."""
+    """Return the text of a part; download it if it is missing."""
     return find_files(folder, _NAMES[name], languages) or download_files(folder, _ARCHIVES[name], languages, download)

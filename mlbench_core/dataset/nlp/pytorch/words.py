@@ -1,7 +1,7 @@
 """Reversible tokenization: split lines of text into words, and join them again.
 
 Words are those of the Moses tokenizer, without its escapes. The detokenizer of Moses restores the usual spaces around
-words, which is right for about 98 % of the lines of a news text. Where it is wrong, the words contain
+words, which is right for about 98 % of the lines of a news text. For the other lines, the words contain
 :data:`SPACING_MARK`, which reverses the rule for the next word. So every line is restored exactly, and a vocabulary of
 plain Moses words still fits.
 """
@@ -47,7 +47,7 @@ def clean_line(line: str) -> str:
 
 
 def split_words(line: str, lang: str = "en", tokenizer: str = "moses") -> list[str]:
-    """The words of a line.
+    """Split a line into words.
 
     Args:
         line: Text; it is cleaned by :func:`clean_line` first.
@@ -55,10 +55,10 @@ def split_words(line: str, lang: str = "en", tokenizer: str = "moses") -> list[s
         tokenizer: ``"moses"``, or ``"spacy"`` for the rules of ``spacy.blank(lang)``, which need spaCy but no model.
 
     Returns:
-        Words without white space in them, with spacing marks; ``join_words`` makes the cleaned line of them.
+        Words without white space in them, with spacing marks; ``join_words`` restores the cleaned line from them.
 
     Raises:
-        ValueError: There is no such tokenizer.
+        ValueError: The tokenizer is unknown.
         MissingDependencyError: sacremoses or spaCy is not installed.
 
     Example:
@@ -70,16 +70,17 @@ def split_words(line: str, lang: str = "en", tokenizer: str = "moses") -> list[s
     text = clean_line(line)
     words = _splitter(tokenizer, lang)(text)
     if "".join(words) != text.replace(" ", ""):
+        # A tokenizer that changed a character could not be reversed; white space alone always can.
         words = text.split()
     return _mark_spacing(words, _spaces(text))
 
 
 def join_words(words: Iterable[str], delim: str = " ") -> str:
-    """The text that words were made of.
+    """Restore the text from its words.
 
     Args:
-        words: Words and spacing marks, as :func:`split_words` returns them or a model says them.
-        delim: What stands where the text has a space.
+        words: Words and spacing marks, as :func:`split_words` returns them or a model generates them.
+        delim: The text between words, in place of each space.
 
     Returns:
         The text.
@@ -104,7 +105,7 @@ def join_words(words: Iterable[str], delim: str = " ") -> str:
 
 
 def escape_words(words: Iterable[str]) -> list[str]:
-    """Words as Moses escapes them, for vocabularies of other programs.
+    """Escape words as Moses does, for vocabularies of other programs.
 
     Example:
         >>> escape_words(["It", "'s", "&"])
@@ -115,7 +116,7 @@ def escape_words(words: Iterable[str]) -> list[str]:
 
 
 def unescape_words(words: Iterable[str]) -> list[str]:
-    """Words without Moses' escapes, and with the hyphens back in that ``@-@`` stands for.
+    """Remove Moses' escapes from words, and restore the hyphens that ``@-@`` represents.
 
     Example:
         >>> unescape_words(["It", "&apos;s", "well", "@-@", "known"])
@@ -128,7 +129,7 @@ def unescape_words(words: Iterable[str]) -> list[str]:
 
 
 def _mark_spacing(words: list[str], spaces: set[int]) -> list[str]:
-    """Words with marks where the spaces are not the usual ones."""
+    """Return words with marks at unusual spacing."""
     unusual = _usual_spaces(words) ^ spaces
     if not unusual:
         return words
@@ -140,14 +141,14 @@ def _mark_spacing(words: list[str], spaces: set[int]) -> list[str]:
 
 
 def _spaces(text: str) -> set[int]:
-    """Where a text has spaces, as the number of other characters before each."""
+    """Return the positions of spaces in a text, as the number of other characters before each."""
     return set(itertools.accumulate(len(piece) for piece in text.split(" ")[:-1]))
 
 
 def _usual_spaces(words: list[str]) -> set[int]:
-    """Where Moses' detokenizer puts spaces between words.
+    """Return the positions at which Moses' detokenizer puts spaces between words.
 
-    It has the English rules for every language, so that a text need not say in which language it is. (German rules
+    It uses the English rules for every language, so that the language of a text need not be known. (German rules
     differ in apostrophes alone.)
     """
     text = str(_detokenizer().detokenize(words, unescape=False))
@@ -158,7 +159,7 @@ def _usual_spaces(words: list[str]) -> set[int]:
 
 @functools.lru_cache(maxsize=8)
 def _splitter(tokenizer: str, lang: str) -> Callable[[str], list[str]]:
-    """The function that splits cleaned lines."""
+    """Return the function that splits cleaned lines into words."""
     if tokenizer == "moses":
         sacremoses: Any = require("sacremoses", "text")
         return functools.partial(sacremoses.MosesTokenizer(lang).tokenize, escape=False)

@@ -1,9 +1,9 @@
-"""Rows gathered out of many blocks by one call, whatever number of blocks they are in.
+"""Gather rows from many blocks with one call.
 
-A batch of shuffled rows comes out of tens of blocks, and a call for each of them costs more than the copying itself.
-But the blocks of a store lie in one mapping of its file, so all rows are found by their distance from its first byte:
-the mapping is looked at as a matrix of bytes whose row i begins at the i-th byte, rows overlapping, of which one
-``index_select`` takes the rows that are wanted.
+A batch of shuffled rows comes from tens of blocks, and one call per block costs more than the copying itself. All
+blocks of a store lie in one mapping of its file, so a row is identified by its distance from the first byte. The
+mapping is viewed as a matrix of bytes whose row i begins at the i-th byte, so rows overlap. One ``index_select`` on
+this matrix copies the requested rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class DenseRows:
     """The rows of dense blocks.
 
     Args:
-        load: Gives a block's bytes as a view of a mapping that holds all blocks and stays as long as this object.
+        load: Returns a block's bytes as a view of a mapping that holds all blocks and outlives this object.
         n_rows: Number of rows.
         n_features: Numbers of a row.
         rows_per_block: Rows of each block but the last.
         dtype: ``"float32"`` or ``"float64"``.
-        cache: Whether to copy each block to memory at its first use.
+        cache: If True, copy each block to memory at its first use.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DenseRows:
         self._load = load
         self._n_rows, self._n_features, self._rows_per_block = n_rows, n_features, rows_per_block
         self._dtype = np.dtype(dtype)
-        # Memory that is not written to is only reserved: the array grows to its size as blocks are read.
+        # Untouched memory is only reserved: the array takes up physical memory as blocks are read.
         self._cached = np.empty((n_rows, n_features), dtype) if cache else None
         self._row_bytes = n_features * self._dtype.itemsize
         self._firsts = np.zeros(-(-n_rows // rows_per_block), np.int64)  # address of each block; 0: not known yet
@@ -57,7 +57,7 @@ class DenseRows:
 
         Args:
             rows: Their positions, each from 0 to n_rows - 1.
-            out: Where to, shape (len(rows), n_features).
+            out: Destination, shape (len(rows), n_features).
 
         Raises:
             DatasetError: A block has the wrong length.
@@ -73,7 +73,7 @@ class DenseRows:
         torch.index_select(self._matrix, 0, torch.from_numpy(begins), out=out.view(torch.uint8))
 
     def _locate(self, blocks: NDArray[np.int64]) -> None:
-        """Find out where blocks lie, and widen the matrix to them."""
+        """Find the addresses of blocks, and extend the matrix to them."""
         low, high = self._low or np.iinfo(np.int64).max, self._high
         for number in blocks.tolist():
             array = np.frombuffer(self._load(number), self._dtype)
@@ -93,7 +93,7 @@ class DenseRows:
 
 
 def _overlapping_rows(low: int, high: int, row_bytes: int) -> Tensor:
-    """The bytes from one address to another as a matrix whose row i begins at the i-th byte."""
+    """Return the bytes from one address to another as a matrix whose row i begins at the i-th byte."""
     memory = (ctypes.c_char * (high - low)).from_address(low)
     content = torch.from_numpy(np.frombuffer(memoryview(memory), np.uint8))
     return content.as_strided((high - low - row_bytes + 1, row_bytes), (1, 1))

@@ -1,4 +1,4 @@
-"""LMDB files opened for reading: once per process, whatever opens them and however the process was started."""
+"""Open LMDB files for reading, once per process, however the process was started."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["ReadEnvironment", "open_for_reading"]
 
 
 class ReadEnvironment:
-    """One LMDB environment opened for reading by this process; its last user's end closes it.
+    """One LMDB environment opened for reading by this process, closed together with its last user.
 
     Args:
         environment: The ``lmdb.Environment``.
 
     Attributes:
-        pid: Process that opened it. A process made by ``fork`` inherits the object, but opens a file of its own.
+        pid: The process that opened it. A process made by ``fork`` inherits the object, but opens a file of its own.
     """
 
     def __init__(self, environment: Any) -> None:
@@ -30,13 +30,13 @@ class ReadEnvironment:
         self._one_at_a_time = threading.Lock()  # a transaction must not be used by two threads at once
 
     def get(self, key: bytes) -> memoryview | None:
-        """Look a value up.
+        """Look up a value.
 
         Args:
             key: Its key.
 
         Returns:
-            A view of the file's pages, valid as long as this object lives; None where there is no such key.
+            A view of the file's pages, valid as long as this object lives; None if the key does not exist.
         """
         with self._one_at_a_time:
             return self._transaction.get(key)
@@ -65,7 +65,7 @@ def open_for_reading(path: Path) -> ReadEnvironment:
 
     Raises:
         DatasetNotFoundError: There is no such file.
-        DatasetError: It is no LMDB, or it is cut off.
+        DatasetError: The file is not an LMDB, or it is truncated.
     """
     lmdb: Any = require("lmdb", "linear")
     file = path / "data.mdb" if path.is_dir() else path
@@ -77,7 +77,7 @@ def open_for_reading(path: Path) -> ReadEnvironment:
         found = _open.get((status.st_dev, status.st_ino))
         if found is not None and found.pid == os.getpid():
             return found
-        if found is not None:  # inherited through fork: give the copy up, the parent's stays as it is
+        if found is not None:  # inherited through fork: close the copy; the parent's stays open
             found.close()
         try:
             environment = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False)
@@ -89,7 +89,7 @@ def open_for_reading(path: Path) -> ReadEnvironment:
 
 
 def _check_length(environment: Any, file: Path, size_bytes: int) -> None:
-    """Refuse a file that is shorter than its pages: reading it would end the process by a bus error."""
+    """Refuse a file that is shorter than its pages, because reading it would end the process with a bus error."""
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     if size_bytes < needed:
         environment.close()

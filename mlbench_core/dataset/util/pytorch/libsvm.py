@@ -1,10 +1,10 @@
-"""LIBSVM text to LMDB stores and back, as functions and as a command.
+"""Convert LIBSVM text to LMDB stores and back, as functions and as a command.
 
     python -m mlbench_core.dataset.util.pytorch.libsvm NAME [train|test] DEST_DIR
 
-makes ``DEST_DIR/NAME_train.lmdb`` and ``DEST_DIR/NAME_test.lmdb`` (or the one that was asked for), which
+The command creates ``DEST_DIR/NAME_train.lmdb`` and ``DEST_DIR/NAME_test.lmdb`` (or the one that was requested), which
 :class:`~mlbench_core.dataset.linearmodels.pytorch.LMDBDataset` reads. Known names: a9a, agaricus, australian, duke,
-epsilon, heart_scale, rcv1, webspam are downloaded; synthetic_dense is made by a rule. Any other name takes its text
+epsilon, heart_scale, rcv1, webspam are downloaded; synthetic_dense is generated. Any other name takes its text
 from ``--file``.
 """
 
@@ -31,8 +31,8 @@ from mlbench_core.files import replacing
 __all__ = ["LIBSVMDataset", "convert", "download", "generate_lmdb_from_libsvm", "main", "store_to_text"]
 
 SYNTHETIC = "synthetic_dense"
-_DENSE_ROW_BYTES = 1 << 14  # text of unknown layout is stored dense where a dense row is no larger than this ...
-_DENSE_SHARE = 0.5  # ... or where at least this share of it is written out
+_DENSE_ROW_BYTES = 1 << 14  # text of unknown layout is stored dense if a dense row is at most this large ...
+_DENSE_SHARE = 0.5  # ... or if at least this share of its values is written out
 _ROWS_AT_ONCE = 1024
 
 Advance = Callable[[int], None]
@@ -55,32 +55,33 @@ def convert(
 ) -> list[Path]:
     """Convert LIBSVM text to a store, or to one store for each text.
 
-    The text is read in chunks, so it may be far larger than the memory. A store has its name only once it is complete.
+    The text is read in chunks, so it may be far larger than the memory. A store gets its name only when it is complete.
 
     Args:
         sources: The texts, plain or ``.gz``, ``.bz2``, ``.xz``; their rows follow one another.
         dest: The store to make, ending in ``.lmdb``.
-        n_features: Number of columns. None takes the largest index of the texts, for which they are read once more.
-        layout: ``"dense"``, ``"csr"``, or ``"auto"``: dense where a row has at most 16 KiB or at least half of the
+        n_features: Number of columns. None takes the largest index of the texts, which takes a second pass over the
+            texts.
+        layout: ``"dense"``, ``"csr"``, or ``"auto"``: dense if a row has at most 16 KiB or at least half of the
             values are written out; without ``n_features`` only.
         dtype: ``"float32"`` or ``"float64"``.
         labels: ``"auto"``: labels -1 and +1, or 1 and 2, become 0 and 1, any others are kept. ``"keep"`` keeps all. A
             pair is the negative and the positive label, and no other may occur. A text with a single label is taken as
             one of -1/+1 or 0/1, unless the label is 2.
-        zero_based: Whether indices count from 0; LIBSVM's count from 1.
-        separate: Whether each text becomes a store of its own, ``NAME-00000-of-00002.lmdb`` and so on, in place of
+        zero_based: If True, indices count from 0; LIBSVM indices count from 1.
+        separate: If True, each text becomes its own store, ``NAME-00000-of-00002.lmdb`` and so on, in place of
             ``dest``.
         rows_per_block: Rows of a block, by default about half a megabyte.
-        chunk_bytes: About how many bytes of text to parse at once.
-        advance: Called with the number of bytes of text that were dealt with.
+        chunk_bytes: Approximate number of bytes of text to parse at once.
+        advance: Called with the number of bytes of text that were processed.
 
     Returns:
         The stores.
 
     Raises:
-        ValueError: An argument is outside what is listed above.
+        ValueError: An argument is outside the values listed above.
         DatasetNotFoundError: A text is missing.
-        DatasetError: A line is wrong, there are no rows, other stores of that name are there, or the disk is full.
+        DatasetError: A line is wrong, there are no rows, other stores of that name exist, or the disk is full.
     """
     paths, target = [Path(source) for source in sources], Path(dest)
     if not paths:
@@ -118,7 +119,7 @@ def convert(
 def store_to_text(
     stores: Sequence[str | os.PathLike[str]], dest: str | os.PathLike[str], *, advance: Advance | None = None
 ) -> Path:
-    """Write stores as LIBSVM text, with the labels the text had, in digits that give the very same numbers back.
+    """Write stores as LIBSVM text, with the original labels and enough digits to recover the same numbers.
 
     Zeros of a dense store are left out, as is usual.
 
@@ -150,20 +151,20 @@ def store_to_text(
 
 
 def download(name: str, data_type: str, folder: str | os.PathLike[str]) -> Path:
-    """Bring a known data set's text into a folder, unless it is there.
+    """Download the text of a known data set into a folder, unless it exists.
 
     Args:
         name: A known name.
         data_type: ``"train"`` or ``"test"``.
-        folder: Where to.
+        folder: Destination folder.
 
     Returns:
         The text, compressed as it is published.
 
     Raises:
         ValueError: The name is not known, or it has no such part.
-        DownloadError: It could not be downloaded.
-        DatasetError: The file that is there has the wrong checksum.
+        DownloadError: The text could not be downloaded.
+        DatasetError: The existing file has the wrong checksum.
     """
     text = _known_text(name, data_type)
     path = Path(folder) / text.file_name
@@ -174,9 +175,9 @@ def download(name: str, data_type: str, folder: str | os.PathLike[str]) -> Path:
 
 
 def generate_lmdb_from_libsvm(name: str, data_type: str, root: str | os.PathLike[str]) -> list[Path]:
-    """Make the stores of one part of a known data set, as the command of this module does.
+    """Create the stores of one part of a known data set, as the command of this module does.
 
-    Stores that are there already are made again.
+    Existing stores are created again.
 
     Args:
         name: A known name.
@@ -189,7 +190,7 @@ def generate_lmdb_from_libsvm(name: str, data_type: str, root: str | os.PathLike
     Raises:
         ValueError: The name is not known, or it has no such part.
         DownloadError: The text could not be downloaded.
-        DatasetError: The text is not what it should be, or the disk is full.
+        DatasetError: The text does not match its checksum or its expected contents, or the disk is full.
     """
     if name != SYNTHETIC:
         _known_text(name, data_type)
@@ -201,9 +202,10 @@ def generate_lmdb_from_libsvm(name: str, data_type: str, root: str | os.PathLike
 
 
 class LIBSVMDataset:
-    """One part of a known data set, whose stores are made if they are not there.
+    """One part of a known data set; its stores are created if they do not exist.
 
-    It has the rows of :class:`~mlbench_core.dataset.linearmodels.pytorch.LMDBDataset`, which is the class for training.
+    It has the rows of :class:`~mlbench_core.dataset.linearmodels.pytorch.LMDBDataset`, which is the class to train
+    with.
 
     Args:
         name: A known name, as for :func:`generate_lmdb_from_libsvm`.
@@ -217,7 +219,7 @@ class LIBSVMDataset:
     """
 
     def __init__(self, name: str, data_type: str, root: str | os.PathLike[str]) -> None:
-        from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset  # which rests on this package
+        from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset  # imported late: it depends on this package
 
         try:
             find_stores(Path(root), name, data_type)
@@ -229,12 +231,12 @@ class LIBSVMDataset:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """One row: features, shape (n_features,), and its label, shape (1,)."""
+        """Return one row: features, shape (n_features,), and its label, shape (1,)."""
         return self.rows[index]
 
 
 def __getattr__(name: str) -> Any:
-    """Say what became of the functions of version 3.0, one for each way to store a data set."""
+    """Explain the replacement of the functions of version 3.0, one for each storage layout."""
     if name.startswith("sequential_"):
         raise ImportError(
             f"{name} is gone: generate_lmdb_from_libsvm(name, data_type, root) converts every known data set, "
@@ -244,7 +246,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _known_text(name: str, data_type: str) -> TextFile:
-    """Where a known data set's text is."""
+    """Return the text of a known data set."""
     if name not in KNOWN:
         raise ValueError(f"name is {name!r}; known are {', '.join(sorted([*KNOWN, SYNTHETIC]))}; others need --file")
     if data_type not in KNOWN[name].files:
@@ -253,7 +255,7 @@ def _known_text(name: str, data_type: str) -> TextFile:
 
 
 def _check_labels(labels: Labels) -> None:
-    """Look at the argument ``labels``."""
+    """Check the argument ``labels``."""
     if isinstance(labels, str) and labels not in ("auto", "keep"):
         raise ValueError(f"labels is {labels!r}; it must be 'auto', 'keep' or a pair (negative, positive)")
     if not isinstance(labels, str) and len(set(labels)) != 2:
@@ -261,7 +263,7 @@ def _check_labels(labels: Labels) -> None:
 
 
 def _label_map(found: NDArray[np.float64], labels: Labels) -> dict[str, int] | None:
-    """What the labels of a text become."""
+    """Return the mapping from the labels of a text to 0 and 1, or None to keep them."""
     if labels == "keep":
         return None
     present = set(found.tolist())
@@ -277,7 +279,7 @@ def _label_map(found: NDArray[np.float64], labels: Labels) -> dict[str, int] | N
 def _shape(
     paths: list[Path], n_features: int | None, layout: str, dtype: str, zero_based: bool, chunk_bytes: int
 ) -> tuple[int, str]:
-    """Number of columns and layout, from the texts where they were not given."""
+    """Return the number of columns and the layout, read from the texts if they were not given."""
     if n_features is not None and layout != "auto":
         return n_features, layout
     found = [libsvm_text.scan(path, zero_based=zero_based, chunk_bytes=chunk_bytes) for path in paths]
@@ -292,21 +294,21 @@ def _shape(
 
 
 def _targets(target: Path, count: int) -> list[Path]:
-    """Names of the stores."""
+    """Return the names of the stores."""
     if count == 1:
         return [target]
     return [target.with_name(f"{target.stem}-{number:05}-of-{count:05}.lmdb") for number in range(count)]
 
 
 def _refuse_others(target: Path, targets: list[Path]) -> None:
-    """Stores that are left from another conversion would be read together with the new ones, or in their place."""
+    """Refuse stores left from another conversion, which would be read together with the new ones or instead of them."""
     others = {target, *target.parent.glob(f"{target.stem}-*-of-*.lmdb")} - set(targets)
     if left := sorted(path.name for path in others if path.exists()):
         raise DatasetError(f"{target.parent} has other stores of the same name: {', '.join(left)}; delete them first")
 
 
 def _text_of(store: LinearStore) -> Iterator[tuple[str, int]]:
-    """The text of a store, some rows at a time."""
+    """Yield the text of a store, a block of rows at a time."""
     label_map = store.header.label_map
     labels = store.labels
     if label_map is not None:
@@ -324,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Command line without the program's name; None takes the process's own.
 
     Returns:
-        0, or 1 where something outside went wrong, after one line about it on standard error.
+        0, or 1 after an error in data, network or disk, which is reported in one line on standard error.
     """
     options = _parse(arguments)
     from rich.console import Console
@@ -374,7 +376,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> Iterator[str]:
-    """Do what the command line says; yields lines about what was done."""
+    """Run the command line, and yield lines that describe the results."""
     if options.to_text is not None or options.verify:
         yield from _read_stores(options)
         return
@@ -389,7 +391,7 @@ def _run(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _make(options: argparse.Namespace, known: KnownDataset | None, part: str, dest: Path) -> list[Path]:
-    """Make the stores of one part."""
+    """Create the stores of one part."""
     if options.name == SYNTHETIC and not options.file:
         from mlbench_core.dataset.util.pytorch import synthetic_dense
 
@@ -402,6 +404,7 @@ def _make(options: argparse.Namespace, known: KnownDataset | None, part: str, de
                 )
             ]
     files = options.file or [download(options.name, part, options.dest_dir)]
+    # Without compression the size in bytes is the total of the progress bar; a compressed file has none.
     sizes = [path.stat().st_size for path in files if path.is_file() and path.suffix not in (".gz", ".bz2", ".xz")]
     with _progress(dest.name, sum(sizes) if len(sizes) == len(files) else None) as advance:
         paths = convert(
@@ -421,7 +424,7 @@ def _make(options: argparse.Namespace, known: KnownDataset | None, part: str, de
 
 
 def _check_rows(paths: list[Path], text: TextFile) -> None:
-    """A text without a published checksum is at least held to its number of rows."""
+    """Check the number of rows, the only check for a text without a published checksum."""
     rows = sum(len(LinearStore(path)) for path in paths)
     if rows != text.n_rows:
         for path in paths:
@@ -430,7 +433,7 @@ def _check_rows(paths: list[Path], text: TextFile) -> None:
 
 
 def _labels_option(text: str | None, known: KnownDataset | None) -> Labels:
-    """The option ``--labels``."""
+    """Parse the option ``--labels``."""
     if text is None:
         return known.labels if known else "auto"
     if text in ("auto", "keep"):
@@ -459,7 +462,7 @@ def _read_stores(options: argparse.Namespace) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _progress(name: str, total: int | None) -> Iterator[Advance]:
-    """A progress bar on a terminal, else nothing; yields the function that takes what was done."""
+    """Show a progress bar on a terminal, and yield the function that receives the amount of work done."""
     from rich.console import Console
     from rich.progress import Progress
 

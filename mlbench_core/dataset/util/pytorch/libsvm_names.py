@@ -1,4 +1,4 @@
-"""The data sets that are known by name: where their text is, and what is in it."""
+"""The data sets that are known by name: the addresses of their texts, and their contents."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class TextFile:
     """A text on the network.
 
     Attributes:
-        url: Where it is.
-        n_rows: How many rows it has, which are counted.
-        sha256: Checksum of the file as it is downloaded. None where none is published that could be checked: such a
-            file is held to its number of rows, its number of features and its labels.
+        url: Address of the file.
+        n_rows: Expected number of rows; it is compared with the rows read.
+        sha256: Checksum of the downloaded file. None if no published checksum could be verified: then the number of
+            rows, the number of features and the labels are checked instead.
     """
 
     url: str
@@ -29,7 +29,7 @@ class TextFile:
 
     @property
     def file_name(self) -> str:
-        """The last part of the address."""
+        """Return the last part of the address."""
         return self.url.rsplit("/", 1)[1]
 
 
@@ -38,11 +38,11 @@ class KnownDataset:
     """A data set for binary classification.
 
     Attributes:
-        n_features: Number of columns, which not every part of a data set shows by itself.
-        layout: How it is stored: ``"dense"`` or ``"csr"``.
+        n_features: Number of columns, which may be larger than the largest index in one part.
+        layout: Layout of the store: ``"dense"`` or ``"csr"``.
         labels: The negative and the positive label of the text; they become 0 and 1.
         files: The texts, by ``"train"`` and ``"test"``.
-        note: What one should know of it.
+        note: A remark for users.
     """
 
     n_features: int

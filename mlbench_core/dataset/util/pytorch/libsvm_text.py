@@ -1,4 +1,4 @@
-"""LIBSVM text, ``label index:value index:value ...``, read in chunks and written."""
+"""Read LIBSVM text, ``label index:value index:value ...``, in chunks, and write it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Chunk:
     Attributes:
         features: ``scipy.sparse.csr_matrix`` of shape (rows, n_features).
         labels: Labels as they are in the text, float64.
-        text_bytes: How long the lines were, decompressed.
+        text_bytes: Length of the lines in bytes, decompressed.
     """
 
     features: Any
@@ -41,7 +41,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TextShape:
-    """What a whole text holds.
+    """The size of a whole text.
 
     Attributes:
         n_rows: Number of rows.
@@ -79,21 +79,21 @@ def read_chunks(
     zero_based: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Iterator[Chunk]:
-    """Parse a text by scikit-learn's reader, some lines at a time, so that it may be larger than the memory.
+    """Parse a text with scikit-learn's reader in chunks, so that it may be larger than the memory.
 
     Args:
         path: The file, compressed or not.
         n_features: Number of columns; None takes the largest index of each chunk.
         dtype: Dtype of the values.
-        zero_based: Whether indices count from 0; LIBSVM's count from 1.
-        chunk_bytes: About how many bytes of (decompressed) text to parse at once.
+        zero_based: If True, indices count from 0; LIBSVM's count from 1.
+        chunk_bytes: Approximate number of bytes of (decompressed) text to parse at once.
 
     Yields:
         The chunks in the text's order.
 
     Raises:
         DatasetNotFoundError: There is no such file.
-        DatasetError: A line is wrong (the message has its number), or the compressed file is damaged.
+        DatasetError: A line is wrong (the message gives its number), or the compressed file is damaged.
     """
     reader: Any = require("sklearn.datasets", "linear")
 
@@ -119,7 +119,7 @@ def read_chunks(
 
 
 def _read_lines(file: IO[bytes], chunk_bytes: int, path: Path) -> bytes:
-    """The next lines: at least so many bytes, up to the end of a line."""
+    """Read the next lines: at least ``chunk_bytes`` bytes, up to the end of a line."""
     try:
         return file.read(chunk_bytes) + file.readline()
     except _DAMAGED as error:
@@ -129,7 +129,7 @@ def _read_lines(file: IO[bytes], chunk_bytes: int, path: Path) -> bytes:
 
 
 def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes], Any]) -> DatasetError:
-    """Find the first line that cannot be parsed, by halves, and say what is wrong with it."""
+    """Find the first line that cannot be parsed, by bisection, and describe its error."""
     lines = text.splitlines(keepends=True)
 
     def failure(start: int, stop: int) -> Exception | None:
@@ -151,7 +151,7 @@ def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes
 
 
 def scan(path: Path, *, zero_based: bool = False, chunk_bytes: int = CHUNK_BYTES) -> TextShape:
-    """Read a text once to see how large it is.
+    """Read a text once to determine its size.
 
     Args:
         path: The file.
@@ -174,10 +174,10 @@ def scan(path: Path, *, zero_based: bool = False, chunk_bytes: int = CHUNK_BYTES
 
 
 def format_rows(indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], labels: NDArray[Any]) -> str:
-    """Compressed sparse rows as text, in so many digits that the very same numbers are read back.
+    """Format compressed sparse rows as text, with enough digits to read back exactly the same numbers.
 
     Args:
-        indptr: Where each row begins, (rows + 1).
+        indptr: Start of each row, (rows + 1).
         columns: Columns, from 0; the text's indices are one more.
         values: The values, float32 or float64.
         labels: The rows' labels.

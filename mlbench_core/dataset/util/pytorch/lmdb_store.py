@@ -1,11 +1,11 @@
-"""Rows of a linear model's data in an LMDB file: blocks of raw numbers, read without copying and without pickle.
+"""Store the rows of a linear model's data in an LMDB file, in blocks of raw numbers read without copies or pickle.
 
 A store is one file. Its values, by key:
 
 * ``header``: a JSON object, see :class:`StoreHeader`.
 * ``labels``: the labels of all rows, in the store's dtype.
 * ``checksums``: the CRC-32 of each block, unsigned 32-bit integers.
-* ``block:0000000000``, ``block:0000000001``, ...: ``rows_per_block`` rows each, the last one what is left.
+* ``block:0000000000``, ``block:0000000001``, ...: ``rows_per_block`` rows each, the last one may have fewer.
 
 A dense block is a matrix (rows, n_features). A sparse one (compressed sparse rows) is ``indptr`` (rows + 1 64-bit
 integers), then the values, then their columns (32-bit integers). All numbers are little-endian, none are padded. The
@@ -39,7 +39,7 @@ __all__ = ["FORMAT", "VERSION", "LinearStore", "StoreHeader", "StoreWriter", "fi
 
 FORMAT, VERSION = "mlbench-linear", 1
 LAYOUTS, DTYPES = ("dense", "csr"), ("float32", "float64")
-BLOCK_BYTES = 1 << 19  # what a block aims at: some rows of 2,000 features, and still a good length for a disk
+BLOCK_BYTES = 1 << 19  # target size: tens of rows of 2,000 features, and still efficient to read
 _HEADER, _LABELS, _CHECKSUMS = b"header", b"labels", b"checksums"
 _INDPTR, _COLUMN, _CHECKSUM = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<u4")
 _FIRST_MAP_BYTES = 1 << 26
@@ -47,7 +47,7 @@ _FIRST_MAP_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class StoreHeader:
-    """What a store says of itself.
+    """The description of a store, saved in it as JSON.
 
     Attributes:
         layout: ``"dense"`` or ``"csr"``.
@@ -55,11 +55,11 @@ class StoreHeader:
         n_rows: Number of rows.
         n_features: Number of columns.
         rows_per_block: Rows of each block but the last.
-        label_map: The text's labels and what they became, for example ``{"-1": 0, "1": 1}``; None: kept as they were.
+        label_map: The text's labels and their new values, for example ``{"-1": 0, "1": 1}``; None if they were kept.
         shard: Position of this store among the stores of the same data set, and their number.
         source: Names of the files it was made from.
         labels_crc32: CRC-32 of the labels.
-        extra: What else is known, for example how synthetic data was made.
+        extra: Further facts, for example how synthetic data was made.
     """
 
     layout: str
@@ -75,31 +75,31 @@ class StoreHeader:
 
     @property
     def n_blocks(self) -> int:
-        """Number of blocks."""
+        """Return the number of blocks."""
         return -(-self.n_rows // self.rows_per_block)
 
     @property
     def number(self) -> np.dtype:
-        """The dtype of values and labels in the file."""
+        """Return the dtype of values and labels in the file."""
         return np.dtype(self.dtype).newbyteorder("<")
 
     def to_json(self) -> bytes:
-        """As it is written."""
+        """Return the header as the JSON text that is stored."""
         return json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, indent=1).encode()
 
     @classmethod
     def from_json(cls, text: bytes, path: Path) -> StoreHeader:
-        """Read what :meth:`to_json` wrote.
+        """Read a header written by :meth:`to_json`.
 
         Args:
             text: The value of the key ``header``.
-            path: Where it was found, for messages.
+            path: Path of the store, for messages.
 
         Returns:
             The header.
 
         Raises:
-            DatasetError: It is no header, or that of another version.
+            DatasetError: It is not a header, or it is of another version.
         """
         try:
             found = json.loads(text)
@@ -121,7 +121,7 @@ class StoreHeader:
 
 
 def _foreign(path: Path) -> DatasetError:
-    """What to say of an LMDB that something else made."""
+    """Return the error for an LMDB that another program made."""
     return DatasetError(
         f"{path} is an LMDB, but not of this format. One of version 3.0 holds pickled rows, which are never loaded, "
         "because a pickle can run any code: convert the text again, "
@@ -130,18 +130,18 @@ def _foreign(path: Path) -> DatasetError:
 
 
 class LinearStore:
-    """Rows of one store, read from the file's pages.
+    """Read rows of one store from the pages of its file.
 
     The file is opened at the first use in each process and shared by all stores of a process on the same file, so an
     object can be pickled, sent to worker processes and used on both sides of a ``fork``.
 
     Args:
         path: The file (or the folder of an LMDB that is a folder).
-        cache: Whether to keep each block in memory once it was read.
+        cache: If True, keep each block in memory after its first read.
 
     Raises:
         DatasetNotFoundError: There is no such file.
-        DatasetError: It is no store, or a damaged one.
+        DatasetError: It is not a store, or it is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, cache: bool = False) -> None:
@@ -166,17 +166,17 @@ class LinearStore:
         return {**self.__dict__, "_opened": None, "_dense": None, "_copies": {}}
 
     def close(self) -> None:
-        """Let go of the file; it is opened again when it is needed."""
+        """Close the file; it is opened again when needed."""
         self._opened = self._dense = None
 
     def take(self, rows: NDArray[np.int64], out: Tensor) -> None:
         """Copy rows into a dense matrix.
 
-        Many rows at once are the fastest, and sorted ones are faster than others.
+        Fetching many rows in one call is fastest, and sorted rows are faster than unsorted ones.
 
         Args:
             rows: Positions in the store, each from 0 to ``len(self) - 1``.
-            out: Where to, of the store's dtype and shape (len(rows), n_features).
+            out: Destination, of the store's dtype and shape (len(rows), n_features).
         """
         if self.header.layout == "dense":
             self._dense_rows().take(rows, out)
@@ -223,18 +223,18 @@ class LinearStore:
                 raise DatasetError(f"block {number} of {self.path} has another checksum than when written; {again}")
 
     def _open(self) -> ReadEnvironment:
-        """The file, opened by this process. What it gives are views of its pages, valid while it is open."""
+        """Return the file, opened by this process; the views it returns are valid while it is open."""
         if self._opened is None or self._opened.pid != os.getpid():
             self._opened, self._dense = open_for_reading(self.path), None
         return self._opened
 
     def _dense_rows(self) -> DenseRows:
-        """The rows of a dense store, in the file as this process opened it."""
+        """Return the rows of a dense store, from the file that this process opened."""
         opened = self._open()
         if self._dense is None:
             header, path = self.header, self.path
 
-            def load(number: int) -> memoryview:  # refers to the file and not to self, or no end of self would close it
+            def load(number: int) -> memoryview:  # no reference to self: a cycle would keep it open
                 return _get(opened, _block_key(number), path)
 
             self._dense = DenseRows(
@@ -243,14 +243,14 @@ class LinearStore:
         return self._dense
 
     def _runs(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-        """Neighbouring rows of the same block: number of the block, start and stop in ``rows``."""
+        """Yield runs of rows in the same block: number of the block, start and stop in ``rows``."""
         blocks = rows // self.header.rows_per_block
         starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
         for start, stop in zip(starts, [*starts[1:], len(rows)], strict=False):  # no rows, no runs
             yield int(blocks[start]), start, stop
 
     def _sparse(self, number: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """A sparse block: indptr, columns, values."""
+        """Return a sparse block: indptr, columns, values."""
         block: Any = self._copies.get(number)
         if block is None:
             block = _get(self._open(), _block_key(number), self.path)
@@ -264,7 +264,7 @@ class LinearStore:
 
 
 def _get(opened: ReadEnvironment, key: bytes, path: Path) -> memoryview:
-    """A value that must be there."""
+    """Return a required value."""
     value = opened.get(key)
     if value is None:
         raise DatasetError(f"{path} is damaged: it has no {key.decode()}; convert the data again, or copy it again")
@@ -278,7 +278,7 @@ def _block_key(number: int) -> bytes:
 def _select(
     indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], rows: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
-    """Some rows of compressed sparse rows, as copies."""
+    """Return copies of some compressed sparse rows."""
     lengths = indptr[rows + 1] - indptr[rows]
     chosen = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     where = np.arange(chosen[-1]) + np.repeat(indptr[rows] - chosen[:-1], lengths)
@@ -288,7 +288,7 @@ def _select(
 def join_csr(
     parts: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]], dtype: np.dtype
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
-    """Put compressed sparse rows one after the other.
+    """Concatenate compressed sparse rows.
 
     Args:
         parts: ``indptr``, columns and values of each part.
@@ -304,14 +304,14 @@ def join_csr(
 
 
 def _compress(matrix: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
-    """A dense matrix as compressed sparse rows."""
+    """Convert a dense matrix to compressed sparse rows."""
     rows, columns = np.nonzero(matrix)
     indptr = np.searchsorted(rows, np.arange(len(matrix) + 1))
     return indptr.astype(np.int64), columns.astype(np.int64), matrix[rows, columns]
 
 
 def find_stores(root: Path, name: str, data_type: str) -> list[Path]:
-    """The stores of a data set below a folder, in the order of their names.
+    """Return the stores of a data set in a folder, sorted by name.
 
     Args:
         root: The folder, or a store itself.
@@ -338,21 +338,21 @@ def find_stores(root: Path, name: str, data_type: str) -> list[Path]:
 
 
 class StoreWriter:
-    """Write a store under its name only once it is complete.
+    """Write a store; it gets its name only when it is complete.
 
-    Rows go to a hidden file beside the final one, which :meth:`finish` renames. What is not finished is thrown away at
-    the end of the ``with`` block; what a killed process leaves is overwritten by the next one that writes the same
-    store. Two processes that write the same store do so one after the other.
+    Rows go to a hidden file next to the final one, which :meth:`finish` renames. An unfinished file is deleted at the
+    end of the ``with`` block. A file left by a killed process is overwritten by the next writer of the same store. Two
+    processes that write the same store do so one after the other.
 
     Args:
         path: The store's final name.
         n_features: Number of columns, at least 1.
         layout: ``"dense"`` or ``"csr"``.
         dtype: ``"float32"`` or ``"float64"``.
-        rows_per_block: Rows in a block; by default so many that a block has about half a megabyte.
+        rows_per_block: Rows in a block; by default chosen so that a block has about half a megabyte.
 
     Raises:
-        ValueError: An argument is outside what is listed above.
+        ValueError: An argument is outside the values listed above.
 
     Example:
         >>> import tempfile, pathlib
@@ -429,7 +429,7 @@ class StoreWriter:
             self._write_blocks(self._rows_per_block)
 
     def labels_found(self) -> NDArray[np.float64]:
-        """The distinct labels of the rows so far, sorted."""
+        """Return the distinct labels of the rows so far, sorted."""
         return np.unique(np.concatenate([np.empty(0), *self._labels]))
 
     def finish(
@@ -440,13 +440,13 @@ class StoreWriter:
         source: tuple[str, ...] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> StoreHeader:
-        """Write what is left, the labels and the header, and give the store its name.
+        """Write the remaining rows, the labels and the header, and rename the store to its final name.
 
         Args:
-            label_map: The text's labels and what they become; None keeps them.
+            label_map: The text's labels and their new values; None keeps them.
             shard: Position among the stores of the data set, and their number.
             source: Names of the files the rows came from.
-            extra: More for the header, fit for JSON.
+            extra: Further header entries that JSON can represent.
 
         Returns:
             The header.
@@ -481,13 +481,13 @@ class StoreWriter:
         return header
 
     def _convert(self, features: Any) -> Any:
-        """A copy of rows in the dtype of the store. Sparse ones are made dense only block by block."""
+        """Return a copy of rows in the dtype of the store; sparse rows become dense later, block by block."""
         if isinstance(features, np.ndarray) and self.layout == "dense":
             return features.astype(self.dtype)
         return _scipy_sparse().csr_matrix(features, dtype=self.dtype, copy=True)
 
     def _choose_rows(self, rows: Any) -> int:
-        """Rows of a block, by the first rows' bytes."""
+        """Choose the number of rows in a block from the size of the first rows."""
         if self.layout == "dense":
             row_bytes = self.n_features * np.dtype(self.dtype).itemsize
         else:
@@ -496,7 +496,7 @@ class StoreWriter:
         return max(1, BLOCK_BYTES // max(1, row_bytes))
 
     def _write_blocks(self, at_least: int) -> None:
-        """Write pending rows as blocks, as long as there are so many."""
+        """Write pending rows as blocks while at least ``at_least`` rows are left."""
         assert self._rows_per_block is not None
         if len(self._pending) == 1:
             rows = self._pending[0]
@@ -526,7 +526,7 @@ class StoreWriter:
         self._checksums.append(zlib.crc32(value))
 
     def _put(self, *items: tuple[bytes, bytes]) -> None:
-        """Write values; the map grows where they do not fit."""
+        """Write values, and double the memory map if they do not fit."""
         lmdb: Any = require("lmdb", "linear")
         with _disk_errors(self.path):
             while True:
@@ -539,7 +539,7 @@ class StoreWriter:
                     self._environment.set_mapsize(2 * self._environment.info()["map_size"])
 
     def _mapped(self, label_map: Mapping[str, int] | None) -> NDArray[np.float64]:
-        """The labels of all rows as they are stored."""
+        """Return the labels of all rows as they are stored."""
         labels = np.concatenate(self._labels)
         if label_map is None:
             return labels
@@ -557,7 +557,7 @@ def _scipy_sparse() -> Any:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Say what it means that LMDB cannot write."""
+    """Translate write errors of LMDB into messages about the disk."""
     lmdb: Any = require("lmdb", "linear")
     try:
         yield
@@ -565,7 +565,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
         raise
     except (lmdb.Error, OSError) as error:
         text = str(error)
-        # LMDB reports a write that stopped half-way, as on a full disk, as an input/output error.
+        # LMDB reports an incomplete write, such as on a full disk, as an input/output error.
         if any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)):
             raise DatasetError(
                 f"the disk is full: {path} could not be written; free some space and start again"

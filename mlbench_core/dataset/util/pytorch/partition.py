@@ -1,7 +1,7 @@
 """Parts of a data set, one for each worker.
 
-Every worker computes the whole assignment from the seed alone and keeps its own part, so nothing is sent, no global
-generator is read, and all workers agree. The parts are disjoint, cover every sample, and their sizes differ by at most
+Every worker computes the whole assignment from the seed alone and keeps its own part. So nothing is sent, no global
+generator is read, and all workers agree. The parts are disjoint and cover every sample. Their sizes differ by at most
 1.
 """
 
@@ -55,14 +55,14 @@ class Partition(Dataset):
         return self.data[self.indices[index]]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Several samples at once: the way of torch's DataLoader to a data set that can do better than one by one."""
+        """Return several samples at once; torch's DataLoader calls this if a data set offers it."""
         positions = [self.indices[index] for index in indices]
         fetch_many = getattr(self.data, "__getitems__", None)
         return fetch_many(positions) if callable(fetch_many) else [self.data[position] for position in positions]
 
     @property
     def targets(self) -> Any:
-        """The labels of this part, where the data set has ``targets``."""
+        """Return the labels of this part, if the data set has ``targets``."""
         targets = self.data.targets
         return [targets[index] for index in self.indices] if isinstance(targets, list) else targets[self.indices]
 
@@ -78,7 +78,7 @@ class Partition(Dataset):
 
 
 class Partitioner(ABC):
-    """What cuts a data set into parts; the base of a partitioner of your own."""
+    """The base class of objects that cut a data set into parts."""
 
     @abstractmethod
     def use(self, partition_ind: int) -> Partition:
@@ -101,8 +101,8 @@ class DataPartitioner(Partitioner):
     Args:
         data: The data set.
         rank: Rank of this worker; kept for reference, every rank computes the same cut.
-        shuffle: Whether to draw the samples of each part at random; otherwise parts are contiguous.
-        sizes: Share of each part, each at least 0, together at most 1. Where they add up to less, the rest of the
+        shuffle: If True, draw the samples of each part at random; otherwise parts are contiguous.
+        sizes: Share of each part, each at least 0, together at most 1. If the total is below 1, the rest of the
             samples belongs to no part.
         seed: Seed of the shuffle, at least 0.
 
@@ -137,7 +137,7 @@ class DataPartitioner(Partitioner):
         self.partitions = [order[start:stop] for start, stop in itertools.pairwise(bounds)]
 
     def use(self, partition_ind: int) -> Partition:
-        """One of the parts.
+        """Return one of the parts.
 
         Args:
             partition_ind: Its position in ``sizes``.
@@ -166,13 +166,14 @@ def partition_dataset_by_rank(
     classes_per_worker: int = 2,
     labels: Sequence[int] | None = None,
 ) -> Partition:
-    r"""The part of a data set that belongs to one worker.
+    r"""Return the part of a data set that belongs to one worker.
 
     * ``"uniform"``: every sample is equally likely on every worker.
     * ``"dirichlet"``: each worker draws its mixture of classes :math:`q \sim \mathrm{Dir}(\alpha p)`, with p the
       classes' shares in the data set, and then fills its part from the classes by q; a class that is used up drops out
-      and q is renormalised (Hsu et al. 2019). Workers fill their parts in an order drawn from the seed; the last ones
-      get what is left. A small alpha gives workers of nearly one class, a large one the uniform distribution.
+      and q is renormalized (Hsu et al. 2019). Workers fill their parts in an order drawn from the seed; the last ones
+      get the samples that are left. A small alpha gives workers of nearly one class, a large one the uniform
+      distribution.
     * ``"label_skew"``: the samples are sorted by class and cut into ``world_size * classes_per_worker`` shards; each
       worker gets ``classes_per_worker`` of them (McMahan et al. 2017). A shard that lies across a border holds two
       classes.
@@ -186,7 +187,7 @@ def partition_dataset_by_rank(
         rank: Rank of this worker, from 0 to ``world_size - 1``.
         world_size: Number of workers, at least 1.
         distribution: ``"uniform"``, ``"dirichlet"`` or ``"label_skew"``.
-        shuffle: Whether the samples of a part are drawn at random and in random order; otherwise a uniform part is
+        shuffle: If True, the samples of a part are drawn at random and in random order; otherwise a uniform part is
             contiguous, and the samples of any part come in the data set's order.
         seed: Seed of every draw, at least 0; the same on all workers.
         alpha: Concentration of the Dirichlet distribution, above 0.
@@ -197,7 +198,7 @@ def partition_dataset_by_rank(
         The part of worker ``rank``.
 
     Raises:
-        ValueError: An argument is outside what is listed above, or a distribution by class finds no classes.
+        ValueError: An argument is outside the values listed above, or a distribution by class finds no classes.
 
     Example:
         >>> [partition_dataset_by_rank(range(5), rank, 2, shuffle=False).indices for rank in range(2)]
@@ -229,9 +230,9 @@ def partition_dataset_by_rank(
 def stratified_split(
     labels: Sequence[Any] | np.ndarray, held_out: float = 0.2, *, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Hold samples out for validation, of each class the same share; for data sets that come without a test part.
+    """Hold out the same share of each class for validation, for data sets without a test part.
 
-    The samples are drawn from the seed alone, so every worker and every run finds the same split.
+    The samples are drawn from the seed alone, so every worker and every run gets the same split.
 
     Args:
         labels: Class of each sample.
@@ -242,7 +243,7 @@ def stratified_split(
         Positions for training and for validation, both in increasing order.
 
     Raises:
-        ValueError: ``held_out`` is outside of 0 to 1.
+        ValueError: ``held_out`` is not between 0 and 1.
 
     Example:
         >>> training, validation = stratified_split([0] * 5 + [1] * 10)
@@ -261,7 +262,7 @@ def stratified_split(
 
 
 def _check(rank: int, world_size: int, distribution: str, alpha: float, classes_per_worker: int, seed: int) -> None:
-    """Look at the arguments of :func:`partition_dataset_by_rank`."""
+    """Check the arguments of :func:`partition_dataset_by_rank`."""
     check_int("world_size", world_size)
     if not 0 <= operator.index(rank) < world_size:
         raise ValueError(f"rank is {rank}; with world_size {world_size} it must be from 0 to {world_size - 1}")
@@ -274,12 +275,12 @@ def _check(rank: int, world_size: int, distribution: str, alpha: float, classes_
 
 
 def _order(count: int, shuffle: bool, seed: int) -> np.ndarray:
-    """The samples in the order in which they are dealt out."""
+    """Return the samples in the order in which workers receive them."""
     return np.random.default_rng(seed).permutation(count) if shuffle else np.arange(count)
 
 
 def _classes(dataset: Any, labels: Sequence[int] | None) -> np.ndarray:
-    """The class of each sample, numbered from 0 without gaps."""
+    """Return the class of each sample, numbered from 0 without gaps."""
     found = labels if labels is not None else getattr(dataset, "targets", None)
     if found is None:
         raise ValueError(
@@ -295,7 +296,7 @@ def _classes(dataset: Any, labels: Sequence[int] | None) -> np.ndarray:
 def _dirichlet(
     classes: np.ndarray, sizes: list[int], alpha: float, shuffle: bool, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """Fill each worker's part from the classes by a mixture of its own."""
+    """Fill each worker's part from the classes by its own mixture."""
     members = _members(classes, shuffle, generator)
     left = np.array([len(member) for member in members])
     prior = left / max(1, left.sum())
@@ -313,7 +314,7 @@ def _dirichlet(
 
 
 def _draw_mixture(concentration: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """A draw of the Dirichlet distribution; where tiny concentrations underflow, its limit: a single class."""
+    """Draw from the Dirichlet distribution; if tiny concentrations underflow, draw its limit, a single class."""
     gammas = generator.standard_gamma(concentration)
     if gammas.sum() > 0:
         return gammas / gammas.sum()
@@ -324,11 +325,11 @@ def _draw_mixture(concentration: np.ndarray, generator: np.random.Generator) -> 
 
 
 def _draw_counts(need: int, mixture: np.ndarray, left: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """How many samples of each class to take: a multinomial draw, again for what used-up classes could not give."""
+    """Draw the number of samples to take of each class, and draw again for the share of exhausted classes."""
     taken = np.zeros_like(left)
     while need > 0:
         weights = np.where(left > taken, mixture, 0.0)
-        if weights.sum() <= 0:  # none of the mixture's classes is left: go by what there is
+        if weights.sum() <= 0:  # none of the mixture's classes is left: draw from the remaining samples
             weights = (left - taken).astype(np.float64)
         draw = np.minimum(generator.multinomial(need, weights / weights.sum()), left - taken)
         taken += draw
@@ -339,7 +340,7 @@ def _draw_counts(need: int, mixture: np.ndarray, left: np.ndarray, generator: np
 def _label_skew(
     classes: np.ndarray, sizes: list[int], per_worker: int, shuffle: bool, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """Cut the samples, sorted by class, into shards, and deal those out."""
+    """Cut the samples, sorted by class, into shards, and assign the shards at random."""
     in_order = np.concatenate([*_members(classes, shuffle, generator), np.empty(0, dtype=np.int64)])
     shards = [
         (worker, size // per_worker + (s < size % per_worker))
@@ -356,6 +357,6 @@ def _label_skew(
 
 
 def _members(classes: np.ndarray, shuffle: bool, generator: np.random.Generator) -> list[np.ndarray]:
-    """The samples of each class."""
+    """Return the samples of each class."""
     arrange: Callable[[np.ndarray], np.ndarray] = generator.permutation if shuffle else np.asarray
     return [arrange(np.flatnonzero(classes == label)) for label in range(int(classes.max(initial=-1)) + 1)]

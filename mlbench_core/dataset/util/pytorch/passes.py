@@ -1,4 +1,4 @@
-"""Passes over batches that know their epoch and can be resumed."""
+"""Iterate over batches in epochs, and resume in the middle of one."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ __all__ = ["ResumablePasses"]
 
 
 class ResumablePasses(ABC):
-    """What loaders and samplers have in common whose batches follow from a seed and the epoch alone.
+    """The common part of loaders and samplers whose batches follow from a seed and the epoch alone.
 
-    Each pass is an epoch of its own: a second pass continues with the next epoch, unless :meth:`set_epoch` says
-    another. A run that stops in the middle of a pass and keeps :meth:`state_dict` goes on with the very batches it
-    would have had.
+    Each pass is its own epoch: a second pass continues with the next epoch, unless :meth:`set_epoch` sets another one.
+    A run that stops in the middle of a pass and saves :meth:`state_dict` resumes with exactly the same remaining
+    batches.
 
-    A subclass begins each pass with :meth:`_begin`, calls :meth:`_hand_out` before it gives a batch away, and says in
-    :meth:`_basis` what its batches rest on.
+    A subclass starts each pass with :meth:`_begin` and calls :meth:`_hand_out` before it yields a batch. Its
+    :meth:`_basis` returns the values that determine its batches.
     """
 
     _epoch = 0
-    _next_batch = 0  # of the pass under way: the first batch that was not handed out yet
+    _next_batch = 0  # of the current pass: the first batch that was not yielded yet
     _started = False  # whether a pass of this epoch has begun
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of batches of an epoch."""
+        """Return the number of batches of an epoch."""
 
     @abstractmethod
     def _basis(self) -> dict[str, Any]:
-        """What the batches of an epoch depend on: numbers by name."""
+        """Return the numbers that determine the batches of an epoch, by name."""
 
     @property
     def epoch(self) -> int:
-        """The epoch of the pass under way, or of the next one where none has begun; from 0."""
+        """Return the epoch of the current pass, or of the next one if no pass has begun; from 0."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass is.
+        """Set the epoch of the next pass.
 
-        Right after :meth:`load_state_dict`, naming the epoch that was loaded keeps the position in it.
+        Right after :meth:`load_state_dict`, setting the loaded epoch keeps the position in it.
 
         Args:
             epoch: From 0.
@@ -56,13 +56,13 @@ class ResumablePasses(ABC):
         self._started = False
 
     def state_dict(self) -> dict[str, int]:
-        """Where the iteration stands: what a checkpoint needs to go on with the next batch.
+        """Return the position of the iteration, which a checkpoint needs to resume at the next batch.
 
-        A ``DataLoader`` with worker processes asks a sampler for batches ahead of time; without any, the next batch is
-        the one after the last that was handed out.
+        A ``DataLoader`` with worker processes requests batches from a sampler ahead of time. Without worker processes,
+        the next batch is the one after the last that was yielded.
 
         Returns:
-            Whole numbers: ``epoch`` and ``batch`` of the next batch, and what they rest on.
+            Whole numbers: ``epoch`` and ``batch`` of the next batch, and the values that determine the batches.
         """
         finished = self._started and self._next_batch >= len(self)
         return {
@@ -72,14 +72,13 @@ class ResumablePasses(ABC):
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where :meth:`state_dict` was taken.
+        """Resume at the position of a state.
 
         Args:
-            state: What :meth:`state_dict` returned.
+            state: The result of :meth:`state_dict`.
 
         Raises:
-            ValueError: It was taken with other arguments or other data, so the batches would not be the ones that were
-                left.
+            ValueError: The state was saved with other arguments or other data, so the remaining batches would differ.
         """
         for name, here in self._basis().items():
             if state.get(name) != here:
@@ -89,12 +88,12 @@ class ResumablePasses(ABC):
         self._started = False
 
     def _begin(self) -> int:
-        """Begin a pass, of the next epoch if this one had its own already; gives the first batch that is wanted."""
+        """Begin a pass, of the next epoch if this one was started before, and return the number of its first batch."""
         if self._started:
             self.set_epoch(self._epoch + 1)
         self._started = True
         return self._next_batch
 
     def _hand_out(self, number: int) -> None:
-        """Note that batch ``number`` is given away now."""
+        """Record that batch ``number`` is yielded now."""
         self._next_batch = number + 1

@@ -1,4 +1,4 @@
-"""Dense data of a known logistic model, the same bytes on every machine, and the optimum of its training loss."""
+"""Generate dense data of a known logistic model, the same bytes on every machine, and minimize its training loss."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ __all__ = [
 
 DEFAULT_FEATURES = 2_000  # as epsilon has
 DEFAULT_ROWS: Mapping[str, int] = {"train": 40_000, "test": 10_000}
-CHUNK_ROWS = 1_024  # each has a stream of its own; part of the definition of the data
+CHUNK_ROWS = 1_024  # each has its own random stream; part of the definition of the data
 LOGIT_SCALE = 6.0  # standard deviation of the logits
-_WEIGHTS, _STREAMS = 0, {"train": 1, "test": 2}  # what a stream of random bits is for
+_WEIGHTS, _STREAMS = 0, {"train": 1, "test": 2}  # purpose of a stream of random bits
 _LABELS = 1_000
 
 
 def _bits(count: int, *purpose: int) -> NDArray[np.uint64]:
-    """Random bits. numpy guarantees that this stream of PCG64 never changes, but not drawn numbers."""
+    """Return random bits; numpy guarantees that PCG64's raw stream never changes, unlike its drawn numbers."""
     return np.random.PCG64(np.random.SeedSequence(purpose)).random_raw(count)
 
 
 def _whole_numbers(count: int, *purpose: int) -> NDArray[np.int16]:
-    """Uniform whole numbers of 16 bits, four of each 64 random bits."""
+    """Return uniform 16-bit integers, four from each 64 random bits."""
     return _bits(-(-count // 4), *purpose).astype("<u8").view("<i2")[:count]
 
 
 def _feature_exponent(n_features: int) -> int:
-    """Features are whole numbers times 2 to this: rows then have a norm near 1, and each product is exact."""
+    """Return e so that features are integers times 2^e: rows then have a norm near 1, and products are exact."""
     return -15 - round(0.5 * math.log2(n_features / 3))
 
 
 def synthetic_weights(n_features: int, seed: int = 0) -> NDArray[np.float64]:
-    """The weights of the model that the labels are drawn from.
+    """Return the weights of the model that generates the labels.
 
     Args:
         n_features: Number of features, at least 1.
@@ -63,7 +63,7 @@ def synthetic_weights(n_features: int, seed: int = 0) -> NDArray[np.float64]:
 
 
 def _weight_scale(n_features: int) -> float:
-    """What the weights' whole numbers are multiplied by, so that logits have the standard deviation LOGIT_SCALE."""
+    """Return the factor of the integer weights, so that logits have the standard deviation LOGIT_SCALE."""
     deviation = math.sqrt(n_features) * 2.0**30 / 3 * 2.0 ** _feature_exponent(n_features)
     return LOGIT_SCALE / deviation
 
@@ -71,18 +71,18 @@ def _weight_scale(n_features: int) -> float:
 def synthetic_rows(
     chunk: int, n_features: int, seed: int = 0, data_type: str = "train"
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    r"""Rows ``chunk * 1024`` to ``(chunk + 1) * 1024 - 1`` of the data.
+    r"""Return rows ``chunk * 1024`` to ``(chunk + 1) * 1024 - 1`` of the data.
 
     Features are whole numbers of 16 bits times a power of two, independent and uniform, so that a row's norm is near 1.
     Labels are drawn from the logistic model :math:`P(y = 1 \mid x) = \sigma(w^\top x)` with
     :func:`synthetic_weights`.
 
-    The random bits are numpy's PCG64 stream, which never changes. All sums are of whole numbers below 2^53, so they
-    are exact in whatever order a machine adds them. Only the exponential of the last step may differ in its last place,
-    which changes a label with a probability of about 2^-52.
+    The random bits are numpy's PCG64 stream, which never changes. All sums are of integers below 2^53, so they are
+    exact in any order of addition. Only the exponential of the last step may differ in its last place, which changes a
+    label with a probability of about 2^-52.
 
     Args:
-        chunk: Which rows, from 0.
+        chunk: Number of the chunk of rows, from 0.
         n_features: Number of features, at least 1 and at most 2^22.
         seed: Seed of the data, at least 0.
         data_type: ``"train"`` or ``"test"``: other rows of the same model.
@@ -91,7 +91,7 @@ def synthetic_rows(
         Features, shape (1024, n_features), and labels 0 and 1, shape (1024,).
 
     Raises:
-        ValueError: An argument is outside what is listed above.
+        ValueError: An argument is outside the values listed above.
     """
     if not 1 <= n_features <= 1 << 22:
         raise ValueError(f"n_features is {n_features}; it must be from 1 to {1 << 22}")
@@ -104,6 +104,7 @@ def synthetic_rows(
     weights = _whole_numbers(n_features, seed, _WEIGHTS).astype(np.float64)
     factor = 2.0 ** _feature_exponent(n_features)
     logits = (whole.astype(np.float64) @ weights) * factor * _weight_scale(n_features)
+    # 53 random bits fit the mantissa of a float64, so the conversion is exact.
     uniform = (_bits(CHUNK_ROWS, seed, stream, chunk, _LABELS) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     labels = uniform < 1 / (1 + np.exp(-logits))
     return (whole * np.float32(factor)).astype(np.float32), labels.astype(np.float32)
@@ -111,15 +112,15 @@ def synthetic_rows(
 
 @dataclass(frozen=True)
 class LogisticOptimum:
-    r"""The minimum of the regularised logistic loss, and how well it is known.
+    r"""The minimum of the regularized logistic loss, with a bound on its error.
 
     Attributes:
         l2: The penalty :math:`\lambda`.
         loss: The loss at ``weights``, penalty included.
-        gap: Bound on how far that is above the true minimum: the loss is :math:`\lambda`-strongly convex, so
-            :math:`f(w) - \min f \le \lVert \nabla f(w) \rVert^2 / (2 \lambda)`. It counts no rounding, which is about
-            1e-15 of the loss.
-        accuracy: Share of the rows that are classified rightly at ``weights``.
+        gap: Bound on the distance to the true minimum: the loss is :math:`\lambda`-strongly convex, so
+            :math:`f(w) - \min f \le \lVert \nabla f(w) \rVert^2 / (2 \lambda)`. It does not include rounding, which is
+            about 1e-15 of the loss.
+        accuracy: Share of the rows that are classified correctly at ``weights``.
         weights: The weights and, last, the bias; float64, shape (n_features + 1,).
     """
 
@@ -130,28 +131,28 @@ class LogisticOptimum:
     weights: NDArray[np.float64]
 
     def summary(self) -> dict[str, float]:
-        """All but the weights."""
+        """Return all fields but the weights."""
         return {name: value for name, value in asdict(self).items() if name != "weights"}
 
 
 def logistic_optimum(
     features: NDArray[Any], labels: NDArray[Any], l2: float, *, max_iterations: int = 100, chunk_rows: int = 4_096
 ) -> LogisticOptimum:
-    r"""Minimise the loss of L2-regularised logistic regression to the precision of float64.
+    r"""Minimize the loss of L2-regularized logistic regression to the precision of float64.
 
     .. math::
         f(w) = \frac{1}{n} \sum_i \bigl[ \log (1 + e^{z_i}) - y_i z_i \bigr]
         + \frac{\lambda}{2} \lVert w \rVert^2, \quad z_i = w^\top (x_i, 1)
 
-    which is :class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized` over all rows, the bias penalised
-    too. Newton's method with steps by conjugate gradients, halved until the loss falls.
+    This is :class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized` over all rows; the bias is penalized
+    too. Newton's method is used, with steps by conjugate gradients that are halved until the loss falls.
 
     Args:
-        features: Rows, shape (n, n_features); they are taken to float64 some at a time.
+        features: Rows, shape (n, n_features); converted to float64 in chunks.
         labels: 0 and 1, shape (n,) or (n, 1).
         l2: The penalty, above 0.
         max_iterations: Newton steps at most.
-        chunk_rows: Rows that are dealt with at once.
+        chunk_rows: Rows that are processed at once.
 
     Returns:
         The minimum.
@@ -199,24 +200,25 @@ class _Loss:
         self.slices = [slice(start, start + chunk_rows) for start in range(0, len(features), chunk_rows)]
 
     def logits(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        """z = X w + b."""
+        """Return z = X w + b."""
         return np.concatenate([self.features[s].astype(np.float64) @ weights[:-1] for s in self.slices]) + weights[-1]
 
     def _transposed(self, vector: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The product of (X, 1) transposed with a vector."""
+        """Return the product of (X, 1) transposed with a vector."""
         product = sum(vector[s] @ self.features[s].astype(np.float64) for s in self.slices)
         return np.append(product, vector.sum())
 
     def at(self, weights: NDArray[np.float64]) -> tuple[float, NDArray[np.float64], NDArray[np.float64]]:
-        """Loss, gradient, and the second derivative of each row's loss by its logit."""
+        """Return loss, gradient, and the second derivative of each row's loss with respect to its logit."""
         z = self.logits(weights)
         loss = float(np.mean(np.logaddexp(0, z) - self.labels * z) + self.l2 / 2 * (weights @ weights))
+        # The hyperbolic tangent does not overflow for logits of any size, unlike the exponential of the sigmoid.
         p = 0.5 * (1 + np.tanh(z / 2))
         gradient = self._transposed(p - self.labels) / len(z) + self.l2 * weights
         return loss, gradient, p * (1 - p) / len(z)
 
     def newton_step(self, gradient: NDArray[np.float64], curvature: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Solve H d = -g by conjugate gradients, the closer the smaller the gradient is."""
+        """Solve H d = -g by conjugate gradients, with a tolerance that shrinks with the gradient."""
         norm = float(np.linalg.norm(gradient))
         tolerance = norm * min(0.1, math.sqrt(norm))
         step, residual = np.zeros_like(gradient), -gradient
@@ -246,8 +248,8 @@ def write_synthetic_dense(
 ) -> Path:
     """Write :func:`synthetic_rows` as a store.
 
-    Its header says under ``extra["synthetic_dense"]`` how it was made and, with ``l2``, under ``extra["optimum"]`` what
-    the minimum of the training loss is, see :class:`LogisticOptimum`.
+    Its header describes the data under ``extra["synthetic_dense"]``. With ``l2``, ``extra["optimum"]`` holds the
+    minimum of the training loss, see :class:`LogisticOptimum`.
 
     Args:
         path: The store.
@@ -255,7 +257,7 @@ def write_synthetic_dense(
         n_rows: Number of rows, at least 1.
         seed: Seed of the data.
         data_type: ``"train"`` or ``"test"``.
-        l2: Penalty for which to compute the optimum, with all rows in memory; None does not.
+        l2: Penalty for which to compute the optimum, with all rows in memory; None skips this.
         rows_per_block: Rows of a block, by default about half a megabyte.
         advance: Called with the number of rows that were written.
 
@@ -263,7 +265,7 @@ def write_synthetic_dense(
         ``path``.
 
     Raises:
-        ValueError: An argument is outside what is listed above.
+        ValueError: An argument is outside the values listed above.
         DatasetError: The disk is full.
     """
     check_at_least("n_rows", n_rows, 1)

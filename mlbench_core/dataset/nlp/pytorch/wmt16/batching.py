@@ -1,4 +1,4 @@
-"""Batches of pairs of similar length, dealt out to workers."""
+"""Batches of pairs of similar length, distributed to workers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _Order = npt.NDArray[np.int64]
 def build_collate_fn(
     batch_first: bool = False, sort: bool = False, *, pad: int = 0, multiple: int = 1
 ) -> Callable[[Sequence[tuple[Tensor, Tensor]]], tuple[PaddedBatch, PaddedBatch]]:
-    """A ``collate_fn`` for a ``DataLoader`` that pads the sentences of a batch to one length.
+    """Return a ``collate_fn`` for a ``DataLoader`` that pads the sentences of a batch to one length.
 
     Args:
-        batch_first: Whether the first dimension is the sentence instead of the time.
-        sort: Whether the longest source comes first.
+        batch_first: If True, the first dimension is the sentence instead of the time.
+        sort: If True, the longest source comes first.
         pad: Id of padding.
         multiple: Lengths of batches are multiples of it.
 
@@ -52,7 +52,7 @@ def build_collate_fn(
 
 
 class _Collate:
-    """What :func:`build_collate_fn` returns; a class, so that it can be sent to processes."""
+    """The function that :func:`build_collate_fn` returns; a class, so that it can be sent to processes."""
 
     def __init__(self, batch_first: bool, sort: bool, pad: int, multiple: int) -> None:
         self.batch_first, self.sort, self.pad, self.multiple = batch_first, sort, pad, multiple
@@ -74,28 +74,29 @@ class _Collate:
 class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
     """Batches of pairs of similar length, the same number on every worker.
 
-    Training (``shuffle``): pairs are sorted into buckets by length, shuffled within each, and cut into batches of all
-    workers together; what is left in the buckets, in order of its length, makes further batches, and fewer than a batch
-    are left out of that epoch. The batches' order is shuffled. So k workers with batches of b see, step by step, what
-    one worker with batches of kb sees. Everything depends only on (seed, epoch), so workers do not communicate.
+    Training (``shuffle``): pairs are sorted into buckets by length and shuffled within each bucket. They are cut into
+    batches of all workers together. The remaining pairs of all buckets, in order of length, make further batches; a
+    rest smaller than a batch is left out of that epoch. The order of batches is shuffled. So k workers with batches of
+    b see, step by step, the same pairs as one worker with batches of kb. Everything depends only on (seed, epoch), so
+    workers do not communicate.
 
     Validation (``shuffle=False``): every pair comes once, in order of its length; the workers' shares of a batch
     differ by at most one pair. With fewer pairs than workers some get an empty batch.
 
-    For ``DataLoader(dataset, batch_sampler=..., collate_fn=build_collate_fn())``. Each pass is an epoch of its own
-    unless :meth:`set_epoch` says another.
+    Pass it to ``DataLoader(dataset, batch_sampler=..., collate_fn=build_collate_fn())``. Each pass is its own epoch
+    unless :meth:`set_epoch` sets another one.
 
     Args:
-        lengths: Length of each pair, shape (pairs,): what the cost of a batch depends on.
+        lengths: Length of each pair, shape (pairs,): it determines the cost of a batch.
         batch_size: Pairs in a worker's batch.
         shuffle: Training or validation.
-        seed: Of the order, at least 0.
+        seed: Seed of the order, at least 0.
         rank: This worker.
         world_size: Number of workers.
-        buckets: How many ranges of length there are, each with as many pairs.
+        buckets: Number of ranges of length, each with the same number of pairs.
 
     Raises:
-        ValueError: An argument is outside what is listed above, or there are too few pairs for a batch to train on.
+        ValueError: An argument is outside the values listed above, or there are too few pairs for a batch to train on.
 
     Example:
         >>> samplers = [BucketBatchSampler([3, 9, 4, 8], 1, rank=rank, world_size=2, buckets=2) for rank in (0, 1)]
@@ -128,7 +129,7 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
             )
 
     def __len__(self) -> int:
-        """Number of batches of an epoch, on every worker."""
+        """Return the number of batches of an epoch, on every worker."""
         together = self.batch_size * self.world_size
         return len(self.lengths) // together if self.shuffle else -(-len(self.lengths) // together)
 
@@ -146,7 +147,7 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         return np.array_split(order, len(self) * self.world_size)[self.rank :: self.world_size] if len(order) else []
 
     def _training_batches(self) -> list[_Order]:
-        """This worker's share of the batches of all workers."""
+        """Return this worker's share of the batches of all workers."""
         generator = np.random.default_rng((self.seed, self._epoch))
         together = self.batch_size * self.world_size
         full, rest = [], []
@@ -156,6 +157,7 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
             full += np.split(order[:whole], whole // together) if whole else []
             rest.append(order[whole:])
         left = np.concatenate(rest)
+        # The dropped pairs are drawn at random, because dropping the last ones would always drop long pairs.
         drop = generator.permutation(len(left))[: len(left) % together]
         left = np.delete(left, drop)
         full += np.split(left, len(left) // together) if len(left) else []
@@ -173,12 +175,12 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
 
 
 class TeacherForcedBatches:
-    """Batches as a training round takes them: what the model sees, and the words that it should say next.
+    """Batches for training: the inputs of the model, and the words that it should predict next.
 
     Args:
         pairs: Pairs (source, target), each int64 of shape (tokens,), from the beginning's id to the end's.
         order: Indices of each batch: a sampler such as :class:`BucketBatchSampler`, or a list of lists.
-        device: Where ids go.
+        device: Device of the ids.
 
     Example:
         >>> pairs = [([2, 7, 3], [2, 8, 9, 3]), ([2, 3], [2, 3])]
@@ -198,11 +200,11 @@ class TeacherForcedBatches:
         self.device = torch.device(device)
 
     def __len__(self) -> int:
-        """Number of batches of an epoch."""
+        """Return the number of batches of an epoch."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], Tensor]]:
-        """Give ``((source, lengths, target without its last row), target without its first row)``, time first.
+        """Yield ``((source, lengths, target without its last row), target without its first row)``, time first.
 
         Ids have the shapes (source, batch), (target - 1, batch) and (target - 1, batch); the sources' lengths, of shape
         (batch,), stay on the CPU, where packing sentences needs them.

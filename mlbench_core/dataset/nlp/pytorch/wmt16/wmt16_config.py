@@ -1,4 +1,4 @@
-"""Constants of the WMT16 vocabulary, under the names that scripts of version 3.0 read."""
+"""Constants of the WMT16 vocabulary, under the names that scripts of version 3.0 use."""
 
 PAD_TOKEN, UNK_TOKEN, BOS_TOKEN, EOS_TOKEN = "<pad>", "<unk>", "<s>", "</s>"
 """Symbols of padding, unknown, and beginning and end of a sentence."""

@@ -1,4 +1,4 @@
-"""From lines of text to ids and back, for task 4a."""
+"""Convert lines of text to ids and back, for task 4a."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _MULTIPLES = {None: 1, "fp32": 1, "fp16": 8, "bf16": 8}
 
 
 class WMT16Tokenizer:
-    """Cuts lines of text into sub-words with ids, and writes ids as text.
+    """Split lines of text into sub-words with ids, and convert ids to text.
 
     Ids 0 to 3 are padding, unknown, beginning and end of a sentence; the symbols of the vocabulary follow in its order.
-    With half precision made-up symbols fill the vocabulary up to a multiple of 8, which tensor cores want.
+    With half precision, made-up symbols fill the vocabulary up to a multiple of 8, for tensor cores.
 
     Attributes:
         vocab_size: Number of ids.
         pad: Id of padding, 0.
-        unk: Id of what is in no symbol, 1.
+        unk: Id of text in no symbol, 1.
         bos: Id of the beginning of a sentence, 2.
         eos: Id of its end, 3.
         symbols: The symbol of each id.
 
     Args:
         base_dir: Folder with the vocabulary ``vocab.bpe.NAME`` and the merges ``bpe.NAME``, for example
-            ``vocab.bpe.32000``, in the format of subword-nmt. Without merges, lines have to be in words that are
+            ``vocab.bpe.32000``, in the format of subword-nmt. Without merges, lines must consist of words that are
             divided already.
         math_precision: ``"fp16"`` or ``"bf16"`` fill the vocabulary up; ``"fp32"`` and None do not.
-        separator: What follows a part that does not end its word.
-        lang: Language of lines whose language is not said.
-        tokenizer: What makes words of a line: ``"moses"`` or ``"spacy"``; None splits at white space.
-        escaped: Whether the vocabulary is of words with Moses' escapes, ``&apos;`` for an apostrophe and so on, as
-            other programs make it.
+        separator: Mark of a part that does not end its word.
+        lang: Default language of lines.
+        tokenizer: The splitter of lines into words: ``"moses"`` or ``"spacy"``; None splits at white space.
+        escaped: If True, the vocabulary consists of words with Moses' escapes, such as ``&apos;`` for an apostrophe, as
+            other programs create it.
 
     Raises:
         ValueError: The precision is unknown.
@@ -98,11 +98,11 @@ class WMT16Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, made-up ones included."""
+        """Return the number of ids, made-up ones included."""
         return len(self.symbols)
 
     def segment(self, line: str, *, lang: str | None = None) -> list[int]:
-        """The ids of a line of text.
+        """Return the ids of a line of text.
 
         Args:
             line: Text.
@@ -117,7 +117,7 @@ class WMT16Tokenizer:
         return [int(i) for i in self.to_ids(self.subwords.encode([line])[0])]
 
     def to_ids(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Ids of a sentence of which a store has the numbers.
+        """Convert the numbers of a sentence in a store to ids.
 
         Args:
             numbers: Numbers as of :meth:`~mlbench_core.dataset.nlp.pytorch.subwords.Subwords.encode`, shape (tokens,).
@@ -133,12 +133,12 @@ class WMT16Tokenizer:
         return ids
 
     def detokenize(self, inputs: Iterable[int] | Tensor, delim: str = " ") -> str:
-        """The text of ids, with punctuation where it belongs; it needs no further detokenizer.
+        """Convert ids to text with normal punctuation; no further detokenizer is needed.
 
         Args:
-            inputs: Ids of one sentence, for example a tensor of shape (tokens,). What follows the end of the sentence
-                is ignored, and so are padding and beginning.
-            delim: What stands where the text has a space.
+            inputs: Ids of one sentence, for example a tensor of shape (tokens,). Everything after the end of the
+                sentence is ignored, and so are padding and beginning.
+            delim: The text between words, in place of each space.
 
         Returns:
             The text.
@@ -153,14 +153,14 @@ class WMT16Tokenizer:
         return join_words(unescape_words(words) if self.escaped else words, delim)
 
     def differing_lines(self, lines: Iterable[str], *, lang: str | None = None) -> list[tuple[int, str, str]]:
-        """Which lines of a text do not come back from their ids, up to what cleaning changes.
+        """Find the lines of a text that are not restored from their ids, apart from changes by cleaning.
 
         Args:
             lines: Lines of text.
             lang: Their language; None for the tokenizer's.
 
         Returns:
-            For each such line its number from 1, the cleaned line, and what came back.
+            For each such line its number from 1, the cleaned line, and the restored line.
         """
         differing = []
         for number, line in enumerate(lines, 1):

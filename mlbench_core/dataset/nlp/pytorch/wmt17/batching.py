@@ -1,4 +1,4 @@
-"""Batches with about the same number of tokens, dealt out to workers."""
+"""Batches with about the same number of tokens, distributed to workers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["SizedPairs", "collate_batch", "get_batches", "shard_batches"]
 
 
 class SizedPairs(Protocol):
-    """A data set that batches can be made of."""
+    """A data set that can be cut into batches by size."""
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Tokens that a pair takes in a batch, its longer side, of shape (pairs,)."""
+        """Return the tokens that a pair takes in a batch, its longer side, of shape (pairs,)."""
 
     @property
     def shuffle(self) -> bool:
-        """Whether pairs of the same size go into batches in random order."""
+        """Return whether pairs of the same size go into batches in random order."""
 
 
 def get_batches(
@@ -35,19 +35,19 @@ def get_batches(
 ) -> list[list[int]]:
     """Cut a data set into batches of pairs of similar length.
 
-    A batch of n pairs whose longest side has l tokens takes n x l tokens, padding included. Pairs in order of their
-    size are put into a batch as long as that is at most ``max_tokens``, and n at most ``max_sentences``; then n is
-    rounded down to a multiple of ``bsz_mult``, if it is not smaller than that. The result follows from the arguments
-    alone, so it is the same on every worker: :func:`shard_batches` gives each its share.
+    A batch of n pairs whose longest side has l tokens takes n x l tokens, padding included. Pairs are taken in order of
+    their size. They are added to a batch as long as it takes at most ``max_tokens`` tokens and n is at most
+    ``max_sentences``. Then n is rounded down to a multiple of ``bsz_mult``, unless it is smaller than that. The result
+    depends only on the arguments, so it is the same on every worker: :func:`shard_batches` selects the share of each.
 
     Args:
-        dataset: A :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset`, or what has its ``sizes`` and
-            ``shuffle``.
+        dataset: A :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset`, or another object with its
+            ``sizes`` and ``shuffle``.
         max_tokens: The most tokens in a batch; None for no limit.
         max_sentences: The most pairs in a batch; None for no limit.
-        bsz_mult: The number of pairs is a multiple of it where it can be.
-        shuffle: Whether to shuffle the order of batches, and, if the data set says so, of pairs of one size.
-        seed: Of the orders; one for each epoch, for example ``seed + epoch``.
+        bsz_mult: The number of pairs is a multiple of it if possible.
+        shuffle: If True, shuffle the order of batches and, if the data set's ``shuffle`` is True, of pairs of one size.
+        seed: Seed of both orders; use another one in each epoch, for example ``seed + epoch``.
 
     Returns:
         The batches: lists of indices; each pair is in one of them.
@@ -73,6 +73,7 @@ def get_batches(
         )
     generator = np.random.default_rng(seed)
     order = generator.permutation(len(sizes)) if shuffle and dataset.shuffle else np.arange(len(sizes))
+    # A stable sort keeps the random order of pairs of the same size.
     order = order[np.argsort(sizes[order], kind="stable")]
     batches = _cut(order, sizes[order], max_tokens, max_sentences, bsz_mult)
     return [batches[i] for i in generator.permutation(len(batches))] if shuffle else batches
@@ -89,10 +90,10 @@ def _cut(
 
     Args:
         order: Indices of pairs.
-        sizes: Their sizes, which do not fall.
+        sizes: Their sizes, in increasing order.
         max_tokens: The most tokens in a batch.
         max_sentences: The most pairs.
-        bsz_mult: What the number of pairs is a multiple of.
+        bsz_mult: The number of pairs is a multiple of it.
     """
     most = len(order) if max_sentences is None else max_sentences
     batches, start = [], 0
@@ -112,17 +113,17 @@ def _cut(
 def shard_batches(
     batches: Sequence[list[int]], rank: int, world_size: int, *, drop_last: bool = True
 ) -> list[list[int]]:
-    """This worker's share of batches that are the same on every worker: every k-th.
+    """Return this worker's share of batches that are the same on every worker: every k-th.
 
-    Every worker gets the same number, so that none waits indefinitely in a collective.
+    All workers get the same number of batches; otherwise some would wait indefinitely in a collective.
 
     Args:
         batches: Batches of all workers.
         rank: This worker.
         world_size: Number k of workers.
-        drop_last: For training: where k does not divide the number of batches, the last ones, fewer than k, are left
+        drop_last: True, for training: if k does not divide the number of batches, the last ones, fewer than k, are left
             out. As batches are shuffled, these are others in each epoch. False, for validation: workers without a last
-            batch get an empty one, of which ``collater`` makes an empty dictionary: nothing to do.
+            batch get an empty one, and ``collater`` turns it into an empty dictionary.
 
     Returns:
         The batches of the worker.
@@ -163,8 +164,8 @@ def collate_batch(
             each with the end symbol.
         pad_idx: Number of the padding.
         eos_idx: Number of the end symbol.
-        left_pad_source: Whether sources are padded on the left.
-        left_pad_target: Whether targets are padded on the left.
+        left_pad_source: If True, sources are padded on the left.
+        left_pad_target: If True, targets are padded on the left.
         seq_len_multiple: The lengths of the batch are multiples of it.
 
     Returns:

@@ -45,15 +45,15 @@ class Dictionary:
             self.add_symbol(symbol)
 
     def pad(self) -> int:
-        """Number of the padding."""
+        """Return the number of the padding."""
         return self._pad
 
     def eos(self) -> int:
-        """Number of the end of a sentence."""
+        """Return the number of the end of a sentence."""
         return self._eos
 
     def index(self, sym: str) -> int:
-        """Number of a symbol.
+        """Return the number of a symbol.
 
         Raises:
             KeyError: The symbol is not in the vocabulary.
@@ -66,10 +66,10 @@ class Dictionary:
             ) from None
 
     def add_symbol(self, sym: str) -> int:
-        """Number of a symbol, which is added if it is new.
+        """Return the number of a symbol; add the symbol if it is new.
 
         Raises:
-            ValueError: The symbol has the end of a line in it, which a file of one symbol a line cannot hold.
+            ValueError: The symbol contains the end of a line, which a file of one symbol a line cannot hold.
         """
         if "\n" in sym:
             raise ValueError(f"the symbol {sym!r} has the end of a line in it")
@@ -79,11 +79,11 @@ class Dictionary:
         return number
 
     def encode(self, symbols: Iterable[str], append_eos: bool = True) -> Tensor:
-        """Numbers of the symbols of a sentence.
+        """Return the numbers of the symbols of a sentence.
 
         Args:
             symbols: Symbols that are all in the vocabulary.
-            append_eos: Whether the end symbol follows.
+            append_eos: If True, append the end symbol.
 
         Returns:
             int64 of shape (symbols,).
@@ -95,13 +95,13 @@ class Dictionary:
         return torch.tensor([*numbers, self._eos] if append_eos else numbers, dtype=torch.int64)
 
     def string(self, tensor: Tensor, bpe_symbol: str | None = None) -> str:
-        """The text of a sentence, or of several, one a line; padding and end symbols are left out.
+        """Return the text of a sentence, or of several, one per line, without padding and end symbols.
 
         Args:
             tensor: Numbers, of shape (tokens,) or (sentences, tokens).
-            bpe_symbol: What stands, with the space after it, where a word was divided, for example ``"@@ "``. With
-                ``"_"``, where each word's last part ends with ``_`` (as the special symbols do), parts are joined and
-                every ``_`` becomes a space.
+            bpe_symbol: The mark of a divided word, with the space after it, for example ``"@@ "``. With ``"_"``, the
+                last part of each word ends with ``_`` (as the special symbols do): parts are joined and every ``_``
+                becomes a space.
 
         Returns:
             The symbols, separated by spaces, divided words joined.
@@ -127,7 +127,7 @@ class Dictionary:
 
     @classmethod
     def load(cls, path: str | Path) -> Dictionary:
-        """Read what :meth:`save` wrote; the first two lines are padding and end of sentence.
+        """Read a file written by :meth:`save`; the first two lines are padding and end of sentence.
 
         Raises:
             DatasetNotFoundError: There is no such file.
