@@ -70,6 +70,7 @@ def progress_download(
         DownloadError: It could not be fetched, its checksum is wrong, or the disk is full.
     """
     check_at_least("attempts", attempts, 1)
+    # A small file with the server's version mark next to the partial file decides whether resuming is safe.
     path = Path(dest)
     digests = {name: value.lower() for name, value in (("sha256", sha256), ("md5", md5)) if value}
     if digests and path.is_file() and not _wrong_digests(path, digests):
@@ -123,6 +124,7 @@ def _fetch(session: requests.Session, url: str, part: Path, attempts: int, timeo
         try:
             _transfer(session, url, part, timeout_s)
             return resumed
+        # Any progress restores the full number of attempts: a long download over a bad line still ends.
         except requests.RequestException as error:
             progress = (part.stat().st_size if part.exists() else 0) > before
             left = attempts if progress else left - 1
@@ -136,6 +138,7 @@ def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float)
 
     have = part.stat().st_size if part.exists() else 0
     headers = {"Accept-Encoding": "identity"}
+    # Compressed transfer would make the byte positions of the file meaningless.
     if have:
         headers["Range"] = f"bytes={have}-"
         if validator := _read_validator(part):

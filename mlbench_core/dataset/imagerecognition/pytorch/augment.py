@@ -101,6 +101,7 @@ def crop_and_flip(images: Tensor, draws: Draws, padding: int) -> Tensor:
         New images of the same shape and dtype.
     """
     height, width = images.shape[-2:]
+    # All images are padded at once; the crops below are views of this tensor.
     padded = F.pad(images, (padding,) * 4)
     # windows[n, c, i, j] is the crop of image n, channel c whose first pixel is (i, j): a view, nothing is copied
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)
@@ -147,6 +148,7 @@ def normalize(
     Returns:
         float32 of the same shape.
     """
+    # In float64: the two constants are rounded to float32 once, at the end.
     deviation = torch.tensor(std, dtype=torch.float64)
     scale = (1 / (255 * deviation)).float().to(images.device)[:, None, None]
     shift = (-torch.tensor(mean, dtype=torch.float64) / deviation).float().to(images.device)[:, None, None]

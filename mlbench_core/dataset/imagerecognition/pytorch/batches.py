@@ -97,6 +97,7 @@ class ImageBatches(ResumablePasses):
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
+        # The smallest part decides for all workers, so that none waits for a batch that another one does not have.
         smallest = min(getattr(self.dataset, "smallest_part", len(self.dataset)), len(self.dataset)) // self.world_size
         return smallest // self.batch_size if self.drop_last else -(-smallest // self.batch_size)
 
@@ -135,6 +136,7 @@ class ImageBatches(ResumablePasses):
 
     def _generator(self, *purpose: int, rank: int | None = None) -> torch.Generator:
         """Return a separate generator for each purpose; related seeds give unrelated streams."""
+        # SeedSequence mixes the numbers: seeds 0 and 1 do not give related streams.
         sequence = np.random.SeedSequence([self.seed, self.rank if rank is None else rank, *purpose])
         return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 

@@ -102,6 +102,7 @@ class CIFAR10V1(ImageDataset):
         self.root = Path(root)
         self.train = train
         names = [f"data_batch_{number}" for number in range(1, 6)] if train else ["test_batch"]
+        # A complete folder needs no network.
         if download and any(_find_cifar_batch(self.root, name, False) is None for name in names):
             archive = CIFAR10_URL.rsplit("/", 1)[1]
             tools.maybe_download_and_extract_tar_gz(self.root, archive, CIFAR10_URL, md5=CIFAR10_ARCHIVE_MD5)
@@ -148,6 +149,7 @@ def _read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
     content = readers.read_bytes(path, _CIFAR10_MD5.get(name))
     parse = readers.parse_cifar_binary if name.endswith(".bin") else readers.parse_cifar_python
     images, labels = parse(path, content)
+    # The number of records also detects truncation of a file without a published checksum.
     expected = 1_000 if "first1000" in name else _CIFAR10_RECORDS
     if len(images) != expected:
         raise DatasetError(f"{path} is damaged: it holds {len(images)} images and should hold {expected}")

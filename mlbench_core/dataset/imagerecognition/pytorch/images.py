@@ -72,6 +72,7 @@ class ImageDataset(Dataset):
         if not len(mean) == len(std) == images.shape[1]:
             raise ValueError(f"mean and std have {len(mean)} and {len(std)} values for {images.shape[1]} channels")
         self.images = images
+        # A list as in torchvision; its labels may be changed.
         self.targets: list[int] = targets.to(torch.int64).tolist()
         self._moved_labels: Tensor | None = None
         self.classes = list(classes)
@@ -158,6 +159,7 @@ class ImageDataset(Dataset):
         """Return the labels of some samples as a tensor, on the device of the images."""
         if self._moved_labels is not None and self.target_transform is None:
             return self._moved_labels[chosen]
+        # The labels are read for each batch, because `targets` may have been changed.
         labels = self._targets(chosen.tolist())
         if self.target_transform is None:
             return torch.tensor(labels, dtype=torch.int64)

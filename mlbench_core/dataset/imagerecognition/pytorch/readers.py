@@ -65,6 +65,7 @@ def read_bytes(path: Path, md5: str | None = None) -> bytes:
             content = path.read_bytes()
     except (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DatasetError(f"{path} is damaged: {error}; delete it and get it again") from error
+    # The checksum is that of the content, so that it holds however the file is compressed.
     found = files.digest(content, "md5") if md5 else None
     if found != md5:
         raise DatasetError(
@@ -127,6 +128,7 @@ def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[Tensor, T
     """Convert rows of bytes to images."""
     if labels.min() < 0 or labels.max() > 9:
         raise DatasetError(f"{path} is damaged: a label is {labels.max()}, but classes go from 0 to 9")
+    # A copy, because torch must not write to memory that belongs to an immutable bytes object.
     images = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1, 3, 32, 32).copy())
     return images, torch.from_numpy(labels.astype(np.int64))
 
@@ -150,6 +152,7 @@ class _ArrayUnpickler(pickle.Unpickler):
         """Return one of the names that arrays need, and refuse everything else."""
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
             return _reconstruct_array()
+        # These names rebuild arrays and can run nothing else.
         allowed = {("numpy", "ndarray"): np.ndarray, ("numpy", "dtype"): np.dtype, ("_codecs", "encode"): _encode}
         if (module, name) not in allowed:
             raise DatasetError(f"the pickle asks for {module}.{name}, which is no array; it was not loaded")

@@ -116,6 +116,7 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
         order, count = self.rows(self._epoch), len(self)
         for number in range(first, count):
             self._hand_out(number)
+            # Parts may differ by one row; the last batch takes it, so that every worker has the same number of batches.
             is_rest = number == count - 1 and not self.drop_last
             stop = None if is_rest else (number + 1) * self.batch_size
             yield np.sort(order[number * self.batch_size : stop])
@@ -132,6 +133,7 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
         pieces = self._part(epoch)
         if not self.shuffle:
             return _positions(pieces)
+        # The rank is part of the seed here: each worker has its own order.
         generator = self._generator(_ORDER, self.rank, epoch)
         pieces = pieces[generator.permutation(len(pieces))]
         window = self.window_blocks * self._pieces_per_block
@@ -144,6 +146,7 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
         """Return this worker's pieces of blocks: their first rows and their ends, shape (pieces, 2)."""
         pieces = np.stack([self._bounds[:-1], self._bounds[1:]], axis=1)
         if self.shuffle:
+            # The same generator on every worker: all cut the same order into disjoint parts.
             generator = self._generator(_CUT, epoch if self.repartition else 0)
             pieces = pieces[generator.permutation(len(pieces))]
         share, more = divmod(self._rows, self.world_size)
@@ -180,6 +183,7 @@ def _cut_blocks(bounds: NDArray[np.int64], min_pieces: int) -> tuple[NDArray[np.
     if count <= 1:
         return bounds, 1
     parts = np.arange(count)
+    # Integer arithmetic spreads the rows of a block evenly over its pieces.
     firsts = bounds[:-1, None] + np.diff(bounds)[:, None] * parts // count
     return np.unique(np.append(firsts, bounds[-1])), count
 

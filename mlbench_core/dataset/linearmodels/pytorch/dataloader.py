@@ -92,7 +92,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
 
     Raises:
         ValueError: ``data_type`` or ``layout`` is not one of the above.
-        DatasetNotFoundError: There is no such data in ``root``.
+        DatasetNotFoundError: The data does not exist in ``root``.
         DatasetError: A file is damaged, is of another format, or the files do not belong together. Files of version 3.0
             are not read: they are pickles, which can run any code.
 
@@ -127,6 +127,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         self.target_transform = target_transform
         self.layout = layout
         self.stores = [LinearStore(path, cache=cache) for path in find_stores(self.root, name, data_type)]
+        # Files of different conversions may differ in columns or labels, which would train silently on wrong data.
         _check_together(self.stores)
         self._ends = list(accumulate(len(store) for store in self.stores))
         self._labels = torch.from_numpy(np.concatenate([store.labels for store in self.stores]))
@@ -168,7 +169,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
             Features, shape (n_features,), and the label: without ``target_transform`` of shape (1,).
 
         Raises:
-            IndexError: There is no such row.
+            IndexError: The row does not exist.
         """
         position = operator.index(index)
         features, labels = self.batch([position])
@@ -186,7 +187,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
             The rows, a sequence of (features, label) that :func:`collate_rows` turns into a batch.
 
         Raises:
-            IndexError: There is no such row.
+            IndexError: The row does not exist.
         """
         return Rows(*self.batch(indices))
 
@@ -200,7 +201,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
             Features, shape (rows, n_features), dense or sparse as ``layout`` says, and labels, shape (rows, 1).
 
         Raises:
-            IndexError: There is no such row.
+            IndexError: The row does not exist.
         """
         return self.fetch(self._positions(rows))
 
@@ -213,6 +214,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         Returns:
             Features and labels.
         """
+        # Labels are in memory, only features are read from the file.
         labels = self._labels.index_select(0, torch.from_numpy(positions)).unsqueeze(1)
         if self.target_transform is not None:
             labels = torch.stack([torch.as_tensor(self.target_transform(label)) for label in labels])
@@ -269,7 +271,7 @@ def _sparse_csr(
 
 
 def _check_together(stores: list[LinearStore]) -> None:
-    """Refuse files that are no parts of one data set, or not all of them."""
+    """Refuse files that are not the complete parts of one data set."""
     first = stores[0]
     for store in stores[1:]:
         for what in ("n_features", "dtype", "label_map"):

@@ -48,6 +48,7 @@ def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | o
         return Path(text_folder)
     folder = Path(root)
     if text_folder is not None:
+        # Stores of different texts with the same data set name must not be confused.
         folder = folder / f"text-{zlib.crc32(os.fsencode(Path(text_folder).resolve())):08x}"
     with files.lock(folder / f".{name}.lock"):
         for part in _parts(name, text_folder):
@@ -70,7 +71,7 @@ def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
         The file.
 
     Raises:
-        DatasetNotFoundError: There is no such file; the message lists the names that were tried.
+        DatasetNotFoundError: The file does not exist; the message lists the names that were tried.
     """
     stems = [name if part == "train" else f"{name}.t"]
     if name in KNOWN and part in KNOWN[name].files:
@@ -127,6 +128,7 @@ def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
         write_synthetic_dense(dest, n_rows=DEFAULT_ROWS[part], data_type=part)
         return
     text = download(name, part, folder) if text_folder is None else find_text(text_folder, name, part)
+    # A text that changed after its conversion is converted again.
     if there and min(store.stat().st_mtime_ns for store in there) >= text.stat().st_mtime_ns:
         return
     logger.info("converting %s to %s", text, dest)

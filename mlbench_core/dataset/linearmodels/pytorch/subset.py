@@ -69,7 +69,7 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
             Features, shape (rows, n_features), and labels, shape (rows, 1).
 
         Raises:
-            IndexError: There is no such row.
+            IndexError: The row does not exist.
         """
         return self.dataset.batch(self.rows[np.asarray(rows, dtype=np.int64)])
 

@@ -119,6 +119,7 @@ def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
     if cached is not None:
         return cached
     corpus = _read_corpus(texts)
+    # A cache saves time only: a folder that cannot be written must not stop a training run.
     try:
         _save_cache(folder, corpus)
     except OSError as error:
@@ -147,6 +148,7 @@ def _words(lines: Iterable[str]) -> Iterator[str]:
 
 def _digest(texts: Mapping[str, Path]) -> str:
     """Return the name of a cache: a digest of the parts, and of path, size and time of change of their files."""
+    # Modification time and size detect a changed text without reading it.
     content: list[Any] = [_FORMAT, EOS]
     for part, path in texts.items():
         status = path.stat()

@@ -181,6 +181,7 @@ def download_files(folder: Path, archives: Sequence[Archive], languages: Sequenc
         if missing is not None and not download:
             raise DatasetNotFoundError(f"{missing} is not there; download=True gets it from {archive.url}")
         if missing is not None:
+            # One process downloads; the others find the files after they get the lock.
             with lock(folder / ".download.lock"):
                 _download(folder, archive, languages)
         pairs.append(paths)
@@ -237,6 +238,7 @@ def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
         return
     tools.maybe_download_and_extract_tar_gz(unpacked, file_name, archive.url)
     found = archive.paths(unpacked, languages)
+    # The number of lines is checked before the files get their place, so a wrong text is never used.
     for path in found:
         _check_lines(path, archive)
     for path, place in zip(found, paths, strict=True):

@@ -101,7 +101,7 @@ class Sentences:
             Their numbers, int64 of shape (batch, longest), and their lengths, int64 of shape (batch,).
 
         Raises:
-            IndexError: There is no such sentence.
+            IndexError: The sentence does not exist.
 
         Example:
             >>> Sentences(np.array([7, 8, 9]), np.array([0, 2, 3])).padded([1, 0])[0].tolist()
@@ -219,6 +219,7 @@ def write_pairs(
         counts = {"pairs": len(source.offsets) - 1, "tokens": (source.offsets[-1], target.offsets[-1])}
         content = {**asdict(header), **counts}
         (new / "header.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        # The new store is complete here; the old one is removed just before the renaming.
         shutil.rmtree(folder, ignore_errors=True)
     return PairStore(folder)
 
@@ -243,6 +244,7 @@ class _NumberFile:
                 f"there are numbers from {numbers.min()} to {numbers.max()}; the vocabulary has 0 to "
                 f"{self.header.vocabulary_size - 1}"
             )
+        # Written block by block: a text of millions of pairs never is in memory as a whole.
         self.file.write(numbers.astype(self.header.dtype).tobytes())
         ends = self.offsets[-1] + np.cumsum([len(sentence) for sentence in sentences])
         self.offsets += ends.tolist()

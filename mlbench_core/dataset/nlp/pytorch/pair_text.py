@@ -68,8 +68,8 @@ class Recipe:
         languages: Languages of source and target.
         tokenizer: ``"moses"`` for words that are divided into parts, ``"spacy"`` for whole words, None for text that is
             split into words and divided already.
-        merges: Number of merges, or
-        size: number of symbols.
+        merges: Number of merges; give this or ``size``.
+        size: Number of symbols; give this or ``merges``.
         min_count: Minimum count of a whole word.
         min_character_count: A rarer character gets no symbol.
         separator: Mark of a part that does not end its word.
@@ -100,6 +100,7 @@ def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple
         DatasetError: The text is damaged, or its languages have different numbers of lines.
     """
     folder = cache_dir / f"vocabulary-{_digest(files, asdict(recipe))}"
+    # The lock makes other processes wait for the one that prepares the files.
     with lock(cache_dir / f".{folder.name}.lock"):
         if not folder.is_dir():
             words = _prepare_words(files, recipe, Cleaning(), cache_dir)
@@ -150,6 +151,7 @@ def prepare_store(
     folder = cache_dir / f"pairs-{_digest(files, how)}"
     with lock(cache_dir / f".{folder.name}.lock"):
         try:
+            # An existing store is checked by its header; a damaged one is replaced below.
             return PairStore(folder, in_memory, subwords.checksum)
         except DatasetError as error:
             if folder.exists():
@@ -223,5 +225,6 @@ def _digest(files: PairFiles, how: Any) -> str:
     content: list[Any] = [_VERSION, how]
     for path in (*files.sources, *files.targets):
         status = path.stat()
+        # The modification time and size detect a changed text without reading it.
         content.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
     return digest(json.dumps(content, sort_keys=True).encode())[:24]

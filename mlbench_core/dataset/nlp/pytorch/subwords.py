@@ -96,6 +96,7 @@ class Subwords:
         for left, right in merges:
             parts |= dict.fromkeys((left, right, left + right))
         unknown = " "  # no part has white space
+        # The encoder numbers every part that a merge can create, also those without a symbol here.
         ids = {unknown: 0} | {part: number for number, part in enumerate(parts, 1)}
         model = tokenizers.models.BPE(vocab=ids, merges=merges, unk_token=unknown, end_of_word_suffix=_END)
         divider = tokenizers.Tokenizer(model)
@@ -118,6 +119,7 @@ class Subwords:
             folder: Destination folder; it is created if it does not exist.
             name: For example ``"32000"``.
         """
+        # The vocabulary is written last: its existence means that the model is complete.
         if self.merges is not None:
             lines = [_VERSION, *(f"{left} {right}" for left, right in self.merges)]
             _write_lines(folder / f"bpe.{name}", lines)
@@ -222,6 +224,7 @@ def learn_subwords(
     if (merges is None) == (size is None):
         raise ValueError(f"merges is {merges} and size is {size}; give one of the two")
     words = _count_words(lines, separator, min_character_count)
+    # Characters inside words and at their ends are different symbols, and always in the vocabulary.
     inner = sorted({c for word in words for c in word[:-1]})
     final = sorted({word[-1] for word in words} | {SPACING_MARK})
     base = [c + separator for c in inner] + final
@@ -264,6 +267,7 @@ def _count_words(lines: Iterable[str], separator: str, min_character_count: int)
         for c in word:
             characters[c] += count
     rare = {c for c, count in characters.items() if count < min_character_count}
+    # Sorted words make the result independent of the order of lines.
     return {word: counts[word] for word in sorted(counts) if rare.isdisjoint(word) and separator not in word}
 
 
@@ -292,6 +296,7 @@ def _learn_merges(words: dict[str, int], final: list[str], merges: int, min_coun
 def _repeated(words: dict[str, int]) -> Iterator[str]:
     """Yield each word as often as it was counted."""
     for word, count in words.items():
+        # Long repetitions are split, so that one frequent word does not make a huge line.
         for start in range(0, count, _REPEATS):
             yield " ".join([word] * min(_REPEATS, count - start))
 

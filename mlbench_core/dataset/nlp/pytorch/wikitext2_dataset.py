@@ -161,6 +161,7 @@ class Wikitext2Dataset:
                 f"text for each stream, so at most {len(self.tokens) // 2}"
             )
         first, last = _share(global_bsz, worker_bsz, rank, world_size)
+        # A view of the mapped ids: no copy of the text is made.
         self._streams = self.tokens[: words_in_stream * global_bsz].reshape(global_bsz, words_in_stream)[first:last]
         self.generate_sequence_lengths(random=False)
 
@@ -203,6 +204,7 @@ class Wikitext2Dataset:
 
     def _draw_lengths(self, to_predict: int) -> list[int]:
         """Draw random lengths whose sum is ``to_predict``."""
+        # The generator depends on seed and epoch alone, so all workers draw the same lengths.
         generator = np.random.default_rng((self.seed, self._epoch))
         lengths: list[int] = []
         while to_predict > 0:
@@ -235,7 +237,7 @@ class Wikitext2Dataset:
             after each of them, int64 of shape (length * sequences,), the format of a loss on flattened scores.
 
         Raises:
-            IndexError: There is no such batch.
+            IndexError: The batch does not exist.
             RuntimeError: :meth:`generate_batches` was not called before.
             ValueError: ``sequence_lengths`` was changed to lengths that do not fit the text.
         """
@@ -250,6 +252,7 @@ class Wikitext2Dataset:
                 f"sequence_lengths must be at least 1 and have a sum of at most {to_predict}, not {length} after "
                 f"{start} words: generate them anew or send those of one worker to all"
             )
+        # One word more than the length: the targets are the words shifted by one.
         words = torch.from_numpy(streams[:, start : start + length + 1].T.astype(np.int64, order="C"))
         if cuda:
             words = words.pin_memory().cuda(non_blocking=True)

@@ -91,11 +91,13 @@ def join_words(words: Iterable[str], delim: str = " ") -> str:
     """
     plain, toggled, position = [], set[int](), 0
     for word in words:
+        # Two marks at one position cancel each other.
         if word == SPACING_MARK:
             toggled ^= {position}
         elif word:
             plain.append(word)
             position += len(word)
+    # Positions count characters without spaces, so they are the same before and after joining.
     spaces = _usual_spaces(plain) ^ toggled
     pieces, position = [], 0
     for word in plain:

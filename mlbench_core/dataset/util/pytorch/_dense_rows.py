@@ -67,6 +67,7 @@ class DenseRows:
         blocks = rows // self._rows_per_block
         firsts = self._firsts[blocks]
         if not firsts.all():
+            # Address 0 marks a block that was not located yet.
             self._locate(np.unique(blocks[firsts == 0]))
             firsts = self._firsts[blocks]
         begins = firsts - self._low + (rows - blocks * self._rows_per_block) * self._row_bytes
@@ -87,6 +88,7 @@ class DenseRows:
                 array = rows.reshape(-1)
             first = self._firsts[number] = array.ctypes.data
             low, high = min(low, first), max(high, first + array.nbytes)
+        # A new range of addresses needs a new view; located addresses stay valid.
         if (low, high) != (self._low, self._high):
             self._low, self._high = low, high
             self._matrix = _overlapping_rows(low, high, self._row_bytes)
@@ -95,5 +97,6 @@ class DenseRows:
 def _overlapping_rows(low: int, high: int, row_bytes: int) -> Tensor:
     """Return the bytes from one address to another as a matrix whose row i begins at the i-th byte."""
     memory = (ctypes.c_char * (high - low)).from_address(low)
+    # The rows overlap in memory, so the view takes no space; it must never be written to.
     content = torch.from_numpy(np.frombuffer(memoryview(memory), np.uint8))
     return content.as_strided((high - low - row_bytes + 1, row_bytes), (1, 1))

@@ -64,7 +64,7 @@ def open_for_reading(path: Path) -> ReadEnvironment:
         The environment, which stays open as long as the object is referred to.
 
     Raises:
-        DatasetNotFoundError: There is no such file.
+        DatasetNotFoundError: The file does not exist.
         DatasetError: The file is not an LMDB, or it is truncated.
     """
     lmdb: Any = require("lmdb", "linear")

@@ -81,7 +81,7 @@ def convert(
     Raises:
         ValueError: An argument is outside the values listed above.
         DatasetNotFoundError: A text is missing.
-        DatasetError: A line is wrong, there are no rows, other stores of that name exist, or the disk is full.
+        DatasetError: A line is wrong, the text has no rows, other stores of that name exist, or the disk is full.
     """
     paths, target = [Path(source) for source in sources], Path(dest)
     if not paths:
@@ -91,6 +91,7 @@ def convert(
     if layout not in ("auto", "dense", "csr"):
         raise ValueError(f"layout is {layout!r}; it must be 'auto', 'dense' or 'csr'")
     _check_labels(labels)
+    # The number of columns and the layout must be known before the first block is written.
     n_features, layout = _shape(paths, n_features, layout, dtype, zero_based, chunk_bytes)
     targets = _targets(target, len(paths) if separate else 1)
     _refuse_others(target, targets)
@@ -109,6 +110,7 @@ def convert(
                 writer.append(chunk.features, chunk.labels)
                 if advance is not None:
                     advance(chunk.text_bytes)
+        # All stores share one label map, so a text that happens to have one label is mapped as the others.
         label_map = _label_map(np.unique(np.concatenate([writer.labels_found() for writer in writers])), labels)
         for number, writer in enumerate(writers):
             mine = paths[number : number + 1] if separate else paths
@@ -267,6 +269,7 @@ def _label_map(found: NDArray[np.float64], labels: Labels) -> dict[str, int] | N
     if labels == "keep":
         return None
     present = set(found.tolist())
+    # The order decides for a text with a single label; see the argument `labels` of convert.
     pairs = ((-1, 1), (0, 1), (1, 2)) if isinstance(labels, str) else (labels,)
     for negative, positive in pairs:
         if present <= {negative, positive}:
@@ -302,6 +305,7 @@ def _targets(target: Path, count: int) -> list[Path]:
 
 def _refuse_others(target: Path, targets: list[Path]) -> None:
     """Refuse stores left from another conversion, which would be read together with the new ones or instead of them."""
+    # A store that is about to be replaced is not a conflict.
     others = {target, *target.parent.glob(f"{target.stem}-*-of-*.lmdb")} - set(targets)
     if left := sorted(path.name for path in others if path.exists()):
         raise DatasetError(f"{target.parent} has other stores of the same name: {', '.join(left)}; delete them first")
@@ -314,6 +318,7 @@ def _text_of(store: LinearStore) -> Iterator[tuple[str, int]]:
     if label_map is not None:
         original = np.array([float(label) for label, _ in sorted(label_map.items(), key=lambda item: item[1])])
         labels = original[labels.astype(np.int64)]
+    # Blocks of rows bound the memory, even for a sparse store with millions of columns.
     for start in range(0, len(store), _ROWS_AT_ONCE):
         rows = np.arange(start, min(start + _ROWS_AT_ONCE, len(store)))
         yield libsvm_text.format_rows(*store.take_csr(rows), labels[rows]), len(rows)
@@ -426,6 +431,7 @@ def _make(options: argparse.Namespace, known: KnownDataset | None, part: str, de
 def _check_rows(paths: list[Path], text: TextFile) -> None:
     """Check the number of rows, the only check for a text without a published checksum."""
     rows = sum(len(LinearStore(path)) for path in paths)
+    # The stores are deleted, so that the next run does not take them for complete ones.
     if rows != text.n_rows:
         for path in paths:
             path.unlink()

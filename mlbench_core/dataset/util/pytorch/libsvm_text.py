@@ -21,6 +21,7 @@ __all__ = ["Chunk", "TextShape", "format_rows", "open_text", "read_chunks", "sca
 
 CHUNK_BYTES = 1 << 25
 _OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}  # type: ignore[dict-item]
+# Errors that the decompressors raise for a damaged file, depending on the position of the damage.
 _DAMAGED = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 
 
@@ -64,7 +65,7 @@ def open_text(path: Path) -> IO[bytes]:
         The open file, in binary mode.
 
     Raises:
-        DatasetNotFoundError: There is no such file.
+        DatasetNotFoundError: The file does not exist.
     """
     if not path.is_file():
         raise DatasetNotFoundError(f"there is no file {path}")
@@ -92,7 +93,7 @@ def read_chunks(
         The chunks in the text's order.
 
     Raises:
-        DatasetNotFoundError: There is no such file.
+        DatasetNotFoundError: The file does not exist.
         DatasetError: A line is wrong (the message gives its number), or the compressed file is damaged.
     """
     reader: Any = require("sklearn.datasets", "linear")
@@ -102,6 +103,7 @@ def read_chunks(
             features, labels = reader.load_svmlight_file(
                 io.BytesIO(text), n_features=n_features, dtype=dtype, zero_based=zero_based
             )
+        # This also finds numbers that overflow the dtype.
         if not (np.isfinite(features.data).all() and np.isfinite(labels).all()):
             raise ValueError(f"a number is not finite in {dtype}")
         return features, labels.astype(np.float64)
@@ -121,6 +123,7 @@ def read_chunks(
 def _read_lines(file: IO[bytes], chunk_bytes: int, path: Path) -> bytes:
     """Read the next lines: at least ``chunk_bytes`` bytes, up to the end of a line."""
     try:
+        # A read may end inside a line: complete it, because the parser needs whole lines.
         return file.read(chunk_bytes) + file.readline()
     except _DAMAGED as error:
         raise DatasetError(f"{path} is damaged: {error}; get it again") from error
@@ -162,7 +165,7 @@ def scan(path: Path, *, zero_based: bool = False, chunk_bytes: int = CHUNK_BYTES
         Its rows, columns and values.
 
     Raises:
-        DatasetNotFoundError: There is no such file.
+        DatasetNotFoundError: The file does not exist.
         DatasetError: A line is wrong, or the file is damaged.
     """
     rows = features = values = 0
@@ -189,6 +192,7 @@ def format_rows(indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any
         >>> format_rows(np.array([0, 2]), np.array([0, 3]), np.array([0.5, 2.0], np.float32), np.array([-1.0]))
         '-1 1:0.5 4:2\\n'
     """
+    # 9 and 17 significant digits are the least that restore every float32 and float64.
     digits = 9 if values.dtype == np.float32 else 17
     bounds, indices, numbers = indptr.tolist(), (columns + 1).tolist(), values.tolist()
     lines = []

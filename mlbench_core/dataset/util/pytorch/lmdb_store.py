@@ -140,7 +140,7 @@ class LinearStore:
         cache: If True, keep each block in memory after its first read.
 
     Raises:
-        DatasetNotFoundError: There is no such file.
+        DatasetNotFoundError: The file does not exist.
         DatasetError: It is not a store, or it is damaged.
     """
 
@@ -163,6 +163,7 @@ class LinearStore:
         return self.header.n_rows
 
     def __getstate__(self) -> dict[str, Any]:
+        # The file handle and its views belong to this process; another one opens the file itself.
         return {**self.__dict__, "_opened": None, "_dense": None, "_copies": {}}
 
     def close(self) -> None:
@@ -201,6 +202,7 @@ class LinearStore:
             return _compress(out.numpy())
         parts = []
         for number, start, stop in self._runs(rows):
+            # Rows of one block are selected together, so that a block is decoded once per run.
             local = rows[start:stop] - number * self.header.rows_per_block
             parts.append(_select(*self._sparse(number), local))
         return join_csr(parts, np.dtype(self.header.dtype))
@@ -211,6 +213,7 @@ class LinearStore:
         Raises:
             DatasetError: Something is damaged; the message says which block.
         """
+        # Only this method compares checksums; other reads do not.
         again = "convert the data again, or copy it again"
         opened = self._open()
         sums = np.frombuffer(_get(opened, _CHECKSUMS, self.path), _CHECKSUM)
@@ -245,6 +248,7 @@ class LinearStore:
     def _runs(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         """Yield runs of rows in the same block: number of the block, start and stop in ``rows``."""
         blocks = rows // self.header.rows_per_block
+        # A run starts where the block number changes; -1 starts the first one.
         starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
         for start, stop in zip(starts, [*starts[1:], len(rows)], strict=False):  # no rows, no runs
             yield int(blocks[start]), start, stop
@@ -305,6 +309,7 @@ def join_csr(
 
 def _compress(matrix: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
     """Convert a dense matrix to compressed sparse rows."""
+    # `nonzero` returns positions row by row, the order that compressed rows need.
     rows, columns = np.nonzero(matrix)
     indptr = np.searchsorted(rows, np.arange(len(matrix) + 1))
     return indptr.astype(np.int64), columns.astype(np.int64), matrix[rows, columns]
@@ -392,11 +397,13 @@ class StoreWriter:
     def __enter__(self) -> StoreWriter:
         lmdb: Any = require("lmdb", "linear")
         with contextlib.ExitStack() as stack:
+            # The lock comes first: a second writer waits here instead of deleting the file that the first one writes.
             stack.enter_context(files.lock(self.path.with_name(f".{self.path.name}.lock")))
             self._part.unlink(missing_ok=True)
             stack.callback(self._part.unlink, missing_ok=True)
             with _disk_errors(self.path):
                 self._environment = lmdb.open(
+                    # `sync=False` makes writing fast; `finish` syncs once before the store gets its name.
                     str(self._part), subdir=False, lock=False, sync=False, map_size=_FIRST_MAP_BYTES
                 )
             stack.callback(self._environment.close)
@@ -425,6 +432,7 @@ class StoreWriter:
         self.n_rows += len(labels)
         if self._rows_per_block is None:
             self._rows_per_block = self._choose_rows(self._pending[0])
+        # Blocks are written as soon as they are full, so only labels and pending rows stay in memory.
         if self._pending_rows >= self._rows_per_block:
             self._write_blocks(self._rows_per_block)
 
@@ -475,6 +483,7 @@ class StoreWriter:
             (_LABELS, labels), (_CHECKSUMS, np.array(self._checksums, _CHECKSUM).tobytes()), (_HEADER, header.to_json())
         )
         with _disk_errors(self.path):
+            # Without this, a crash after the renaming could leave a complete name with incomplete content.
             self._environment.sync(True)
         self._environment.close()
         files.move_into_place(self._part, self.path)
@@ -536,6 +545,7 @@ class StoreWriter:
                             transaction.put(key, value)
                     return
                 except lmdb.MapFullError:
+                    # A transaction that failed has no effect, so all its items are written again with the larger map.
                     self._environment.set_mapsize(2 * self._environment.info()["map_size"])
 
     def _mapped(self, label_map: Mapping[str, int] | None) -> NDArray[np.float64]:
@@ -546,6 +556,7 @@ class StoreWriter:
         mapped = np.full(len(labels), np.nan)
         for label, target in label_map.items():
             mapped[labels == float(label)] = target
+        # A label outside the map would otherwise be stored as NaN.
         if (wrong := np.flatnonzero(np.isnan(mapped))).size:
             raise DatasetError(f"row {wrong[0]} has the label {labels[wrong[0]]:g}; the labels are {list(label_map)}")
         return mapped

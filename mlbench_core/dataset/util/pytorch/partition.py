@@ -88,7 +88,7 @@ class Partitioner(ABC):
             partition_ind: Its position among the parts, from 0.
 
         Raises:
-            ValueError: There is no such part.
+            ValueError: The part does not exist.
         """
 
 
@@ -124,6 +124,8 @@ class DataPartitioner(Partitioner):
         *,
         seed: int = 0,
     ) -> None:
+        # Shares such as 0.7 + 0.2 + 0.1 do not add up to exactly 1 in floating point; the last bound must still be the
+        # length.
         total = float(sum(sizes))
         if len(sizes) == 0 or min(sizes) < 0 or not 0 < total <= 1 + 1e-6:
             raise ValueError(f"sizes is {list(sizes)}; it must hold shares of at least 0 that add up to at most 1")
@@ -146,7 +148,7 @@ class DataPartitioner(Partitioner):
             The part.
 
         Raises:
-            ValueError: There is no such part.
+            ValueError: The part does not exist.
         """
         index = operator.index(partition_ind)
         if not 0 <= index < len(self.partitions):
@@ -211,6 +213,7 @@ def partition_dataset_by_rank(
     """
     _check(rank, world_size, distribution, alpha, classes_per_worker, seed)
     count = len(dataset)
+    # Sizes depend on the length alone, so every worker knows all of them without communication.
     sizes = [count // world_size + (worker < count % world_size) for worker in range(world_size)]
     if distribution == "uniform":
         start = sum(sizes[:rank])
@@ -223,6 +226,7 @@ def partition_dataset_by_rank(
         else:
             parts = _label_skew(classes, sizes, classes_per_worker, shuffle, generator)
         mine = parts[rank]
+        # The draws above group samples by class: permute them, so that batches mix the classes of this worker.
         mine = generator.permutation(mine) if shuffle else np.sort(mine)
     return Partition(dataset, mine.tolist(), smallest_part=sizes[-1])
 
@@ -301,6 +305,7 @@ def _dirichlet(
     left = np.array([len(member) for member in members])
     prior = left / max(1, left.sum())
     parts: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sizes)
+    # Workers draw in random order, because the last ones receive the classes that the others left.
     for worker in generator.permutation(len(sizes)):
         mixture = _draw_mixture(alpha * prior, generator)
         taken = _draw_counts(sizes[worker], mixture, left, generator)
@@ -331,6 +336,7 @@ def _draw_counts(need: int, mixture: np.ndarray, left: np.ndarray, generator: np
         weights = np.where(left > taken, mixture, 0.0)
         if weights.sum() <= 0:  # none of the mixture's classes is left: draw from the remaining samples
             weights = (left - taken).astype(np.float64)
+        # A multinomial draw may exceed the remaining samples of a class; the next round replaces the excess.
         draw = np.minimum(generator.multinomial(need, weights / weights.sum()), left - taken)
         taken += draw
         need -= int(draw.sum())
@@ -341,6 +347,7 @@ def _label_skew(
     classes: np.ndarray, sizes: list[int], per_worker: int, shuffle: bool, generator: np.random.Generator
 ) -> list[np.ndarray]:
     """Cut the samples, sorted by class, into shards, and assign the shards at random."""
+    # The empty array keeps the concatenation valid for a data set without samples.
     in_order = np.concatenate([*_members(classes, shuffle, generator), np.empty(0, dtype=np.int64)])
     shards = [
         (worker, size // per_worker + (s < size % per_worker))

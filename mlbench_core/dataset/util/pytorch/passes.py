@@ -64,6 +64,7 @@ class ResumablePasses(ABC):
         Returns:
             Whole numbers: ``epoch`` and ``batch`` of the next batch, and the values that determine the batches.
         """
+        # After the last batch, the state is the start of the next epoch: a resumed run must not repeat this one.
         finished = self._started and self._next_batch >= len(self)
         return {
             "epoch": self._epoch + 1 if finished else self._epoch,
@@ -80,6 +81,7 @@ class ResumablePasses(ABC):
         Raises:
             ValueError: The state was saved with other arguments or other data, so the remaining batches would differ.
         """
+        # A state of other data or settings would resume silently with wrong batches.
         for name, here in self._basis().items():
             if state.get(name) != here:
                 raise ValueError(f"the state was taken with {name} {state.get(name)}, but here it is {here}")

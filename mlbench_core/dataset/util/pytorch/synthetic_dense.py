@@ -40,6 +40,7 @@ def _bits(count: int, *purpose: int) -> NDArray[np.uint64]:
 
 def _whole_numbers(count: int, *purpose: int) -> NDArray[np.int16]:
     """Return uniform 16-bit integers, four from each 64 random bits."""
+    # Little-endian on every machine, because the bytes define the data.
     return _bits(-(-count // 4), *purpose).astype("<u8").view("<i2")[:count]
 
 
@@ -187,6 +188,7 @@ def logistic_optimum(
         weights, value, gradient, curvature = candidate, new_value, new_gradient, new_curvature
         if np.linalg.norm(gradient) < 1e-14:
             break
+    # Strong convexity bounds the distance to the minimum by the gradient alone; see LogisticOptimum.
     gap = float(gradient @ gradient) / (2 * l2)
     accuracy = float(np.mean((loss.logits(weights) > 0) == (loss.labels > 0.5)))
     return LogisticOptimum(float(l2), float(value), gap, accuracy, weights)
@@ -197,6 +199,7 @@ class _Loss:
 
     def __init__(self, features: NDArray[Any], labels: NDArray[np.float64], l2: float, chunk_rows: int) -> None:
         self.features, self.labels, self.l2 = features, labels, l2
+        # Chunks keep the float64 copy of the features small.
         self.slices = [slice(start, start + chunk_rows) for start in range(0, len(features), chunk_rows)]
 
     def logits(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -220,6 +223,7 @@ class _Loss:
     def newton_step(self, gradient: NDArray[np.float64], curvature: NDArray[np.float64]) -> NDArray[np.float64]:
         """Solve H d = -g by conjugate gradients, with a tolerance that shrinks with the gradient."""
         norm = float(np.linalg.norm(gradient))
+        # Exact solutions far from the minimum waste work; this tolerance still gives superlinear convergence.
         tolerance = norm * min(0.1, math.sqrt(norm))
         step, residual = np.zeros_like(gradient), -gradient
         direction, square = residual.copy(), float(residual @ residual)

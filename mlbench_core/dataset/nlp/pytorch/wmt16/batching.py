@@ -130,6 +130,7 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, on every worker."""
+        # The count follows from the lengths alone: workers agree on it without communication.
         together = self.batch_size * self.world_size
         return len(self.lengths) // together if self.shuffle else -(-len(self.lengths) // together)
 
@@ -153,6 +154,7 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         full, rest = [], []
         for bucket in np.array_split(np.argsort(self.lengths, kind="stable"), self.buckets):
             order = generator.permutation(bucket)
+            # Only whole batches are cut here; the rest of each bucket is collected and cut below.
             whole = len(order) // together * together
             full += np.split(order[:whole], whole // together) if whole else []
             rest.append(order[whole:])
@@ -161,6 +163,8 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         drop = generator.permutation(len(left))[: len(left) % together]
         left = np.delete(left, drop)
         full += np.split(left, len(left) // together) if len(left) else []
+        # Batches of all workers together are cut first, so that k workers see the batches of one worker with k times
+        # the size.
         mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
         return [full[number][mine] for number in generator.permutation(len(full))]
 
@@ -209,6 +213,7 @@ class TeacherForcedBatches:
         Ids have the shapes (source, batch), (target - 1, batch) and (target - 1, batch); the sources' lengths, of shape
         (batch,), stay on the CPU, where packing sentences needs them.
         """
+        # The decoder reads the target without its last row, and predicts it without its first row.
         for (source, lengths), (target, _) in self.loader:
             target = target.to(self.device, non_blocking=True)
             yield (source.to(self.device, non_blocking=True), lengths, target[:-1]), target[1:]

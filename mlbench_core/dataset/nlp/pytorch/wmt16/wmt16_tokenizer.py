@@ -126,6 +126,7 @@ class WMT16Tokenizer:
             int64 of shape (tokens + 2,): beginning and end of the sentence are added.
         """
         ids = np.empty(len(numbers) + 2, dtype=np.int64)
+        # The store numbers unknown text 0 and symbols from 1; ids put the special symbols first.
         ids[0], ids[-1] = BOS, EOS
         ids[1:-1] = numbers
         ids[1:-1] += len(SPECIAL_SYMBOLS) - 1
@@ -147,6 +148,7 @@ class WMT16Tokenizer:
             IndexError: An id is not in the vocabulary.
         """
         ids = inputs.tolist() if isinstance(inputs, Tensor) else [int(i) for i in inputs]
+        # A model may generate ids after the end of the sentence; they have no meaning.
         if EOS in ids:
             ids = ids[: ids.index(EOS)]
         words = join_parts((self._symbol(i) for i in ids if i not in (PAD, BOS)), self.separator)

@@ -103,6 +103,7 @@ def _cut(
             max_tokens is None or (stop + 1 - start) * sizes[stop] <= max_tokens
         ):
             stop += 1
+        # The last batch takes all remaining pairs, so it is not rounded down.
         if stop < len(order) and stop - start > bsz_mult:
             stop -= (stop - start) % bsz_mult
         batches.append(order[start:stop].tolist())
@@ -145,6 +146,7 @@ def shard_batches(
         raise ValueError(
             f"there are {len(batches)} batches; {world_size} workers need as many for one step: take smaller batches"
         )
+    # Without shuffling, neighboring batches have similar sizes, so every k-th batch gives workers similar work.
     mine = list(batches[rank : rounds * world_size : world_size])
     return mine + [[] for _ in range(rounds - len(mine))]
 

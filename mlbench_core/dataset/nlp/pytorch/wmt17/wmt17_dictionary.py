@@ -130,7 +130,7 @@ class Dictionary:
         """Read a file written by :meth:`save`; the first two lines are padding and end of sentence.
 
         Raises:
-            DatasetNotFoundError: There is no such file.
+            DatasetNotFoundError: The file does not exist.
             DatasetError: The file has less than two lines, or a symbol twice.
         """
         try:
