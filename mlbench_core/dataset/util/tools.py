@@ -70,12 +70,12 @@ def progress_download(
         DownloadError: It could not be fetched, its checksum is wrong, or the disk is full.
     """
     check_at_least("attempts", attempts, 1)
-    # A small file with the server's version mark next to the partial file decides whether resuming is safe.
     path = Path(dest)
     digests = {name: value.lower() for name, value in (("sha256", sha256), ("md5", md5)) if value}
     if digests and path.is_file() and not _wrong_digests(path, digests):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A small file with the server's version mark next to the partial file decides whether resuming is safe.
     part = path.with_name(path.name + ".part")
     try:
         with _session() as session:
@@ -124,8 +124,8 @@ def _fetch(session: requests.Session, url: str, part: Path, attempts: int, timeo
         try:
             _transfer(session, url, part, timeout_s)
             return resumed
-        # Any progress restores the full number of attempts: a long download over a bad line still ends.
         except requests.RequestException as error:
+            # Any progress restores the full number of attempts: a long download over a bad line still ends.
             progress = (part.stat().st_size if part.exists() else 0) > before
             left = attempts if progress else left - 1
             if left <= 0:
@@ -137,8 +137,8 @@ def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float)
     import requests
 
     have = part.stat().st_size if part.exists() else 0
-    headers = {"Accept-Encoding": "identity"}
     # Compressed transfer would make the byte positions of the file meaningless.
+    headers = {"Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
         if validator := _read_validator(part):

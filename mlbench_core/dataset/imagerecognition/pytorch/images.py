@@ -86,7 +86,7 @@ class ImageDataset(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return self.__getitems__([range(len(self))[index]])[0]  # an IndexError if there is no such image
+        return self.__getitems__([range(len(self))[index]])[0]  # an IndexError if the image does not exist
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """Return several samples, created together; torch's DataLoader calls this for each batch."""

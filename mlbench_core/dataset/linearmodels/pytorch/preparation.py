@@ -42,7 +42,7 @@ def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | o
         DatasetNotFoundError: ``text_folder`` lacks a part of the data set.
         DownloadError: The text could not be downloaded.
         DatasetError: The text does not match its checksum or its expected contents, or the disk is full.
-        ValueError: The name is unknown and there is no ``text_folder``.
+        ValueError: The name is unknown and ``text_folder`` is None.
     """
     if text_folder is not None and _has_store(Path(text_folder), name, "train"):
         return Path(text_folder)

@@ -28,7 +28,7 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
         rows: Positions of the rows in it, from 0 and in increasing order.
 
     Raises:
-        ValueError: There are no rows, they are not in increasing order, or they are outside the data set.
+        ValueError: The input has no rows, they are not in increasing order, or they are outside the data set.
     """
 
     def __init__(self, dataset: LMDBDataset, rows: Sequence[int] | NDArray[np.int64]) -> None:
@@ -103,7 +103,7 @@ def train_and_validation(
         Two data sets without a common row.
 
     Raises:
-        DatasetNotFoundError: There is no training part, or the published test part is missing.
+        DatasetNotFoundError: The training part or the published test part is missing.
         DatasetError: A file is damaged.
     """
     train = LMDBDataset(name, "train", root)

@@ -214,7 +214,7 @@ def load_part(
         The part.
 
     Raises:
-        DatasetNotFoundError: The text is divided already, and there is no vocabulary.
+        DatasetNotFoundError: The text is divided already, and the vocabulary is missing.
     """
     cache = Path(cache_dir) if cache_dir else user_folder("cache", "text")
     if any(root.glob("vocab.bpe.*")):

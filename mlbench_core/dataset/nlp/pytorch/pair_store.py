@@ -136,7 +136,7 @@ class PairStore:
         vocabulary_checksum: Checksum the vocabulary must have; None for any.
 
     Raises:
-        DatasetNotFoundError: There is no store.
+        DatasetNotFoundError: The store does not exist.
         DatasetError: The store is damaged, of another version, or of another vocabulary.
 
     Example:

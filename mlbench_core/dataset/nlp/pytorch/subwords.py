@@ -127,7 +127,7 @@ class Subwords:
 
     @classmethod
     def load(cls, folder: Path, separator: str = "@@", skip: Iterable[str] = ()) -> Subwords:
-        """Read the model in a folder; words are not divided if there is no file of merges.
+        """Read the model in a folder; words are not divided if the file of merges is missing.
 
         Args:
             folder: Folder with one ``vocab.bpe.NAME``.
@@ -135,7 +135,7 @@ class Subwords:
             skip: Symbols to leave out, such as special ones that other programs list.
 
         Raises:
-            DatasetNotFoundError: There is no vocabulary.
+            DatasetNotFoundError: The vocabulary does not exist.
             DatasetError: There are several vocabularies, or a file is damaged.
         """
         found = sorted(path for path in folder.glob("vocab.bpe.*") if path.is_file())

@@ -134,7 +134,7 @@ def store_to_text(
         ``dest``.
 
     Raises:
-        ValueError: There are no stores.
+        ValueError: ``stores`` is empty.
         DatasetError: A store is missing or damaged, or the disk is full.
     """
     if not stores:

@@ -402,8 +402,8 @@ class StoreWriter:
             self._part.unlink(missing_ok=True)
             stack.callback(self._part.unlink, missing_ok=True)
             with _disk_errors(self.path):
+                # `sync=False` makes writing fast; `finish` syncs once before the store gets its name.
                 self._environment = lmdb.open(
-                    # `sync=False` makes writing fast; `finish` syncs once before the store gets its name.
                     str(self._part), subdir=False, lock=False, sync=False, map_size=_FIRST_MAP_BYTES
                 )
             stack.callback(self._environment.close)
@@ -460,7 +460,7 @@ class StoreWriter:
             The header.
 
         Raises:
-            DatasetError: There are no rows, a label is not in the map, or the disk is full.
+            DatasetError: The input has no rows, a label is not in the map, or the disk is full.
         """
         if not self.n_rows or self._rows_per_block is None:
             raise DatasetError(f"{self.path} would have no rows: {', '.join(source) or 'the source'} holds none")

@@ -124,14 +124,13 @@ class DataPartitioner(Partitioner):
         *,
         seed: int = 0,
     ) -> None:
-        # Shares such as 0.7 + 0.2 + 0.1 do not add up to exactly 1 in floating point; the last bound must still be the
-        # length.
         total = float(sum(sizes))
         if len(sizes) == 0 or min(sizes) < 0 or not 0 < total <= 1 + 1e-6:
             raise ValueError(f"sizes is {list(sizes)}; it must hold shares of at least 0 that add up to at most 1")
         self.data = data
         self.rank = rank
         count = len(data)
+        # Shares such as 0.7 + 0.2 + 0.1 do not sum to exactly 1 in floating point, but must cover every sample.
         whole = abs(total - 1) <= 1e-6
         shares = np.cumsum(np.asarray(sizes, dtype=np.float64)) / (total if whole else 1.0)
         bounds = [0, *(round(float(share) * count) for share in shares)]

@@ -54,7 +54,7 @@ class WMT16Tokenizer:
 
     Raises:
         ValueError: The precision is unknown.
-        DatasetNotFoundError: There is no vocabulary.
+        DatasetNotFoundError: The vocabulary does not exist.
         DatasetError: The files are damaged.
 
     Example:
