@@ -286,7 +286,7 @@ def maybe_download_and_extract_tar_gz(
 ) -> Path:
     """Download a ``.tar.gz`` (or otherwise compressed tar) if it does not exist yet, and unpack it into ``root``.
 
-    Only plain files and folders below ``root`` are written: an archive with an absolute path, with ``..``, with a link
+    Only plain files and folders below ``root`` are written. An archive with an absolute path, with ``..``, with a link
     or a device is refused as a whole, before anything is unpacked.
 
     Args:

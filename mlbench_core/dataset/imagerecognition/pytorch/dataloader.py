@@ -279,7 +279,7 @@ class Digits(ImageDataset):
 class Imagenet(Dataset):
     """ImageNet, or any images in one folder for each class.
 
-    The images lie in ``root/train/<class>/`` and ``root/val/<class>/``. Training images get a random crop of 224x224 at
+    The images are in ``root/train/<class>/`` and ``root/val/<class>/``. Training images get a random crop of 224x224 at
     a random scale, and random mirroring; validation images are resized to 256 and cropped in the middle. All are
     normalized by ImageNet's mean and standard deviation.
 

@@ -147,6 +147,7 @@ class ImageDataset(Dataset):
         assert self.transform is not None
         pictures: Any = require("PIL.Image", "vision")
         pixels = self.data
+        # PIL takes gray images as (height, width), without a channel.
         grey = pixels.shape[-1] == 1
         return [self.transform(pictures.fromarray(pixels[i, :, :, 0] if grey else pixels[i])) for i in indices]
 
@@ -176,6 +177,7 @@ class ImageDataset(Dataset):
         """
         self.images = self.images.to(device)
         on_cpu = self.images.device.type == "cpu"
+        # On the CPU the list is used, because it may be changed; on a device a tensor avoids copies.
         self._moved_labels = None if on_cpu else torch.tensor(self.targets, dtype=torch.int64, device=device)
         return self
 

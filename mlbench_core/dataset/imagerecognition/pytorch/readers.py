@@ -113,6 +113,7 @@ def parse_cifar_python(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
     """
     try:
         entries = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+        # Python 2's pickles have bytes as keys, Python 3's have text.
         named = {key.decode() if isinstance(key, bytes) else key: value for key, value in entries.items()}
         rows, labels = np.asarray(named["data"]), np.asarray(named["labels"])
     except DatasetError as error:
@@ -177,6 +178,7 @@ def parse_idx(path: Path, content: bytes, dimensions: int) -> Tensor:
     if len(content) < start or content[:4] != bytes((0, 0, 8, dimensions)):
         raise DatasetError(f"{path} is damaged: it is no idx file of bytes with {dimensions} dimensions")
     shape = [int(size) for size in np.frombuffer(content, dtype=">u4", count=dimensions, offset=4)]
+    # A truncated download has the right header but too few bytes.
     if len(content) - start != int(np.prod(shape)):
         raise DatasetError(f"{path} is damaged: {len(content) - start} bytes for the sizes {shape}")
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape).copy())

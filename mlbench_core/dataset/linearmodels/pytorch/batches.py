@@ -28,12 +28,12 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
     Rows that are stored together are read together, which is efficient for disk and page cache. The order is still
     random enough for training:
 
-    1. The blocks of the data set are put in a random order, the same on all workers, and their rows cut into
+    1. The blocks of the data set are put in a random order, the same on all workers. Their rows are cut into
        ``world_size`` parts whose sizes differ by at most 1. The parts are disjoint and cover every row.
     2. In each epoch a worker puts its blocks in its own random order.
     3. The rows of ``window_blocks`` consecutive blocks are mixed: every order of a window is equally likely.
-       Batches are cut from the mixed rows; within a batch, whose order does not affect a sum of gradients, rows are
-       sorted so that they are read in the order of the file.
+       Batches are cut from the mixed rows. The order within a batch does not affect a sum of gradients, so the rows of
+       a batch are sorted and read in the order of the file.
 
     If there are fewer than ``min_pieces`` blocks, as in small files, steps 1 and 2 shuffle pieces of blocks instead.
     There are then enough pieces for workers to get similar parts even if the file is sorted.

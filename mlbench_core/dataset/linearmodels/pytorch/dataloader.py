@@ -240,6 +240,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
             return
         start = 0
         while start < len(rows):
+            # Rows of one file that follow each other are fetched with one call.
             number = bisect_right(self._ends, rows[start])
             first = self._ends[number] - len(self.stores[number])
             outside = (rows[start:] < first) | (rows[start:] >= self._ends[number])
@@ -273,6 +274,7 @@ def _sparse_csr(
 def _check_together(stores: list[LinearStore]) -> None:
     """Refuse files that are not the complete parts of one data set."""
     first = stores[0]
+    # Only fields that change the meaning of rows must agree.
     for store in stores[1:]:
         for what in ("n_features", "dtype", "label_map"):
             mine, other = getattr(store.header, what), getattr(first.header, what)

@@ -28,7 +28,7 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
         rows: Positions of the rows in it, from 0 and in increasing order.
 
     Raises:
-        ValueError: The input has no rows, they are not in increasing order, or they are outside the data set.
+        ValueError: ``rows`` is empty, not in increasing order, or outside the data set.
     """
 
     def __init__(self, dataset: LMDBDataset, rows: Sequence[int] | NDArray[np.int64]) -> None:

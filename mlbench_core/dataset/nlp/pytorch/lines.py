@@ -29,6 +29,7 @@ def read_lines(path: Path) -> Iterator[str]:
     opened: Callable[[Path, str], Any] = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rb") as file:
+            # Decoded line by line after splitting at line feeds: text mode would end lines at carriage returns too.
             lines = (line.decode("utf-8").removesuffix("\n") for line in file)
             yield from _segments(lines) if path.name.removesuffix(".gz").endswith(".sgm") else lines
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -97,6 +97,7 @@ class Multi30k(RecurrentPairs):
             root=folder,
             cache_dir=cache_dir,
             cleaning=Cleaning() if train else None,
+            # 29,000 pairs fit in memory easily.
             in_memory=True,
         )
         tokenizer = WMT16Tokenizer(

@@ -165,6 +165,7 @@ class TransformerPairs(Dataset[dict[str, Any]]):
             _log.warning("%d of %d pairs %s: they have more than %s tokens", too_long.sum(), len(wanted), what,
                          " and ".join(map(str, max_positions)))  # fmt: skip
         self.indices: Lengths = wanted[~too_long] if part.is_cleaned else wanted
+        # Sizes are those after cutting, so batches by tokens fit.
         self.lengths: Lengths = np.minimum(lengths, np.asarray(max_positions))[self.indices]
 
     @property
@@ -203,6 +204,7 @@ class TransformerPairs(Dataset[dict[str, Any]]):
 
     def _symbols(self, numbers: npt.NDArray[Any]) -> Tensor:
         """Convert the store's numbers of a sentence, unknown 0 and symbols from 1, to the dictionary's."""
+        # The end symbol fills the array; all but its last element are overwritten.
         symbols = np.full(len(numbers) + 1, self.dictionary.eos(), dtype=np.int64)
         symbols[:-1] = numbers
         symbols[:-1] += _FIRST_SYMBOL - 1

@@ -223,6 +223,7 @@ def load_part(
         raise DatasetNotFoundError(f"{root} has no vocabulary vocab.bpe.NAME, which text that is divided already needs")
     else:
         subwords, folder = prepare_subwords(training_files(), recipe, cache)
+    # Divided text must not be divided again, so the merges are dropped.
     if recipe.tokenizer is None:  # words are divided already
         subwords = Subwords(subwords.symbols, None, recipe.separator)
     store = prepare_store(files, recipe, subwords, cache, cleaning=cleaning, in_memory=in_memory)

@@ -233,8 +233,9 @@ class Wikitext2Dataset:
             cuda: If True, put it on the current GPU.
 
         Returns:
-            ``(data, target)``: ids of this worker's streams, int64 of shape (length, sequences); and ids of the word
-            after each of them, int64 of shape (length * sequences,), the format of a loss on flattened scores.
+            ``(data, target)``: ids of this worker's streams, int64 of shape (length, sequences), and ids of the word
+            after each of them. The latter are int64 of shape (length * sequences,), the format of a loss on flattened
+            scores.
 
         Raises:
             IndexError: The batch does not exist.
@@ -288,6 +289,7 @@ def _share(global_bsz: int, worker_bsz: int | None, rank: int, world_size: int |
 def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
     """Load the corpus of a folder, which must have the part and the training part."""
     if download and not _find_texts(folder):
+        # The first check needs no lock; the second finds the data of a faster process.
         with files.lock(folder / ".download.lock"):
             if not _find_texts(folder):  # no other process was faster
                 _download(folder)
@@ -327,6 +329,7 @@ def _download(folder: Path) -> None:
     except DownloadError as error:
         _log.warning("%s; trying the Hugging Face hub", error)
         _download_from_hub(unpacked / _FOLDERS[1], error)
+    # Read without a cache, because the files move below.
     corpus = load_corpus(_find_texts(unpacked), cache_dir=None)
     tokens = {part: len(ids) for part, ids in corpus.parts.items()}
     if tokens != WIKITEXT2_TOKENS or len(corpus.dictionary) != WIKITEXT2_WORDS:
@@ -351,5 +354,6 @@ def _download_from_hub(folder: Path, reason: DownloadError) -> None:
         with tempfile.TemporaryDirectory(prefix=".table-", dir=folder) as scratch:
             table = tools.progress_download(WIKITEXT2_HUB_URL.format(name=name), Path(scratch, f"{name}.parquet"))
             rows = parquet.read_table(table, columns=["text"])["text"].to_pylist()
+        # Rows may or may not have a line end; each line of the file needs exactly one.
         lines = (row.removesuffix("\n") + "\n" for row in rows)
         (folder / f"wiki.{part}.tokens").write_text("".join(lines), encoding="utf-8")

@@ -131,6 +131,7 @@ class WMT16Dataset(RecurrentPairs):
 def _files(folder: Path, name: str, languages: tuple[str, str], download: bool, preprocessed: bool) -> PairFiles:
     """Return the text of a part; download it if it is missing."""
     names = (_DIVIDED_NAMES if preprocessed else _NAMES)[name]
+    # The names of prepared text come first; plain names are accepted as well.
     if preprocessed:
         names += _NAMES[name]
     if found := find_files(folder, names, languages):

@@ -23,7 +23,7 @@ SPACING_MARK = "\uffed"
 _REPLACEMENT = "\u25a0"
 _TOKENIZERS = ("moses", "spacy")
 _ESCAPES = {"|": "&#124;", "<": "&lt;", ">": "&gt;", "'": "&apos;", '"': "&quot;", "[": "&#91;", "]": "&#93;"}
-_HYPHEN = "@-@"  # a hyphen that Moses, asked to, split a word at
+_HYPHEN = "@-@"  # Moses' optional mark for a hyphen at which a word was split
 
 
 def clean_line(line: str) -> str:

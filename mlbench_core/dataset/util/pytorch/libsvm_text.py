@@ -142,6 +142,7 @@ def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes
             return error
         return None
 
+    # Bisection needs few parses, even for a chunk with a wrong line at its end.
     low, high = 0, len(lines)
     while high - low > 1:
         middle = (low + high) // 2
@@ -168,6 +169,7 @@ def scan(path: Path, *, zero_based: bool = False, chunk_bytes: int = CHUNK_BYTES
         DatasetNotFoundError: The file does not exist.
         DatasetError: A line is wrong, or the file is damaged.
     """
+    # Without `n_features`, each chunk has the columns of its own largest index.
     rows = features = values = 0
     for chunk in read_chunks(path, zero_based=zero_based, chunk_bytes=chunk_bytes):
         rows += chunk.features.shape[0]

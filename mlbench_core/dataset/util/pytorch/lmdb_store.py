@@ -132,8 +132,8 @@ def _foreign(path: Path) -> DatasetError:
 class LinearStore:
     """Read rows of one store from the pages of its file.
 
-    The file is opened at the first use in each process and shared by all stores of a process on the same file, so an
-    object can be pickled, sent to worker processes and used on both sides of a ``fork``.
+    The file is opened at the first use in each process. All stores of a process on the same file share the open file.
+    So an object can be pickled, sent to worker processes and used on both sides of a ``fork``.
 
     Args:
         path: The file (or the folder of an LMDB that is a folder).
@@ -261,6 +261,7 @@ class LinearStore:
             if self._cache:
                 block = self._copies[number] = bytes(block)
         rows = min(self.header.rows_per_block, self.header.n_rows - number * self.header.rows_per_block)
+        # The three arrays follow one another; see the docstring of the module.
         indptr = np.frombuffer(block, _INDPTR, rows + 1)
         values = np.frombuffer(block, self.header.number, int(indptr[-1]), indptr.nbytes)
         columns = np.frombuffer(block, _COLUMN, int(indptr[-1]), indptr.nbytes + values.nbytes)
@@ -498,6 +499,7 @@ class StoreWriter:
     def _choose_rows(self, rows: Any) -> int:
         """Choose the number of rows in a block from the size of the first rows."""
         if self.layout == "dense":
+            # The first rows decide: later rows of sparse data may be longer, which only makes blocks larger.
             row_bytes = self.n_features * np.dtype(self.dtype).itemsize
         else:
             per_value = np.dtype(self.dtype).itemsize + _COLUMN.itemsize

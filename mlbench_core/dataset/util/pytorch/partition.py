@@ -171,10 +171,9 @@ def partition_dataset_by_rank(
 
     * ``"uniform"``: every sample is equally likely on every worker.
     * ``"dirichlet"``: each worker draws its mixture of classes :math:`q \sim \mathrm{Dir}(\alpha p)`, with p the
-      classes' shares in the data set, and then fills its part from the classes by q; a class that is used up drops out
-      and q is renormalized (Hsu et al. 2019). Workers fill their parts in an order drawn from the seed; the last ones
-      get the samples that are left. A small alpha gives workers of nearly one class, a large one the uniform
-      distribution.
+      classes' shares in the data set, and fills its part from the classes by q. An exhausted class drops out and q is
+      renormalized (Hsu et al. 2019). Workers fill their parts in an order drawn from the seed; the last ones get the
+      samples that are left. A small alpha gives workers of nearly one class, a large one the uniform distribution.
     * ``"label_skew"``: the samples are sorted by class and cut into ``world_size * classes_per_worker`` shards; each
       worker gets ``classes_per_worker`` of them (McMahan et al. 2017). A shard that lies across a border holds two
       classes.
@@ -188,7 +187,7 @@ def partition_dataset_by_rank(
         rank: Rank of this worker, from 0 to ``world_size - 1``.
         world_size: Number of workers, at least 1.
         distribution: ``"uniform"``, ``"dirichlet"`` or ``"label_skew"``.
-        shuffle: If True, the samples of a part are drawn at random and in random order; otherwise a uniform part is
+        shuffle: If True, the samples of a part are drawn at random and in random order. Otherwise a uniform part is
             contiguous, and the samples of any part come in the data set's order.
         seed: Seed of every draw, at least 0; the same on all workers.
         alpha: Concentration of the Dirichlet distribution, above 0.

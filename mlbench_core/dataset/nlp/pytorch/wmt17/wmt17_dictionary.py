@@ -114,6 +114,7 @@ class Dictionary:
             return "\n".join(self.string(row, bpe_symbol) for row in tensor)
         if tensor.dim() != 1:
             raise ValueError(f"the tensor has shape {tuple(tensor.shape)}; it must be (tokens,) or (sentences, tokens)")
+        # Padding and end have no text.
         symbols = [self[number] for number in tensor.tolist() if number not in (self._pad, self._eos)]
         if bpe_symbol is None:
             return " ".join(symbols)
