@@ -125,7 +125,7 @@ def _fetch(session: requests.Session, url: str, part: Path, attempts: int, timeo
             _transfer(session, url, part, timeout_s)
             return resumed
         except requests.RequestException as error:
-            # Any progress restores the full number of attempts: a long download over a bad line still ends.
+            # Any progress restores the full number of attempts: a long download over a bad line still completes.
             progress = (part.stat().st_size if part.exists() else 0) > before
             left = attempts if progress else left - 1
             if left <= 0:

@@ -499,9 +499,9 @@ class StoreWriter:
     def _choose_rows(self, rows: Any) -> int:
         """Choose the number of rows in a block from the size of the first rows."""
         if self.layout == "dense":
-            # The first rows decide: later rows of sparse data may be longer, which only makes blocks larger.
             row_bytes = self.n_features * np.dtype(self.dtype).itemsize
         else:
+            # The first rows decide: later rows of sparse data may be longer, which only makes blocks larger.
             per_value = np.dtype(self.dtype).itemsize + _COLUMN.itemsize
             row_bytes = _INDPTR.itemsize + per_value * rows.nnz // max(1, rows.shape[0])
         return max(1, BLOCK_BYTES // max(1, row_bytes))
