@@ -1,8 +1,8 @@
-"""The one small interface behind which all communication of gradients and weights lives.
+"""The interface for all communication of gradients and weights.
 
-An :class:`Aggregation` takes named tensors that every worker has and replaces each, in place, by what the workers
-agreed on (:meth:`Aggregation.aggregate`). This module adds, for every kind of aggregation, what a model needs around
-that: which tensors take part, in which fixed order, and what happens to parameters without a gradient.
+An :class:`Aggregation` takes named tensors that every worker has. It replaces each tensor, in place, by a result of all
+workers, such as their average (:meth:`Aggregation.aggregate`). For every kind of aggregation this module selects the
+tensors of a model that take part, fixes their order, and handles parameters without a gradient.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class UnknownOperationError(ValueError, NotImplementedError):
 
 
 class AggregationFunction(Protocol):
-    """What :meth:`Aggregation.agg_grad` and :meth:`Aggregation.agg_model` return."""
+    """The function that :meth:`Aggregation.agg_grad` and :meth:`Aggregation.agg_model` return."""
 
     def __call__(self, model: Parameters, op: str, denom: Denominator | None = None) -> None:
         """Aggregate the model's tensors in place."""
 
 
 class Aggregation(ABC):
-    """How the tensors of k workers become one.
+    """A way to combine the tensors of k workers.
 
     A subclass implements :meth:`aggregate`; the rest is shared.
 
@@ -91,18 +91,18 @@ class Aggregation(ABC):
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """Number of workers that take part."""
+        """Return the number of workers that take part."""
 
     @abstractmethod
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
-        """Replace every tensor by what the workers agree on, in place.
+        """Replace every tensor by the workers' common result, in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker. Dense, of any
-                strides. The name is the key for whatever an aggregation remembers of a tensor. Tensors whose name
-                starts with :data:`BOOKKEEPING` hold a handful of numbers that must not be compressed, remembered or
-                extrapolated, only averaged; what is not zero on some worker must not come out as zero on any.
-            op: What to do, for example ``"avg_world"``.
+                strides. An aggregation remembers values of a tensor under its name. Tensors whose name starts with
+                :data:`BOOKKEEPING` hold a few numbers that must only be averaged, not compressed, remembered or
+                extrapolated. A number that is not zero on some worker must not become zero on any.
+            op: The operation, for example ``"avg_world"``.
             denom: Divisor for the operations that take one.
         """
 
@@ -110,9 +110,9 @@ class Aggregation(ABC):
         """Make the function that aggregates a model's gradients.
 
         It covers every parameter with ``requires_grad``, so the messages have one layout on all workers. A parameter
-        whose gradient is None on this worker counts as zeros; flags in the same message tell whether another worker
-        had one. If so, the gradient is created; if no worker had one, it stays None and the parameter's update is
-        skipped as without communication.
+        whose gradient is None on this worker counts as zeros. Flags in the same message show whether another worker
+        had a gradient. If so, the gradient is created. If no worker had one, it stays None, and the parameter's update
+        is skipped as without communication.
 
         On a GPU, a worker on which a gradient is None waits for the message to read those flags; the others wait
         for nothing.
@@ -145,9 +145,9 @@ class Aggregation(ABC):
     def any_worker(self, flag: Tensor) -> None:
         """Raise a flag on every worker if one worker raised it, in place.
 
-        Decisions that must be the same everywhere, such as whether an overflow makes all skip an update, are taken by
-        it: a worker that skips alone leaves the others waiting. It costs one message of ``flag``'s size, and none
-        where there is one worker.
+        It makes decisions that must be the same on all workers, such as skipping an update after an overflow. A worker
+        that skips alone would leave the others waiting. It costs one message of ``flag``'s size, and none in a world
+        of one worker.
 
         Args:
             flag: Zero for no, positive for yes; any shape, floating point or integer. Every worker gives one.
@@ -161,11 +161,11 @@ class Aggregation(ABC):
             flag.copy_(sent)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the aggregation remembers between calls, keyed by parameter name; empty if nothing."""
+        """Return the values kept between calls, keyed by parameter name; empty if there are none."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
+        """Restore the result of :meth:`state_dict`.
 
         Raises:
             ValueError: There is something to restore and this aggregation remembers nothing.
@@ -194,7 +194,7 @@ class Aggregation(ABC):
         worker starts from this state if it has only that of another worker, or of a run with another number of workers.
 
         Args:
-            state_dict: What :meth:`state_dict` returned, on any worker.
+            state_dict: The result of :meth:`state_dict`, on any worker.
         """
         return {key: {} if key in self._own_state else value for key, value in state_dict.items()}
 
@@ -242,7 +242,7 @@ class Aggregation(ABC):
         self.aggregate({n: p.grad for n, p in parameters.items() if p.grad is not None}, op, denom)
 
     def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
-        """Aggregate gradients in one message per dtype and device, with the flags of who has one."""
+        """Aggregate gradients in one message per dtype and device, with flags for the gradients that exist here."""
         gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in parameters.items()}
         names_by_kind: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, gradient in gradients.items():
@@ -290,7 +290,7 @@ def _float_buffers(model: Parameters) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_sparse(parameters: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError where a gradient is sparse."""
+    """Raise a ValueError if a gradient is sparse."""
     for name, parameter in parameters.items():
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(
@@ -300,7 +300,7 @@ def refuse_sparse(parameters: Mapping[str, Tensor]) -> None:
 
 
 def check_denominator(denom: Denominator | None) -> Denominator:
-    """Check a custom divisor as far as that needs no wait for a GPU.
+    """Check a custom divisor as far as possible without waiting for a GPU.
 
     Args:
         denom: A positive number, or a tensor with one element.
@@ -321,7 +321,7 @@ def check_denominator(denom: Denominator | None) -> Denominator:
         if denom.numel() != 1:
             raise ValueError(f"denom must have one element, not shape {tuple(denom.shape)}: sum it first")
         denom = denom.detach().reshape(())
-        if denom.device.type != "cpu":
+        if denom.device.type != "cpu":  # reading the value would wait for the device
             return denom
     if not (math.isfinite(denom) and denom > 0):
         raise ValueError(f"denom must be a positive finite number, not {float(denom)}")

@@ -33,8 +33,8 @@ class Transfer:
     """A flat message on its way.
 
     Attributes:
-        message: Where the sum arrives.
-        sent: What travels: the message, or a copy in another dtype or on another device.
+        message: The tensor that receives the sum.
+        sent: The tensor that is sent: the message, or a copy in another dtype or on another device.
         work: torch's handle.
     """
 
@@ -65,11 +65,11 @@ class AllReduceAggregation(Aggregation):
         divide_before: Divide before the sum instead of after it, so that sums of half-precision numbers stay in range.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         comm_dtype: The dtype in which tensors travel, for example ``torch.bfloat16``; None for each tensor's own. A
-            message that is converted is divided before it is sent, so that its sum stays in range. Workers that send
-            half precision get the same values as one another, rounded to it.
-        shared_memory: Sum through memory that the workers share instead of the backend's all-reduce, where all run on
-            one machine and their tensors are in its memory. Two workers get the same sums to the last bit, more get
-            them to rounding. Every worker then makes its aggregations in the same order. See
+            message that is converted is divided before it is sent, so that its sum stays in range. If workers send
+            half precision, all get the same values, rounded to it.
+        shared_memory: Sum through memory that the workers share instead of the backend's all-reduce. All workers must
+            run on one machine, with their tensors in its memory. The sums of two workers equal the backend's to the
+            last bit, those of more workers to rounding. Every worker must make its aggregations in the same order. See
             :mod:`mlbench_core.aggregation.pytorch.shared_memory`.
         process_group: Average over the workers of a subgroup, from ``torch.distributed.new_group``; None for all.
             ``world_size`` is then their number. Each group is a world of its own: its result is that of a run of
@@ -112,7 +112,7 @@ class AllReduceAggregation(Aggregation):
 
     @property
     def world_size(self) -> int:
-        """Number of workers that take part."""
+        """Return the number of workers that take part."""
         return self._world_size
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
@@ -121,8 +121,8 @@ class AllReduceAggregation(Aggregation):
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
             op: ``"avg_world"`` or ``"avg_custom"``.
-            denom: For ``"avg_custom"``, what to divide by: a positive number or a tensor with one element, the same
-                on every worker.
+            denom: Divisor for ``"avg_custom"``: a positive number or a tensor with one element, the same on every
+                worker.
 
         Raises:
             UnknownOperationError: ``op`` is neither. It is a ValueError and a NotImplementedError.
@@ -147,7 +147,7 @@ class AllReduceAggregation(Aggregation):
         raise UnknownOperationError(f"op must be one of {', '.join(map(repr, OPERATIONS))}, not {op!r}")
 
     def divides_early(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of a dtype are divided before they are sent: where asked for, and where they are converted.
+        """Return whether tensors of a dtype are divided before they are sent, on request or because of a conversion.
 
         Args:
             dtype: Of the tensors; complex numbers travel as pairs of real ones.
@@ -168,13 +168,13 @@ class AllReduceAggregation(Aggregation):
         return Transfer(message, sent, work)
 
     def _shared_sum(self) -> SharedMemorySum:
-        """What sums through shared memory; a copy, or a new process group, gets its own with the first message."""
+        """Return the sum through shared memory; make a new one in a copy or in a new process group."""
         if self._shared is None or not self._shared.is_of_this_group():
             self._shared = SharedMemorySum(self.group)
         return self._shared
 
     def __getstate__(self) -> dict[str, Any]:
-        """The settings: what is shared with other processes belongs to this one."""
+        """Return the settings, because memory shared with other processes belongs to this process."""
         return {**self.__dict__, "_shared": None}
 
     def finish(self, transfer: Transfer) -> None:
@@ -195,18 +195,18 @@ class AllReduceAggregation(Aggregation):
 
 
 def check_world_size(world_size: int | None, group: Any = None) -> int:
-    """Hold a number of workers against the process group.
+    """Check a number of workers against the process group.
 
     Args:
-        world_size: Number of workers that the caller expects; None for as many as there are.
+        world_size: Number of workers that the caller expects; None for the actual number.
         group: The process group; None for that of all workers.
 
     Returns:
-        The number of workers; 1 where there is no process group.
+        The number of workers; 1 without a process group.
 
     Raises:
-        TypeError: ``world_size`` is no integer.
-        ValueError: It is not the number of workers there are.
+        TypeError: ``world_size`` is not an integer.
+        ValueError: It is not the actual number of workers.
 
     Example:
         >>> check_world_size(None)

@@ -1,14 +1,14 @@
 """Flat buckets: how the gradients of a model lie in memory when they are reduced during the backward pass.
 
 Parameters are laid out in reverse order of registration, which is about the order in which a backward pass finishes
-their gradients. A bucket is closed when it holds ``bucket_size_bytes``. What travels is one flat tensor per bucket:
+their gradients. A bucket is closed when it holds ``bucket_size_bytes``. One flat tensor per bucket is sent:
 
-* Small gradients are views into their bucket's memory: what autograd computed is copied there once, and stays there.
+* Small gradients are views into their bucket's memory. The result of autograd is copied there once, and stays there.
 * A gradient as large as a bucket is sent from the memory in which autograd put it, without any copy.
-* Where another dtype travels than the gradients have, buckets hold the values in that dtype, and gradients keep their
-  own memory. Complex gradients are converted later, when the bucket is sent.
+* If gradients are sent in another dtype than their own, buckets hold the values in that dtype, and gradients keep
+  their own memory. Complex gradients are converted later, when the bucket is sent.
 
-The last bucket also has one flag per parameter, which says whether this worker has its gradient.
+The last bucket also has one flag per parameter, which shows whether this worker has its gradient.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Bucket:
     Attributes:
         names: Names of the parameters.
         parameters: The parameters.
-        holds_gradients: Whether gradients are views into ``memory``; otherwise it only holds what travels.
-        memory: What travels, flat; None for one large gradient that is sent from its own memory.
+        holds_gradients: Whether gradients are views into ``memory``; otherwise it only holds the message.
+        memory: The flat message; None for one large gradient that is sent from its own memory.
         views: The part of ``memory`` of each parameter, in the parameter's shape and strides.
         flags: In the last bucket the part of ``memory`` with one flag per parameter of all buckets.
     """
@@ -50,14 +50,14 @@ class Bucket:
         self._addresses = [view.data_ptr() for view in self.views]
 
     def is_intact(self) -> bool:
-        """Whether the views still lie in the memory: a conversion of the model moves gradients, and so the views."""
+        """Return whether the views still lie in the memory; a conversion of the model moves gradients with their views."""
         return not self.holds_gradients or self._addresses == [view.data_ptr() for view in self.views]
 
     def fill(self, divisor: int | None) -> Tensor:
-        """Put the gradients where they are sent from.
+        """Copy the gradients into the message.
 
         Args:
-            divisor: What to divide them by on the way; None leaves them as they are.
+            divisor: Number to divide the gradients by on the way; None leaves them as they are.
 
         Returns:
             The flat message. Parameters without a gradient count as zeros.
@@ -77,7 +77,7 @@ class Bucket:
         return self.memory
 
     def deliver(self) -> None:
-        """Copy what came back into gradients that are not views of it."""
+        """Copy the received values into gradients that are not views of the message."""
         if self.memory is None or self.holds_gradients:
             return
         present = [(p.grad, v) for p, v in zip(self.parameters, self.views, strict=True) if p.grad is not None]
@@ -86,7 +86,7 @@ class Bucket:
             torch._foreach_copy_(list(gradients), list(views))
 
     def adopt(self, index: int, message: Tensor) -> None:
-        """Make what the other workers sent the gradient of a parameter that had none here."""
+        """Give a parameter that has no gradient on this worker the one that the other workers sent."""
         parameter = self.parameters[index]
         if self.memory is None:
             parameter.grad = message.as_strided(parameter.shape, _strides(parameter), message.storage_offset())
@@ -97,7 +97,7 @@ class Bucket:
 
 
 def signature(parameters: Mapping[str, Tensor]) -> Signature:
-    """What of the parameters decides on the layout: equal signatures, equal buckets."""
+    """Return the properties of the parameters that decide on the layout: equal signatures have equal buckets."""
     return tuple((n, id(p), p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for n, p in parameters.items())
 
 
@@ -108,7 +108,7 @@ def plan_buckets(
 
     Args:
         parameters: The parameters that require a gradient, by name in order of registration.
-        bucket_size_bytes: A bucket is closed when it holds at least so many bytes.
+        bucket_size_bytes: A bucket is closed when it holds at least this number of bytes.
         comm_dtype: The dtype that travels; None for each gradient's own.
 
     Returns:
@@ -158,7 +158,7 @@ def _bucket(
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a dense tensor in the memory order of ``tensor``: the order autograd gives its gradient."""
+    """Return the strides of a dense tensor in the memory order of ``tensor``, which autograd gives its gradient."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
@@ -170,10 +170,10 @@ def _copy(source: Tensor, target: Tensor, divisor: int | None) -> None:
 
 
 def _owned_gradient(parameter: Tensor) -> Tensor:
-    """A parameter's gradient in dense memory of its own, or zeros where it has none.
+    """Return a parameter's gradient in dense memory of its own, or zeros if it has none.
 
-    Autograd may give two parameters gradients that share memory: those of W and V in ``W.view(-1) + V.view(-1)`` are
-    one tensor. Reducing it in place would change both while the other is still to come.
+    Autograd may give two parameters gradients that share memory. Those of W and V in ``W.view(-1) + V.view(-1)`` are
+    one tensor. A reduction in place would change both gradients while the other one is still to come.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -186,9 +186,10 @@ def _owned_gradient(parameter: Tensor) -> Tensor:
 
 
 def _is_shared(tensor: Tensor) -> bool:
-    """Whether another tensor may use the same memory."""
+    """Return whether another tensor may use the same memory."""
     storage = tensor.untyped_storage()
-    count_users = getattr(torch._C, "_storage_Use_Count", None)  # counts the tensor and the storage object here
+    # The tensor and the storage object of this function are two users; a third one is somebody else.
+    count_users = getattr(torch._C, "_storage_Use_Count", None)
     return count_users is None or count_users(storage._cdata) > 2
 
 

@@ -1,4 +1,4 @@
-"""Averaging with neighbours of which only compressed differences are sent."""
+"""Averaging with neighbors of which only compressed differences are sent."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Compression(ABC):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027 - most have nothing to restore
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
 
 
 class Identity(Compression):
@@ -173,24 +173,24 @@ COMPRESSIONS = ("top_k", "random_k", "sign", "identity")
 
 
 class ChocoAggregation(Aggregation):
-    r"""Average with the neighbours, sending compressed differences (CHOCO-Gossip).
+    r"""Average with the neighbors, sending compressed differences (CHOCO-Gossip).
 
-    Every worker keeps a public copy :math:`\hat x_i` of its tensor, zero at first, that its neighbours can follow from
+    Every worker keeps a public copy :math:`\hat x_i` of its tensor, zero at first, that its neighbors can follow from
     what they are sent. With a compression :math:`Q`, the mixing matrix :math:`W` and a consensus step size
     :math:`\gamma`, a call does
 
     .. math::
 
-        q_i &= Q(x_i - \hat x_i) && \text{(sent to the neighbours)} \\
-        \hat x_j &\leftarrow \hat x_j + q_j && \text{(for itself and the neighbours)} \\
+        q_i &= Q(x_i - \hat x_i) && \text{(sent to the neighbors)} \\
+        \hat x_j &\leftarrow \hat x_j + q_j && \text{(for itself and the neighbors)} \\
         x_i &\leftarrow x_i + \gamma \sum_j W_{ij} (\hat x_j - \hat x_i).
 
     The average of all workers stays what it was. As the copies come closer to the tensors, the differences, and with
     them the errors of compression, vanish: the workers agree at a linear rate for every contraction :math:`Q` if
-    :math:`\gamma` is small enough. Of the neighbours' copies only the sum
+    :math:`\gamma` is small enough. Of the neighbors' copies only the sum
     :math:`s_i = \sum_j W_{ij} (\hat x_j - \hat x_i)` is kept, so memory is twice the weights, whatever the degree.
 
-    Each tensor is compressed by itself. A call sends one message to each neighbour; a tensor of n numbers of b bytes
+    Each tensor is compressed by itself. A call sends one message to each neighbor; a tensor of n numbers of b bytes
     takes in it, with k = max(1, round(ratio n)): ``top_k`` k (b + 4) bytes, ``random_k`` k b, ``sign`` n / 8 rounded
     up + b, ``identity`` n b. Half-precision tensors are sent as such; copies and sums are kept in float32. Buffers and
     other bookkeeping are not compressed but averaged as by
@@ -199,7 +199,7 @@ class ChocoAggregation(Aggregation):
     The sums are right only together with the copies of all neighbors: an error in them would move the weights in every
     call, forever. So a state says of which worker, graph and call it is. In the first call after they were made or
     restored, the workers compare that. If the states of all of them do not belong together, as when a run goes on with
-    another number of workers, copies and sums start from zero on all. That costs a few calls' progress towards
+    another number of workers, copies and sums start from zero on all. That costs a few calls' progress toward
     agreement and nothing else.
 
     Attributes:
@@ -209,13 +209,13 @@ class ChocoAggregation(Aggregation):
 
     Args:
         rank: This worker's number in the process group; None takes it from there.
-        neighbors: Ranks of this worker's neighbours, or None; see :class:`DecentralizedAggregation`.
+        neighbors: Ranks of this worker's neighbors, or None; see :class:`DecentralizedAggregation`.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         topology: The whole graph, instead of ``neighbors``.
         compression: ``"top_k"``, ``"random_k"``, ``"sign"``, ``"identity"`` or a :class:`Compression`.
         ratio: Share of the entries that ``top_k`` and ``random_k`` keep, in (0, 1].
         gamma: Consensus step size in (0, 1]: the stronger the compression, the smaller. With ``identity`` and 1 this
-            is plain averaging with the neighbours.
+            is plain averaging with the neighbors.
         seed: For ``random_k``; the same on every worker.
         process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
@@ -268,7 +268,7 @@ class ChocoAggregation(Aggregation):
 
     @property
     def world_size(self) -> int:
-        """Number of workers in the graph."""
+        """Return the number of workers in the graph."""
         return self.gossip.world_size
 
     @property
@@ -285,7 +285,7 @@ class ChocoAggregation(Aggregation):
         refuse_gradients(self)
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
-        """Move every tensor towards its neighbours', in place.
+        """Move every tensor toward its neighbors', in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
@@ -294,7 +294,7 @@ class ChocoAggregation(Aggregation):
 
         Raises:
             UnknownOperationError: ``op`` is another one.
-            ValueError: A tensor has not the size it was remembered with, or the workers' lists of neighbours do not
+            ValueError: A tensor has not the size it was remembered with, or the workers' lists of neighbors do not
                 fit together.
         """
         check_gossip_operation(op)
@@ -337,7 +337,7 @@ class ChocoAggregation(Aggregation):
         return self.compression.compress((x_i.reshape(-1) - self._copies[name]).to(x_i.dtype))
 
     def _exchange(self, own: Mapping[str, Compressed]) -> list[dict[str, Compressed]]:
-        """Send what was compressed to every neighbour as one message of bytes; return theirs."""
+        """Send what was compressed to every neighbor as one message of bytes; return theirs."""
         parts = [part for q_i in own.values() for part in q_i.sent]
         message = as_bytes(*(part.to(parts[0].device) for part in parts))
         received = self.gossip.exchange(message)
@@ -386,7 +386,7 @@ class ChocoAggregation(Aggregation):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; an empty one starts afresh.
+        """Restore the result of :meth:`state_dict`; an empty state starts from zero.
 
         Every worker must load its own. Copies and sums of another worker, or of another number of workers, are left
         out with a warning; see the class for what happens then.

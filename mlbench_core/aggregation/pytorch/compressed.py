@@ -45,7 +45,7 @@ class LossyAggregation(Aggregation):
 
     @property
     def world_size(self) -> int:
-        """Number of workers that take part."""
+        """Return the number of workers that take part."""
         return self._uncompressed.world_size
 
     @property
@@ -162,7 +162,7 @@ class CompressedAggregation(LossyAggregation):
         return {"memory": dict(self._memory)} if self._memory else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; an empty one forgets everything.
+        """Restore the result of :meth:`state_dict`; an empty state forgets everything.
 
         Raises:
             ValueError: The state is that of another aggregation.

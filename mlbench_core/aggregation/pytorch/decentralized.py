@@ -1,4 +1,4 @@
-"""Averaging with neighbours: each worker talks to a few others only."""
+"""Averaging with neighbors: each worker talks to a few others only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUFFER = f"{BOOKKEEPING}buffer:"
 
 
 class DecentralizedAggregation(Aggregation):
-    r"""Average with the neighbours, uncompressed.
+    r"""Average with the neighbors, uncompressed.
 
     With :math:`x_i` the tensor of worker :math:`i` and :math:`W` the mixing matrix of the graph,
 
@@ -28,19 +28,19 @@ class DecentralizedAggregation(Aggregation):
 
     :math:`W` has Metropolis-Hastings weights, see :class:`~mlbench_core.aggregation.pytorch.topology.Topology`. It is
     doubly stochastic for every graph, so the average of all workers stays what it was (to rounding), and it is
-    :math:`1 / (1 + \deg)` where all workers have as many neighbours. Workers that agree keep their bits.
+    :math:`1 / (1 + \deg)` where all workers have as many neighbors. Workers that agree keep their bits.
 
-    Each worker knows its own neighbours only. At the first aggregation, or at :meth:`connect`, the workers exchange
+    Each worker knows its own neighbors only. At the first aggregation, or at :meth:`connect`, the workers exchange
     their lists once, with one flag a worker; an edge that only one of its ends knows of would make that end wait for
     ever, so all workers refuse it.
 
-    A call sends one flat message per dtype and device to every neighbour, in the tensors' own dtype: ``degree`` times
+    A call sends one flat message per dtype and device to every neighbor, in the tensors' own dtype: ``degree`` times
     the bytes of the tensors. Half-precision numbers are mixed in float32. Buffers are mixed like weights; other
     bookkeeping, such as a loss, is averaged over all workers. One worker alone sends nothing.
 
     Args:
         rank: This worker's number in the process group; None takes it from there.
-        neighbors: Ranks in the process group of this worker's neighbours; order and repetition do not matter. None
+        neighbors: Ranks in the process group of this worker's neighbors; order and repetition do not matter. None
             where ``topology`` is given or the worker is alone.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         topology: The whole graph, instead of ``neighbors``.
@@ -75,12 +75,12 @@ class DecentralizedAggregation(Aggregation):
         self.rank = _check_rank(rank, self.group)
         self.neighbors = _check_neighbors(neighbors, topology, self.rank, self._world_size)
         self.topology = topology if self._world_size > 1 else from_edges(1, ())
-        self._weights: tuple[float, ...] | None = None  # W_ij by neighbour; known once the workers are connected
+        self._weights: tuple[float, ...] | None = None  # W_ij by neighbor; known once the workers are connected
         self._all_reduce = AllReduceAggregation(self._world_size, use_cuda=use_cuda, process_group=process_group)
 
     @property
     def world_size(self) -> int:
-        """Number of workers in the graph."""
+        """Return the number of workers in the graph."""
         return self._world_size
 
     @property
@@ -89,7 +89,7 @@ class DecentralizedAggregation(Aggregation):
         return None if self.topology is None else self.topology.spectral_gap
 
     def connect(self) -> Topology:
-        """Exchange the lists of neighbours, once; every worker must call this (the first aggregation does).
+        """Exchange the lists of neighbors, once; every worker must call this (the first aggregation does).
 
         Returns:
             The graph, the same on every worker.
@@ -124,13 +124,13 @@ class DecentralizedAggregation(Aggregation):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The mixing weights :math:`W_{ij}` of the neighbours, in their order; connects the workers if need be."""
+        """The mixing weights :math:`W_{ij}` of the neighbors, in their order; connects the workers if need be."""
         self.connect()
         assert self._weights is not None
         return self._weights
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
-        """Replace every tensor by its average with the neighbours', in place.
+        """Replace every tensor by its average with the neighbors', in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
@@ -139,7 +139,7 @@ class DecentralizedAggregation(Aggregation):
 
         Raises:
             UnknownOperationError: ``op`` is another one. It is a ValueError and a NotImplementedError.
-            ValueError: The workers' lists of neighbours do not fit together.
+            ValueError: The workers' lists of neighbors do not fit together.
         """
         check_gossip_operation(op)
         shared = {name: t for name, t in tensors.items() if name.startswith(BOOKKEEPING) and not is_buffer(name)}
@@ -152,7 +152,7 @@ class DecentralizedAggregation(Aggregation):
         self._delegate(self._all_reduce, shared, op, denom)
 
     def _mix(self, x_i: Tensor) -> None:
-        """Replace a flat message by its weighted average with the neighbours', in place."""
+        """Replace a flat message by its weighted average with the neighbors', in place."""
         weights, messages = self.weights, self.exchange(x_i)
         for block, *theirs in zip(in_blocks(x_i), *map(in_blocks, messages), strict=True):
             own = block.to(computing_dtype(block.dtype))
@@ -162,13 +162,13 @@ class DecentralizedAggregation(Aggregation):
             block.copy_(mixed)
 
     def exchange(self, message: Tensor) -> list[Tensor]:
-        """Send a flat tensor to every neighbour and return what they sent, in the order of :attr:`neighbors`.
+        """Send a flat tensor to every neighbor and return what they sent, in the order of :attr:`neighbors`.
 
         Args:
             message: One-dimensional, with the same length and dtype on every worker.
 
         Returns:
-            The neighbours' messages, on the same device.
+            The neighbors' messages, on the same device.
         """
         sent = _sendable(message, self.group)
         received = [torch.empty_like(sent) for _ in self.neighbors]
@@ -187,12 +187,12 @@ class DecentralizedAggregation(Aggregation):
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a name is that of a model's buffer."""
+    """Return whether a name is that of a model's buffer."""
     return name.startswith(BUFFER)
 
 
 def check_gossip_operation(op: str) -> None:
-    """Refuse operations other than ``"avg_world"``, the only one that neighbours can do by themselves.
+    """Refuse operations other than ``"avg_world"``, the only one that neighbors can do by themselves.
 
     Raises:
         UnknownOperationError: It is another one.
@@ -239,7 +239,7 @@ def _check_rank(rank: int | None, group: Any) -> int:
 def _check_neighbors(
     neighbors: Iterable[int] | None, topology: Topology | None, rank: int, world_size: int
 ) -> tuple[int, ...]:
-    """Return this worker's neighbours, ascending, each once."""
+    """Return this worker's neighbors, ascending, each once."""
     if neighbors is not None and topology is not None:
         raise ValueError("neighbors and topology are both given: give only one of them")
     if topology is not None:

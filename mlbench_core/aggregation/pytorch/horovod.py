@@ -27,7 +27,7 @@ class AllReduceAggregationHVD(AllReduceAggregation):
 
     Raises:
         MissingDependencyError: Horovod is not installed. The message has the pip line.
-        ConfigurationError: Horovod was not initialised.
+        ConfigurationError: Horovod was not initialized.
         ValueError: ``world_size`` is not the number of workers that Horovod knows.
 
     Example:

@@ -25,16 +25,16 @@ BUCKET_SIZE_BYTES = 1 << 20
 
 @dataclass
 class _Pass:
-    """One backward pass: what arrived and what is on its way.
+    """The state of one backward pass: gradients that arrived and messages on their way.
 
     Attributes:
         graph_task: Autograd's number of the pass.
-        missing: By bucket, how many gradients are still to come.
+        missing: By bucket, the number of gradients that are still to come.
         interval: Its time and bytes.
-        is_own_work: Whether looking after transfers does what they consist of, and so takes time.
-        transfers: What was sent, in the buckets' order.
-        landed: How many of them are known to have arrived.
-        absent: By bucket, the positions of parameters that have no gradient here.
+        is_own_work: Whether a poll of the transfers also advances them, and so takes time (shared memory).
+        transfers: The messages that were sent, in the order of the buckets.
+        landed: Number of transfers that are known to have arrived.
+        absent: By bucket, the positions of parameters that have no gradient on this worker.
     """
 
     graph_task: int
@@ -46,7 +46,7 @@ class _Pass:
     absent: list[list[int]] = field(default_factory=list)
 
     def note_arrivals(self) -> None:
-        """Look which transfers have arrived; the first that has not holds up the count."""
+        """Count the transfers that have arrived, up to the first one that has not."""
         if self.landed < len(self.transfers):
             with self.interval.exposed() if self.is_own_work else contextlib.nullcontext():
                 while self.landed < len(self.transfers) and self.transfers[self.landed].work.is_completed():
@@ -58,29 +58,31 @@ class _Pass:
 
 
 class OverlappedReduction:
-    r"""Averages the gradients of a model over the workers during its backward passes.
+    r"""A reduction of a model's gradients over the workers during the backward passes.
 
     Gradients are grouped in flat buckets (:mod:`mlbench_core.aggregation.pytorch.buckets`). A hook on each parameter
-    sends a bucket when its last gradient is there and all buckets before it were sent, so the order of messages is one
-    on all workers whatever the order of gradients. When the backward pass is through, the rest is sent (zeros for
-    parameters that took no part), and ``backward()`` returns once all is reduced: gradients can be read, clipped or
-    accumulated on as without communication. Without ``waits_in_backward`` it returns at once, and :meth:`arrivals`
-    gives out the parameters as their averages come in, so that communication also goes on beside the update; until
-    then, or :meth:`synchronize`, gradients must not be touched.
+    sends a bucket when its last gradient is there and all buckets before it were sent. So the order of messages is the
+    same on all workers, whatever the order of gradients. At the end of the backward pass the remaining buckets are
+    sent, with zeros for parameters that took no part. ``backward()`` returns once all buckets are reduced. Gradients
+    can then be read, clipped or accumulated on as without communication.
 
-    A second pass before the step accumulates its gradient on an average, which averages alike:
+    Without ``waits_in_backward``, ``backward()`` returns at once, and :meth:`arrivals` yields the parameters as their
+    averages arrive. Communication then also overlaps the update. Until the end of :meth:`arrivals`, or until
+    :meth:`synchronize`, gradients must not be touched.
+
+    A second pass before the step accumulates its gradient on an average, which gives the same average:
     :math:`\frac1k\sum_i (\bar g + g'_i) = \bar g + \frac1k\sum_i g'_i`. With :meth:`no_sync` passes accumulate
     locally and the next one sends the sum.
 
-    Gradients that no backward pass has reduced (set by hand, or a worker without a batch) are reduced by
-    :meth:`complete` in the same messages, so workers that do and workers that do not run a pass fit together.
+    :meth:`complete` reduces gradients that no backward pass has reduced (set by hand, or a worker without a batch). It
+    sends the same messages as a backward pass, so workers with a pass and workers without one fit together.
 
     Args:
         model: The model. Its parameters may be frozen, converted or replaced between two steps, on all workers; the
             buckets follow at the next backward pass or step.
         aggregation: The all-reduce that sends the buckets and counts the bytes.
-        bucket_size_bytes: A bucket is sent when it holds at least so many bytes; larger gradients travel alone.
-        waits_in_backward: Whether ``backward()`` returns only when all gradients are averages.
+        bucket_size_bytes: A bucket is sent when it holds at least this number of bytes; larger gradients travel alone.
+        waits_in_backward: If True, ``backward()`` returns only when all gradients are averages.
 
     References:
         S. Li et al.: PyTorch Distributed: Experiences on Accelerating Data Parallel Training, arXiv:2006.15704
@@ -112,11 +114,11 @@ class OverlappedReduction:
         self._hooks: list[Any] = []
         self._lay_out()
 
-    # ------------------------------------------------------------------ what an optimizer calls
+    # ------------------------------------------------------------------ interface for optimizers
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate the gradients of backward passes inside locally."""
+        """Accumulate the gradients of backward passes in the block locally."""
         before = self._synchronizes
         self._synchronizes = False
         try:
@@ -125,31 +127,31 @@ class OverlappedReduction:
             self._synchronizes = before
 
     def complete(self) -> None:
-        """See to it that all gradients are averages over the workers, and take them for used.
+        """Ensure that all gradients are averages over the workers, and mark them as consumed.
 
-        If the last thing that happened was a backward pass that waited, there is nothing left to do.
+        Nothing is left to do after a backward pass that waited.
         """
         for _ in self.arrivals():
             pass
 
     def arrivals(self, as_sums: bool = False) -> Iterator[tuple[list[Tensor], bool]]:
-        """Do as :meth:`complete`, and give out parameters as soon as their gradients are there.
+        """Do as :meth:`complete`, and yield parameters as soon as their gradients are there.
 
         Args:
-            as_sums: Leave the division by the number of workers to the caller where it is still to be done: an
-                optimizer can do it in its own pass over the gradients.
+            as_sums: Leave a division by the number of workers that is not done yet to the caller. An optimizer can
+                divide in its own pass over the gradients.
 
         Yields:
-            Parameters, each once, and whether their gradients are sums still to be divided.
+            Parameters, each once, and True if their gradients are sums that the caller must divide.
         """
         if self._pass is None and self._is_reduced:
             yield [parameter for bucket in self._buckets for parameter in bucket.parameters], False
-        else:  # the pass is one that has not waited, or that raised an error half way
+        else:  # the pass has not waited, or has raised an error half way
             yield from self._receive(self._pass or self._open(-1), as_sums)
         self.forget()
 
     def average(self) -> None:
-        """Ensure that all gradients are averages: wait for the last backward pass, and send what no pass has sent.
+        """Ensure that all gradients are averages: wait for the last backward pass, and send all unsent gradients.
 
         Every worker must call it before the same step: it sends the messages that the others' passes have sent.
         """
@@ -166,16 +168,16 @@ class OverlappedReduction:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether all gradients are averages already."""
+        """Return whether all gradients are averages already."""
         return self._is_reduced and self._pass is None
 
     def forget(self) -> None:
-        """Take the gradients for used: whatever they are at the next step was not reduced."""
+        """Mark the gradients as consumed: those at the next step were not reduced."""
         self._is_reduced = False
         self._counts_anew = True
 
     def report(self, tracker: Any | None) -> None:
-        """Tell a tracker of the communication that is over."""
+        """Report the finished communication to a tracker."""
         self._clock.report(tracker)
 
     # ------------------------------------------------------------------ during a backward pass
@@ -188,7 +190,9 @@ class OverlappedReduction:
             return
         graph_task = torch._C._current_graph_task_id()
         if self._pass is None or self._pass.graph_task != graph_task:
-            self.synchronize()  # a pass inside another one (checkpointing), or one that raised an error
+            # This pass runs inside another one (checkpointing), or follows one that raised an error. The messages
+            # of the other pass must go first: every worker sends them in one order.
+            self.synchronize()
             self._open(graph_task)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
         current = self._pass
@@ -206,12 +210,12 @@ class OverlappedReduction:
         self._send_full(current)
 
     def _before_gradient(self, gradient: Tensor) -> None:
-        """Let no gradient be accumulated on one that is on its way."""
+        """Wait for the last pass before another one accumulates on a gradient that is on its way."""
         if self._pass is not None and self._pass.graph_task != torch._C._current_graph_task_id():
             self.synchronize()
 
     def _end_of_pass(self) -> None:
-        """Send what is left, and wait for everything if that is to be done here."""
+        """Send the remaining buckets, and wait for all of them if ``waits_in_backward`` is set."""
         if self._pass is None:  # a pass inside this one has sent it
             return
         self._send_rest(self._pass)
@@ -219,7 +223,8 @@ class OverlappedReduction:
             self.synchronize()
 
     def _open(self, graph_task: int) -> _Pass:
-        if self._has_changed():  # here, where workers with a backward pass and workers without one both come by
+        # Buckets may only be laid out here, because workers with and without a backward pass both come to this point.
+        if self._has_changed():
             self._lay_out()
         if self._counts_anew:
             self._aggregation.last_bytes = 0
@@ -248,7 +253,7 @@ class OverlappedReduction:
             current.interval.size_bytes += current.transfers[-1].size_bytes
 
     def _divides_early(self, bucket: Bucket) -> bool:
-        """Whether a bucket is divided by the number of workers before it is sent."""
+        """Return whether a bucket is divided by the number of workers before it is sent."""
         return bool(bucket.parameters) and self._aggregation.divides_early(bucket.parameters[0].dtype)
 
     def _write_flags(self, flags: Tensor) -> None:
@@ -265,7 +270,7 @@ class OverlappedReduction:
                 self._send(current, bucket)
 
     def _receive(self, current: _Pass, as_sums: bool = False) -> Iterator[tuple[list[Tensor], bool]]:
-        """Wait for what was sent; yield parameters whose averages are there whenever others are still to come."""
+        """Wait for the messages; yield parameters with averages whenever others are still to come."""
         self._send_rest(current)
         self._pass = None
         early = [self._divides_early(bucket) for bucket in self._buckets]
@@ -274,11 +279,12 @@ class OverlappedReduction:
         for i, bucket in enumerate(self._buckets):
             self._await(current, i, divides=not (early[i] or are_sums))
             there += [p for j, p in enumerate(bucket.parameters) if j not in current.absent[i]]
+            # Buckets that have arrived meanwhile are updated together: fewer and larger steps of the optimizer.
             current.note_arrivals()
             if there and current.landed <= i + 1 < len(self._buckets):
                 yield there, are_sums
                 there = []
-        there += self._adopt(current)
+        there += self._adopt(current)  # last, because the flags travel in the last bucket
         if there:
             yield there, are_sums
         self._clock.add(current.interval)
@@ -287,7 +293,7 @@ class OverlappedReduction:
     @torch.no_grad()
     @naming_lost_workers()
     def _await(self, current: _Pass, position: int, divides: bool) -> None:
-        """Wait for one bucket, and divide it by the number of workers if that is to be done now."""
+        """Wait for one bucket, and divide it by the number of workers if ``divides`` is set."""
         bucket, transfer = self._buckets[position], current.transfers[position]
         with current.interval.exposed():
             self._aggregation.finish(transfer)
@@ -299,7 +305,7 @@ class OverlappedReduction:
 
     @torch.no_grad()
     def _adopt(self, current: _Pass) -> list[Tensor]:
-        """Give parameters without a gradient the one that other workers have; return those that got one."""
+        """Give parameters without a gradient the average of the other workers; return those that got one."""
         if not any(current.absent):
             return []
         flags = self._buckets[-1].flags
@@ -321,12 +327,12 @@ class OverlappedReduction:
         return self._buckets[0].parameters[0].device if self._buckets[0].parameters else torch.device("cpu")
 
     def _has_changed(self) -> bool:
-        """Whether the model's parameters or gradients are others than those in the buckets."""
+        """Return whether the model's parameters or gradients differ from those in the buckets."""
         is_intact = all(bucket.is_intact() for bucket in self._buckets)
         return not is_intact or signature(dict(trainable(self._model))) != self._signature
 
     def _lay_out(self) -> None:
-        """Make the buckets and the hooks anew."""
+        """Create the buckets and the hooks again."""
         parameters = dict(trainable(self._model))
         self._remove_hooks()
         self._signature = signature(parameters)
@@ -346,7 +352,7 @@ class OverlappedReduction:
         self._remove_hooks()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The model and the settings: hooks, buckets and messages belong to this process."""
+        """Return the model and the settings, because hooks, buckets and messages belong to this process."""
         kept = ("_model", "_aggregation", "_bucket_size_bytes", "waits_in_backward", "_synchronizes")
         return {name: self.__dict__[name] for name in kept}
 
@@ -358,7 +364,7 @@ class OverlappedReduction:
 def _hooks_of(
     reduction: weakref.ref[OverlappedReduction],
 ) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
-    """Hooks for after and before a gradient is accumulated, which do not keep the reduction alive."""
+    """Make hooks for after and before a gradient is accumulated, which do not keep the reduction alive."""
 
     def after(parameter: Tensor) -> None:
         alive = reduction()

@@ -27,14 +27,14 @@ __all__ = ["DiLoCoAggregation", "PeriodicAggregation"]
 class PeriodicAggregation(Aggregation):
     r"""Aggregate every H-th time only, and send nothing in between.
 
-    With the steps counted from :math:`t = 1` and :math:`A` the aggregation inside, for example the average over all
+    With the steps counted from :math:`t = 1` and :math:`A` the wrapped aggregation, for example the average over all
     workers,
 
     .. math:: x_i \leftarrow A(x_1, \ldots, x_k) \text{ if } H \mid t, \text{ else } x_i.
 
     Every tensor has a counter of its own, by name, so one message a layer, buffers and parameters that are added
     later need nothing special; where all tensors take part from the first step on, the counters are equal and
-    everything travels at the same step. The bytes are those of the aggregation inside at every H-th step, 0 at others.
+    everything travels at the same step. The bytes are those of the wrapped aggregation at every H-th step, 0 at others.
 
     Attributes:
         inside: What is done every H-th time.
@@ -45,7 +45,7 @@ class PeriodicAggregation(Aggregation):
         period: H, a positive integer; 1 aggregates every time.
 
     Raises:
-        TypeError: ``period`` is no integer or ``aggregation`` no aggregation.
+        TypeError: ``period`` is not an integer or ``aggregation`` no aggregation.
         ValueError: ``period`` is not positive.
 
     Example:
@@ -70,12 +70,12 @@ class PeriodicAggregation(Aggregation):
 
     @property
     def world_size(self) -> int:
-        """Number of workers that take part."""
+        """Return the number of workers that take part."""
         return self.inside.world_size
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
-        """That of the aggregation inside; what is saved by not sending is not counted."""
+        """That of the wrapped aggregation; what is saved by not sending is not counted."""
         return self.inside.compression_ratio
 
     def agg_grad(self, by_layer: bool = False) -> NoReturn:
@@ -91,8 +91,8 @@ class PeriodicAggregation(Aggregation):
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
-            op: As in the aggregation inside.
-            denom: As in the aggregation inside.
+            op: As in the wrapped aggregation.
+            denom: As in the wrapped aggregation.
         """
         for name in tensors:
             self._counts[name] = self._counts.get(name, 0) + 1
@@ -100,12 +100,12 @@ class PeriodicAggregation(Aggregation):
         self._delegate(self.inside, due, op, denom)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters by name, and the state of the aggregation inside if it has one."""
+        """Return the counters by name, and the state of the wrapped aggregation if it has one."""
         inside = self.inside.state_dict()
         return {"counts": dict(self._counts), **({"inside": inside} if inside else {})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; an empty one starts afresh.
+        """Restore the result of :meth:`state_dict`; an empty state starts from zero.
 
         Raises:
             ValueError: It is another aggregation's state.
@@ -188,7 +188,7 @@ class DiLoCoAggregation(Aggregation):
 
     @property
     def world_size(self) -> int:
-        """Number of workers that take part."""
+        """Return the number of workers that take part."""
         return self._all_reduce.world_size
 
     def agg_grad(self, by_layer: bool = False) -> NoReturn:
@@ -200,7 +200,7 @@ class DiLoCoAggregation(Aggregation):
         refuse_gradients(self)
 
     def start(self, model: nn.Module | Mapping[str, Tensor]) -> None:
-        """Take the weights of a model, equal on all workers, as the shared ones, where there are none yet.
+        """Take the weights of a model, equal on all workers, as the shared ones, if there are none yet.
 
         Parameters that are not there at the start (or all, where this is not called) are plainly averaged at their
         first aggregation and step along outer gradients from then on.
@@ -270,7 +270,7 @@ class DiLoCoAggregation(Aggregation):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; an empty one starts afresh.
+        """Restore the result of :meth:`state_dict`; an empty state starts from zero.
 
         Raises:
             ValueError: It is another aggregation's state.

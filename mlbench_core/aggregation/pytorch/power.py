@@ -77,7 +77,7 @@ class PowerAggregation(LossyAggregation):
         error_feedback: Keep :math:`e_i`. Without it, what was not sent is lost.
         comm_dtype: Type in which :math:`P` and :math:`Q` travel, for example ``torch.bfloat16``. None is the type in
             which they are computed: float32, or float64 for gradients in float64.
-        start_after_steps: For as many steps, first average every tensor uncompressed.
+        start_after_steps: For this number of steps, first average every tensor uncompressed.
         seed: Of this object's own random generator; the same on all workers.
         process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
@@ -180,7 +180,7 @@ class PowerAggregation(LossyAggregation):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; an empty dictionary leaves everything as it is.
+        """Restore the result of :meth:`state_dict`; an empty dictionary leaves everything as it is.
 
         Raises:
             ValueError: It is the state of another aggregation, model or rank of the approximation.
@@ -220,7 +220,7 @@ class PowerAggregation(LossyAggregation):
         return self.world_size / (denom.double() if isinstance(denom, Tensor) else denom)
 
     def _compresses(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor is compressed in this step; counts the steps for which it is not yet."""
+        """Return whether a tensor is compressed in this step; counts the steps for which it is not yet."""
         if name.startswith(BOOKKEEPING) or not tensor.is_floating_point() or tensor.dim() < 2 or tensor.numel() == 0:
             return False
         rows, columns = len(tensor), tensor.numel() // len(tensor)
@@ -356,7 +356,7 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _orthonormal_rows(rows: Tensor) -> Tensor:
-    """Orthonormalise the rows of a matrix by Gram-Schmidt, in fewer operations than for the columns of its transpose.
+    """Orthonormalize the rows of a matrix by Gram-Schmidt, in fewer operations than for the columns of its transpose.
 
     Where :func:`~mlbench_core.aggregation.pytorch.tensors.orthogonalize` completes a basis, this leaves out what is
     dependent.

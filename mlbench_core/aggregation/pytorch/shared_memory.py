@@ -1,11 +1,11 @@
 """Sums over the workers of one machine, through memory that they share.
 
-Gloo sends what stays on the machine through its loopback too: the kernel copies every byte into a socket and out of it.
-Here each worker has memory that the others read. Sockets carry signs of a few bytes only, which say that something is
-there. With k workers a message is split into k parts, and worker j sums up part j:
+Gloo sends messages between processes of one machine through the loopback device. The kernel then copies every byte
+into a socket and out of it. Here each worker has memory that the others read. Sockets carry only notifications of a
+few bytes. With k workers a message is split into k parts, and worker j sums up part j:
 
-1. *offer*: a worker copies all parts but its own into its memory, and tells the others where they are;
-2. *sum*: once all have told, it adds the others' values to its own part, and puts the sum into its memory;
+1. *offer*: a worker copies all parts but its own into its memory, and notifies the others of their place;
+2. *sum*: once all have offered, it adds the others' values to its own part, and puts the sum into its memory;
 3. *collect*: once all have summed, it copies the sums of the other parts into its message.
 
 An all-reduce is therefore a reduce-scatter (1, 2) and an all-gather (3), as for long messages in R. Thakur,
@@ -13,8 +13,8 @@ R. Rabenseifner and W. Gropp: Optimization of Collective Communication Operation
 doi:10.1177/1094342005051521. Of a message of n bytes a worker writes n bytes into its memory and reads
 2 n (k - 1) / k bytes from the memory of the others.
 
-There is no thread for that. A worker takes the steps whenever it starts, looks after or waits for a message; during a
-backward pass that is after each gradient.
+No thread does this. A worker takes the steps whenever it starts a message, polls it or waits for it. During a backward
+pass it does so after each gradient.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ from mlbench_core.errors import BackendError
 __all__ = ["Arena", "Exchange", "SharedMemorySum"]
 
 _OFFERED, _SUMMED, _COLLECTED = range(3)
-_SIGN = struct.Struct("<BQQ16s")  # what was done; of an offer, its place in the teller's memory, its bytes and dtype
+# A notification: the step that was done, and for an offer its place in the sender's memory, its bytes and its dtype.
+_SIGN = struct.Struct("<BQQ16s")
 _GREETING = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 _ALIGNMENT_BYTES = 64
 _GROWTH_BYTES = 1 << 21
 _LONGEST_SLEEP_S = 60.0
-_BLOCK_ELEMENTS = 1 << 16  # what is summed and shown at a time, so that it stays in the processor's cache
+_BLOCK_ELEMENTS = 1 << 16  # elements summed and copied at a time, so that they stay in the processor's cache
 
 _in_use: weakref.WeakSet[SharedMemorySum] = weakref.WeakSet()
 
 
 class Arena:
-    """Memory of one worker that others map: a file without a name, which is gone when all that have it are.
+    """Memory of one worker that others map: a file without a name, which is deleted when the last process closes it.
 
     Args:
         descriptor: The open file; the arena closes it.
@@ -80,14 +81,14 @@ class Arena:
 
     @classmethod
     def make(cls) -> Arena:
-        """A new one, empty."""
+        """Make an empty arena."""
         return cls(os.memfd_create("mlbench", os.MFD_CLOEXEC))
 
     def reserve(self, size_bytes: int) -> int:
-        """Take the first free memory that is large enough; the file grows where none is.
+        """Reserve the first free range that is large enough; grow the file if there is none.
 
         Returns:
-            Where it lies: the number of bytes before it, a multiple of 64.
+            The offset of the range in bytes, a multiple of 64.
 
         Raises:
             OSError: The file cannot grow or be mapped.
@@ -106,13 +107,13 @@ class Arena:
         return offset
 
     def release(self, offset: int) -> None:
-        """Give back what :meth:`reserve` gave."""
+        """Free the range that :meth:`reserve` returned."""
         del self._taken[bisect.bisect_left(self._taken, (offset,))]
 
     def view(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """The ``count`` numbers that lie at ``offset``: one-dimensional, and the memory itself, no copy."""
+        """Return the ``count`` numbers at ``offset`` as a one-dimensional view of the memory, without a copy."""
         end = offset + count * dtype.itemsize
-        if end > len(self._bytes):  # its owner has taken more since
+        if end > len(self._bytes):  # the owner has grown the file since this process mapped it
             self._map()
         return self._bytes[offset:end].view(dtype)
 
@@ -127,14 +128,14 @@ class _Peer:
 
     Attributes:
         rank: Its rank.
-        socket: Where signs come from and go to; it does not block.
+        socket: The socket for notifications in both directions; it does not block.
         arena: Its memory.
-        told: How often it has told each kind of sign.
-        heard: How often each kind of sign was sent to it.
-        offers: Where its messages lie, their bytes and dtypes, from the first that was not collected here.
-        unsent: Signs that the socket had no room for, with their kinds.
-        listens: Whether it has not closed its end.
-        is_gone: Whether it has closed its end, and all it had told was read.
+        told: Number of notifications received from it, by kind.
+        heard: Number of notifications sent to it, by kind.
+        offers: Offsets, bytes and dtypes of its messages, from the first that was not collected here.
+        unsent: Notifications that did not fit into the socket's buffer, with their kinds.
+        listens: False once it has closed its end.
+        is_gone: Whether it has closed its end and all its notifications were read.
     """
 
     rank: int
@@ -148,14 +149,14 @@ class _Peer:
     is_gone: bool = False
 
     def flush(self) -> None:
-        """Send what the socket has room for."""
+        """Send as many notifications as the socket's buffer takes."""
         try:
             while self.unsent:
                 kind, sign = self.unsent[0]
                 self.socket.send(sign)
                 self.unsent.popleft()
                 self.heard[kind] += 1
-        except (BrokenPipeError, ConnectionResetError):  # who waits for it will find out
+        except (BrokenPipeError, ConnectionResetError):  # a wait for this worker raises the error, not a send to it
             self.listens = False
             self.unsent.clear()
         except OSError as error:
@@ -163,13 +164,13 @@ class _Peer:
                 raise
 
     def listen(self) -> None:
-        """Read what it has told."""
+        """Read the notifications that have arrived from it."""
         while not self.is_gone:
             try:
                 sign = self.socket.recv(_SIGN.size)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # said once; what it told before that is still there
+            except ConnectionResetError:  # reported once; earlier notifications can still be read
                 continue
             if not sign:
                 self.is_gone = True
@@ -184,9 +185,9 @@ class Exchange:
     """A message on its way; torch's handles have the same two methods.
 
     Attributes:
-        number: How many messages were started before it.
-        message: Where the sum arrives.
-        offset: Where the message lies in this worker's memory.
+        number: Number of messages started before it.
+        message: The tensor that receives the sum.
+        offset: Offset of the message in this worker's memory, in bytes.
         is_there: Whether the sum has arrived.
     """
 
@@ -198,7 +199,7 @@ class Exchange:
         self._owner = owner
 
     def is_completed(self) -> bool:
-        """Whether the sum is in the message. Does what can be done for that without waiting.
+        """Return whether the sum is in the message, after taking all steps that are possible without waiting.
 
         Raises:
             ValueError: Another worker's message has another size or dtype.
@@ -218,12 +219,12 @@ class Exchange:
 
 
 class SharedMemorySum:
-    """Sums flat messages over all workers of a process group, who must run on one machine.
+    """A sum of flat messages over all workers of a process group, who must run on one machine.
 
-    Making one is a collective operation. Afterwards all workers start messages of the same sizes in the same order; how
-    many are on their way is limited by memory alone. Every worker gets the same bits: a sum is computed once. Since
-    workers only work on messages while they start, look after or wait for one, they wait for messages and call other
-    collective operations in one order.
+    The constructor is a collective operation. Afterwards all workers start messages of the same sizes in the same
+    order. Only memory limits the number of messages on their way. Every worker gets the same bits, because each sum is
+    computed once. Workers only work on messages while they start, poll or wait for one. They must therefore wait for
+    messages and call other collective operations in the same order.
 
     Args:
         group: The process group; None for that of all workers.
@@ -283,11 +284,11 @@ class SharedMemorySum:
         return exchange
 
     def is_of_this_group(self) -> bool:
-        """Whether it was made in the process group that there is now."""
+        """Return whether this object was made in the current process group."""
         return process_groups.is_distributed() and self._world() is process_groups.dist.group.WORLD
 
     def progress(self) -> None:
-        """Do what can be done without waiting.
+        """Take all steps that are possible without waiting.
 
         Raises:
             ValueError: Another worker's message has another size or dtype.
@@ -302,8 +303,11 @@ class SharedMemorySum:
         while self._summed and self._all_have(_SUMMED, self._summed[0].number):
             self._collect(self._summed[0])
             self._untold.append(self._summed.popleft())
-        while self._untold and not self._deaf_to(self._untold[0]):  # a worker that has all may never come here again
+        # A worker that has all its sums may never call this again. So a message counts as done only once the
+        # notification that this worker has summed its part has left for everybody.
+        while self._untold and not self._deaf_to(self._untold[0]):
             self._untold.popleft().is_there = True
+        # Memory is reused only after all others have copied their sums out of it.
         while self._places and self._all_have(_COLLECTED, self._released):
             self._arena.release(self._places.popleft())
             self._released += 1
@@ -321,18 +325,19 @@ class SharedMemorySum:
                 raise RuntimeError(f"timed out: {_names(missing)} did not come within {self._timeout_s:g} s")
             others = [other for other in _in_use if other is not self]
             _sleep([self, *others], left_s)
-            for other in others:  # may wait for this worker's part in what this one waits for after that
+            # Another worker may wait for this one in another group's sum before it can take part in this one.
+            for other in others:
                 other.progress()
 
     # ------------------------------------------------------------------ the three steps
 
     def _part(self, message: Tensor, rank: int) -> slice:
-        """The part of a message that a worker sums up."""
+        """Return the part of a message that a worker sums up."""
         share = -(-message.numel() // self._world_size)
         return slice(min(message.numel(), rank * share), min(message.numel(), (rank + 1) * share))
 
     def _sum(self, exchange: Exchange) -> None:
-        """Add the others' values to this worker's part, and show them the sum."""
+        """Add the others' values to this worker's part, and publish the sum in this worker's memory."""
         message = exchange.message
         part = self._part(message, self._rank)
         shown = self._arena.view(exchange.offset, message.numel(), message.dtype)[part]
@@ -341,7 +346,7 @@ class SharedMemorySum:
             offset, *theirs = peer.offers[exchange.number - self._collected]
             own = [message.numel() * message.element_size(), _name(message.dtype)]
             if theirs != own:
-                _in_use.discard(self)  # nothing can become of it
+                _in_use.discard(self)  # this sum can never finish, so waits for other sums need not advance it
                 raise ValueError(
                     f"worker {peer.rank} sends a message of {theirs[0]:,} bytes of {theirs[1]} where this worker sends "
                     f"one of {own[0]:,} bytes of {own[1]}: all workers need the same model and settings"
@@ -364,10 +369,10 @@ class SharedMemorySum:
         self._collected += 1
         self._tell(_COLLECTED)
 
-    # ------------------------------------------------------------------ signs
+    # ------------------------------------------------------------------ notifications
 
     def _tell(self, kind: int, offset: int = 0, message: Tensor | None = None) -> None:
-        """Tell all others what this worker has done."""
+        """Notify all others that this worker has finished a step."""
         size_bytes, dtype = 0, ""
         if message is not None:
             size_bytes, dtype = message.numel() * message.element_size(), _name(message.dtype)
@@ -377,15 +382,15 @@ class SharedMemorySum:
             peer.flush()
 
     def _all_have(self, kind: int, number: int) -> bool:
-        """Whether all others have told of the message with this number."""
+        """Return whether all others have notified this worker of a step for the message with this number."""
         return all(peer.told[kind] > number for peer in self._peers)
 
     def _deaf_to(self, exchange: Exchange) -> list[_Peer]:
-        """Who could not be told yet that this worker has summed up its part of a message."""
+        """Return the workers that the notification of this worker's sum of a message could not be sent to yet."""
         return [peer for peer in self._peers if peer.listens and peer.heard[_SUMMED] <= exchange.number]
 
     def _missing(self) -> list[_Peer]:
-        """Who holds up the oldest message on its way."""
+        """Return the workers that hold up the oldest message on its way."""
         if self._untold:
             return self._deaf_to(self._untold[0])
         kind, exchange = (_SUMMED, self._summed[0]) if self._summed else (_OFFERED, self._offered[0])
@@ -393,7 +398,7 @@ class SharedMemorySum:
 
 
 def _sleep(sums: Iterable[SharedMemorySum], at_most_s: float) -> None:
-    """Sleep until another worker tells something, or takes what it was told."""
+    """Sleep until a notification arrives, or until a full socket has room again."""
     poll = select.poll()
     for one in sums:
         for peer in one._peers:
@@ -407,7 +412,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _close(arena: Arena, peers: Iterable[_Peer]) -> None:
-    """Let go of files and sockets; others that wait for this worker learn that it is gone."""
+    """Close files and sockets, which shows other workers that this one is gone."""
     arena.close()
     for peer in peers:
         peer.arena.close()
@@ -415,7 +420,10 @@ def _close(arena: Arena, peers: Iterable[_Peer]) -> None:
 
 
 def _close_in_child() -> None:
-    """Let a forked process, such as a DataLoader's, keep nothing open that would look like a sign of life."""
+    """Close everything in a forked process, such as a DataLoader's.
+
+    An open copy of the sockets would hide from the other workers that this worker has ended.
+    """
     for user in list(_in_use):
         user._close()
     _in_use.clear()
@@ -442,10 +450,10 @@ def _check_system() -> None:
 
 
 def _machine() -> str:
-    """Names the running kernel and the network namespace; empty where the system does not tell.
+    """Return a name of the running kernel, network namespace and user; empty if the system does not show them.
 
-    Two hosts that are emulated on one machine have namespaces of their own: what passes between them is to cross the
-    network between them.
+    Two hosts that are emulated on one machine have their own network namespaces. Messages between them must cross the
+    emulated network, so they do not count as one machine.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -458,7 +466,7 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
     """Connect with all other workers, and exchange memory."""
     rank, world_size, store = process_groups.rank(group), process_groups.world_size(group), process_groups.store()
     meeting = process_groups.get_backend_tensor(torch.tensor(secrets.randbits(62)), group)
-    # what is random is sent by the backend: the store may still have what an earlier group left in it
+    # The store may still have the entries of an earlier group. A random key, sent by the backend, keeps them apart.
     process_groups.dist.broadcast(meeting, process_groups.global_rank(0, group), group=group)
     key = f"mlbench/shared_memory/{meeting.item():x}"
     with contextlib.closing(_socket(timeout_s)) as listener:
@@ -502,18 +510,18 @@ def _connect(address: str, timeout_s: float) -> socket.socket:
 
 
 def _is_own_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to the same user: anybody on the machine could connect."""
+    """Return whether the process at the other end belongs to the same user, since any local process can connect."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 
 
 def _greet(connection: socket.socket, rank: int, arena: Arena) -> _Peer:
-    """Tell who this is and hand over the memory, and learn the same."""
+    """Exchange ranks and file descriptors of the shared memory over a connection."""
     socket.send_fds(connection, [_GREETING.pack(rank)], [arena.descriptor])
     greeting, descriptors, flags, _ = socket.recv_fds(connection, _GREETING.size, 1)
     if flags & socket.MSG_CTRUNC:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if not descriptors:
         raise RuntimeError("connection closed while workers met")
-    os.set_inheritable(descriptors[0], False)
+    os.set_inheritable(descriptors[0], False)  # a received descriptor would otherwise stay open in child processes
     return _Peer(_GREETING.unpack(greeting)[0], connection, Arena(descriptors[0]))

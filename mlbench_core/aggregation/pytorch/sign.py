@@ -88,7 +88,7 @@ class SignAggregation(CompressedAggregation):
         return {"votes_held": dict(self._votes_held)} if self._votes_held else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; an empty one starts anew.
+        """Restore the result of :meth:`state_dict`; an empty state starts from zero.
 
         Raises:
             ValueError: The state is that of another aggregation.

@@ -55,7 +55,7 @@ class SparsifiedAggregation(CompressedAggregation):
 
     Raises:
         ValueError: ``size`` is out of range, or ``world_size`` is not the number of workers in the process group.
-        TypeError: ``size`` is no number.
+        TypeError: ``size`` is not a number.
 
     Example:
         >>> aggregation, gradient = SparsifiedAggregation(None, size=1), torch.tensor([1.0, -3.0, 2.0])
@@ -88,7 +88,7 @@ class SparsifiedAggregation(CompressedAggregation):
         self._shapes = {plain_name(name): parameter.shape for name, parameter in named}
 
     def coordinates_sent(self, numel: int) -> int:
-        """Number of coordinates sent of a tensor.
+        """Return the number of coordinates sent of a tensor.
 
         Args:
             numel: Number of coordinates it has.
@@ -101,7 +101,7 @@ class SparsifiedAggregation(CompressedAggregation):
         return {**super().state_dict(), **generator}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; an empty one forgets all memory and leaves the generator.
+        """Restore the result of :meth:`state_dict`; an empty state forgets all memory and leaves the generator.
 
         Raises:
             ValueError: The state is that of another aggregation or another model.
@@ -171,7 +171,7 @@ def check_size(size: int | float, name: str) -> int | float:
         name: What the caller calls it, for the message.
 
     Raises:
-        TypeError: It is no number.
+        TypeError: It is not a number.
         ValueError: It is out of range.
     """
     if isinstance(size, bool) or not isinstance(size, numbers.Real):
@@ -185,7 +185,7 @@ def check_size(size: int | float, name: str) -> int | float:
 
 
 def coordinates_sent(size: int | float, numel: int) -> int:
-    """Number of coordinates sent of a tensor.
+    """Return the number of coordinates sent of a tensor.
 
     Args:
         size: Number of coordinates (an integer), or their share (a float).

@@ -22,7 +22,7 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
     .. math:: q_i = \frac{(I - Q_{<i} Q_{<i}^\top)\, p_i}{\lVert (I - Q_{<i} Q_{<i}^\top)\, p_i \rVert}
 
     A column that depends on those before it leaves nothing but rounding noise (and a zero column nothing at all).
-    Normalised, noise would point into the span of the other columns; such a column is replaced by a unit vector
+    Normalized, noise would point into the span of the other columns; such a column is replaced by a unit vector
     orthogonal to all before it: the remainder of the coordinate axis that is farthest from their span. The result is
     orthonormal whatever the rank, spans at least what the columns spanned, and comes from no random generator:
     workers with equal input get equal output. Columns beyond the number of rows have no such vector and become 0.

@@ -54,7 +54,7 @@ class Interval:
             self._under_way_s += time.perf_counter() - self._opened_s
 
     def is_over(self) -> bool:
-        """Whether the times can be read without waiting."""
+        """Return whether the times can be read without waiting."""
         return self._stream is None or not self._marks or bool(self._marks[-1][1].query())
 
     def total_s(self) -> float:

@@ -15,14 +15,14 @@ __all__ = ["Topology", "complete", "exponential", "from_edges", "ring", "torus"]
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    r"""A connected undirected graph of workers, and the weights with which neighbours are averaged.
+    r"""A connected undirected graph of workers, and the weights with which neighbors are averaged.
 
     The mixing matrix :math:`W` has Metropolis-Hastings weights: for an edge between i and j
 
     .. math:: W_{ij} = \frac{1}{1 + \max(\deg i, \deg j)}, \qquad W_{ii} = 1 - \sum_{j \ne i} W_{ij},
 
     and 0 elsewhere. It is symmetric and doubly stochastic, so mixing keeps the average of all workers, and needs only
-    the degrees of neighbours.
+    the degrees of neighbors.
 
     Attributes:
         name: What the graph is called.
@@ -107,7 +107,7 @@ def ring(world_size: int) -> Topology:
 
 
 def torus(world_size: int, rows: int | None = None) -> Topology:
-    """A grid whose opposite borders are joined: every worker has up to four neighbours.
+    """A grid whose opposite borders are joined: every worker has up to four neighbors.
 
     Args:
         world_size: Number of workers; rank ``r`` lies in row ``r // columns`` and column ``r % columns``.
@@ -137,7 +137,7 @@ def torus(world_size: int, rows: int | None = None) -> Topology:
 def exponential(world_size: int) -> Topology:
     """Every worker talks to those 1, 2, 4, 8, ... places before and after it.
 
-    About ``2 log2(n)`` neighbours each, and a spectral gap of order ``1 / log(n)``.
+    About ``2 log2(n)`` neighbors each, and a spectral gap of order ``1 / log(n)``.
 
     Example:
         >>> exponential(8).neighbours(0)

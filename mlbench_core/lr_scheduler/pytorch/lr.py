@@ -83,10 +83,10 @@ class _AbsoluteLR(_Schedule):
 
     @abstractmethod
     def lr_at(self, t: int) -> float:
-        """The rate after ``t`` steps."""
+        """Return the rate after ``t`` steps."""
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rates of the current step, one a group."""
+        """Return the rates of the current step, one per group."""
         return [self.lr_at(self.last_epoch) for _ in self.optimizer.param_groups]
 
 
@@ -95,10 +95,10 @@ class _RelativeLR(_Schedule):
 
     @abstractmethod
     def factor_at(self, t: int) -> float:
-        """The factor after ``t`` steps."""
+        """Return the factor after ``t`` steps."""
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rates of the current step, one a group."""
+        """Return the rates of the current step, one per group."""
         factor = self.factor_at(self.last_epoch)
         return [base_lr * factor for base_lr in self.base_lrs]
 
@@ -166,7 +166,7 @@ class LRLinearWarmUp(_AbsoluteLR):
         super().__init__(optimizer, verbose)
 
     def lr_at(self, t: int) -> float:
-        """The rate after ``t`` steps."""
+        """Return the rate after ``t`` steps."""
         return _linear(self.init_lr, self.scaled_lr, t, self.warmup_duration)
 
 
@@ -193,7 +193,7 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
         gamma: The factor.
         milestones: Steps at which the factor applies, increasing; may be empty.
         scaled_lr: Rate after the warm-up.
-        warmup_init_lr: Rate at t = 0, where there is a warm-up.
+        warmup_init_lr: Rate at t = 0, if there is a warm-up.
         warmup_duration: Number of steps; at most the first milestone.
         verbose: Log each change of a rate.
 
@@ -238,7 +238,7 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
         super().__init__(optimizer, verbose)
 
     def lr_at(self, t: int) -> float:
-        """The rate after ``t`` steps."""
+        """Return the rate after ``t`` steps."""
         if t < self.warmup_duration:
             return _linear(self.warmup_init_lr, self.scaled_lr, t, self.warmup_duration)
         return float(self.scaled_lr * self.gamma ** bisect.bisect_right(self.milestones, t))
@@ -315,7 +315,7 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the warm-up has not yet reached ``scaled_lr``."""
+        """Return whether the warm-up has not yet reached ``scaled_lr``."""
         return self.warmup_step < self.warmup_duration
 
     def batch_step(self) -> None:
@@ -415,7 +415,7 @@ class SparsifiedSGDLR(_AbsoluteLR):
         super().__init__(optimizer, verbose)
 
     def lr_at(self, t: int) -> float:
-        """The rate after ``t`` steps."""
+        """Return the rate after ``t`` steps."""
         return self.gamma / (self.l2_coef * (t + self.shifting_param))
 
 
@@ -454,7 +454,7 @@ class TimeDecayLR(_RelativeLR):
         super().__init__(optimizer, verbose)
 
     def factor_at(self, t: int) -> float:
-        """The factor after ``t`` steps."""
+        """Return the factor after ``t`` steps."""
         return 1.0 / (t + self.beta) if t + self.beta != 0 else 1.0
 
 
@@ -486,7 +486,7 @@ class SQRTTimeDecayLR(_RelativeLR):
         super().__init__(optimizer, verbose)
 
     def factor_at(self, t: int) -> float:
-        """The factor after ``t`` steps."""
+        """Return the factor after ``t`` steps."""
         return 1.0 / math.sqrt(max(1, t))
 
 
@@ -573,7 +573,7 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
         super().__init__(optimizer, verbose)
 
     def factor_at(self, t: int) -> float:
-        """The factor after ``t`` steps."""
+        """Return the factor after ``t`` steps."""
         if t < self.warmup_steps:
             return float(self.WARMUP_START ** ((self.warmup_steps - t) / self.warmup_steps))
         if t < self.remain_steps:
@@ -610,7 +610,7 @@ class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
     Args:
         optimizer: Its groups' rates are set.
         base_lr: Rate at the end of the warm-up.
-        warmup_init_lr: Rate at t = 0, where there is a warm-up.
+        warmup_init_lr: Rate at t = 0, if there is a warm-up.
         warmup_steps: Number of steps.
         verbose: Log each change of a rate.
 
@@ -638,7 +638,7 @@ class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
         super().__init__(optimizer, verbose)
 
     def lr_at(self, t: int) -> float:
-        """The rate after ``t`` steps."""
+        """Return the rate after ``t`` steps."""
         if t < self.warmup_steps:
             return _linear(self.warmup_init_lr, self.base_lr, t, self.warmup_steps)
         return self.base_lr * math.sqrt(max(1, self.warmup_steps) / max(1, t))
@@ -665,7 +665,7 @@ class PolyDecayLRLinearWarmup(_AbsoluteLR):
 
     Args:
         optimizer: Its groups' rates are set.
-        init_lr: Rate at t = 0, where there is a warm-up.
+        init_lr: Rate at t = 0, if there is a warm-up.
         scaled_lr: Rate at the end of the warm-up.
         warmup_duration: Number of steps of the warm-up.
         decay_steps: Number of steps of the decay, counted from the end of the warm-up; above 0.
@@ -709,7 +709,7 @@ class PolyDecayLRLinearWarmup(_AbsoluteLR):
         super().__init__(optimizer, verbose)
 
     def lr_at(self, t: int) -> float:
-        """The rate after ``t`` steps."""
+        """Return the rate after ``t`` steps."""
         if t < self.warmup_duration:
             return _linear(self.init_lr, self.scaled_lr, t, self.warmup_duration)
         if t >= self.warmup_duration + self.decay_steps:

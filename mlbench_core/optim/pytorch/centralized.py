@@ -169,7 +169,7 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
         shared_memory: Sum through memory that the workers of one machine share instead of the backend's all-reduce, see
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
-        bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
+        bucket_size_bytes: With ``overlap``, a message is sent when it holds this number of bytes.
         fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
             ``overlap``, if no parameter is a part of a larger tensor, and leaves it to torch otherwise.
         process_group: A subgroup of workers, see
@@ -255,7 +255,7 @@ class CentralizedAdam(GenericCentralizedOptimizer):
         comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
         shared_memory: Sum through memory that the workers of one machine share instead of the backend's all-reduce, see
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
-        bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
+        bucket_size_bytes: With ``overlap``, a message is sent when it holds this number of bytes.
         fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
             ``overlap``, if no parameter is a part of a larger tensor, and leaves it to torch otherwise.
         process_group: A subgroup of workers, see

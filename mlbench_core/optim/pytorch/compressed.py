@@ -72,7 +72,7 @@ class CompressedOptimizer(Optimizer):
 
     @property
     def world_size(self) -> int:
-        """Number of workers."""
+        """Return the number of workers."""
         return self.aggregation.world_size
 
     @torch.no_grad()
@@ -85,7 +85,7 @@ class CompressedOptimizer(Optimizer):
                 when the update was done, and what the communication cost.
 
         Returns:
-            What the closure returned, this worker's loss; None without a closure.
+            The closure's result, this worker's loss; None without a closure.
         """
         if must_skip(self, self.aggregation):
             return None
@@ -166,7 +166,7 @@ class CompressedOptimizer(Optimizer):
         return {**state_dict, "aggregation": remembered} if remembered else state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Restore what :meth:`state_dict` returned.
+        """Restore the result of :meth:`state_dict`.
 
         Args:
             state_dict: Of an optimizer with the same groups. As in torch, parameters get the names of the state if it
@@ -227,7 +227,7 @@ class CompressedOptimizer(Optimizer):
 
 
 def _names_in_group(number: int, group: Mapping[str, Any]) -> list[str]:
-    """Return the plain names of a group's parameters, ``"group{i}.{j}"`` where it has none."""
+    """Return the plain names of a group's parameters, ``"group{i}.{j}"`` if it has none."""
     names = group.get("param_names") or [f"group{number}.{j}" for j in range(len(group["params"]))]
     return [plain_name(name) for name in names]
 

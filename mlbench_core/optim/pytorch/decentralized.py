@@ -1,4 +1,4 @@
-"""Optimizers whose workers average their weights with a few neighbours."""
+"""Optimizers whose workers average their weights with a few neighbors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class GossipOptimizer(GenericCentralizedOptimizer):
 
 
 class DecentralizedSGD(GossipOptimizer):
-    r"""Stochastic gradient descent on every worker, then an average with the neighbours (D-PSGD).
+    r"""Stochastic gradient descent on every worker, then an average with the neighbors (D-PSGD).
 
     With :math:`g_i` the gradient of worker :math:`i`, :math:`\eta` the learning rate and :math:`W` the mixing matrix,
 
@@ -48,14 +48,14 @@ class DecentralizedSGD(GossipOptimizer):
 
     Args:
         rank: This worker's number in the process group; None takes it from there.
-        neighbors: Ranks of this worker's neighbours. None where ``topology`` is given or the worker is alone.
+        neighbors: Ranks of this worker's neighbors. None if ``topology`` is given or the worker is alone.
         model: The model.
         lr: Learning rate.
         momentum: Momentum factor.
         dampening: Dampening for momentum.
         weight_decay: L2 penalty.
         nesterov: Use Nesterov momentum.
-        average_world: Must be True: neighbours average; there is no other operation.
+        average_world: Must be True: neighbors average; there is no other operation.
         use_cuda: Whether training runs on GPUs.
         by_layer: One message per parameter instead of one for the whole model.
         topology: The whole graph, instead of ``neighbors``.
@@ -111,7 +111,7 @@ class DecentralizedSGD(GossipOptimizer):
 
 
 class ChocoSGD(GossipOptimizer):
-    r"""Stochastic gradient descent on every worker, then an average with the neighbours by compressed differences.
+    r"""Stochastic gradient descent on every worker, then an average with the neighbors by compressed differences.
 
     With :math:`x_i` the weights after the local step, public copies :math:`\hat x_i`, a compression :math:`Q`, the
     mixing matrix :math:`W` and the consensus step size :math:`\gamma`,
@@ -127,14 +127,14 @@ class ChocoSGD(GossipOptimizer):
 
     Args:
         rank: This worker's number in the process group; None takes it from there.
-        neighbors: Ranks of this worker's neighbours. None where ``topology`` is given or the worker is alone.
+        neighbors: Ranks of this worker's neighbors. None if ``topology`` is given or the worker is alone.
         model: The model.
         lr: Learning rate.
         momentum: Momentum factor.
         dampening: Dampening for momentum.
         weight_decay: L2 penalty.
         nesterov: Use Nesterov momentum.
-        average_world: Must be True: neighbours average; there is no other operation.
+        average_world: Must be True: neighbors average; there is no other operation.
         use_cuda: Whether training runs on GPUs.
         by_layer: One message per parameter instead of one for the whole model.
         topology: The whole graph, instead of ``neighbors``.

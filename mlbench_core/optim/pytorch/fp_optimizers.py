@@ -39,7 +39,7 @@ class FP16Optimizer(OptimizerWrapper):
         g = \frac{1}{s m} \Bigl( \frac{1}{d} \sum_{i=1}^{k} \nabla s L_i \Bigr), \qquad
         x \leftarrow U(x, g), \qquad \text{model} \leftarrow \text{round}(x),
 
-    where the bracket is aggregated in half precision, :math:`U` is the optimizer inside, and
+    where the bracket is aggregated in half precision, :math:`U` is the wrapped optimizer, and
 
     * :math:`d = k`, or the ``denom`` of :meth:`step` with ``average_custom``,
     * :math:`m` is the ``multiplier`` of :meth:`step`.
@@ -55,14 +55,14 @@ class FP16Optimizer(OptimizerWrapper):
     scale, which costs a message of 4 bytes an update. Models in bfloat16, which has the range of float32, are not
     scaled: their scale is always 1.
 
-    Parameters that are float32 in an otherwise half-precision model (normalisation layers) are trained too. A
+    Parameters that are float32 in an otherwise half-precision model (normalization layers) are trained too. A
     parameter without a gradient on all workers counts as one with zeros, since it is a part of the one master tensor:
     an optimizer with momentum or weight decay may still move it. Frozen parameters stay out of it.
 
     Attributes:
         fp16_model: As given.
         fp32_params: The master weights, one flat float32 parameter of n elements in the order of the model's
-            parameters; build the optimizer inside over ``[fp32_params]``. Its ``grad`` has g after a step.
+            parameters; build the wrapped optimizer over ``[fp32_params]``. Its ``grad`` has g after a step.
         loss_scaler: The :class:`DynamicLossScaler`.
         aggregation: The aggregation; it counts the bytes.
         agg: The function ``(model, op, denom)`` that :meth:`step` calls.
@@ -91,7 +91,7 @@ class FP16Optimizer(OptimizerWrapper):
     Raises:
         ValueError: An argument is out of its range, both averages are asked for, the model has nothing to train, or
             ``world_size`` is not that of the process group.
-        TypeError: ``fp16_model`` is no module, or has parameters that float32 does not hold.
+        TypeError: ``fp16_model`` is not a module, or has parameters that float32 does not hold.
 
     Example:
         >>> model = nn.Linear(2, 1).half()
@@ -162,7 +162,7 @@ class FP16Optimizer(OptimizerWrapper):
             optimizer: An optimizer over ``[fp32_params]``.
 
         Raises:
-            TypeError: It is no torch optimizer.
+            TypeError: It is not a torch optimizer.
             ValueError: It does not optimize the master weights, or evaluates the loss several times in a step (LBFGS).
         """
         self.optimizer = optimizer
@@ -189,7 +189,7 @@ class FP16Optimizer(OptimizerWrapper):
             loss: One element, best in float32. In a half-precision loss sums of many terms go out of range.
 
         Raises:
-            TypeError: ``loss`` is no tensor.
+            TypeError: ``loss`` is not a tensor.
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss must be a tensor that depends on the model, not {loss!r}")
@@ -328,7 +328,7 @@ class FP16Optimizer(OptimizerWrapper):
         return nn.utils.get_total_norm(gradients)
 
     def _any_overflow(self, norm: Tensor) -> bool:
-        """Whether the norm is infinite or no number on any worker; all of them get the same answer."""
+        """Return whether the norm is infinite or no number on any worker; all of them get the same answer."""
         overflowed = norm.isfinite().logical_not().float()
         before = self.aggregation.bytes_sent
         with self._clock.measure(self.fp32_params.device) as interval:
@@ -346,7 +346,7 @@ class FP16Optimizer(OptimizerWrapper):
         return [part.view(weight.shape) for part, weight in zip(parts, self._weights.values(), strict=True)]
 
     def _beside(self) -> dict[str, Tensor]:
-        """Parameters that the optimizer inside updates beside the master weights, by name."""
+        """Parameters that the wrapped optimizer updates beside the master weights, by name."""
         return parameters_beside(self.param_groups, [self.fp32_params])
 
 
@@ -378,6 +378,6 @@ def _flat_master(weights: Iterable[Tensor]) -> nn.Parameter:
 
 
 def _needs_scaling(weights: Iterable[Tensor]) -> bool:
-    """Whether gradients are scaled: not where all half-precision ones are bfloat16, which has the range of float32."""
+    """Return whether gradients are scaled: not where all half-precision ones are bfloat16, which has the range of float32."""
     dtypes = {weight.dtype for weight in weights}
     return torch.bfloat16 not in dtypes or torch.float16 in dtypes

@@ -47,7 +47,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     r"""Any torch optimizer, made distributed by any aggregation.
 
     With ``agg_grad=True`` the workers average their gradients and each takes the same step; with :math:`k` workers,
-    gradients :math:`g_i` and the step :math:`U` of the optimizer inside,
+    gradients :math:`g_i` and the step :math:`U` of the wrapped optimizer,
 
     .. math:: x \leftarrow U\Bigl(x, \frac{1}{k} \sum_{i=1}^{k} g_i\Bigr).
 
@@ -81,13 +81,13 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         overlap: Average gradients while the backward pass still computes others, in buckets: ``backward()`` returns
             when all are averages. With ``"step"`` it returns at once, and :meth:`step` updates each bucket's parameters
             while others are still on their way; gradients must then not be looked at before the step, unless
-            :meth:`synchronize` is called first, and the optimizer inside must update each parameter by itself, as
+            :meth:`synchronize` is called first, and the wrapped optimizer must update each parameter by itself, as
             torch's do. See :class:`~mlbench_core.aggregation.pytorch.overlap.OverlappedReduction`.
         comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
         shared_memory: Sum through memory that the workers share instead of the backend's all-reduce, where all run on
             one machine and train on its processors; see
             :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
-        bucket_size_bytes: With ``overlap``, a message is sent when it holds so many bytes.
+        bucket_size_bytes: With ``overlap``, a message is sent when it holds this number of bytes.
         process_group: The workers that train together, from ``torch.distributed.new_group``; None for all. Ranks and
             ``world_size`` are then counted in the group, and its result is that of a run of its workers alone.
 
@@ -166,7 +166,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
                 when the update was done, and what the communication cost.
 
         Returns:
-            What the closure returned, this worker's loss; None without a closure.
+            The closure's result, this worker's loss; None without a closure.
         """
         return self._step(closure, tracker)
 
@@ -292,7 +292,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             self._clock.report(tracker)
 
     def _take_step(self) -> None:
-        """Let the optimizer inside take a step.
+        """Let the wrapped optimizer take a step.
 
         Torch's fused SGD wants momentum of all parameters or of none; those that get their first gradient later than
         others, such as layers that were frozen, take their first step apart.
@@ -307,7 +307,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             self._inner.step()
 
     def _update(self, parameters: Iterable[Tensor]) -> None:
-        """Let the optimizer inside take a step on some parameters alone."""
+        """Let the wrapped optimizer take a step on some parameters alone."""
         chosen = {id(parameter) for parameter in parameters}
         whole = [group["params"] for group in self.param_groups]
         try:
@@ -367,7 +367,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
                 interval.size_bytes += self.aggregation.last_bytes
 
     def _beside(self) -> dict[str, Tensor]:
-        """Parameters that the optimizer inside updates beside the model's, by name."""
+        """Parameters that the wrapped optimizer updates beside the model's, by name."""
         return parameters_beside(self.param_groups, self.model.parameters())
 
     def _finish_reduction(self, reduction: OverlappedReduction, denom: Denominator | None) -> None:

@@ -86,7 +86,7 @@ def must_skip(optimizer: Optimizer, aggregation: Aggregation, looked_too_early: 
         looked_too_early: Whether the scaler read the gradients of this worker before they were averaged.
 
     Returns:
-        True if gradients overflowed on any worker; False also where there is no scaler.
+        True if gradients overflowed on any worker; False also if there is no scaler.
 
     Raises:
         ValueError: Gradients to be unscaled are float16, where small ones would vanish; or, on every worker alike, a
@@ -95,7 +95,7 @@ def must_skip(optimizer: Optimizer, aggregation: Aggregation, looked_too_early: 
     found_inf: Tensor | int | None = getattr(optimizer, "found_inf", None)
     if found_inf is None:
         return False
-    found_inf = torch.as_tensor(found_inf, dtype=torch.float32)  # torch says 0 where there are no gradients
+    found_inf = torch.as_tensor(found_inf, dtype=torch.float32)  # torch says 0 if there are no gradients
     found_inf = torch.full_like(found_inf, _TOO_EARLY) if looked_too_early else found_inf.clamp(max=1)
     aggregation.any_worker(found_inf)
     if found_inf.item() == _TOO_EARLY:

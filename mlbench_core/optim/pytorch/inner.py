@@ -25,7 +25,7 @@ __all__ = [
 
 
 def evaluates_repeatedly(optimizer: Optimizer) -> bool:
-    """Whether an optimizer cannot do without a closure, which means that it calls it as often as it likes."""
+    """Return whether an optimizer cannot do without a closure, which means that it calls it as often as it likes."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -56,7 +56,7 @@ def without_momentum(optimizer: Optimizer) -> list[Tensor]:
 
 
 def is_dense(parameter: Tensor) -> bool:
-    """Whether a parameter's memory has all its numbers and no other, whatever their order.
+    """Return whether a parameter's memory has all its numbers and no other, whatever their order.
 
     Example:
         >>> table = torch.zeros(4, 6)
@@ -80,7 +80,7 @@ def lay_out_like_parameters(optimizer: Optimizer) -> None:
 
 
 def divides_gradients(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is one of torch's fused ones, whose kernels can divide gradients by a scale."""
+    """Return whether an optimizer is one of torch's fused ones, whose kernels can divide gradients by a scale."""
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
     return is_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
 

@@ -1,4 +1,4 @@
-"""Optimizers whose workers go on by themselves for H steps and synchronise then."""
+"""Optimizers whose workers go on by themselves for H steps and synchronize then."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LocalSGD(GenericCentralizedOptimizer):
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
-        TypeError: ``period`` is no integer.
+        TypeError: ``period`` is not an integer.
         ValueError: ``model`` or ``lr`` is missing, ``period`` is not positive, or ``world_size`` is not that of the
             process group.
 

@@ -68,7 +68,7 @@ class DynamicLossScaler:
         self.updates_without_overflow = 0
 
     def has_overflow(self, grad_norm: float | Tensor) -> bool:
-        """Whether a gradient's norm says that some gradient went out of range.
+        """Return whether a gradient's norm says that some gradient went out of range.
 
         Args:
             grad_norm: The norm: a number or a tensor with one element. Reading a tensor waits for its device.
@@ -113,7 +113,7 @@ class DynamicLossScaler:
         return {"loss_scale": self.loss_scale, "updates_without_overflow": self.updates_without_overflow}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
+        """Restore the result of :meth:`state_dict`.
 
         Raises:
             ValueError: Something is missing or out of range.

@@ -38,7 +38,7 @@ class AveragedSGD(SGD):
     and reads numbers back from a GPU in every step; this one does neither.
 
     The state of each parameter holds ``average`` and ``averaged``, the number of weights in it. A step in which a
-    parameter has no gradient counts too: its weights stay, and the average moves towards them. A parameter is averaged
+    parameter has no gradient counts too: its weights stay, and the average moves toward them. A parameter is averaged
     from the first step on in which it requires a gradient; before, it is its own average. Within an optimizer with
     ``overlap="step"``, a step counts only for parameters with a gradient on some worker.
 
@@ -68,7 +68,7 @@ class AveragedSGD(SGD):
             closure: Clears the gradients, computes the loss and its gradients, and returns the loss.
 
         Returns:
-            What the closure returned; None without a closure.
+            The closure's result; None without a closure.
         """
         loss = None
         if closure is not None:
@@ -164,7 +164,7 @@ class NTASGD:
 
     @property
     def is_averaging(self) -> bool:
-        """Whether the optimizer averages."""
+        """Return whether the optimizer averages."""
         return isinstance(self.optimizer.optimizer, AveragedSGD)
 
     def check(self, value: float) -> bool:
@@ -192,7 +192,7 @@ class NTASGD:
         return True
 
     def _is_worse_than_before(self, value: float) -> bool:
-        """Whether a value exceeds all but the last n before it; adds it to those."""
+        """Return whether a value exceeds all but the last n before it; adds it to those."""
         assert self.interval is not None
         is_worse = value > self._best_before_recent
         self._recent.append(value)
@@ -242,7 +242,7 @@ class NTASGD:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; swaps the optimizer inside if it was.
+        """Restore the result of :meth:`state_dict`; swaps the wrapped optimizer if it was.
 
         Args:
             state_dict: Of an object with an optimizer of the same kind.

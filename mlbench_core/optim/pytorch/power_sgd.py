@@ -45,7 +45,7 @@ class PowerSGD(GenericCentralizedOptimizer):
         rank: Largest rank of the approximation, 1 or more. It is not the worker's number.
         error_feedback: Add to the next gradient what the approximation left out of this one.
         comm_dtype: Type in which the factors travel, for example ``torch.bfloat16``; None is that of the computation.
-        start_after_steps: For as many steps, first average gradients uncompressed.
+        start_after_steps: For this number of steps, first average gradients uncompressed.
         seed: Of the aggregation's own random generator; the same on all workers.
         process_group: A subgroup of workers, see
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
@@ -119,6 +119,6 @@ class PowerSGD(GenericCentralizedOptimizer):
             tracker: A :class:`~mlbench_core.tracking.tracker.Tracker`, or None.
 
         Returns:
-            What the closure returned, this worker's loss; None without a closure.
+            The closure's result, this worker's loss; None without a closure.
         """
         return self._step(closure, tracker, denom=1)  # used only where the sum is not averaged

@@ -36,11 +36,11 @@ class _GroupWithoutOptions(dict[str, Any]):
 
 
 class OptimizerWrapper(Optimizer):
-    """A :class:`torch.optim.Optimizer` whose groups, state and defaults are those of the optimizer inside.
+    """A :class:`torch.optim.Optimizer` whose groups, state and defaults are those of the wrapped optimizer.
 
     Everything that works on a torch optimizer works on this one: learning-rate schedulers, hooks, ``add_param_group``,
-    ``state_dict``, ``deepcopy`` and pickling. The groups and the state are the very objects of the optimizer inside,
-    so a change through either is seen by both, also after ``load_state_dict`` and after the optimizer inside was
+    ``state_dict``, ``deepcopy`` and pickling. The groups and the state are the very objects of the wrapped optimizer,
+    so a change through either is seen by both, also after ``load_state_dict`` and after the wrapped optimizer was
     swapped. A subclass adds ``step``.
 
     As in torch, hooks stay with the object they were registered on: copies and pickles have none.
@@ -84,10 +84,10 @@ class OptimizerWrapper(Optimizer):
     def check_inside(self, optimizer: Optimizer) -> None:
         """Raise a ValueError if an optimizer cannot be the one inside; a subclass may be choosy."""
 
-    # mypy takes the attributes of Optimizer for plain ones; here they live in the optimizer inside.
+    # mypy takes the attributes of Optimizer for plain ones; here they live in the wrapped optimizer.
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of the optimizer inside."""
+        """The parameter groups of the wrapped optimizer."""
         return self._inner.param_groups
 
     @param_groups.setter
@@ -96,7 +96,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """The state of the optimizer inside, by parameter."""
+        """The state of the wrapped optimizer, by parameter."""
         return self._inner.state
 
     @state.setter
@@ -105,7 +105,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The defaults of the optimizer inside."""
+        """The defaults of the wrapped optimizer."""
         return self._inner.defaults
 
     @defaults.setter
@@ -113,7 +113,7 @@ class OptimizerWrapper(Optimizer):
         self._inner.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer inside; options it does not name get that optimizer's defaults."""
+        """Add a group to the wrapped optimizer; options it does not name get that optimizer's defaults."""
         self._inner.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -125,7 +125,7 @@ class OptimizerWrapper(Optimizer):
         self._inner.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer inside, in torch's format, and what :meth:`extra_state` adds.
+        """Return the state of the wrapped optimizer, in torch's format, and what :meth:`extra_state` adds.
 
         As in torch, its tensors are the optimizer's own: they change with the next step. Copy it with
         :func:`copy.deepcopy` if both this optimizer and the one that loads it go on in one process.
@@ -138,7 +138,7 @@ class OptimizerWrapper(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Restore what :meth:`state_dict` returned. A plain torch optimizer's state fits as well.
+        """Restore the result of :meth:`state_dict`. A plain torch optimizer's state fits as well.
 
         Args:
             state_dict: Of an optimizer with the same groups.
@@ -157,11 +157,11 @@ class OptimizerWrapper(Optimizer):
         return shared_optimizer_state(self, state_dict)
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what :meth:`state_dict` holds beyond the optimizer inside; a subclass may have something."""
+        """Return what :meth:`state_dict` holds beyond the wrapped optimizer; a subclass may have something."""
         return {}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
-        """Restore what :meth:`extra_state` returned; an empty dictionary where a state had none."""
+        """Restore the result of :meth:`extra_state`; an empty dictionary where a state had none."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but hooks and the ``step`` that a scheduler patched, which belong to this very object."""
