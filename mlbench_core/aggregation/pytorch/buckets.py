@@ -50,7 +50,7 @@ class Bucket:
         self._addresses = [view.data_ptr() for view in self.views]
 
     def is_intact(self) -> bool:
-        """Return whether the views still lie in the memory; a conversion of the model moves gradients with their views."""
+        """Return whether the views still lie in the memory; a conversion of the model moves gradients, and so views."""
         return not self.holds_gradients or self._addresses == [view.data_ptr() for view in self.views]
 
     def fill(self, divisor: int | None) -> Tensor:

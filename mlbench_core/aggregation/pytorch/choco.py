@@ -1,4 +1,4 @@
-"""Averaging with neighbors of which only compressed differences are sent."""
+"""Averaging with neighbors that sends only compressed differences."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Compressed:
 
     Attributes:
         sent: The tensors to send; their shapes and dtypes follow from those of the tensor that was compressed.
-        agreed: What the receiver knows without being sent it, such as indices drawn alike on all workers.
+        agreed: Data that the receiver knows without a message, such as indices drawn alike on all workers.
     """
 
     sent: tuple[Tensor, ...]
@@ -57,10 +57,10 @@ class Compression(ABC):
 
     @abstractmethod
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
-        """Add ``weight`` times what a compressed tensor stands for to ``y`` of shape (n,), in place."""
+        """Add ``weight`` times the decompressed tensor to ``y`` of shape (n,), in place."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what changes from call to call; empty if nothing."""
+        """Return the values that change from call to call; empty if there are none."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027 - most have nothing to restore
@@ -68,7 +68,7 @@ class Compression(ABC):
 
 
 class Identity(Compression):
-    """Send everything: Q(x) = x, delta = 1."""
+    """A compression that keeps everything: Q(x) = x, delta = 1."""
 
     def compress(self, x: Tensor) -> Compressed:
         """Compress a tensor of shape (n,) to itself."""
@@ -147,7 +147,7 @@ class RandomK(Compression):
 
 
 class ScaledSign(Compression):
-    r"""One bit an entry and the mean magnitude: :math:`Q(x) = \frac{\|x\|_1}{n} \operatorname{sign}(x)`.
+    r"""One bit per entry and the mean magnitude: :math:`Q(x) = \frac{\|x\|_1}{n} \operatorname{sign}(x)`.
 
     :math:`\delta = \|x\|_1^2 / (n \|x\|^2)`, at least 1/n. The sign of zero is taken as positive. A complex number
     counts as two real ones.
@@ -169,14 +169,14 @@ class ScaledSign(Compression):
 
 
 COMPRESSIONS = ("top_k", "random_k", "sign", "identity")
-"""The compressions that have a name."""
+"""Names of the compressions, as given in configurations."""
 
 
 class ChocoAggregation(Aggregation):
     r"""Average with the neighbors, sending compressed differences (CHOCO-Gossip).
 
-    Every worker keeps a public copy :math:`\hat x_i` of its tensor, zero at first, that its neighbors can follow from
-    what they are sent. With a compression :math:`Q`, the mixing matrix :math:`W` and a consensus step size
+    Every worker keeps a public copy :math:`\hat x_i` of its tensor, zero at first. Its neighbors know this copy from
+    the messages they receive. With a compression :math:`Q`, the mixing matrix :math:`W` and a consensus step size
     :math:`\gamma`, a call does
 
     .. math::
@@ -185,25 +185,25 @@ class ChocoAggregation(Aggregation):
         \hat x_j &\leftarrow \hat x_j + q_j && \text{(for itself and the neighbors)} \\
         x_i &\leftarrow x_i + \gamma \sum_j W_{ij} (\hat x_j - \hat x_i).
 
-    The average of all workers stays what it was. As the copies come closer to the tensors, the differences, and with
-    them the errors of compression, vanish: the workers agree at a linear rate for every contraction :math:`Q` if
+    The average of all workers does not change. As the copies come closer to the tensors, the differences vanish, and
+    with them the errors of compression. The workers agree at a linear rate for every contraction :math:`Q` if
     :math:`\gamma` is small enough. Of the neighbors' copies only the sum
-    :math:`s_i = \sum_j W_{ij} (\hat x_j - \hat x_i)` is kept, so memory is twice the weights, whatever the degree.
+    :math:`s_i = \sum_j W_{ij} (\hat x_j - \hat x_i)` is kept, so memory is twice the weights for every degree.
 
-    Each tensor is compressed by itself. A call sends one message to each neighbor; a tensor of n numbers of b bytes
-    takes in it, with k = max(1, round(ratio n)): ``top_k`` k (b + 4) bytes, ``random_k`` k b, ``sign`` n / 8 rounded
+    Each tensor is compressed by itself. A call sends one message to each neighbor. With k = max(1, round(ratio n)), a
+    tensor of n numbers of b bytes takes in it: ``top_k`` k (b + 4) bytes, ``random_k`` k b, ``sign`` n / 8 rounded
     up + b, ``identity`` n b. Half-precision tensors are sent as such; copies and sums are kept in float32. Buffers and
     other bookkeeping are not compressed but averaged as by
     :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation`.
 
-    The sums are right only together with the copies of all neighbors: an error in them would move the weights in every
-    call, forever. So a state says of which worker, graph and call it is. In the first call after they were made or
-    restored, the workers compare that. If the states of all of them do not belong together, as when a run goes on with
-    another number of workers, copies and sums start from zero on all. That costs a few calls' progress toward
-    agreement and nothing else.
+    The sums are right only together with the copies of all neighbors. An error in them would move the weights in every
+    call, indefinitely. So a state records its worker, graph and call. The workers compare these records in the first
+    call after construction or a restore. The states may not belong together, for example if a run continues with
+    another number of workers. Then copies and sums start from zero on all workers. That costs a few calls' progress
+    toward agreement and nothing else.
 
     Attributes:
-        gossip: Who talks to whom, with its ``topology`` and ``spectral_gap``.
+        gossip: The exchange with the neighbors, with its ``topology`` and ``spectral_gap``.
         compression: The compression Q.
         gamma: Consensus step size.
 
@@ -261,7 +261,7 @@ class ChocoAggregation(Aggregation):
         self._copies: dict[str, Tensor] = {}  # x_hat_i by name, flat
         self._sums: dict[str, Tensor] = {}  # s_i by name, flat
         self._calls = 0
-        self._edges_of_state: list[list[int]] | None = None  # of copies and sums that were restored
+        self._edges_of_state: list[list[int]] | None = None  # graph of restored copies and sums, until compared
         self._must_agree = True
         self._first_compression = copy.deepcopy(self.compression.state_dict())
         self._raw_bytes = self._compressed_bytes = 0
@@ -273,7 +273,7 @@ class ChocoAggregation(Aggregation):
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
-        """Bytes of the tensors over bytes of their compressed differences so far; 1 before anything was sent."""
+        """Return the bytes of the tensors over those of their compressed differences; 1 before anything was sent."""
         return self._raw_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
 
     def agg_grad(self, by_layer: bool = False) -> NoReturn:
@@ -294,8 +294,8 @@ class ChocoAggregation(Aggregation):
 
         Raises:
             UnknownOperationError: ``op`` is another one.
-            ValueError: A tensor has not the size it was remembered with, or the workers' lists of neighbors do not
-                fit together.
+            ValueError: A tensor does not have the size of its copy, or the workers' lists of neighbors do not fit
+                together.
         """
         check_gossip_operation(op)
         bookkeeping = {name: tensor for name, tensor in tensors.items() if name.startswith(BOOKKEEPING)}
@@ -314,6 +314,7 @@ class ChocoAggregation(Aggregation):
         weights = self.gossip.weights
         for name, x_i in tensors.items():
             x_hat, s_i, q_i = self._copies[name], self._sums[name], own[name]
+            # s_i gains sum_j W_ij (q_j - q_i), so the neighbors' copies themselves need not be stored.
             self.compression.add_to(x_hat, q_i, 1.0)
             self.compression.add_to(s_i, q_i, -sum(weights))
             for w_ij, message in zip(weights, received, strict=True):
@@ -321,7 +322,7 @@ class ChocoAggregation(Aggregation):
             x_i.copy_((x_i.reshape(-1) + self.gamma * s_i).view(x_i.shape))
 
     def _compress(self, name: str, x_i: Tensor) -> Compressed:
-        """Return q_i = Q(x_i - x_hat_i), in the tensor's dtype; start with zeros where nothing is remembered."""
+        """Return q_i = Q(x_i - x_hat_i), in the tensor's dtype; a new tensor's copy and sum start from zero."""
         dtype = computing_dtype(x_i.dtype)
         for memory in (self._copies, self._sums):
             remembered = memory.get(name)
@@ -337,7 +338,7 @@ class ChocoAggregation(Aggregation):
         return self.compression.compress((x_i.reshape(-1) - self._copies[name]).to(x_i.dtype))
 
     def _exchange(self, own: Mapping[str, Compressed]) -> list[dict[str, Compressed]]:
-        """Send what was compressed to every neighbor as one message of bytes; return theirs."""
+        """Send the compressed tensors to every neighbor as one message of bytes; return theirs."""
         parts = [part for q_i in own.values() for part in q_i.sent]
         message = as_bytes(*(part.to(parts[0].device) for part in parts))
         received = self.gossip.exchange(message)
@@ -364,11 +365,11 @@ class ChocoAggregation(Aggregation):
         self._must_agree = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what there is to remember.
+        """Return the state that a resumed run needs.
 
         Returns:
             The public copies and the sums by parameter name under ``"copies"`` and ``"sums"``, the compression's state
-            under ``"compression"``, and under ``"origin"`` the worker, the graph and the number of calls they are of.
+            under ``"compression"``, and their worker, graph and number of calls under ``"origin"``.
         """
         edges = self._edges_of_state
         if edges is None and self.gossip.topology is not None:
@@ -388,8 +389,8 @@ class ChocoAggregation(Aggregation):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
 
-        Every worker must load its own. Copies and sums of another worker, or of another number of workers, are left
-        out with a warning; see the class for what happens then.
+        Every worker must load its own state. Copies and sums of another worker, or of another number of workers, are
+        left out with a warning. All workers then start from zero, as the class describes.
 
         Raises:
             ValueError: It is another aggregation's or another compression's state.
@@ -434,7 +435,7 @@ def _tag(*values: Any) -> int:
 
 
 def _unpack_like(own: Mapping[str, Compressed], message: Tensor) -> dict[str, Compressed]:
-    """Cut a message of bytes into what stands in it: as many tensors, as large, as this worker's own."""
+    """Split a message of bytes into tensors of the same number, sizes and dtypes as this worker's own."""
     result, start = {}, 0
     for name, q_i in own.items():
         parts = []

@@ -1,4 +1,4 @@
-"""Averaging with neighbors: each worker talks to a few others only."""
+"""Averaging with neighbors: each worker exchanges tensors with a few others only."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class DecentralizedAggregation(Aggregation):
     .. math:: x_i \leftarrow \sum_j W_{ij} x_j = x_i + \sum_{j \ne i} W_{ij} (x_j - x_i).
 
     :math:`W` has Metropolis-Hastings weights, see :class:`~mlbench_core.aggregation.pytorch.topology.Topology`. It is
-    doubly stochastic for every graph, so the average of all workers stays what it was (to rounding), and it is
-    :math:`1 / (1 + \deg)` where all workers have as many neighbors. Workers that agree keep their bits.
+    doubly stochastic for every graph, so the average of all workers does not change (to rounding). If all workers have
+    the same number of neighbors, the weights are :math:`1 / (1 + \deg)`. Workers that agree keep their bits.
 
     Each worker knows its own neighbors only. At the first aggregation, or at :meth:`connect`, the workers exchange
-    their lists once, with one flag a worker; an edge that only one of its ends knows of would make that end wait for
-    ever, so all workers refuse it.
+    their lists once, with one flag per worker. If only one end of an edge knew of it, that end would wait indefinitely,
+    so all workers refuse such an edge.
 
     A call sends one flat message per dtype and device to every neighbor, in the tensors' own dtype: ``degree`` times
     the bytes of the tensors. Half-precision numbers are mixed in float32. Buffers are mixed like weights; other
@@ -85,7 +85,7 @@ class DecentralizedAggregation(Aggregation):
 
     @property
     def spectral_gap(self) -> float | None:
-        """How fast mixing reaches agreement, see :class:`Topology`; None before the workers exchanged their lists."""
+        """Return the rate of agreement, see :class:`Topology`; None before the workers exchanged their lists."""
         return None if self.topology is None else self.topology.spectral_gap
 
     def connect(self) -> Topology:
@@ -95,7 +95,7 @@ class DecentralizedAggregation(Aggregation):
             The graph, the same on every worker.
 
         Raises:
-            ValueError: On every worker alike: an edge is known to one of its ends only, or the graph is not connected.
+            ValueError: An edge is known to one of its ends only, or the graph is not connected; on every worker alike.
         """
         if self._weights is None or self.topology is None:
             self.agree()
@@ -109,7 +109,7 @@ class DecentralizedAggregation(Aggregation):
             tag: A number from 0 to 2^63 - 1 that is sent with the list.
 
         Returns:
-            Whether all workers gave the same tag; the same answer on every worker.
+            True if all workers gave the same tag; the same answer on every worker.
 
         Raises:
             ValueError: As in :meth:`connect`.
@@ -124,7 +124,7 @@ class DecentralizedAggregation(Aggregation):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The mixing weights :math:`W_{ij}` of the neighbors, in their order; connects the workers if need be."""
+        """Return the mixing weights :math:`W_{ij}` of the neighbors, in their order; connect the workers if needed."""
         self.connect()
         assert self._weights is not None
         return self._weights
@@ -159,10 +159,11 @@ class DecentralizedAggregation(Aggregation):
             mixed = own.clone()
             for w_ij, x_j in zip(weights, theirs, strict=True):
                 mixed.add_(x_j.to(own.dtype) - own, alpha=w_ij)
+            # Adding differences, not products W_ij x_j, keeps the bits of workers that agree.
             block.copy_(mixed)
 
     def exchange(self, message: Tensor) -> list[Tensor]:
-        """Send a flat tensor to every neighbor and return what they sent, in the order of :attr:`neighbors`.
+        """Send a flat tensor to every neighbor and return their messages, in the order of :attr:`neighbors`.
 
         Args:
             message: One-dimensional, with the same length and dtype on every worker.
@@ -187,7 +188,7 @@ class DecentralizedAggregation(Aggregation):
 
 
 def is_buffer(name: str) -> bool:
-    """Return whether a name is that of a model's buffer."""
+    """Return whether a name belongs to a model's buffer."""
     return name.startswith(BUFFER)
 
 
@@ -211,7 +212,7 @@ def refuse_gradients(aggregation: Aggregation) -> NoReturn:
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to add up numbers of a dtype in: float32 for half precision, otherwise itself.
+    """Return the dtype in which to add up numbers of a dtype: float32 for half precision, otherwise itself.
 
     Example:
         >>> computing_dtype(torch.bfloat16), computing_dtype(torch.float64)
@@ -221,7 +222,7 @@ def computing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _sendable(message: Tensor, group: Any) -> Tensor:
-    """Put a message where the backend sends from one worker to another: Gloo does so from the host only."""
+    """Return a message on a device from which the backend can send it; Gloo sends to one worker from the host only."""
     sent = process_groups.get_backend_tensor(message, group)
     return sent.cpu() if process_groups.backend(group) == "gloo" else sent
 
@@ -267,7 +268,7 @@ def _agreed_topology(
 ) -> tuple[Topology, set[int]]:
     """Build the graph from the neighbors of every worker; return it and the tags of all workers."""
     world_size = process_groups.world_size(group)
-    row = torch.zeros(world_size + 8, dtype=torch.uint8)
+    row = torch.zeros(world_size + 8, dtype=torch.uint8)  # a flag per worker, then the tag in eight bytes
     row[list(neighbors)] = 1
     row[world_size:] = torch.tensor(list(tag.to_bytes(8, "big")), dtype=torch.uint8)
     sent = process_groups.get_backend_tensor(row, group)

@@ -223,7 +223,7 @@ class OverlappedReduction:
             self.synchronize()
 
     def _open(self, graph_task: int) -> _Pass:
-        # Buckets may only be laid out here, because workers with and without a backward pass both come to this point.
+        # A change is noticed here and nowhere else: workers with and without a backward pass both come to this point.
         if self._has_changed():
             self._lay_out()
         if self._counts_anew:

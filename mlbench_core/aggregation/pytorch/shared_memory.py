@@ -325,7 +325,7 @@ class SharedMemorySum:
                 raise RuntimeError(f"timed out: {_names(missing)} did not come within {self._timeout_s:g} s")
             others = [other for other in _in_use if other is not self]
             _sleep([self, *others], left_s)
-            # Another worker may wait for this one in another group's sum before it can take part in this one.
+            # Another worker may wait for this worker's part in another sum before it takes part in this one.
             for other in others:
                 other.progress()
 

@@ -1,4 +1,4 @@
-"""One bit a weight: majority vote of signs, and scaled signs with error feedback."""
+"""One bit per weight: majority vote of signs, and scaled signs with error feedback."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class SignAggregation(CompressedAggregation):
 
     .. math:: \operatorname{sign}\Bigl(\sum_{i=1}^{k} \operatorname{sign}(g_i)\Bigr) \in \{-1, 0, 1\},
 
-    whatever the operation divides sums by. A tie of an even number of workers gives 0. One bit has no room for a zero:
-    worker :math:`i` sends a zero in step :math:`t` as :math:`(-1)^{t + i}`, so that zeros on all of an even number of
-    workers give 0, and elsewhere the votes of a worker's zeros cancel from step to step. A gradient that this worker
-    lacks counts as zeros, and nan as -1. One worker alone sends nothing and keeps its zeros.
+    for every divisor of the operation. A tie of an even number of workers gives 0. One bit has no room for a zero, so
+    worker :math:`i` sends a zero in step :math:`t` as :math:`(-1)^{t + i}`. Zeros on all of an even number of workers
+    then give 0. Otherwise the votes of a worker's zeros cancel from step to step. A gradient that this worker lacks
+    counts as zeros, and nan as -1. One worker alone sends nothing and keeps its zeros.
 
     Bytes a worker sends per step: :math:`\lceil d / 8 \rceil` for the :math:`d` coordinates of one dtype (of each
     parameter with ``by_layer=True``), in one all-gather.
@@ -55,7 +55,7 @@ class SignAggregation(CompressedAggregation):
     """
 
     _named_state = ("votes_held",)
-    _own_state = ()  # the workers' votes for zeros cancel only if all of them have counted alike
+    _own_state = ()  # the votes for zeros cancel only if all workers have the same counts
 
     def __init__(self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None) -> None:
         super().__init__(use_cuda=use_cuda, world_size=world_size, process_group=process_group)
@@ -78,7 +78,7 @@ class SignAggregation(CompressedAggregation):
         unpack(ayes, tensors.values())
 
     def _zero_is_positive(self, message: str) -> bool:
-        """How this worker votes for zeros now; every message, known by its first tensor, counts its own turns."""
+        """Return this worker's vote for zeros now; every message, known by its first tensor, counts its own turns."""
         turn = self._votes_held.get(message, 0)
         self._votes_held[message] = turn + 1
         return (turn + process_groups.rank(self.group)) % 2 == 0
@@ -100,9 +100,9 @@ class SignAggregation(CompressedAggregation):
 class EFSignAggregation(CompressedAggregation):
     r"""Scaled signs with error feedback.
 
-    Worker :math:`i` adds what it still owes, :math:`e_i`, to its gradient :math:`g_i` (or step; the memory is in the
-    same unit), sends the signs and the mean absolute value of each tensor with :math:`d` coordinates, and remembers
-    the rest:
+    Worker :math:`i` adds its error memory :math:`e_i` to its gradient :math:`g_i` (or step; the memory is in the same
+    unit). It sends the signs and the mean absolute value of each tensor with :math:`d` coordinates, and remembers the
+    rest:
 
     .. math::
 
@@ -111,11 +111,11 @@ class EFSignAggregation(CompressedAggregation):
         e_i &\leftarrow p_i - \Delta_i
 
     Every worker's tensor becomes :math:`\frac{1}{k} \sum_i \Delta_i` (or the sum over ``denom``), summed in the order
-    of ranks, so that all workers get the same bits. The sign of zero is 1. What is not finite is not remembered, so
-    that a step that overflowed can be skipped.
+    of ranks, so that all workers get the same bits. The sign of zero is 1. Values that are not finite are not
+    remembered, so that a step that overflowed can be skipped.
 
     Bytes a worker sends per step: :math:`\lceil d / 8 \rceil` for the :math:`d` coordinates of one dtype, and 4 for
-    each tensor (8 where it is float64), in one all-gather.
+    each tensor (8 for float64), in one all-gather.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
@@ -149,7 +149,7 @@ class EFSignAggregation(CompressedAggregation):
         unpack(divide(total, divisor), tensors.values())
 
     def _sum_of(self, messages: Tensor, sizes: list[int], like: Tensor) -> Tensor:
-        """Add up what the workers sent, one after another: the scaled signs of tensors of the given sizes, flat."""
+        """Add up the workers' messages in the order of ranks: flat scaled signs of tensors of the given sizes."""
         total = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
         for message in messages:
             scales = from_bytes(message, 0, len(sizes), like.dtype)
@@ -161,12 +161,12 @@ class EFSignAggregation(CompressedAggregation):
 
 
 def _mean_size(tensor: Tensor) -> Tensor:
-    """The mean absolute value, shape ()."""
+    """Return the mean absolute value, shape ()."""
     return torch.stack([part.abs().sum() for part in in_blocks(tensor.view(-1))]).sum() / tensor.numel()
 
 
 def scaled_signs(positive: Tensor, scale: Tensor) -> Tensor:
-    """``scale`` where ``positive``, elsewhere minus it; on a CPU many times faster than ``torch.where``."""
+    """Return ``scale`` for True and minus it for False; on a CPU many times faster than ``torch.where``."""
     return positive.to(scale.dtype).mul_(2).sub_(1).mul_(scale)
 
 
@@ -212,16 +212,16 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
 
 
 def pack_with_torch(bits: Tensor) -> Tensor:
-    """:func:`pack_bits` on any device."""
+    """Do as :func:`pack_bits`, on any device."""
     padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
     return (padded << _places(bits.device)).sum(dim=1, dtype=torch.uint8)
 
 
 def unpack_with_torch(packed: Tensor, count: int) -> Tensor:
-    """:func:`unpack_bits` on any device."""
+    """Do as :func:`unpack_bits`, on any device."""
     return (packed[:, None] >> _places(packed.device) & 1).view(-1)[:count].bool()
 
 
 def _places(device: torch.device) -> Tensor:
-    """How far each of a byte's eight bits is shifted, on a GPU made there without a copy from the host."""
+    """Return the shift of each of a byte's eight bits; created on the device, so without a copy from the host."""
     return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)

@@ -23,8 +23,8 @@ __all__ = ["SparsifiedAggregation", "coordinates_sent", "draw_coordinates", "lar
 class SparsifiedAggregation(CompressedAggregation):
     r"""Send a few coordinates of each tensor and remember the rest.
 
-    Worker :math:`i` adds what it still owes, :math:`m_i`, to its gradient :math:`g_i` (or step; the memory is in the
-    same unit), sends the :math:`k` coordinates :math:`\operatorname{comp}_k` picks, and remembers the others:
+    Worker :math:`i` adds its error memory :math:`m_i` to its gradient :math:`g_i` (or step; the memory is in the same
+    unit). It sends the :math:`k` coordinates that :math:`\operatorname{comp}_k` picks, and remembers the others:
 
     .. math::
 
@@ -35,8 +35,8 @@ class SparsifiedAggregation(CompressedAggregation):
     Every worker's tensor becomes :math:`\frac{1}{n} \sum_i c_i` over the :math:`n` workers (or the sum over
     ``denom``). :math:`\operatorname{comp}_k` keeps the :math:`k` coordinates that are largest in absolute value on that
     worker (top-k), or, with ``random=True``, :math:`k` uniformly drawn ones, the same on all workers (random-k). The
-    kept values are not scaled. A tensor with fewer than :math:`k` coordinates is sent whole. What is not finite is not
-    remembered, so that a step that overflowed can be skipped.
+    kept values are not scaled. A tensor with fewer than :math:`k` coordinates is sent whole. Values that are not finite
+    are not remembered, so that a step that overflowed can be skipped.
 
     Bytes a worker sends per step, with :math:`K` the sum of :math:`k` over the tensors of one dtype of :math:`b` bytes:
     top-k :math:`(b + 4) K`, values and their int32 positions in one all-gather, added in the order of ranks; random-k
@@ -48,8 +48,8 @@ class SparsifiedAggregation(CompressedAggregation):
         size: Number of coordinates sent per tensor (an integer), or their share of it (a float, at most 1.0; at
             least one coordinate is sent).
         random: Random coordinates instead of the largest.
-        error_feedback: Remember what was not sent; False forgets it.
-        seed: Of the generator that draws random coordinates, the same on all workers. It is the aggregation's own.
+        error_feedback: Remember the values that were not sent; False forgets them.
+        seed: Seed of the aggregation's own generator, which draws random coordinates; the same on all workers.
         world_size: Number of workers; None takes that of the process group.
         process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
@@ -91,7 +91,7 @@ class SparsifiedAggregation(CompressedAggregation):
         """Return the number of coordinates sent of a tensor.
 
         Args:
-            numel: Number of coordinates it has.
+            numel: Number of coordinates of the tensor.
         """
         return coordinates_sent(self.size, numel)
 
@@ -135,7 +135,7 @@ class SparsifiedAggregation(CompressedAggregation):
         dtype = next(iter(tensors.values())).dtype
         sent = torch.cat([_take(m_n, coordinates, dtype) for m_n, coordinates in zip(m, picked, strict=True)])
         coordinates = torch.cat(picked)
-        starts = _starts(m, picked)
+        starts = _starts(m, picked)  # coordinates are positions within a tensor, int32, so that they take 4 bytes
         total = sent.new_zeros(sum(len(m_n) for m_n in m))
         if self.random:
             self._delegate(self._uncompressed, {"values": sent}, AVG_CUSTOM, 1)
@@ -148,7 +148,7 @@ class SparsifiedAggregation(CompressedAggregation):
         unpack(divide(total, divisor), tensors.values())
 
     def _with_memory(self, name: str, tensor: Tensor) -> Tensor:
-        """Return memory plus tensor as a vector: the memory itself, or a copy where nothing is remembered."""
+        """Return memory plus tensor as a vector: the memory itself, or a copy without error feedback."""
         if tensor.numel() > torch.iinfo(torch.int32).max:
             raise ValueError(f"{name!r} has {tensor.numel()} coordinates; positions are sent as int32, below 2**31")
         if self.error_feedback:
@@ -168,7 +168,7 @@ def check_size(size: int | float, name: str) -> int | float:
 
     Args:
         size: An integer from 1, or a float above 0 and at most 1.0.
-        name: What the caller calls it, for the message.
+        name: Name of the argument, for the message.
 
     Raises:
         TypeError: It is not a number.
@@ -201,13 +201,13 @@ def coordinates_sent(size: int | float, numel: int) -> int:
 def largest_coordinates(m: Tensor, k: int) -> Tensor:
     """Find the coordinates with the largest absolute values; nan counts as largest.
 
-    On the CPU :func:`torch.topk` on everything takes most of a step. Where few of many are wanted, every 64th value
-    gives a bar that about twice as many reach as are wanted, and the choice is made among those; the result is exact,
-    because all are searched where fewer reach the bar.
+    On the CPU :func:`torch.topk` on all values takes most of a step. If ``k`` is small, a sample of every 64th value
+    gives a threshold that about ``2 k`` values reach, and only those are searched. The result is exact, because all
+    values are searched if fewer than ``k`` reach the threshold.
 
     Args:
         m: Shape (n,).
-        k: How many, at most ``n``.
+        k: Number of coordinates, at most ``n``.
 
     Returns:
         Shape (k,), int64, in no order.
@@ -219,7 +219,7 @@ def largest_coordinates(m: Tensor, k: int) -> Tensor:
     size = m.abs()
     if m.device.type == "cpu" and len(m) >= max(2**16, 8 * k):
         bar = size[::64].topk(k // 32 + 8).values.min()
-        above = torch.nonzero(~(size < bar)).view(-1)
+        above = torch.nonzero(~(size < bar)).view(-1)  # not ">=", which would drop nan
         if len(above) >= k:
             return above[size[above].topk(k, sorted=False).indices]
     return size.topk(k, sorted=False).indices
@@ -228,11 +228,12 @@ def largest_coordinates(m: Tensor, k: int) -> Tensor:
 def draw_coordinates(numel: int, count: int, generator: torch.Generator) -> Tensor:
     """Draw different coordinates, every set of them with the same probability.
 
-    A few of many take time in proportion to the few: coordinates are drawn with replacement, and repetitions dropped.
+    The time for a small ``count`` does not depend on ``numel``: coordinates are drawn with replacement, and repetitions
+    are dropped.
 
     Args:
         numel: Coordinates are 0 to ``numel - 1``.
-        count: How many to draw, at most ``numel``.
+        count: Number of coordinates to draw, at most ``numel``.
         generator: On the CPU.
 
     Returns:
@@ -244,6 +245,7 @@ def draw_coordinates(numel: int, count: int, generator: torch.Generator) -> Tens
     """
     if 4 * count >= numel:
         return torch.randperm(numel, generator=generator)[:count]
+    # Each coordinate keeps the place of its first draw: a sorted list cut to ``count`` would favor small coordinates.
     drawn = torch.empty(0, dtype=torch.int64)
     while len(drawn) < count:
         drawn = torch.cat([drawn, torch.randint(numel, (2 * count,), generator=generator)])
@@ -253,7 +255,7 @@ def draw_coordinates(numel: int, count: int, generator: torch.Generator) -> Tens
 
 
 def _take(m: Tensor, coordinates: Tensor, dtype: torch.dtype) -> Tensor:
-    """Take values off a vector as they go over the wire; what rounding to ``dtype`` loses stays in it."""
+    """Subtract the values to send from a vector and return them; the error of rounding to ``dtype`` stays in it."""
     values = m[coordinates].to(dtype)
     m.index_add_(0, coordinates, values.to(m.dtype), alpha=-1)
     m.nan_to_num_(nan=0, posinf=0, neginf=0)
@@ -261,7 +263,7 @@ def _take(m: Tensor, coordinates: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _starts(vectors: list[Tensor], picked: list[Tensor]) -> Tensor:
-    """For each picked coordinate, where its vector starts if all are put one after another."""
+    """Return, for each picked coordinate, the start of its vector in the concatenation of all vectors."""
     ends = np.cumsum([len(vector) for vector in vectors])
     starts = np.repeat(ends - [len(vector) for vector in vectors], [len(coordinates) for coordinates in picked])
     return torch.from_numpy(starts).to(picked[0].device)
