@@ -1,4 +1,4 @@
-"""How tensors of k workers become one."""
+"""Aggregation of the tensors of k workers."""
 
 from mlbench_core._lazy import lazy_subpackages
 

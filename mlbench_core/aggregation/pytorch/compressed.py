@@ -1,4 +1,4 @@
-"""What aggregations that send less than the whole gradients have in common."""
+"""Base classes of the aggregations that send less than the whole gradients."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["CompressedAggregation", "LossyAggregation"]
 
 
 class LossyAggregation(Aggregation):
-    r"""Base of aggregations that send less than the whole gradients and may remember what they left out.
+    r"""Base of aggregations that send less than the whole gradients and may remember the rest.
 
-    The error memory :math:`e` of each tensor is what this worker did not send yet, at least in float32. A parameter for
-    which no worker has a gradient is skipped, and everything remembered of it stays. Only gradients (or steps) can be
-    sent this way; weights would be lost.
+    The error memory :math:`e` of each tensor is the part that this worker has not sent yet, at least in float32. If no
+    worker has a gradient of a parameter, it is skipped, and everything remembered of it stays. Only gradients (or
+    steps) can be sent this way; weights would be lost.
 
     Args:
-        uncompressed: Averages what is sent as it is, such as bookkeeping; its workers are this one's.
+        uncompressed: Averages the tensors that are not compressed, such as bookkeeping, over the same workers.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
     """
 
@@ -50,11 +50,11 @@ class LossyAggregation(Aggregation):
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
-        """Bytes of the gradients over bytes sent for them so far, bookkeeping aside; 1 before anything was sent."""
+        """Return the bytes of the gradients over those sent for them, without bookkeeping; 1 before any message."""
         return self._original_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
 
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
-        """Refuse: compressed weights are no weights.
+        """Refuse, because compression would destroy weights.
 
         Raises:
             UnknownOperationError: Always. It is a ValueError and a NotImplementedError.
@@ -65,7 +65,7 @@ class LossyAggregation(Aggregation):
         )
 
     def memory(self, name: str) -> Tensor | None:
-        """What this worker still owes of a tensor: its error memory; None without one.
+        """Return a tensor's error memory, the part that this worker has not sent yet; None without one.
 
         Args:
             name: The tensor's name.
@@ -73,18 +73,18 @@ class LossyAggregation(Aggregation):
         return self._memory.get(name)
 
     def _remembered_by_name(self) -> list[dict[str, Any]]:
-        """Return all that is remembered of each tensor, by its name: of a skipped tensor it stays as it is."""
+        """Return every mapping from names to remembered values; those of a skipped tensor stay as they are."""
         return [self._memory]
 
     def _aggregate_alone(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
-        """Aggregate the gradients of the only worker as several would, who draw random numbers for missing ones too."""
+        """Aggregate the only worker's gradients as several workers would: random draws cover missing ones too."""
         if any(parameter.grad is None for parameter in parameters.values()):
             self._aggregate_some_gradients(parameters, op, denom)
         else:
             super()._aggregate_alone(parameters, op, denom)
 
     def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
-        """Aggregate, and undo what that did to tensors for which no worker had a gradient, as if they were left out."""
+        """Aggregate, then restore what is remembered of tensors for which no worker had a gradient."""
         missing = [name for name, parameter in parameters.items() if parameter.grad is None]
         before = [
             {name: _copy(remembered[name]) for name in missing if name in remembered}
@@ -125,17 +125,17 @@ class CompressedAggregation(LossyAggregation):
         super().__init__(uncompressed, use_cuda)
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
-        """Replace every tensor by what the workers agree on, in place.
+        """Replace every tensor by the workers' common result, in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
             op: ``"avg_world"`` or ``"avg_custom"``.
-            denom: For ``"avg_custom"``, what sums over workers are divided by: a positive number or a tensor with one
+            denom: For ``"avg_custom"``, the divisor of sums over workers: a positive number or a tensor with one
                 element, the same on every worker.
 
         Raises:
             UnknownOperationError: ``op`` is neither.
-            ValueError: ``denom`` is missing or not positive, or a tensor does not fit what is remembered of it.
+            ValueError: ``denom`` is missing or not positive, or a tensor does not fit its error memory.
             TypeError: A tensor holds no real floating-point numbers.
         """
         divisor = self._divisor(op, denom)
@@ -158,7 +158,7 @@ class CompressedAggregation(LossyAggregation):
         """Aggregate tensors of one dtype and device, none of them empty, in place."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the error memory by parameter name under ``"memory"``; nothing where nothing is remembered."""
+        """Return the error memory by parameter name under ``"memory"``; an empty dictionary without one."""
         return {"memory": dict(self._memory)} if self._memory else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

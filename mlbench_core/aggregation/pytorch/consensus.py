@@ -1,4 +1,4 @@
-"""How far workers are apart, and how to make them one."""
+"""Distance between the workers' weights, and the average of these weights."""
 
 from __future__ import annotations
 
@@ -63,13 +63,14 @@ def average_weights(model: nn.Module, process_group: Any = None) -> None:
 
 @contextmanager
 def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn.Module]:
-    """Lend every worker the average of all workers' weights and floating-point buffers, for a validation.
+    """Give every worker the average of all workers' weights and floating-point buffers during a validation.
 
-    Afterwards, also after an exception, each worker has its own again, bit for bit: all parameters, all buffers
-    (persistent or not) and what modules keep by ``get_extra_state``. So training takes the course that it would have
-    taken without the validation. Every worker must enter. What workers have in common stays as it is but
-    for rounding; where gradients are averaged that are the weights, and not the running statistics of BatchNorm, which
-    each worker takes of its own batches.
+    Afterwards, also after an exception, each worker has its own values again, bit for bit: all parameters, all buffers
+    (persistent or not) and the values of ``get_extra_state``. So training continues as without the validation. Every
+    worker must enter the block.
+
+    The average changes equal values only by rounding. If training averages gradients, the weights are equal on all
+    workers. The running statistics of BatchNorm are not, because each worker computes them from its own batches.
 
     Args:
         model: The model.
@@ -116,7 +117,7 @@ def _snapshot(model: nn.Module) -> Callable[[], None]:
         for module, name, buffer, value in buffers:
             if buffer is not None and value is not None:
                 buffer.copy_(value)
-            module._buffers[name] = buffer  # a validation may have put another tensor there
+            module._buffers[name] = buffer  # a validation may have replaced the tensor
         for module, state in extra:
             module.set_extra_state(state)
 

@@ -70,7 +70,7 @@ class AllReduceAggregationHVD(AllReduceAggregation):
         return Transfer(message, message, work=None)
 
     def finish(self, transfer: Transfer) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing, because :meth:`start` has waited already."""
 
 
 def _horovod() -> Any:

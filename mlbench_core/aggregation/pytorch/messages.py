@@ -11,7 +11,7 @@ from mlbench_core.aggregation.pytorch.aggregation import Denominator
 
 __all__ = ["as_bytes", "as_real", "by_dtype_and_device", "divide", "from_bytes", "in_blocks", "pack", "unpack"]
 
-BLOCK_ELEMENTS = 1 << 18  # what a CPU computes on at a time: intermediate results then stay in its cache
+BLOCK_ELEMENTS = 1 << 18  # elements that a CPU processes at a time, so that intermediate results stay in its cache
 
 
 def by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -51,7 +51,7 @@ def in_blocks(flat: Tensor) -> tuple[Tensor, ...]:
 
 
 def as_real(flat: Tensor) -> Tensor:
-    """View a flat tensor of complex numbers as twice as many real ones; real ones are returned as they are.
+    """View a flat tensor of n complex numbers as 2n real ones; return a real tensor as it is.
 
     Example:
         >>> as_real(torch.tensor([1 + 2j]))
@@ -66,11 +66,12 @@ def as_bytes(*tensors: Tensor) -> Tensor:
 
 
 def from_bytes(message: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Read ``count`` numbers from a message of bytes, whatever the alignment of ``start``.
+    """Read ``count`` numbers from a message of bytes, for any alignment of ``start``.
 
     Example:
         >>> message = as_bytes(torch.tensor([7], dtype=torch.uint8), torch.tensor([0.5, 2.0]))
         >>> from_bytes(message, 1, 2, torch.float32)
         tensor([0.5000, 2.0000])
     """
+    # torch views bytes as a wider dtype only at an aligned offset, which a copy always has
     return message[start : start + count * dtype.itemsize].clone().view(dtype)

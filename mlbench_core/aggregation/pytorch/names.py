@@ -1,4 +1,4 @@
-"""Names of parameters, by which states are kept."""
+"""Names of parameters, which are the keys of saved states."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ __all__ = ["by_plain_name", "check_names", "plain_name"]
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name as it is without :func:`torch.compile`, which puts ``_orig_mod.`` into names.
+    """Return a parameter's name without the ``_orig_mod.`` that :func:`torch.compile` puts into names.
 
-    States are kept by plain names, so that a model may be compiled, or no longer, when a run goes on from a checkpoint.
+    States are kept by plain names. So a run can resume from a checkpoint with a model that is compiled, or no longer
+    compiled.
 
     Args:
         name: The name, for example from ``named_parameters()``.
@@ -27,7 +28,7 @@ def by_plain_name(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping from names with the plain names instead.
 
     Args:
-        values: What belongs to each parameter, by name.
+        values: One value per parameter, by name.
 
     Example:
         >>> by_plain_name({"_orig_mod.weight": 3})
@@ -37,11 +38,11 @@ def by_plain_name(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_names(remembered: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a state of parameters that are not there, which would be lost silently.
+    """Refuse a state of parameters that do not exist, because it would be lost silently.
 
     Args:
         remembered: The names in the state.
-        known: The names of the parameters that are there.
+        known: The names of the existing parameters.
 
     Raises:
         ValueError: A name is not known.

@@ -1,4 +1,4 @@
-"""Averaging the weights now and then: workers go on by themselves for H steps in between."""
+"""Periodic averaging of weights: workers train by themselves for H steps in between."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class PeriodicAggregation(Aggregation):
 
     .. math:: x_i \leftarrow A(x_1, \ldots, x_k) \text{ if } H \mid t, \text{ else } x_i.
 
-    Every tensor has a counter of its own, by name, so one message a layer, buffers and parameters that are added
-    later need nothing special; where all tensors take part from the first step on, the counters are equal and
-    everything travels at the same step. The bytes are those of the wrapped aggregation at every H-th step, 0 at others.
+    Every tensor has a counter of its own, by name. So one message per layer, buffers and parameters that are added
+    later need no special case. If all tensors take part from the first step on, the counters are equal and all tensors
+    are sent at the same step. The bytes are those of the wrapped aggregation at every H-th step, 0 at others.
 
     Attributes:
-        inside: What is done every H-th time.
+        inside: The aggregation of every H-th time.
         period: H.
 
     Args:
-        aggregation: What to do every H-th time.
+        aggregation: The aggregation of every H-th time.
         period: H, a positive integer; 1 aggregates every time.
 
     Raises:
-        TypeError: ``period`` is not an integer or ``aggregation`` no aggregation.
+        TypeError: ``period`` is not an integer, or ``aggregation`` is not an aggregation.
         ValueError: ``period`` is not positive.
 
     Example:
@@ -75,11 +75,11 @@ class PeriodicAggregation(Aggregation):
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
-        """That of the wrapped aggregation; what is saved by not sending is not counted."""
+        """Return the ratio of the wrapped aggregation; steps that send nothing do not count."""
         return self.inside.compression_ratio
 
     def agg_grad(self, by_layer: bool = False) -> NoReturn:
-        """Refuse: gradients that are not averaged at this step would be lost to the other workers.
+        """Refuse, because gradients that are not averaged at this step would be lost to the other workers.
 
         Raises:
             ValueError: Always.
@@ -129,10 +129,10 @@ class PeriodicAggregation(Aggregation):
 
 
 class DiLoCoAggregation(Aggregation):
-    r"""Move weights that all workers share along the average of what each has done to them.
+    r"""Move weights that all workers share along the average of the workers' changes.
 
-    With :math:`\theta` the shared weights and :math:`\theta_i` those that worker :math:`i` of :math:`k` came to, a call
-    takes the outer gradient
+    With :math:`\theta` the shared weights and :math:`\theta_i` the current ones of worker :math:`i` of :math:`k`, a
+    call takes the outer gradient
 
     .. math:: \Delta = \theta - \frac{1}{k} \sum_i \theta_i = \frac{1}{k} \sum_i (\theta - \theta_i),
 
@@ -154,7 +154,7 @@ class DiLoCoAggregation(Aggregation):
         process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        TypeError: ``outer_optimizer`` makes no torch optimizer.
+        TypeError: ``outer_optimizer`` does not make a torch optimizer.
         ValueError: ``world_size`` is not the number of workers in the process group.
 
     Example:
@@ -192,7 +192,7 @@ class DiLoCoAggregation(Aggregation):
         return self._all_reduce.world_size
 
     def agg_grad(self, by_layer: bool = False) -> NoReturn:
-        """Refuse: shared weights stay behind if only gradients are aggregated.
+        """Refuse, because the shared weights would not follow if only gradients were aggregated.
 
         Raises:
             ValueError: Always.
@@ -202,8 +202,8 @@ class DiLoCoAggregation(Aggregation):
     def start(self, model: nn.Module | Mapping[str, Tensor]) -> None:
         """Take the weights of a model, equal on all workers, as the shared ones, if there are none yet.
 
-        Parameters that are not there at the start (or all, where this is not called) are plainly averaged at their
-        first aggregation and step along outer gradients from then on.
+        Parameters that are added later (or all parameters, without this call) are plainly averaged at their first
+        aggregation and step along outer gradients from then on.
 
         Args:
             model: The model before its first step, or a mapping from names to parameters.
@@ -223,7 +223,7 @@ class DiLoCoAggregation(Aggregation):
 
         Raises:
             UnknownOperationError: ``op`` is another one.
-            ValueError: A tensor has not the shape of the shared one.
+            ValueError: A tensor does not have the shape of the shared one.
         """
         check_gossip_operation(op)
         steps = {name: tensor for name, tensor in tensors.items() if name in self._shared}
@@ -292,9 +292,9 @@ class DiLoCoAggregation(Aggregation):
 
 
 def _make_outer(make: Callable[[Iterable[Tensor]], Optimizer] | None) -> Optimizer:
-    """Make the outer optimizer with one group that is empty as yet."""
+    """Make the outer optimizer with one group, which is still empty."""
     make = make or partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
-    outer = make([nn.Parameter(torch.zeros(()))])  # torch wants to see a parameter
+    outer = make([nn.Parameter(torch.zeros(()))])  # torch refuses an empty list of parameters
     if not isinstance(outer, Optimizer):
         raise TypeError(f"outer_optimizer must make a torch.optim.Optimizer, not {type(outer).__name__}")
     outer.param_groups[0]["params"].clear()

@@ -29,7 +29,7 @@ COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OUTSIDE_MODEL = re.compile(r"group\d+\.\d+")
 
 BLOCK_ELEMENTS = 2**18
-"""How much of a matrix is worked on at a time on a CPU: it stays in the cache from one operation to the next."""
+"""Elements of a matrix that a CPU processes at a time, so that they stay in the cache between operations."""
 
 
 class PowerAggregation(LossyAggregation):
@@ -46,21 +46,21 @@ class PowerAggregation(LossyAggregation):
         g_i &\leftarrow P Q^\top \\
         e_i &\leftarrow \Delta_i - P Q^\top.
 
-    Nothing is lost: :math:`\frac{1}{k} \sum_i \Delta_i = P Q^\top + \frac{1}{k} \sum_i e_i` after every step, and
-    where the average of the :math:`\Delta_i` has rank :math:`r` or less, :math:`P Q^\top` is that average.
+    Nothing is lost: :math:`\frac{1}{k} \sum_i \Delta_i = P Q^\top + \frac{1}{k} \sum_i e_i` after every step. If the
+    average of the :math:`\Delta_i` has rank :math:`r` or less, :math:`P Q^\top` is that average.
 
     A tensor is compressed if that makes it smaller, :math:`r (n + m) < n m`. All others (vectors, numbers, small
-    matrices) are averaged as they are. There are two messages, however many tensors there are: all :math:`P` together
-    with what is not compressed, then all :math:`Q`. Each is split by dtype and device where tensors differ in that.
+    matrices) are averaged as they are. A call sends two messages for any number of tensors: all :math:`P` together
+    with the uncompressed tensors, then all :math:`Q`. Each is split if tensors differ in dtype or device.
 
     The factors are computed at least in float32, also for models in half precision. A worker sends, per call, the
-    bytes of what is not compressed plus :math:`r (n + m)` numbers of ``comm_dtype`` per matrix.
+    bytes of the uncompressed tensors plus :math:`r (n + m)` numbers of ``comm_dtype`` per matrix.
 
-    Only the sum of all :math:`g_i + e_i` has a meaning if ``denom`` changes from step to step: what is left over in
-    one step is then divided by the denominator of a later one.
+    Only the sum of all :math:`g_i + e_i` has a meaning if ``denom`` changes from step to step. The error of one step is
+    then divided by the denominator of a later one.
 
-    An infinite or undefined gradient gives an undefined one on all workers, so that an overflow is seen everywhere;
-    the memory of that matrix starts again from zero.
+    An infinite or undefined gradient gives an undefined one on all workers, so that every worker sees an overflow. The
+    memory of that matrix starts again from zero.
 
     Attributes:
         model: As given.
@@ -74,11 +74,11 @@ class PowerAggregation(LossyAggregation):
             one from a normal distribution.
         world_size: Number of workers; None takes that of the process group.
         rank: Largest rank of the approximation, 1 or more. It is not the worker's number.
-        error_feedback: Keep :math:`e_i`. Without it, what was not sent is lost.
-        comm_dtype: Type in which :math:`P` and :math:`Q` travel, for example ``torch.bfloat16``. None is the type in
-            which they are computed: float32, or float64 for gradients in float64.
+        error_feedback: Keep :math:`e_i`. Without it, the error of the compression is lost.
+        comm_dtype: Type in which :math:`P` and :math:`Q` travel, for example ``torch.bfloat16``. None is the type of
+            their computation: float32, or float64 for gradients in float64.
         start_after_steps: For this number of steps, first average every tensor uncompressed.
-        seed: Of this object's own random generator; the same on all workers.
+        seed: Seed of this object's own random generator; the same on all workers.
         process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
@@ -166,7 +166,7 @@ class PowerAggregation(LossyAggregation):
         self._record_ratio(tensors, self.bytes_sent - bytes_before)
 
     def state_dict(self) -> dict[str, Any]:
-        r"""Return what is remembered between steps.
+        r"""Return the values kept between steps.
 
         Returns:
             By parameter name, ``"errors"`` (shape (n, m)), ``"queries"`` (the rows of the last :math:`Q^\top`, shape
@@ -195,7 +195,7 @@ class PowerAggregation(LossyAggregation):
             )
         parameters = {plain_name(name): p for name, p in self.model.named_parameters(remove_duplicate=False)}
         errors, queries = by_plain_name(state_dict["errors"]), by_plain_name(state_dict["queries"])
-        # an optimizer's parameters outside the model have such names too; the optimizer knows whether it has them
+        # An optimizer's parameters outside the model have names such as group0.1, which only the optimizer can check.
         outside = {name for name in self.remembered_names(state_dict) if _OUTSIDE_MODEL.fullmatch(name)}
         check_names(self.remembered_names(state_dict) - outside, parameters)
         for what, tensors in (("errors", errors), ("queries", queries)):
@@ -211,7 +211,7 @@ class PowerAggregation(LossyAggregation):
         return [self._memory, self._queries, self._uncompressed_steps]
 
     def _scale(self, op: str, denom: Denominator | None) -> Denominator | None:
-        """What to multiply an average over workers by to get what ``op`` asks for; None for nothing."""
+        """Return the factor that turns an average over workers into the result of ``op``; None for no factor."""
         if op == AVG_WORLD:
             return None
         if op != AVG_CUSTOM:
@@ -220,7 +220,7 @@ class PowerAggregation(LossyAggregation):
         return self.world_size / (denom.double() if isinstance(denom, Tensor) else denom)
 
     def _compresses(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a tensor is compressed in this step; counts the steps for which it is not yet."""
+        """Return whether a tensor is compressed in this step; count its first, uncompressed steps."""
         if name.startswith(BOOKKEEPING) or not tensor.is_floating_point() or tensor.dim() < 2 or tensor.numel() == 0:
             return False
         rows, columns = len(tensor), tensor.numel() // len(tensor)
@@ -233,7 +233,7 @@ class PowerAggregation(LossyAggregation):
         return True
 
     def _matrix(self, name: str, tensor: Tensor) -> _Matrix:
-        """See a tensor as a matrix, with its error memory (zeros at first)."""
+        """View a tensor as a matrix, with its error memory (zeros at first)."""
         gradient = tensor.contiguous().view(len(tensor), -1)
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         if not self.error_feedback:
@@ -248,8 +248,8 @@ class PowerAggregation(LossyAggregation):
     def _query(self, matrix: _Matrix) -> Tensor:
         r"""Return the rows of :math:`Q^\top` to start from, the same on all workers.
 
-        Rows that became zero or undefined are drawn again: a warm start must not lose a direction permanently. The
-        generator is used in every step, needed or not, so that it is in the same state on all workers.
+        Rows that became zero or undefined are drawn again, because a warm start must not lose a direction permanently.
+        Every step uses the generator, needed or not, so that it is in the same state on all workers.
         """
         rows, columns = matrix.delta.shape
         shape = (min(rows, columns, self.rank), columns)
@@ -277,7 +277,7 @@ class PowerAggregation(LossyAggregation):
             )
 
     def _record_ratio(self, tensors: Mapping[str, Tensor], sent_bytes: int) -> None:
-        """Add a call to the account behind :attr:`compression_ratio`, bookkeeping left out."""
+        """Add the bytes of a call, without bookkeeping, to the counts behind :attr:`compression_ratio`."""
         if self.world_size == 1:
             return
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
@@ -288,7 +288,7 @@ class PowerAggregation(LossyAggregation):
 
 @dataclass
 class _Matrix:
-    r"""A gradient as a matrix, and what it is compressed from.
+    r"""A gradient as a matrix, with its error memory.
 
     Factors are kept as rows, P as (r, n) and Q as (r, m): products with matrices of few columns are several times
     slower.
@@ -296,7 +296,7 @@ class _Matrix:
     Attributes:
         name: The tensor's name.
         tensor: The tensor, of any shape and strides.
-        gradient: The same numbers, shape (n, m): a view of ``tensor`` where that is contiguous, else a copy.
+        gradient: The same numbers, shape (n, m): a view of ``tensor`` if that is contiguous, else a copy.
         delta: :math:`\Delta`, shape (n, m), at least float32. Before :meth:`accumulate` and after :meth:`replace` it
             holds the error memory. Without one it is the gradient.
         has_memory: Whether there is an error memory.
@@ -333,7 +333,7 @@ class _Matrix:
                 self.delta.masked_fill_(~is_finite, 0)
 
     def write_back(self) -> None:
-        """Copy the gradient to where it came from, if it is a copy."""
+        """Copy the gradient back into the tensor, if it is a copy."""
         if self.gradient.data_ptr() != self.tensor.data_ptr():
             self.tensor.copy_(self.gradient.view(self.tensor.shape))
 
@@ -358,19 +358,19 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
 def _orthonormal_rows(rows: Tensor) -> Tensor:
     """Orthonormalize the rows of a matrix by Gram-Schmidt, in fewer operations than for the columns of its transpose.
 
-    Where :func:`~mlbench_core.aggregation.pytorch.tensors.orthogonalize` completes a basis, this leaves out what is
-    dependent.
+    In contrast to :func:`~mlbench_core.aggregation.pytorch.tensors.orthogonalize`, which completes a basis, this
+    leaves out dependent rows.
 
-    Every row is projected three times. What the first projection leaves of a row that depends on those before it is
-    rounding noise, which still points into their span. With that taken out as well, noise is a unit vector like any
-    other and harmless, since Q is computed from whatever P is. A row that even the last projection shrinks has nothing
-    but their span and becomes zero.
+    Every row is projected three times. If a row depends on those before it, the first projection leaves rounding noise,
+    which still points into their span. The next one removes this part. The noise is then a unit vector like any other,
+    and harmless, since Q is computed from the P that results. A row that even the last projection shrinks lies in the
+    span of those before it and becomes zero.
 
     Args:
         rows: Shape (r, n), float32 or float64.
 
     Returns:
-        Shape (r, n). What is not finite stays so, to be seen.
+        Shape (r, n). Values that are not finite stay so, so that an overflow can be seen.
     """
     peak = rows.abs().amax(dim=1, keepdim=True)  # keeps squares in range
     rows = rows / torch.where(peak == 0, 1, peak)

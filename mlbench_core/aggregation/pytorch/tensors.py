@@ -21,11 +21,11 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
 
     .. math:: q_i = \frac{(I - Q_{<i} Q_{<i}^\top)\, p_i}{\lVert (I - Q_{<i} Q_{<i}^\top)\, p_i \rVert}
 
-    A column that depends on those before it leaves nothing but rounding noise (and a zero column nothing at all).
-    Normalized, noise would point into the span of the other columns; such a column is replaced by a unit vector
+    If a column depends on those before it, only rounding noise remains (and nothing of a zero column). Normalized,
+    noise would point into the span of the other columns. Such a column is therefore replaced by a unit vector
     orthogonal to all before it: the remainder of the coordinate axis that is farthest from their span. The result is
-    orthonormal whatever the rank, spans at least what the columns spanned, and comes from no random generator:
-    workers with equal input get equal output. Columns beyond the number of rows have no such vector and become 0.
+    orthonormal for every rank, and its span contains that of the columns. It uses no random generator, so workers with
+    equal input get equal output. Columns beyond the number of rows have no such vector and become 0.
 
     Args:
         matrix: Shape (n, r), any floating dtype (half precision is computed in float32), changed in place.
@@ -68,7 +68,7 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
 
 
 def _next_basis_vector(basis: torch.Tensor, column: torch.Tensor, floor: float) -> torch.Tensor:
-    """The unit vector that ``column`` adds to an orthonormal ``basis``; any other one if it adds none."""
+    """Return the unit vector that ``column`` adds to an orthonormal ``basis``; any other one if it adds none."""
     noise = 10 * math.sqrt(len(column)) * torch.finfo(column.dtype).eps
     norm = torch.linalg.vector_norm(column)
     unit = column / torch.where(norm > 0, norm, torch.ones_like(norm))
@@ -101,10 +101,10 @@ def pack_tensors(
 
     Args:
         tensors: Tensors of one dtype on one device, of any shapes and memory formats; each is read in row-major order.
-        use_cuda: Whether the vector lies on the current GPU; otherwise it lies where the tensors do.
+        use_cuda: Put the vector on the current GPU; otherwise it stays on the device of the tensors.
 
     Returns:
-        ``(vec, indices, sizes)``: the vector; where each tensor starts in it, and at the end its length
+        ``(vec, indices, sizes)``: the vector; the start of each tensor in it, and at the end its length
         (``len(tensors) + 1`` numbers); the shapes.
 
     Raises:
@@ -131,11 +131,11 @@ def pack_tensors(
 
 
 def unpack_tensors(aggregated: torch.Tensor, indices: Sequence[int], sizes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """The tensors in a vector that :func:`pack_tensors` made, without a copy.
+    """Return the tensors in a vector that :func:`pack_tensors` made, without a copy.
 
     Args:
         aggregated: The vector, with one dimension.
-        indices: Where each tensor starts, and the vector's length (``len(sizes) + 1`` numbers).
+        indices: The start of each tensor, and the vector's length (``len(sizes) + 1`` numbers).
         sizes: Shape of each tensor.
 
     Returns:

@@ -1,4 +1,4 @@
-"""How long communication took, and how much of it training waited for, measured without waiting for it."""
+"""Time of communication, and the part of it that training waited for, measured without waiting for a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Interval:
     """One stretch of communication.
 
     Attributes:
-        size_bytes: Bytes that this worker sent in it; written by whoever sends.
+        size_bytes: Bytes that this worker sent in it; the sender sets it.
         within: The Tracker's step in which training waits for it; None for a communication step.
 
     Args:
@@ -36,7 +36,7 @@ class Interval:
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
-        """Count what runs inside as time that training waits for."""
+        """Count the time of the block as time that training waits for."""
         begin = self._now()
         yield
         self._marks.append((begin, self._now()))
@@ -58,13 +58,13 @@ class Interval:
         return self._stream is None or not self._marks or bool(self._marks[-1][1].query())
 
     def total_s(self) -> float:
-        """Seconds during which a message was under way; on a GPU from the first one's start to the last one's end."""
+        """Return the seconds with a message under way; on a GPU from the first one's start to the last one's end."""
         if self._stream is None:
-            return max(self._under_way_s, self.exposed_s())  # what nothing overlaps is only in the latter
+            return max(self._under_way_s, self.exposed_s())  # communication without overlap is only in the latter
         return self._between(self._marks[0][0], self._marks[-1][1]) if self._marks else 0.0
 
     def exposed_s(self) -> float:
-        """Seconds of it in which nothing else was done."""
+        """Return the seconds that training waited for it (exposed communication)."""
         return sum(self._between(begin, end) for begin, end in self._marks)
 
     def _now(self) -> Any:
@@ -79,10 +79,10 @@ class Interval:
 
 
 class CommunicationClock:
-    """Times communication on the host or with CUDA events.
+    """A clock for communication, on the host or with CUDA events.
 
-    A GPU's intervals are handed out once the device has passed them, usually a step later, so that reading them waits
-    for nothing. Where the reader falls behind, at most ``limit`` intervals are kept.
+    A GPU's intervals are handed out once the device has passed them, usually a step later, so that reading them never
+    waits. If the reader falls behind, only the last ``limit`` intervals are kept.
 
     Args:
         limit: Number of intervals kept.
@@ -107,7 +107,7 @@ class CommunicationClock:
         self.add(interval)
 
     def add(self, interval: Interval) -> None:
-        """Take an interval to be handed out."""
+        """Add an interval to those that :meth:`intervals` yields."""
         self._intervals.append(interval)
 
     def intervals(self) -> Iterator[Interval]:
@@ -116,12 +116,12 @@ class CommunicationClock:
             yield self._intervals.popleft()
 
     def report(self, tracker: Any | None) -> None:
-        """Tell a tracker of the intervals that are over, each once.
+        """Report the intervals that are over to a tracker, each once.
 
         Args:
-            tracker: Whose ``record_communication(total_s, exposed_s, size_bytes)`` is called, and
-                ``book_as_communication(step, seconds)`` where training waited within another step; what has no such
-                methods is told nothing.
+            tracker: Its ``record_communication(total_s, exposed_s, size_bytes)`` is called. If training waited within
+                another step, its ``book_as_communication(step, seconds)`` is called too. Methods that it does not have
+                are skipped.
         """
         record = getattr(tracker, "record_communication", None)
         book = getattr(tracker, "book_as_communication", None)
@@ -132,7 +132,7 @@ class CommunicationClock:
                 book(interval.within, interval.exposed_s())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the intervals out: events belong to this process."""
+        """Return the state without the intervals, because events belong to this process."""
         return {"limit": self._intervals.maxlen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

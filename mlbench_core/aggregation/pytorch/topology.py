@@ -25,7 +25,7 @@ class Topology:
     the degrees of neighbors.
 
     Attributes:
-        name: What the graph is called.
+        name: Name of the graph.
         world_size: Number of workers n.
         edges: The edges ``(i, j)`` with i < j, ascending.
 
@@ -66,7 +66,7 @@ class Topology:
         return reached
 
     def neighbours(self, rank: int) -> tuple[int, ...]:
-        """Ranks that share an edge with ``rank``, ascending.
+        """Return the ranks that share an edge with ``rank``, ascending.
 
         Raises:
             ValueError: ``rank`` lies outside the graph.
@@ -77,7 +77,7 @@ class Topology:
 
     @property
     def mixing_matrix(self) -> torch.Tensor:
-        """The weights W: shape (n, n), float64, symmetric, rows and columns sum to 1."""
+        """Return the weights W: shape (n, n), float64, symmetric, rows and columns sum to 1."""
         weights = torch.zeros(self.world_size, self.world_size, dtype=torch.float64)
         for i, j in self.edges:
             weights[i, j] = weights[j, i] = 1 / (1 + max(len(self._neighbours[i]), len(self._neighbours[j])))
@@ -85,7 +85,7 @@ class Topology:
 
     @property
     def spectral_gap(self) -> float:
-        r"""How fast mixing reaches agreement: :math:`1 - \max(|\lambda_2|, |\lambda_n|)` of W, in (0, 1].
+        r"""Return the rate of agreement by mixing: :math:`1 - \max(|\lambda_2|, |\lambda_n|)` of W, in (0, 1].
 
         A round of mixing shrinks the distance to the average by at least the factor ``1 - spectral_gap``. It is 1 for
         the complete graph (one round suffices) and of order :math:`1/n^2` for a ring.
@@ -97,7 +97,7 @@ class Topology:
 
 
 def ring(world_size: int) -> Topology:
-    """Every worker talks to the one before and the one after it.
+    """Connect every worker with the one before and the one after it.
 
     Example:
         >>> ring(5).neighbours(0)
@@ -107,7 +107,7 @@ def ring(world_size: int) -> Topology:
 
 
 def torus(world_size: int, rows: int | None = None) -> Topology:
-    """A grid whose opposite borders are joined: every worker has up to four neighbors.
+    """Arrange workers in a grid whose opposite borders are joined: every worker has up to four neighbors.
 
     Args:
         world_size: Number of workers; rank ``r`` lies in row ``r // columns`` and column ``r % columns``.
@@ -135,9 +135,9 @@ def torus(world_size: int, rows: int | None = None) -> Topology:
 
 
 def exponential(world_size: int) -> Topology:
-    """Every worker talks to those 1, 2, 4, 8, ... places before and after it.
+    """Connect every worker with those 1, 2, 4, 8, ... places before and after it.
 
-    About ``2 log2(n)`` neighbors each, and a spectral gap of order ``1 / log(n)``.
+    Each worker has about ``2 log2(n)`` neighbors. The spectral gap is of order ``1 / log(n)``.
 
     Example:
         >>> exponential(8).neighbours(0)
@@ -152,7 +152,7 @@ def exponential(world_size: int) -> Topology:
 
 
 def complete(world_size: int) -> Topology:
-    """Every worker talks to every other; one round of mixing is the exact average.
+    """Connect every worker with every other; one round of mixing is the exact average.
 
     Example:
         >>> round(complete(4).spectral_gap, 12)
@@ -162,7 +162,7 @@ def complete(world_size: int) -> Topology:
 
 
 def from_edges(world_size: int, edges: Iterable[tuple[int, int]]) -> Topology:
-    """A graph of your own.
+    """Build a graph from its edges.
 
     Args:
         world_size: Number of workers.

@@ -1,9 +1,9 @@
 r"""Learning rate schedules.
 
-Every schedule is a ``torch.optim.lr_scheduler``: call ``step()`` after each update (or each epoch, whatever its unit
-:math:`t` is meant to be), read ``get_last_lr()``, save ``state_dict()``. All but the plateau one are pure functions of
-the number of steps :math:`t` (``last_epoch``), so a resumed schedule continues bit by bit. With ``verbose=True`` a
-schedule logs each change of a rate at the level INFO.
+Every schedule is a ``torch.optim.lr_scheduler``. Call ``step()`` after each update, or after each epoch if :math:`t`
+counts epochs. Read the rates with ``get_last_lr()`` and save ``state_dict()``. All schedules but the plateau one are
+pure functions of the number of steps :math:`t` (``last_epoch``), so a resumed schedule continues bit by bit. With
+``verbose=True`` a schedule logs each change of a rate at the level INFO.
 
 Two kinds of rates appear. A schedule whose arguments name rates (``init_lr``, ``scaled_lr``, ``base_lr``, ``gamma``)
 sets that rate in *every* parameter group, whatever ``lr`` the optimizer was made with. A schedule whose formula has
@@ -104,7 +104,7 @@ class _RelativeLR(_Schedule):
 
 
 def _linear(start: float, end: float, t: float, duration: float) -> float:
-    """The line from ``start`` at 0 to exactly ``end`` at ``duration`` and after."""
+    """Interpolate from ``start`` at 0 to exactly ``end`` at ``duration`` and after."""
     if t >= duration:
         return end
     progress = t / duration
@@ -252,8 +252,8 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
     .. math:: \eta_i = \eta_0 + \frac{i}{w} (\eta_s - \eta_0), \quad i = 0, \dots, w
 
     with :math:`\eta_0` = ``warmup_init_lr``, :math:`\eta_s` = ``scaled_lr`` and :math:`w` = ``warmup_epochs`` (times
-    ``batches_per_epoch``); ``warmup_epochs`` need not be whole. Each :meth:`batch_step`, or each :meth:`step` of a
-    warm-up by epochs, is one :math:`i`. Metrics given to :meth:`step` before the warm-up is over are passed over; from
+    ``batches_per_epoch``); ``warmup_epochs`` may be a fraction. Each :meth:`batch_step`, or each :meth:`step` of a
+    warm-up by epochs, is one :math:`i`. Metrics given to :meth:`step` before the end of the warm-up are ignored. From
     then on :class:`torch.optim.lr_scheduler.ReduceLROnPlateau` decides.
 
     For ``ReduceLROnPlateauWithWarmup(optimizer, 0.02, 0.08, warmup_epochs=2, factor=0.5, patience=1)`` and a loss that
@@ -319,7 +319,7 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
         return self.warmup_step < self.warmup_duration
 
     def batch_step(self) -> None:
-        """Go one batch further in the warm-up; call it after each batch, it does nothing when the warm-up is over.
+        """Advance the warm-up by one batch; do nothing after its end. Call it after each batch.
 
         Raises:
             ValueError: ``batches_per_epoch`` was not given, so that the warm-up goes by epochs.
@@ -335,10 +335,10 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
         """End an epoch.
 
         Args:
-            metrics: What shall improve, for example the validation loss.
+            metrics: Value that should improve, for example the validation loss.
             epoch: Number of the epoch; one more than the last if left out.
         """
-        # torch warns of its own argument; setting the count has the same effect.
+        # torch's own argument raises a deprecation warning; setting the count has the same effect.
         if epoch is not None:
             self.last_epoch = epoch - 1
         if not self.is_warming_up:
@@ -424,7 +424,7 @@ class TimeDecayLR(_RelativeLR):
 
     .. math:: \eta_t = \frac{\eta}{t + \beta}
 
-    with each group's initial rate :math:`\eta`. Where :math:`t + \beta = 0`, that is at the start with
+    with each group's initial rate :math:`\eta`. If :math:`t + \beta = 0`, that is at the start with
     :math:`\beta = 0`, the rate is :math:`\eta`. For :math:`\eta = 6, \beta = 1`:
 
     ==  =  =  =  ===
@@ -515,7 +515,7 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
         iterations: Number of iterations of the whole training.
         warmup_steps: End of the warm-up. A warm-up longer than ``remain_steps`` is cut there, with a logged warning.
         remain_steps: Iteration of the first decay.
-        decay_interval: Iterations between decays; left out, what remains after ``remain_steps`` divided by
+        decay_interval: Iterations between decays. The default is the rest after ``remain_steps`` divided by
             ``decay_steps``, at least 1.
         decay_steps: Largest number of decays.
         decay_factor: The factor of one decay.
@@ -583,7 +583,7 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
 
 
 def _in_iterations(value: int | float, iterations: int) -> int:
-    """A count of iterations, or a share of all of them, as a count."""
+    """Convert a count of iterations, or a share of all of them, to a count."""
     if isinstance(value, numbers.Integral):  # numpy's integers too
         return int(value)
     return int(value * iterations + 1e-9)  # 0.29 * 100 is 28.999999999999996

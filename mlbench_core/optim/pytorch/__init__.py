@@ -59,11 +59,11 @@ optimizers: dict[str, type[Optimizer]] = {
     "sign_sgd": SignSGD,
     "sparsified_sgd": SparsifiedSGD,
 }
-"""The optimizers that have a name."""
+"""The optimizers that :func:`get_optimizer` knows, by name."""
 
 
 class UnknownOptimizerError(ValueError, KeyError):
-    """The name of an optimizer is unknown. It is also a KeyError, as in version 3.0."""
+    """An unknown name of an optimizer. It is also a KeyError, as in version 3.0."""
 
     def __str__(self) -> str:
         return ValueError.__str__(self)  # KeyError's would put the message in quotes

@@ -37,9 +37,9 @@ __all__ = [
 class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
     r"""A given torch optimizer with averaged gradients, clipped by norm, divided by a denominator of choice.
 
-    With gradients :math:`g_i` of sums (not means) of losses and ``denom`` the number of samples or tokens :math:`n` of
-    all workers, ``average_custom=True`` steps along :math:`\frac{1}{n} \sum_i g_i`, which is right for workers
-    with different amounts of data.
+    The losses are sums (not means), with gradients :math:`g_i`, and ``denom`` is the number of samples or tokens
+    :math:`n` of all workers. Then ``average_custom=True`` steps along :math:`\frac{1}{n} \sum_i g_i`, which is right
+    for workers with different amounts of data.
 
     Args:
         model: The model.
@@ -134,12 +134,12 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         Args:
             closure: As in the base class.
             tracker: As in the base class.
-            denom: With ``average_custom``, what sums over workers are divided by: a positive number or a tensor with
-                one element, the same on every worker. Otherwise it is not used.
+            denom: With ``average_custom``, the divisor of sums over workers: a positive number or a tensor with one
+                element, the same on every worker. Otherwise it is not used.
 
         Returns:
-            Without a closure, whether the step was taken: False if a :class:`torch.amp.GradScaler` found an overflow on
-            any worker. With a closure, what it returned, as for every torch optimizer.
+            Without a closure, True if the step was taken, and False if a :class:`torch.amp.GradScaler` found an
+            overflow on any worker. With a closure, its result, as for every torch optimizer.
 
         Raises:
             ValueError: ``average_custom`` without a positive ``denom``.
@@ -324,7 +324,7 @@ class CentralizedAdam(GenericCentralizedOptimizer):
 
 
 def _with_fused_kernel(fused: bool | None, overlap: Overlap, model: nn.Module | None) -> bool | None:
-    """What to tell torch about its fused kernels, where the user did not say."""
+    """Return torch's argument ``fused``: the user's choice, or one that fits the overlap and the parameters."""
     if fused is False or not isinstance(model, nn.Module) or not (fused or overlap):
         return fused
     with_gaps = [name for name, parameter in model.named_parameters() if not is_dense(parameter)]

@@ -28,14 +28,14 @@ Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tupl
 
 
 class CompressedOptimizer(Optimizer):
-    """Base of optimizers whose workers exchange something made of their gradients by a lossy aggregation.
+    """Base of optimizers whose workers exchange directions or steps by a lossy aggregation.
 
-    Each worker makes a tensor of each of its gradients (:meth:`_local`), the aggregation replaces it by what the
-    workers agree on, and that times :meth:`_rate` is subtracted from the parameter. The workers start from equal
+    Each worker makes a tensor from each of its gradients (:meth:`_local`). The aggregation replaces it by the workers'
+    common result, which is multiplied by :meth:`_rate` and subtracted from the parameter. The workers start from equal
     parameters and keep them equal.
 
-    What the aggregation remembers of a parameter goes by its name: the one it was given with (``named_parameters()``),
-    else ``"group{i}.{j}"``.
+    The aggregation remembers values of a parameter under its name: the given one (``named_parameters()``), else
+    ``"group{i}.{j}"``.
 
     Attributes:
         aggregation: The aggregation; it counts the bytes.
@@ -77,12 +77,12 @@ class CompressedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None, tracker: Any | None = None) -> Any:  # type: ignore[override]
-        """Exchange what the gradients give and take one step.
+        """Exchange directions or steps and take one step.
 
         Args:
             closure: Clears the gradients, computes the loss and its gradients, and returns the loss.
-            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that is told when the communication and
-                when the update was done, and what the communication cost.
+            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that records the end of the
+                communication and of the update, and the cost of the communication.
 
         Returns:
             The closure's result, this worker's loss; None without a closure.
@@ -105,19 +105,19 @@ class CompressedOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside accumulate gradients without communication.
+        """Let backward passes in the block accumulate gradients without communication.
 
-        Only :meth:`step` sends anything, so this changes nothing; it is here for scripts that accumulate gradients with
+        Only :meth:`step` sends messages, so this changes nothing. It exists for scripts that accumulate gradients with
         any optimizer. :meth:`step` compresses and sends the accumulated gradients.
         """
         yield
 
     def _before_step(self) -> None:
-        """Look at the parameters before a step that is not skipped; a subclass may want to."""
+        """Do nothing; a subclass may read the parameters here, before a step that is not skipped."""
 
     @abstractmethod
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Make what this worker hands to the aggregation, a new tensor, of a parameter with a gradient."""
+        """Make the new tensor that this worker hands to the aggregation for a parameter with a gradient."""
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         r"""Return the direction of :class:`torch.optim.SGD`, whose step is the learning rate times it; a new tensor.
@@ -144,7 +144,7 @@ class CompressedOptimizer(Optimizer):
         return g.add_(b, alpha=group["momentum"]) if group["nesterov"] else b.clone()
 
     def _rate(self, group: dict[str, Any]) -> float:
-        """What the aggregated tensors are multiplied with; 1 where they are steps already."""
+        """Return the factor of the aggregated tensors; 1 if they are steps already."""
         return 1.0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -157,7 +157,7 @@ class CompressedOptimizer(Optimizer):
             raise ValueError(f"several parameters are called {', '.join(repeated)}: give every parameter its own name")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's format, and what the aggregation remembers under ``"aggregation"``.
+        """Return the state in torch's format, and that of the aggregation under ``"aggregation"``.
 
         As in torch, its tensors are the optimizer's own: they change with the next step.
         """
@@ -169,12 +169,12 @@ class CompressedOptimizer(Optimizer):
         """Restore the result of :meth:`state_dict`.
 
         Args:
-            state_dict: Of an optimizer with the same groups. As in torch, parameters get the names of the state if it
-                has names.
+            state_dict: The state of an optimizer with the same groups. As in torch, parameters get the names of the
+                state if it has names.
 
         Raises:
-            ValueError: It does not fit the groups or the aggregation, or remembers parameters that are not there, as
-                where parameters had no names when it was saved and have names now.
+            ValueError: It does not fit the groups or the aggregation, or has entries of parameters that do not exist.
+                So it is if parameters had no names when it was saved and have names now.
         """
         remembered = state_dict.get("aggregation", {})
         groups = zip(self.param_groups, state_dict["param_groups"], strict=False)  # torch refuses other groups
@@ -196,7 +196,7 @@ class CompressedOptimizer(Optimizer):
         return shared
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but hooks and the ``step`` that a scheduler patched, which belong to this very object."""
+        """Return all attributes but hooks and a ``step`` that a scheduler patched, which belong to this object."""
         return state_without_hooks(self)
 
     def _named_parameters(self) -> Iterable[tuple[str, tuple[Tensor, dict[str, Any]]]]:
@@ -206,7 +206,7 @@ class CompressedOptimizer(Optimizer):
                 yield name, (parameter, group)
 
     def _stand_in(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Make what the aggregation sees instead of a parameter: its ``grad`` is what this worker sends."""
+        """Make a tensor that stands for a parameter in the aggregation; its ``grad`` holds the values to send."""
         stand_in = parameter.detach().requires_grad_(parameter.requires_grad)
         if parameter.grad is not None and parameter.requires_grad:
             stand_in.grad = self._local(parameter, group)

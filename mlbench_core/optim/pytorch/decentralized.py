@@ -21,7 +21,7 @@ __all__ = ["ChocoSGD", "DecentralizedSGD"]
 
 
 class GossipOptimizer(GenericCentralizedOptimizer):
-    """What optimizers have whose workers are near one another, but not equal."""
+    """Base of the optimizers whose workers have similar, but not equal weights."""
 
     def consensus_distance(self) -> float:
         """Measure how far the workers are apart; every worker must call it.
@@ -42,8 +42,8 @@ class DecentralizedSGD(GossipOptimizer):
 
     .. math:: x_i \leftarrow \sum_j W_{ij} (x_j - \eta g_j).
 
-    The average over workers takes the step of one worker with the average gradient; each worker stays within a
-    distance of it of order :math:`\eta / (1 - |\lambda_2(W)|)`. Momentum is every worker's own. See
+    The average over workers takes the step of one worker with the average gradient. The distance of each worker to this
+    average is of order :math:`\eta / (1 - |\lambda_2(W)|)`. Each worker has its own momentum. See
     :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation` for the weights and the bytes.
 
     Args:
@@ -122,7 +122,7 @@ class ChocoSGD(GossipOptimizer):
         \hat x_j &\leftarrow \hat x_j + q_j \\
         x_i &\leftarrow x_i + \gamma \sum_j W_{ij} (\hat x_j - \hat x_i).
 
-    Momentum is every worker's own. See :class:`~mlbench_core.aggregation.pytorch.choco.ChocoAggregation` for the
+    Each worker has its own momentum. See :class:`~mlbench_core.aggregation.pytorch.choco.ChocoAggregation` for the
     compressions and the bytes.
 
     Args:

@@ -44,7 +44,7 @@ class FP16Optimizer(OptimizerWrapper):
     * :math:`d = k`, or the ``denom`` of :meth:`step` with ``average_custom``,
     * :math:`m` is the ``multiplier`` of :meth:`step`.
 
-    Divide by something large in two parts: by a ``denom`` that keeps sums over workers in the range of float16, and
+    Divide by a large number in two parts: by a ``denom`` that keeps sums over workers in the range of float16, and
     by the ``multiplier`` in float32. With :math:`u` batches accumulated before an update:
 
     * mean over :math:`k u` batches whose loss is a mean (task 4a): ``step(denom=k * u)``;
@@ -56,8 +56,8 @@ class FP16Optimizer(OptimizerWrapper):
     scaled: their scale is always 1.
 
     Parameters that are float32 in an otherwise half-precision model (normalization layers) are trained too. A
-    parameter without a gradient on all workers counts as one with zeros, since it is a part of the one master tensor:
-    an optimizer with momentum or weight decay may still move it. Frozen parameters stay out of it.
+    parameter without a gradient on all workers gets zeros, since it is a part of the one master tensor. An optimizer
+    with momentum or weight decay may still move it. The master tensor does not contain frozen parameters.
 
     Attributes:
         fp16_model: As given.
@@ -78,7 +78,7 @@ class FP16Optimizer(OptimizerWrapper):
         by_layer: One message per parameter instead of one for the whole model.
         grad_clip: Largest norm of g; larger gradients are scaled down to it. Infinite: no clipping.
         init_scale: First loss scale.
-        scale_factor: What the loss scale is divided and multiplied by.
+        scale_factor: Factor by which the loss scale shrinks and grows.
         scale_window: Number of updates running without an overflow after which the scale grows.
         max_scale: Largest loss scale; None for no limit.
         min_scale: Loss scale at which training ends with an error.
@@ -197,9 +197,9 @@ class FP16Optimizer(OptimizerWrapper):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let calls of :meth:`backward_loss` inside accumulate gradients without communication.
+        """Let calls of :meth:`backward_loss` in the block accumulate gradients without communication.
 
-        Only :meth:`step` sends anything, so this changes nothing; it is here for scripts that accumulate gradients with
+        Only :meth:`step` sends messages, so this changes nothing. It exists for scripts that accumulate gradients with
         any optimizer. Gradients are summed in the model's half precision: use few or small ones, and divide by their
         number through ``denom`` or ``multiplier``.
         """
@@ -218,19 +218,19 @@ class FP16Optimizer(OptimizerWrapper):
         Args:
             closure: Clears the gradients, computes the loss and calls :meth:`backward_loss`. It is called once, before
                 anything else.
-            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that is told when the aggregation and
-                when the update was done (not if it was skipped), and what the communication cost.
-            multiplier: What gradients are divided by in float32, beside the loss scale: a positive number or a tensor
+            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that records the end of the aggregation
+                and of the update (unless it was skipped), and the cost of the communication.
+            multiplier: Divisor of gradients in float32, in addition to the loss scale: a positive number or a tensor
                 with one element, the same on every worker.
-            denom: With ``average_custom``, what sums over workers are divided by in half precision: as ``multiplier``.
+            denom: With ``average_custom``, the divisor of sums over workers in half precision: as ``multiplier``.
                 Otherwise it is not used.
 
         Returns:
-            Whether the weights were updated, the same on every worker.
+            True if the weights were updated, the same on every worker.
 
         Raises:
             FloatingPointError: The loss scale fell to ``min_scale``.
-            RuntimeError: There is no optimizer inside yet.
+            RuntimeError: No optimizer is set yet.
             ValueError: ``multiplier`` or, with ``average_custom``, ``denom`` is not positive.
         """
         if self.optimizer is None:
@@ -241,7 +241,7 @@ class FP16Optimizer(OptimizerWrapper):
         if tracker is not None:
             tracker.record_batch_agg()
         norm = self._unscaled_norm(divisor)
-        overflow = self._any_overflow(norm)
+        overflow = self._any_overflow(norm)  # all workers must skip the same updates, or their weights would differ
         self._clock.report(tracker)
         if not overflow:
             if self.grad_clip < math.inf:
@@ -268,7 +268,7 @@ class FP16Optimizer(OptimizerWrapper):
 
     @torch.no_grad()
     def reset_master_weights(self) -> None:
-        """Take the model's weights as master weights, after they were changed by hand (loaded, for example)."""
+        """Copy the model's weights into the master weights, for example after a script has loaded them."""
         torch._foreach_copy_(self._parts(self.fp32_params), list(self._weights.values()))
 
     def extra_state(self) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class FP16Optimizer(OptimizerWrapper):
         self._round_into_model()
 
     def _aggregate(self, denom: Denominator | None) -> None:
-        """Aggregate the gradients of the model, in its own dtypes, and of what is optimized beside it."""
+        """Aggregate the gradients of the model, in its own dtypes, and those of the extra parameters."""
         with self._clock.measure(self.fp32_params.device) as interval:
             self.agg({**self._weights, **self._beside()}, self.agg_mode, denom)
             interval.size_bytes = self.aggregation.last_bytes
@@ -301,7 +301,7 @@ class FP16Optimizer(OptimizerWrapper):
         if isinstance(multiplier, Tensor):
             if multiplier.numel() != 1:
                 raise ValueError(f"multiplier must have one element, not shape {tuple(multiplier.shape)}")
-            if multiplier.device.type != "cpu":  # looking at it would wait for the device
+            if multiplier.device.type != "cpu":  # reading the value would wait for the device
                 return multiplier.detach().reshape(()).to(self.fp32_params.device) * self.loss_scaler.loss_scale
             multiplier = multiplier.item()
         if not (math.isfinite(multiplier) and multiplier > 0):
@@ -328,7 +328,7 @@ class FP16Optimizer(OptimizerWrapper):
         return nn.utils.get_total_norm(gradients)
 
     def _any_overflow(self, norm: Tensor) -> bool:
-        """Return whether the norm is infinite or no number on any worker; all of them get the same answer."""
+        """Return whether the norm is infinite or nan on any worker; all workers get the same answer."""
         overflowed = norm.isfinite().logical_not().float()
         before = self.aggregation.bytes_sent
         with self._clock.measure(self.fp32_params.device) as interval:
@@ -346,7 +346,7 @@ class FP16Optimizer(OptimizerWrapper):
         return [part.view(weight.shape) for part, weight in zip(parts, self._weights.values(), strict=True)]
 
     def _beside(self) -> dict[str, Tensor]:
-        """Parameters that the wrapped optimizer updates beside the master weights, by name."""
+        """Return the extra parameters, which the wrapped optimizer updates outside the master weights, by name."""
         return parameters_beside(self.param_groups, [self.fp32_params])
 
 
@@ -378,6 +378,6 @@ def _flat_master(weights: Iterable[Tensor]) -> nn.Parameter:
 
 
 def _needs_scaling(weights: Iterable[Tensor]) -> bool:
-    """Return whether gradients are scaled: not where all half-precision ones are bfloat16, which has the range of float32."""
+    """Return whether gradients need a scale; bfloat16 does not, because it has the range of float32."""
     dtypes = {weight.dtype for weight in weights}
     return torch.bfloat16 not in dtypes or torch.float16 in dtypes

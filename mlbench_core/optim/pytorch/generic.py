@@ -51,18 +51,18 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
 
     .. math:: x \leftarrow U\Bigl(x, \frac{1}{k} \sum_{i=1}^{k} g_i\Bigr).
 
-    If every worker's loss is the mean over its share of a batch and the shares are equal, that is the step of one
+    If every worker's loss is the mean over its share of a batch and the shares are equal, this equals the step of one
     worker on the whole batch. With ``agg_grad=False`` each takes its own step and the weights are averaged afterwards:
 
     .. math:: x \leftarrow \frac{1}{k} \sum_{i=1}^{k} U(x, g_i).
 
-    Workers must start from equal weights (seed them alike). Floating-point buffers, such as BatchNorm's running
-    statistics, are averaged together with weights and stay each worker's own where gradients are averaged.
+    Workers must start from equal weights (use the same seed). Floating-point buffers, such as BatchNorm's running
+    statistics, are averaged together with weights. If gradients are averaged, each worker keeps its own buffers.
 
     Attributes:
         model: As given.
         world_size: Number of workers.
-        optimizer: The torch optimizer inside. Setting it swaps it.
+        optimizer: The wrapped torch optimizer. Setting it swaps it.
         aggregation: The aggregation; it counts the bytes.
         agg: The function ``(model, op, denom)`` that :meth:`step` calls.
         agg_mode: The operation it is called with.
@@ -74,18 +74,18 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         by_layer: One message per parameter instead of one for the whole model.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.
         agg_grad: Average gradients before the step; False averages weights after it.
-        optimizer: A torch optimizer, or a function that makes one of an iterable of parameters. Where it is left out,
-            set the attribute before the first step.
+        optimizer: A torch optimizer, or a function that makes one of an iterable of parameters. If it is left out, set
+            the attribute before the first step.
         aggregation: How to aggregate, instead of a plain all-reduce. It then decides on ``use_cuda`` and
             ``divide_before``.
         overlap: Average gradients while the backward pass still computes others, in buckets: ``backward()`` returns
             when all are averages. With ``"step"`` it returns at once, and :meth:`step` updates each bucket's parameters
-            while others are still on their way; gradients must then not be looked at before the step, unless
-            :meth:`synchronize` is called first, and the wrapped optimizer must update each parameter by itself, as
+            while others are still on their way. Gradients must then not be read before the step, unless
+            :meth:`synchronize` is called first. The wrapped optimizer must update each parameter by itself, as
             torch's do. See :class:`~mlbench_core.aggregation.pytorch.overlap.OverlappedReduction`.
         comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
-        shared_memory: Sum through memory that the workers share instead of the backend's all-reduce, where all run on
-            one machine and train on its processors; see
+        shared_memory: Sum through memory that the workers share instead of the backend's all-reduce. All workers must
+            run on one machine and train on its processors; see
             :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
         bucket_size_bytes: With ``overlap``, a message is sent when it holds this number of bytes.
         process_group: The workers that train together, from ``torch.distributed.new_group``; None for all. Ranks and
@@ -162,8 +162,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         Args:
             closure: Clears the gradients, computes the loss and its gradients, and returns the loss. It is called
                 before the gradients are aggregated.
-            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that is told when the aggregation and
-                when the update was done, and what the communication cost.
+            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker` (or None) that records the end of the aggregation
+                and of the update, and the cost of the communication.
 
         Returns:
             The closure's result, this worker's loss; None without a closure.
@@ -180,15 +180,15 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             )
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what the aggregation remembers, if anything, under the key ``"aggregation"``."""
+        """Return the state of the aggregation under the key ``"aggregation"``, if it has any."""
         remembered = self.aggregation.state_dict()
         return {"aggregation": remembered} if remembered else {}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
-        """Restore what the aggregation remembered.
+        """Restore the state of the aggregation.
 
         Raises:
-            ValueError: It is the state of another aggregation, or remembers parameters that are not there.
+            ValueError: It is the state of another aggregation, or has entries of parameters that do not exist.
         """
         remembered = extra.get("aggregation", {})
         parameters = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
@@ -197,10 +197,10 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside accumulate gradients without communication.
+        """Let backward passes in the block accumulate gradients without communication.
 
-        Only ``overlap=True`` sends anything during a backward pass; the next pass outside sends the sum. Otherwise this
-        changes nothing: :meth:`step` sends what was accumulated.
+        Only ``overlap=True`` sends messages during a backward pass; the next pass after the block sends the sum.
+        Otherwise this changes nothing: :meth:`step` sends the accumulated gradients.
 
         Example:
             >>> model = nn.Linear(2, 1)
@@ -214,10 +214,10 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             yield
 
     def synchronize(self) -> None:
-        """Ensure that gradients are averages before the step; only ``overlap`` has anything to do for that.
+        """Ensure that gradients are averages before the step; without ``overlap`` do nothing.
 
-        It waits for gradients that are on their way, and sends those that no backward pass has sent: every worker must
-        call it.
+        It waits for gradients that are on their way, and sends those that no backward pass has sent. So every worker
+        must call it.
         """
         if self._reduction is not None:
             self._reduction.average()
@@ -230,7 +230,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         """
         if self._reduction is not None:
             self._reduction.synchronize()
-            self._reduction.forget()  # what is set by hand from here on was not reduced
+            self._reduction.forget()  # gradients that a script sets by hand from here on were not reduced
         super().zero_grad(set_to_none)
 
     def _step(
@@ -240,11 +240,12 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         denom: Denominator | None = None,
         grad_clip: float = math.inf,
     ) -> Any:
-        """Take one step; ``denom`` goes to the aggregation, gradients are clipped right before they are used."""
+        """Take one step; ``denom`` goes to the aggregation, and gradients are clipped right before the update."""
         looked_too_early = False
         if self._reduction is not None and hasattr(self, "found_inf"):
             looked_too_early = not self._reduction.is_reduced
-            self._reduction.average()  # before another message: the others' backward passes have sent theirs
+            # The other workers' backward passes have sent their gradients, so these must go before any other message.
+            self._reduction.average()
         self._was_skipped = must_skip(self, self.aggregation, looked_too_early)
         if self._was_skipped:
             if self._reduction is not None:
@@ -269,9 +270,9 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     def _step_as_averages_arrive(
         self, reduction: OverlappedReduction, tracker: Any | None, denom: Denominator | None
     ) -> None:
-        """Update the parameters of each bucket when its averages are there, then those beside the model.
+        """Update the parameters of each bucket when its averages are there, then the extra parameters.
 
-        A fused optimizer inside divides sums on the way, where dividing first would cost a pass over the memory.
+        A fused optimizer divides sums in its own kernel: a division before it would cost a pass over the memory.
         """
         divisor = check_denominator(denom) if self.agg_mode == AVG_CUSTOM else self.world_size
         for parameters, are_sums in reduction.arrivals(as_sums=divides_gradients(self._inner)):
@@ -294,8 +295,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     def _take_step(self) -> None:
         """Let the wrapped optimizer take a step.
 
-        Torch's fused SGD wants momentum of all parameters or of none; those that get their first gradient later than
-        others, such as layers that were frozen, take their first step apart.
+        Torch's fused SGD needs momentum buffers of all parameters or of none. Parameters that get their first gradient
+        later than others, such as layers that were frozen, take their first step in a separate call.
         """
         lay_out_like_parameters(self._inner)
         newcomers = without_momentum(self._inner)
@@ -323,7 +324,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     ) -> Any:
         """Take a step of an optimizer, such as LBFGS, that evaluates the loss as often as it needs.
 
-        Where gradients are averaged it sees the average of the losses too, so that all workers decide alike.
+        If gradients are averaged, the optimizer gets the average of the losses too, so that all workers decide alike.
         """
         losses: list[Any] = []
 
@@ -345,7 +346,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         return losses[0] if losses else None
 
     def _aggregate(self, tracker: Any | None, denom: Denominator | None) -> None:
-        """Aggregate the model, and what the optimizer updates beside it, and report the cost."""
+        """Aggregate the model and the extra parameters of the optimizer, and report the cost."""
         beside = self._beside()
         if self._reduction is not None:
             self._finish_reduction(self._reduction, denom)
@@ -360,18 +361,18 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         self._clock.report(tracker)
 
     def _exchange(self, parts: Sequence[nn.Module | dict[str, Tensor]], denom: Denominator | None) -> None:
-        """Aggregate a model, or parameters by name, and take the time."""
+        """Aggregate a model, or parameters by name, and measure the time."""
         with self._clock.measure(next(self.model.parameters()).device) as interval:
             for part in parts:
                 self.agg(part, self.agg_mode, denom)
                 interval.size_bytes += self.aggregation.last_bytes
 
     def _beside(self) -> dict[str, Tensor]:
-        """Parameters that the wrapped optimizer updates beside the model's, by name."""
+        """Return the extra parameters, which the wrapped optimizer updates but the model does not have, by name."""
         return parameters_beside(self.param_groups, self.model.parameters())
 
     def _finish_reduction(self, reduction: OverlappedReduction, denom: Denominator | None) -> None:
-        """Take the averages that the backward pass has made, scaled where a denominator is asked for."""
+        """Wait for the averages of the backward pass, and scale them if the operation takes a denominator."""
         scale = self._scale(denom)
         reduction.complete()
         if scale is not None:
@@ -379,7 +380,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             torch._foreach_mul_(gradients, scale)
 
     def _scale(self, denom: Denominator | None) -> Denominator | None:
-        """k/d, which makes an average over k workers a sum divided by d; None where the average is asked for."""
+        """Return k/d, which turns an average over k workers into a sum divided by d; None to keep the average."""
         return self.world_size / check_denominator(denom) if self.agg_mode == AVG_CUSTOM else None
 
     def _clip(self, max_norm: float) -> None:
@@ -398,14 +399,14 @@ def _check_model(model: nn.Module | None) -> nn.Module:
 
 
 def _make_optimizer(optimizer: OptimizerOrFactory, model: nn.Module) -> Optimizer:
-    """Return the optimizer as given, or what the function given makes of the model's parameters."""
+    """Return the optimizer as given, or the one that the given function makes of the model's parameters."""
     if isinstance(optimizer, Optimizer) or not callable(optimizer):
         return optimizer
     return optimizer(model.parameters())
 
 
 def _check_shared_memory(shared_memory: bool, model: nn.Module) -> bool:
-    """Return whether memory is to be shared, once the model lies in the host's."""
+    """Return ``shared_memory`` if the model is in the host's memory."""
     others = {str(parameter.device) for parameter in model.parameters() if parameter.device.type != "cpu"}
     if shared_memory and others:
         raise ValueError(
@@ -421,7 +422,7 @@ def _check_aggregation(
     shared_memory: bool,
     process_group: Any,
 ) -> Aggregation:
-    """Return the aggregation once it fits the number of workers and what was said of how gradients travel."""
+    """Return the aggregation if it fits the number of workers and the other arguments on communication."""
     if not isinstance(aggregation, Aggregation):
         raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
     if world_size is not None and world_size != aggregation.world_size:
@@ -452,7 +453,7 @@ def _overlapped(
     bucket_size_bytes: int,
     overlap: Overlap,
 ) -> OverlappedReduction | None:
-    """The reduction during the backward pass; None for one worker, who has nothing to send."""
+    """Make the reduction during the backward pass; None for one worker, who has nothing to send."""
     if overlap not in (True, "step"):
         raise ValueError(f"overlap must be True, False or 'step', not {overlap!r}")
     if type(aggregation) is not AllReduceAggregation:
@@ -474,7 +475,7 @@ def _overlapped(
 
 
 def evaluate(closure: Closure | None) -> Any:
-    """Return what a closure returns, called with gradients enabled; None without one."""
+    """Return the result of a closure, called with gradients enabled; None without one."""
     if closure is None:
         return None
     with torch.enable_grad():

@@ -17,22 +17,23 @@ _TOO_EARLY = 2
 
 
 class DistributedGradScaler(torch.amp.GradScaler):
-    """:class:`torch.amp.GradScaler` whose scale is the same on all workers.
+    """A :class:`torch.amp.GradScaler` whose scale is the same on all workers.
 
-    torch's own looks for overflows in the gradients of its worker alone. The optimizers of this library then still
-    take or skip each step on all workers alike, since they agree on it in ``step``; but the scale is halved only where
-    the overflow was, and from then on each worker has a scale of its own. (That changes no result: each unscales its
-    gradients before they are averaged.) With this one workers agree where overflows are looked for, so that the scale,
-    ``unscale_`` and ``update`` are the same everywhere, also for optimizers that know nothing of it. It costs a message
-    of 4 bytes a step and device.
+    Torch's own scaler looks for overflows in the gradients of its worker alone. The optimizers of this library still
+    take or skip each step on all workers alike, since they agree on it in ``step``. But only the worker with the
+    overflow halves its scale, and from then on each worker has a scale of its own. (That changes no result, because
+    each worker unscales its gradients before they are averaged.)
 
-    With ``overlap`` it waits for gradients that are on their way before it looks at them, and has a worker without a
+    With this scaler the workers agree in the search for overflows. So the scale, ``unscale_`` and ``update`` are the
+    same on all workers, also with other optimizers. It costs a message of 4 bytes per step and device.
+
+    With ``overlap`` it waits for gradients that are on their way before it reads them, and lets a worker without a
     batch take part in their average.
 
     Args:
         *args: As for :class:`torch.amp.GradScaler`.
-        aggregation: Through which to agree; None for the optimizer's, or an all-reduce over the process group if it
-            has none.
+        aggregation: The aggregation that exchanges the overflow; None for the optimizer's, or an all-reduce over the
+            process group if it has none.
         **kwargs: As for :class:`torch.amp.GradScaler`.
 
     Example:
@@ -73,29 +74,29 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
 @torch.no_grad()
 def must_skip(optimizer: Optimizer, aggregation: Aggregation, looked_too_early: bool = False) -> bool:
-    """Do in ``step`` what a :class:`torch.amp.GradScaler` left to it: unscale the gradients, or skip the step.
+    """Finish in ``step`` the work that a :class:`torch.amp.GradScaler` left: unscale the gradients, or skip the step.
 
-    A scaler sets ``found_inf`` and ``grad_scale`` on optimizers that have ``_step_supports_amp_scaling``, for the time
-    of the step. Workers agree on the former before anything else is communicated, so that a step is skipped by all of
-    them, and before an aggregation could remember an overflow as the error of its compression. Gradients are unscaled
+    During the step a scaler sets ``found_inf`` and ``grad_scale`` on optimizers that have
+    ``_step_supports_amp_scaling``. Workers agree on ``found_inf`` before any other message, so that all of them skip a
+    step. An aggregation could otherwise remember an overflow as the error of its compression. Gradients are unscaled
     before they are aggregated, since each worker may have a scale of its own.
 
     Args:
         optimizer: The optimizer whose ``step`` this is.
-        aggregation: Through which to agree.
+        aggregation: The aggregation that exchanges the overflow.
         looked_too_early: Whether the scaler read the gradients of this worker before they were averaged.
 
     Returns:
-        True if gradients overflowed on any worker; False also if there is no scaler.
+        True if gradients overflowed on any worker; False also without a scaler.
 
     Raises:
-        ValueError: Gradients to be unscaled are float16, where small ones would vanish; or, on every worker alike, a
-            scaler looked too early at one worker's.
+        ValueError: Gradients to be unscaled are float16, in which small ones would vanish; or a scaler read one
+            worker's gradients too early (on every worker alike).
     """
     found_inf: Tensor | int | None = getattr(optimizer, "found_inf", None)
     if found_inf is None:
         return False
-    found_inf = torch.as_tensor(found_inf, dtype=torch.float32)  # torch says 0 if there are no gradients
+    found_inf = torch.as_tensor(found_inf, dtype=torch.float32)  # torch gives the integer 0 without gradients
     found_inf = torch.full_like(found_inf, _TOO_EARLY) if looked_too_early else found_inf.clamp(max=1)
     aggregation.any_worker(found_inf)
     if found_inf.item() == _TOO_EARLY:

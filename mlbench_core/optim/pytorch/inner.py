@@ -1,4 +1,4 @@
-"""What is particular about the torch optimizers that ours stand in front of."""
+"""Special properties of the torch optimizers that this library wraps."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
 
 
 def evaluates_repeatedly(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer cannot do without a closure, which means that it calls it as often as it likes."""
+    """Return whether an optimizer requires a closure, because it may evaluate the loss several times per step."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def parameters_beside(groups: Sequence[dict[str, Any]], known: Iterable[Tensor]) -> dict[str, Tensor]:
-    """The parameters in an optimizer's groups that are not among the known ones, by name: ``"group{i}.{j}"``."""
+    """Return the extra parameters in an optimizer's groups, not among the known ones, by name: ``"group{i}.{j}"``."""
     ids = {id(parameter) for parameter in known}
     return {
         f"group{i}.{j}": parameter
@@ -42,7 +42,7 @@ def parameters_beside(groups: Sequence[dict[str, Any]], known: Iterable[Tensor])
 
 
 def without_momentum(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters whose first step with momentum this is, where a fused SGD has it for others already."""
+    """Return the parameters without momentum in groups of a fused SGD where others have it already."""
     if not isinstance(optimizer, SGD):
         return []
     newcomers, mixed = [], False
@@ -56,7 +56,7 @@ def without_momentum(optimizer: Optimizer) -> list[Tensor]:
 
 
 def is_dense(parameter: Tensor) -> bool:
-    """Return whether a parameter's memory has all its numbers and no other, whatever their order.
+    """Return whether a parameter's memory holds its own numbers only, in any order.
 
     Example:
         >>> table = torch.zeros(4, 6)
@@ -67,9 +67,9 @@ def is_dense(parameter: Tensor) -> bool:
 
 
 def lay_out_like_parameters(optimizer: Optimizer) -> None:
-    """Copy the gradients whose strides are others than their parameters', where torch's fused kernels read them.
+    """Copy the gradients whose strides differ from their parameters', for torch's fused kernels.
 
-    These kernels walk through the memory of parameter and gradient side by side, whatever the strides are.
+    These kernels read the memory of parameter and gradient in parallel and ignore strides.
     """
     for group in optimizer.param_groups:
         if group.get("fused"):
@@ -87,7 +87,7 @@ def divides_gradients(optimizer: Optimizer) -> bool:
 
 @contextlib.contextmanager
 def dividing(optimizer: Optimizer, divisor: Denominator | None, device: torch.device) -> Iterator[None]:
-    """Let a fused optimizer divide gradients by a divisor, by the way that a GradScaler has; None for no division."""
+    """Let a fused optimizer divide gradients, through the attributes a GradScaler uses; None for no division."""
     if divisor is None:
         yield
         return

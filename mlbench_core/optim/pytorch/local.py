@@ -1,4 +1,4 @@
-"""Optimizers whose workers go on by themselves for H steps and synchronize then."""
+"""Optimizers whose workers train by themselves for H steps and then synchronize."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class LocalSGD(GenericCentralizedOptimizer):
         x_i &\leftarrow x_i - \eta g_i \\
         x_i &\leftarrow \frac{1}{k} \sum_{j=1}^{k} x_j \quad \text{if } H \mid t.
 
-    The steps between send nothing; workers differ there, so evaluate and save right after a multiple of H steps, or
-    call :func:`~mlbench_core.aggregation.pytorch.consensus.average_weights` before. Momentum is every worker's own.
+    The steps in between send nothing, and workers differ then. So evaluate and save right after a multiple of H steps,
+    or call :func:`~mlbench_core.aggregation.pytorch.consensus.average_weights` before. Momentum is local to a worker.
 
     Every parameter counts its own steps, those in which it requires a gradient. If a layer is unfrozen (or frozen)
     during training, do it right after a multiple of H steps. Otherwise the layer is averaged at other steps than the
@@ -110,7 +110,7 @@ class DiLoCo(GenericCentralizedOptimizer):
         \theta &\leftarrow \operatorname{OuterOptimizer}(\theta, \Delta), \qquad \theta_i \leftarrow \theta.
 
     The outer optimizer is SGD with Nesterov momentum: with the default 0.9 and the outer learning rate 0.7 as in the
-    paper. The state of the inner optimizer is every worker's own and is kept. The steps between send nothing; see
+    paper. Each worker keeps its own state of the inner optimizer. The steps in between send nothing; see
     :class:`LocalSGD` for when to evaluate, and when to freeze or unfreeze layers. A layer that is unfrozen later is
     plainly averaged at its first synchronization, and takes outer steps from then on.
 
@@ -137,8 +137,8 @@ class DiLoCo(GenericCentralizedOptimizer):
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
     Raises:
-        TypeError: ``period`` is not an integer, a learning rate is not a number, or ``outer_optimizer`` makes no torch
-            optimizer.
+        TypeError: ``period`` is not an integer, a learning rate is not a number, or ``outer_optimizer`` does not make a
+            torch optimizer.
         ValueError: ``model`` or ``lr`` is missing, a learning rate is negative or not finite, ``period`` is not
             positive, or ``world_size`` is not that of the process group.
 
@@ -191,7 +191,7 @@ class DiLoCo(GenericCentralizedOptimizer):
 
     @property
     def outer_optimizer(self) -> Optimizer:
-        """The optimizer of the weights that all workers share."""
+        """Return the optimizer of the weights that all workers share."""
         return self._outer.outer_optimizer
 
     def _step(
@@ -201,6 +201,6 @@ class DiLoCo(GenericCentralizedOptimizer):
         denom: Denominator | None = None,
         grad_clip: float = math.inf,
     ) -> Any:
-        """Take a step; the weights that the first one starts from are the shared ones."""
+        """Take a step; the weights before the first step are the shared ones."""
         self._outer.start(self.model)
         return super()._step(closure, tracker, denom, grad_clip)

@@ -15,11 +15,11 @@ __all__ = ["DynamicLossScaler"]
 
 
 class DynamicLossScaler:
-    r"""A loss scale that follows what half-precision gradients can hold.
+    r"""A loss scale that follows the range of half-precision gradients.
 
-    The gradients of :math:`s L` are :math:`s` times those of the loss :math:`L`; with a large :math:`s` small ones do
-    not vanish in float16. Too large a one overflows, so the scale starts at :math:`s_0`, is divided by the factor
-    :math:`f` at every overflow, and multiplied by it after :math:`w` updates running without one:
+    The gradients of :math:`s L` are :math:`s` times those of the loss :math:`L`. With a large :math:`s` small gradients
+    do not vanish in float16, but too large a scale overflows. So the scale starts at :math:`s_0`. It is divided by the
+    factor :math:`f` at every overflow, and multiplied by it after :math:`w` consecutive updates without one:
 
     .. math:: s \leftarrow \begin{cases} s / f & \text{on overflow} \\
               \min(s f, s_\text{max}) & \text{after } w \text{ updates running without} \\
@@ -68,7 +68,7 @@ class DynamicLossScaler:
         self.updates_without_overflow = 0
 
     def has_overflow(self, grad_norm: float | Tensor) -> bool:
-        """Return whether a gradient's norm says that some gradient went out of range.
+        """Return whether a gradient's norm shows that some gradient went out of range.
 
         Args:
             grad_norm: The norm: a number or a tensor with one element. Reading a tensor waits for its device.
@@ -84,10 +84,10 @@ class DynamicLossScaler:
         return not math.isfinite(grad_norm)
 
     def update_scale(self, overflow: bool) -> None:
-        """Adapt the scale to what the last update met.
+        """Adapt the scale after an update.
 
         Args:
-            overflow: Whether it met an overflow and was skipped.
+            overflow: Whether the update met an overflow and was skipped.
 
         Raises:
             FloatingPointError: The scale fell to ``min_scale``; the message names it.

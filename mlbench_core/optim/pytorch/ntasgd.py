@@ -33,13 +33,13 @@ class AveragedSGD(SGD):
 
     .. math:: x_k = x_{k-1} - \eta_k g_k, \qquad \bar x_k = \frac{1}{k + 1} \sum_{i=0}^{k} x_i
 
-    It is averaged SGD with :math:`t_0 = 0` and :math:`\lambda = 0`. :class:`torch.optim.ASGD` computes its step with
-    the rate of the step before, which matters where the rate follows the length of each batch, forgets the first step,
-    and reads numbers back from a GPU in every step; this one does neither.
+    It is averaged SGD with :math:`t_0 = 0` and :math:`\lambda = 0`. It differs from :class:`torch.optim.ASGD`, which
+    computes its step with the rate of the step before, forgets the first step, and reads numbers back from a GPU in
+    every step. The rate of the step before is wrong if the rate follows the length of each batch.
 
     The state of each parameter holds ``average`` and ``averaged``, the number of weights in it. A step in which a
     parameter has no gradient counts too: its weights stay, and the average moves toward them. A parameter is averaged
-    from the first step on in which it requires a gradient; before, it is its own average. Within an optimizer with
+    from the first step on in which it requires a gradient. Before that, it is its own average. In an optimizer with
     ``overlap="step"``, a step counts only for parameters with a gradient on some worker.
 
     Args:
@@ -62,7 +62,7 @@ class AveragedSGD(SGD):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
-        """Take one step and take the weights after it into the averages.
+        """Take one step and add the weights after it to the averages.
 
         Args:
             closure: Clears the gradients, computes the loss and its gradients, and returns the loss.
@@ -88,13 +88,13 @@ class AveragedSGD(SGD):
 
 
 def _plain_step(optimizer: SGD) -> None:
-    """SGD's step without hooks, which torch adds to a class once it has an object: they would run twice."""
+    """Take SGD's step without hooks; torch adds these to a class with its first object, and they would run twice."""
     step: Any = SGD.step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 class NTASGD:
-    r"""Decide when SGD has come as far as it can, and let it average from then on.
+    r"""A trigger that lets SGD average its weights once validation stops improving.
 
     :meth:`check` gets one value per validation, smaller being better. With :math:`v_t` the value of validation
     :math:`t = 0, 1, \dots` and the non-monotone interval :math:`n`, averaging starts at the first :math:`t` with
@@ -116,7 +116,7 @@ class NTASGD:
         patience: As given.
         best: The best value so far; infinite before the first.
         checks_since_best: Number of values since the best one.
-        is_averaging: Whether the optimizer averages.
+        is_averaging: True once the optimizer averages.
 
     Args:
         optimizer: An optimizer of this package that wraps a :class:`torch.optim.SGD`, for example a
@@ -126,7 +126,7 @@ class NTASGD:
             before them.
 
     Raises:
-        TypeError: The optimizer wraps no SGD, or ``interval`` or ``patience`` is not an integer.
+        TypeError: The optimizer does not wrap an SGD, or ``interval`` or ``patience`` is not an integer.
         ValueError: ``interval`` or ``patience`` is not positive, or both are given.
 
     Example:
@@ -168,13 +168,13 @@ class NTASGD:
         return isinstance(self.optimizer.optimizer, AveragedSGD)
 
     def check(self, value: float) -> bool:
-        """Take the value of one validation, and start to average if it is time.
+        """Record the value of one validation, and start to average if the rule says so.
 
         Args:
             value: For example the perplexity of all workers' data; a nan counts as infinite.
 
         Returns:
-            Whether this value made the optimizer start to average.
+            True if this value made the optimizer start to average.
         """
         value = math.inf if math.isnan(value) else value
         if value < self.best:
@@ -192,7 +192,7 @@ class NTASGD:
         return True
 
     def _is_worse_than_before(self, value: float) -> bool:
-        """Return whether a value exceeds all but the last n before it; adds it to those."""
+        """Return whether a value exceeds the best of all but the last n before it; record the value."""
         assert self.interval is not None
         is_worse = value > self._best_before_recent
         self._recent.append(value)
@@ -201,7 +201,7 @@ class NTASGD:
         return is_worse
 
     def _start_averaging(self) -> None:
-        """Swap the SGD inside for an averaging one with the same groups and state."""
+        """Swap the wrapped SGD for an averaging one with the same groups and state."""
         plain = self.optimizer.optimizer
         assert plain is not None
         averaged = AveragedSGD([dict(group) for group in plain.param_groups], **plain.defaults)
@@ -210,7 +210,7 @@ class NTASGD:
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Put the averages in the parameters' place while the block runs; before they are any, nothing happens.
+        """Put the averages in the parameters' place while the block runs; do nothing before averaging has started.
 
         Afterwards the parameters have their own values back, bit by bit, also after an exception. They stay the same
         tensors on the same memory.
@@ -224,7 +224,7 @@ class NTASGD:
             _copy(own)
 
     def _averages(self) -> dict[Tensor, Tensor]:
-        """The average of each parameter that has one."""
+        """Return the average of each parameter that has one."""
         if not self.is_averaging:
             return {}
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -232,7 +232,7 @@ class NTASGD:
         return {p: states[p]["average"] for p in parameters if "average" in states.get(p, {})}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the trigger remembers; the averages are in the optimizer's own state."""
+        """Return the state of the trigger; the averages are in the optimizer's own state."""
         return {
             "best": self.best,
             "checks_since_best": self.checks_since_best,
@@ -242,10 +242,10 @@ class NTASGD:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`; swaps the wrapped optimizer if it was.
+        """Restore the result of :meth:`state_dict`; swap the wrapped optimizer if the state is averaging.
 
         Args:
-            state_dict: Of an object with an optimizer of the same kind.
+            state_dict: The state of an object with an optimizer of the same kind.
 
         Raises:
             ValueError: The state is from before the optimizer began to average, and this one has begun.
@@ -273,8 +273,8 @@ def _copy(values: dict[Tensor, Tensor]) -> None:
 def scaled_rate(optimizer: Optimizer, factor: float) -> Iterator[None]:
     r"""Multiply the learning rate of all groups while the block runs.
 
-    For steps on batches of different length: with the mean loss over the :math:`\ell` words of each sequence, rate
-    :math:`\eta \ell / T` gives every word the same weight, whatever the length of its batch.
+    This is for steps on batches of different length. With the mean loss over the :math:`\ell` words of each sequence,
+    rate :math:`\eta \ell / T` gives every word the same weight, for every length of its batch.
 
     Args:
         optimizer: The optimizer; its schedulers do not notice.

@@ -16,7 +16,7 @@ __all__ = ["CentralizedSparsifiedSGD", "EFSignSGD", "SignSGD", "SparsifiedSGD"]
 
 
 class _OneBitSGD(CompressedOptimizer):
-    """What the optimizers that send one bit a weight are made of."""
+    """Base of the optimizers that send one bit per weight."""
 
     _make_aggregation: ClassVar[type[SignAggregation] | type[EFSignAggregation]]
 
@@ -38,7 +38,7 @@ class _OneBitSGD(CompressedOptimizer):
 
 
 class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a tracker too
-    r"""SignSGD with majority vote: one bit a weight on the wire.
+    r"""SignSGD with majority vote, which sends one bit per weight.
 
     Worker :math:`i` computes the direction :math:`d_i` of :class:`torch.optim.SGD` (gradient, weight decay, momentum)
     and votes with its signs; with :math:`k` workers and the learning rate :math:`\eta`,
@@ -52,7 +52,7 @@ class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a trac
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.
-        lr: Learning rate :math:`\eta`: how far each parameter moves per step.
+        lr: Learning rate :math:`\eta`, the distance that each parameter moves per step.
         momentum: Momentum factor of the local direction.
         weight_decay: L2 penalty, part of the direction.
         dampening: Dampening for momentum.
@@ -92,7 +92,7 @@ class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a trac
 
 
 class EFSignSGD(_OneBitSGD):
-    r"""Scaled signs with error feedback: one bit a weight on the wire, and it converges like SGD.
+    r"""Scaled signs with error feedback, which send one bit per weight and converge like SGD.
 
     Worker :math:`i` computes the direction :math:`d_i` of :class:`torch.optim.SGD` and, for each tensor of :math:`d`
     coordinates, with the learning rate :math:`\eta` and :math:`k` workers,
@@ -104,9 +104,9 @@ class EFSignSGD(_OneBitSGD):
         e_i &\leftarrow p_i - \Delta_i \\
         x &\leftarrow x - \frac{1}{k} \sum_{i=1}^{k} \Delta_i
 
-    The memory :math:`e_i` is in units of steps, as in the paper: the learning rate is inside, so that
-    :math:`x - \frac{1}{k} \sum_i e_i` moves as SGD does under any schedule, and steps still owed are delivered at the
-    rate they were made with.
+    The memory :math:`e_i` is in units of steps, as in the paper, and contains the learning rate. So
+    :math:`x - \frac{1}{k} \sum_i e_i` moves as SGD does under any schedule. Steps that are sent later keep the rate of
+    their own step.
 
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.
@@ -217,8 +217,8 @@ class SparsifiedSGD(CompressedOptimizer):
         smallest share is sent, one for all parameters. A step that a gradient scaler skips is not counted.
 
         Returns:
-            One tensor per parameter, in the order of the groups and their parameters, on its device in its dtype:
-            the running average itself, to be copied by whoever writes to it. Before the first step, copies of the
+            One tensor per parameter, in the order of the groups and their parameters, on its device in its dtype. It is
+            the running average itself, so copy it before you write to it. Before the first step, copies of the
             parameters.
 
         Example:
@@ -235,7 +235,7 @@ class SparsifiedSGD(CompressedOptimizer):
         return [self.state[p].get("estimated_weights", p.detach().clone()) for p in parameters]
 
     def update_estimated_weights(self, iteration: int | None = None, sparse_vector_size: int | None = None) -> None:
-        """Do nothing: :meth:`step` keeps the estimate up to date. It is here for scripts of version 3.0.
+        """Do nothing, because :meth:`step` keeps the estimate up to date; for scripts of version 3.0.
 
         Args:
             iteration: Not used; the steps are counted here.
@@ -246,7 +246,7 @@ class SparsifiedSGD(CompressedOptimizer):
         return self._direction(parameter, group).mul_(group["lr"])
 
     def _before_step(self) -> None:
-        """Let the averages take in the parameters as they are before a step."""
+        """Add the parameters before a step to the averages."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.numel() > 0]
         a = max((p.numel() / coordinates_sent(self._size, p.numel()) for p in parameters), default=1.0)
         for x in parameters:

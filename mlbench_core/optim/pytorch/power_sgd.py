@@ -20,8 +20,8 @@ __all__ = ["PowerSGD"]
 class PowerSGD(GenericCentralizedOptimizer):
     r"""Stochastic gradient descent whose gradients are averaged at low rank, with error feedback.
 
-    With :math:`P Q^\top` what :class:`~mlbench_core.aggregation.pytorch.power.PowerAggregation` makes of the workers'
-    gradients, and the momentum buffer :math:`v`, every worker takes the same step, that of :class:`torch.optim.SGD`:
+    :math:`P Q^\top` is the result of :class:`~mlbench_core.aggregation.pytorch.power.PowerAggregation` for the workers'
+    gradients. With the momentum buffer :math:`v`, every worker takes the same step, that of :class:`torch.optim.SGD`:
 
     .. math::
         v &\leftarrow \text{momentum} \cdot v + (1 - \text{dampening})\, P Q^\top \\
@@ -43,10 +43,10 @@ class PowerSGD(GenericCentralizedOptimizer):
         reuse_query: Start the power iteration from the last step's result (warm start).
         world_size: Number of workers; None takes that of the process group.
         rank: Largest rank of the approximation, 1 or more. It is not the worker's number.
-        error_feedback: Add to the next gradient what the approximation left out of this one.
+        error_feedback: Add the error of this approximation to the next gradient.
         comm_dtype: Type in which the factors travel, for example ``torch.bfloat16``; None is that of the computation.
         start_after_steps: For this number of steps, first average gradients uncompressed.
-        seed: Of the aggregation's own random generator; the same on all workers.
+        seed: Seed of the aggregation's own random generator; the same on all workers.
         process_group: A subgroup of workers, see
             :class:`~mlbench_core.optim.pytorch.generic.GenericCentralizedOptimizer`.
 
@@ -121,4 +121,4 @@ class PowerSGD(GenericCentralizedOptimizer):
         Returns:
             The closure's result, this worker's loss; None without a closure.
         """
-        return self._step(closure, tracker, denom=1)  # used only where the sum is not averaged
+        return self._step(closure, tracker, denom=1)  # used only if the sum is not averaged

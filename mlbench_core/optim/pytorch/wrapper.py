@@ -1,4 +1,4 @@
-"""A torch optimizer that stands in front of another one."""
+"""A torch optimizer that wraps another one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["OptimizerWrapper", "shared_optimizer_state", "state_without_hooks"]
 
 
 class _NoOptimizerYet(Optimizer):
-    """Holds the parameters until a real optimizer is set."""
+    """A placeholder that holds the parameters until a real optimizer is set."""
 
     _MESSAGE = "there is no torch optimizer yet: give optimizer=..., or set the attribute .optimizer"
 
@@ -29,7 +29,7 @@ class _NoOptimizerYet(Optimizer):
 
 
 class _GroupWithoutOptions(dict[str, Any]):
-    """A parameter group without a learning rate, which says so to a scheduler that asks for it."""
+    """A parameter group without a learning rate, which raises an error if a scheduler reads it."""
 
     def __missing__(self, option: str) -> Any:
         raise RuntimeError(f"a parameter group has no {option!r}: {_NoOptimizerYet._MESSAGE}")
@@ -39,15 +39,15 @@ class OptimizerWrapper(Optimizer):
     """A :class:`torch.optim.Optimizer` whose groups, state and defaults are those of the wrapped optimizer.
 
     Everything that works on a torch optimizer works on this one: learning-rate schedulers, hooks, ``add_param_group``,
-    ``state_dict``, ``deepcopy`` and pickling. The groups and the state are the very objects of the wrapped optimizer,
+    ``state_dict``, ``deepcopy`` and pickling. The groups and the state are the wrapped optimizer's objects,
     so a change through either is seen by both, also after ``load_state_dict`` and after the wrapped optimizer was
     swapped. A subclass adds ``step``.
 
     As in torch, hooks stay with the object they were registered on: copies and pickles have none.
 
     Attributes:
-        own_state: Keys of ``state_dict()`` under which each worker has something of its own although all workers have
-            the same weights. A checkpoint holds these of every worker.
+        own_state: Keys of ``state_dict()`` whose values differ between workers although all workers have the same
+            weights. A checkpoint holds these of every worker.
 
     Args:
         params: Parameters to hold until :attr:`optimizer` is set.
@@ -63,9 +63,9 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The torch optimizer inside; None before one was set. Setting it swaps it.
+        """Return the wrapped torch optimizer; None before one was set. Setting it swaps it.
 
-        Schedulers that were built on this object go on with the new optimizer's groups, as long as it has as many.
+        Schedulers that were built on this object continue with the new optimizer's groups if it has the same number.
         """
         return None if isinstance(self._inner, _NoOptimizerYet) else self._inner
 
@@ -82,12 +82,12 @@ class OptimizerWrapper(Optimizer):
         self._inner = optimizer
 
     def check_inside(self, optimizer: Optimizer) -> None:
-        """Raise a ValueError if an optimizer cannot be the one inside; a subclass may be choosy."""
+        """Raise a ValueError if an optimizer cannot be wrapped; a subclass may refuse some."""
 
-    # mypy takes the attributes of Optimizer for plain ones; here they live in the wrapped optimizer.
+    # mypy expects plain attributes as in Optimizer; here they are those of the wrapped optimizer.
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of the wrapped optimizer."""
+        """Return the parameter groups of the wrapped optimizer."""
         return self._inner.param_groups
 
     @param_groups.setter
@@ -96,7 +96,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """The state of the wrapped optimizer, by parameter."""
+        """Return the state of the wrapped optimizer, by parameter."""
         return self._inner.state
 
     @state.setter
@@ -105,7 +105,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The defaults of the wrapped optimizer."""
+        """Return the defaults of the wrapped optimizer."""
         return self._inner.defaults
 
     @defaults.setter
@@ -125,10 +125,10 @@ class OptimizerWrapper(Optimizer):
         self._inner.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped optimizer, in torch's format, and what :meth:`extra_state` adds.
+        """Return the state of the wrapped optimizer, in torch's format, and the entries of :meth:`extra_state`.
 
         As in torch, its tensors are the optimizer's own: they change with the next step. Copy it with
-        :func:`copy.deepcopy` if both this optimizer and the one that loads it go on in one process.
+        :func:`copy.deepcopy` if both this optimizer and the one that loads it continue in one process.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -141,7 +141,7 @@ class OptimizerWrapper(Optimizer):
         """Restore the result of :meth:`state_dict`. A plain torch optimizer's state fits as well.
 
         Args:
-            state_dict: Of an optimizer with the same groups.
+            state_dict: The state of an optimizer with the same groups.
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -153,18 +153,18 @@ class OptimizerWrapper(Optimizer):
             post_hook(self)
 
     def shared_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without what one worker alone remembers; see :func:`shared_optimizer_state`."""
+        """Return a state without the entries of one worker alone; see :func:`shared_optimizer_state`."""
         return shared_optimizer_state(self, state_dict)
 
     def extra_state(self) -> dict[str, Any]:
-        """Return what :meth:`state_dict` holds beyond the wrapped optimizer; a subclass may have something."""
+        """Return the entries of :meth:`state_dict` beyond the wrapped optimizer's; a subclass may add some."""
         return {}
 
     def load_extra_state(self, extra: dict[str, Any]) -> None:
-        """Restore the result of :meth:`extra_state`; an empty dictionary where a state had none."""
+        """Restore the result of :meth:`extra_state`; an empty dictionary if a state has no such entries."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but hooks and the ``step`` that a scheduler patched, which belong to this very object."""
+        """Return all attributes but hooks and a ``step`` that a scheduler patched, which belong to this object."""
         return state_without_hooks(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -173,10 +173,10 @@ class OptimizerWrapper(Optimizer):
 
 
 def shared_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state without what one worker alone remembers.
+    """Return an optimizer's state without the entries of one worker alone.
 
-    A worker that has no state of its own, or one of a run with another number of workers, loads this: an error memory
-    of another worker would be delivered twice.
+    A worker without a state of its own, or in a run with another number of workers, loads this. An error memory of
+    another worker would be applied twice.
 
     Args:
         optimizer: The optimizer, with its aggregation if it has one.
