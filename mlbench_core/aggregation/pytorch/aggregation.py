@@ -38,7 +38,7 @@ AVG_CUSTOM = "avg_custom"
 """Divide the sum over workers by the denominator given with the call."""
 
 BOOKKEEPING = ":"
-"""Prefix of the names of tensors that are no parameter's: a loss, flags that travel with gradients, a buffer."""
+"""Prefix of the names of tensors that do not belong to a parameter: a loss, flags sent with gradients, a buffer."""
 
 Denominator: TypeAlias = "float | Tensor"
 Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor]"
@@ -71,7 +71,7 @@ class Aggregation(ABC):
         compression_ratio: Bytes of the values in memory over bytes of the values as sent; 1 without compression.
 
     Args:
-        use_cuda: Whether training runs on GPUs. Tensors are sent from the device that they and the backend need
+        use_cuda: True if training runs on GPUs. Tensors are sent from the device that they and the backend need
             whatever this says; it is kept for scripts that give it.
         process_group: The workers that take part, from ``torch.distributed.new_group``; None for all.
     """
@@ -259,6 +259,7 @@ class Aggregation(ABC):
                 flag.mul_(divisor.clamp(1, torch.finfo(flag.dtype).max))
         self.aggregate({**gradients, **flags}, op, denom)
         for names, present in zip(names_by_kind.values(), flags.values(), strict=True):
+            # Only a worker without a gradient reads the flags, because reading them waits for a GPU.
             if all(parameters[name].grad is not None for name in names):
                 continue
             for name, is_present in zip(names, present.abs().tolist(), strict=True):

@@ -44,7 +44,7 @@ class Transfer:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that this worker handed to the collective."""
+        """Return the bytes that this worker handed to the collective."""
         return self.sent.numel() * self.sent.element_size()
 
 
@@ -131,7 +131,7 @@ class AllReduceAggregation(Aggregation):
         divisor = self._divisor(op, denom)
         for kind in by_dtype_and_device(tensors.values()):
             if self.world_size == 1:
-                if op != AVG_WORLD:
+                if op != AVG_WORLD:  # an average over one worker is the tensor itself
                     for tensor in kind:
                         divide(tensor, divisor)
             else:
@@ -157,7 +157,7 @@ class AllReduceAggregation(Aggregation):
     def start(self, message: Tensor) -> Transfer:
         """Begin to sum a flat message over the workers; it must not be touched before :meth:`finish`."""
         sent = message
-        if self.comm_dtype is not None:
+        if self.comm_dtype is not None:  # complex numbers travel as pairs of real ones
             sent = as_real(message).to(self.comm_dtype)
         sent = process_groups.get_backend_tensor(sent, self.group)
         if self.shared_memory:

@@ -32,7 +32,7 @@ class Bucket:
     Attributes:
         names: Names of the parameters.
         parameters: The parameters.
-        holds_gradients: Whether gradients are views into ``memory``; otherwise it only holds the message.
+        holds_gradients: True if gradients are views into ``memory``; otherwise it only holds the message.
         memory: The flat message; None for one large gradient that is sent from its own memory.
         views: The part of ``memory`` of each parameter, in the parameter's shape and strides.
         flags: In the last bucket the part of ``memory`` with one flag per parameter of all buckets.

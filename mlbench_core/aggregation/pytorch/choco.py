@@ -263,6 +263,7 @@ class ChocoAggregation(Aggregation):
         self._calls = 0
         self._edges_of_state: list[list[int]] | None = None  # graph of restored copies and sums, until compared
         self._must_agree = True
+        # The state to return to if the workers' states do not fit: generators must be in the same state on all.
         self._first_compression = copy.deepcopy(self.compression.state_dict())
         self._raw_bytes = self._compressed_bytes = 0
 
@@ -342,7 +343,7 @@ class ChocoAggregation(Aggregation):
         parts = [part for q_i in own.values() for part in q_i.sent]
         message = as_bytes(*(part.to(parts[0].device) for part in parts))
         received = self.gossip.exchange(message)
-        for _ in received:
+        for _ in received:  # one message per neighbor
             self._count_bytes(message)
         self._compressed_bytes += message.numel()
         return [_unpack_like(own, theirs) for theirs in received]

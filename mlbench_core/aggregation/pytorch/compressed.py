@@ -84,7 +84,7 @@ class LossyAggregation(Aggregation):
             super()._aggregate_alone(parameters, op, denom)
 
     def _aggregate_some_gradients(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
-        """Aggregate, then restore what is remembered of tensors for which no worker had a gradient."""
+        """Aggregate, then restore the memory of tensors for which no worker had a gradient."""
         missing = [name for name, parameter in parameters.items() if parameter.grad is None]
         before = [
             {name: _copy(remembered[name]) for name in missing if name in remembered}

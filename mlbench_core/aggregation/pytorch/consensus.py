@@ -42,6 +42,7 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
     }
     average = {name: weight.clone() for name, weight in weights.items()}
     AllReduceAggregation(None, process_group=process_group).aggregate(average, AVG_WORLD)
+    # Each worker knows only its own distance; the mean of the squares needs one more number from all.
     squared = sum(float((weights[name] - average[name]).abs().square().sum()) for name in weights)
     return float(process_groups.global_average(squared, 1, process_group).sqrt())
 

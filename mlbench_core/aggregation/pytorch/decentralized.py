@@ -180,6 +180,7 @@ class DecentralizedAggregation(Aggregation):
             transfers += [
                 dist.P2POp(dist.irecv, buffer, peer, self.group) for buffer, peer in zip(received, peers, strict=True)
             ]
+            # One batch of sends and receives: a blocking order of them could let neighbors wait for each other.
             for work in dist.batch_isend_irecv(transfers):
                 work.wait()
         for _ in self.neighbors:
@@ -277,6 +278,7 @@ def _agreed_topology(
     gathered = torch.stack(rows).cpu()
     adjacency = gathered[:, :world_size]
     tags = {int.from_bytes(bytes(row), "big") for row in gathered[:, world_size:].tolist()}
+    # All workers look at the same gathered lists, so all of them raise the same error.
     one_sided = (adjacency > adjacency.T).nonzero().tolist()
     if one_sided:
         listing, listed = one_sided[0]

@@ -29,7 +29,7 @@ def pack(tensors: Iterable[Tensor]) -> Tensor:
 
 def unpack(message: Tensor, tensors: Iterable[Tensor]) -> None:
     """Copy a flat tensor into tensors, one after another, keeping their memory, strides and dtypes."""
-    tensors = list(tensors)
+    tensors = list(tensors)  # used twice, and may be an iterator
     parts = message.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))

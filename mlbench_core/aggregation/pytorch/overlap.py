@@ -31,7 +31,7 @@ class _Pass:
         graph_task: Autograd's number of the pass.
         missing: By bucket, the number of gradients that are still to come.
         interval: Its time and bytes.
-        is_own_work: Whether a poll of the transfers also advances them, and so takes time (shared memory).
+        is_own_work: True if a poll of the transfers also advances them, and so takes time (shared memory).
         transfers: The messages that were sent, in the order of the buckets.
         landed: Number of transfers that are known to have arrived.
         absent: By bucket, the positions of parameters that have no gradient on this worker.
@@ -119,7 +119,7 @@ class OverlappedReduction:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate the gradients of backward passes in the block locally."""
-        before = self._synchronizes
+        before = self._synchronizes  # blocks may be nested
         self._synchronizes = False
         try:
             yield
@@ -198,7 +198,7 @@ class OverlappedReduction:
         current = self._pass
         assert current is not None
         bucket = self._place.get(id(parameter))
-        if bucket is None:
+        if bucket is None:  # the hook of a parameter that the last layout no longer has
             return
         if bucket < len(current.transfers):
             raise RuntimeError(
@@ -243,6 +243,7 @@ class OverlappedReduction:
 
     @naming_lost_workers()
     def _send(self, current: _Pass, bucket: Bucket) -> None:
+        # A hook only counts gradients, so this is the first place that sees their layout.
         refuse_sparse(dict(zip(bucket.names, bucket.parameters, strict=True)))
         current.interval.sends()
         with current.interval.exposed():
@@ -272,8 +273,10 @@ class OverlappedReduction:
     def _receive(self, current: _Pass, as_sums: bool = False) -> Iterator[tuple[list[Tensor], bool]]:
         """Wait for the messages; yield parameters with averages whenever others are still to come."""
         self._send_rest(current)
+        # Cleared before the waits, so that an error in them does not leave a stale pass behind.
         self._pass = None
         early = [self._divides_early(bucket) for bucket in self._buckets]
+        # One division by the caller must fit all buckets, so sums are left only if no bucket was divided early.
         are_sums = as_sums and not any(early)
         there: list[Tensor] = []
         for i, bucket in enumerate(self._buckets):

@@ -248,7 +248,7 @@ class DiLoCoAggregation(Aggregation):
                 f"{name!r} has shape {tuple(theta_i.shape)}, but the shared one has {tuple(theta.shape)}: the state is "
                 "of another model"
             )
-        if theta.device != theta_i.device:
+        if theta.device != theta_i.device:  # the model was moved after start()
             theta.data = theta.data.to(theta_i.device)
         return (theta - theta_i).to(theta_i.dtype)
 
@@ -281,6 +281,7 @@ class DiLoCoAggregation(Aggregation):
                 f"DiLoCoAggregation needs a state with {', '.join(sorted(keys))}, not {sorted(state_dict)}: the "
                 "checkpoint was written with another aggregation; build the optimizer with that one"
             )
+        # The outer optimizer stays the same object, so that references to it and its schedulers remain valid.
         self._shared.clear()
         self.outer_optimizer.state.clear()
         self.outer_optimizer.param_groups[0]["params"].clear()

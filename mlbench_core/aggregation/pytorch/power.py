@@ -299,7 +299,7 @@ class _Matrix:
         gradient: The same numbers, shape (n, m): a view of ``tensor`` if that is contiguous, else a copy.
         delta: :math:`\Delta`, shape (n, m), at least float32. Before :meth:`accumulate` and after :meth:`replace` it
             holds the error memory. Without one it is the gradient.
-        has_memory: Whether there is an error memory.
+        has_memory: True if there is an error memory.
     """
 
     name: str

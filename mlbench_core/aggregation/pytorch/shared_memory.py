@@ -135,7 +135,7 @@ class _Peer:
         offers: Offsets, bytes and dtypes of its messages, from the first that was not collected here.
         unsent: Notifications that did not fit into the socket's buffer, with their kinds.
         listens: False once it has closed its end.
-        is_gone: Whether it has closed its end and all its notifications were read.
+        is_gone: True once it has closed its end and all its notifications were read.
     """
 
     rank: int
@@ -188,7 +188,7 @@ class Exchange:
         number: Number of messages started before it.
         message: The tensor that receives the sum.
         offset: Offset of the message in this worker's memory, in bytes.
-        is_there: Whether the sum has arrived.
+        is_there: True once the sum has arrived.
     """
 
     def __init__(self, owner: SharedMemorySum, number: int, message: Tensor, offset: int) -> None:

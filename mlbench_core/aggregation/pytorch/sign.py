@@ -69,12 +69,13 @@ class SignAggregation(CompressedAggregation):
         zero_is_positive = self._zero_is_positive(next(iter(tensors)))
         signs = torch.cat([_is_positive(tensor.reshape(-1), zero_is_positive) for tensor in tensors.values()])
         ballots = self._gather(pack_bits(signs))
+        # Votes are counted in int16: a quarter of int64's memory, with room for doubled votes of 16,383 workers.
         ayes = torch.zeros(signs.numel(), dtype=torch.int16, device=signs.device)
         for ballot in ballots:
             for part, votes in zip(in_blocks(ayes), in_blocks(unpack_bits(ballot, signs.numel())), strict=True):
                 part += votes
         for part in in_blocks(ayes):
-            part.mul_(2).sub_(self.world_size).sign_()
+            part.mul_(2).sub_(self.world_size).sign_()  # votes for minus those against
         unpack(ayes, tensors.values())
 
     def _zero_is_positive(self, message: str) -> bool:

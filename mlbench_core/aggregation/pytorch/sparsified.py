@@ -138,6 +138,7 @@ class SparsifiedAggregation(CompressedAggregation):
         starts = _starts(m, picked)  # coordinates are positions within a tensor, int32, so that they take 4 bytes
         total = sent.new_zeros(sum(len(m_n) for m_n in m))
         if self.random:
+            # All workers have drawn the same coordinates, so their values can be summed in place.
             self._delegate(self._uncompressed, {"values": sent}, AVG_CUSTOM, 1)
             total[starts + coordinates] = sent
         else:

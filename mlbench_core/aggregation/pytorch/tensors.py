@@ -54,6 +54,7 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
     floor = float(eps)
     if floor < 0:
         raise ValueError(f"eps is {floor}; it must not be negative")
+    # With the rounding of half precision, ``noise`` below would count independent columns as dependent.
     if matrix.dtype in (torch.float16, torch.bfloat16):
         wide = matrix.float()
         orthogonalize(wide, floor)

@@ -21,7 +21,7 @@ class Interval:
         within: The Tracker's step in which training waits for it; None for a communication step.
 
     Args:
-        device: Where the tensors lie. On a GPU the times come from events on its stream.
+        device: Device of the tensors. On a GPU the times come from events on its stream.
         within: As above.
     """
 
@@ -43,6 +43,7 @@ class Interval:
 
     def sends(self) -> None:
         """Note that a message is being made and sent."""
+        # Overlapping messages count once: the clock runs while at least one is under way.
         if self._under_way == 0:
             self._opened_s = time.perf_counter()
         self._under_way += 1

@@ -105,7 +105,7 @@ class _RelativeLR(_Schedule):
 
 def _linear(start: float, end: float, t: float, duration: float) -> float:
     """Interpolate from ``start`` at 0 to exactly ``end`` at ``duration`` and after."""
-    if t >= duration:
+    if t >= duration:  # also keeps a duration of 0 out of the division
         return end
     progress = t / duration
     return progress * end + (1.0 - progress) * start
@@ -363,7 +363,7 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
     def _set_warmup_lr(self) -> None:
         lr = _linear(self.warmup_init_lr, self.scaled_lr, self.warmup_step, self.warmup_duration)
         for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
+            if isinstance(group["lr"], Tensor):  # in place, since the optimizer may hold this tensor elsewhere
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr

@@ -45,12 +45,12 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         model: The model.
         world_size: Number of workers; None takes that of the process group.
         optimizer: A torch optimizer over the model's parameters.
-        use_cuda: Whether training runs on GPUs.
+        use_cuda: True if training runs on GPUs.
         by_layer: One message per parameter instead of one for the whole model.
         agg_grad: Average gradients before the step; False averages weights after it.
         grad_clip: Largest norm of the gradient over all parameters; larger ones are scaled down to it after they were
             aggregated. Infinite: no clipping.
-        average_world: Divide sums by the number of workers. This is what happens if neither flag is set.
+        average_world: Divide sums by the number of workers. It is the default if neither flag is set.
         average_custom: Divide sums by the ``denom`` given to :meth:`step`.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.
         aggregation: How to aggregate, instead of a plain all-reduce.
@@ -159,7 +159,7 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         dampening: Dampening for momentum.
         weight_decay: L2 penalty.
         nesterov: Use Nesterov momentum.
-        use_cuda: Whether training runs on GPUs.
+        use_cuda: True if training runs on GPUs.
         by_layer: One message per parameter instead of one for the whole model.
         agg_grad: Average gradients before the step; False averages weights after it.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.
@@ -245,7 +245,7 @@ class CentralizedAdam(GenericCentralizedOptimizer):
         eps: Added to the denominator.
         weight_decay: L2 penalty.
         amsgrad: Use the maximum of the second moment so far.
-        use_cuda: Whether training runs on GPUs.
+        use_cuda: True if training runs on GPUs.
         by_layer: One message per parameter instead of one for the whole model.
         agg_grad: Average gradients before the step; False averages weights after it.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.

@@ -152,7 +152,7 @@ class CompressedOptimizer(Optimizer):
         super().add_param_group(param_group)
         counts = Counter(name for name, _ in self._named_parameters())
         repeated = sorted(name for name, count in counts.items() if count > 1)
-        if repeated:
+        if repeated:  # two parameters of one name would share an error memory
             self.param_groups.pop()
             raise ValueError(f"several parameters are called {', '.join(repeated)}: give every parameter its own name")
 
@@ -174,11 +174,12 @@ class CompressedOptimizer(Optimizer):
 
         Raises:
             ValueError: It does not fit the groups or the aggregation, or has entries of parameters that do not exist.
-                So it is if parameters had no names when it was saved and have names now.
+                This happens if parameters had no names when it was saved and have names now.
         """
         remembered = state_dict.get("aggregation", {})
         groups = zip(self.param_groups, state_dict["param_groups"], strict=False)  # torch refuses other groups
         names = [name for i, (own, saved) in enumerate(groups) for name in _names_in_group(i, {**own, **saved})]
+        # Names are checked before the first change, so that a state of other parameters changes nothing.
         check_names(self.aggregation.remembered_names(remembered), names)
         super().load_state_dict(dict(state_dict))
         self.aggregation.load_state_dict(remembered)

@@ -55,8 +55,8 @@ class DecentralizedSGD(GossipOptimizer):
         dampening: Dampening for momentum.
         weight_decay: L2 penalty.
         nesterov: Use Nesterov momentum.
-        average_world: Must be True: neighbors average; there is no other operation.
-        use_cuda: Whether training runs on GPUs.
+        average_world: Must be True: neighbors only average.
+        use_cuda: True if training runs on GPUs.
         by_layer: One message per parameter instead of one for the whole model.
         topology: The whole graph, instead of ``neighbors``.
         process_group: A subgroup of workers, see
@@ -134,8 +134,8 @@ class ChocoSGD(GossipOptimizer):
         dampening: Dampening for momentum.
         weight_decay: L2 penalty.
         nesterov: Use Nesterov momentum.
-        average_world: Must be True: neighbors average; there is no other operation.
-        use_cuda: Whether training runs on GPUs.
+        average_world: Must be True: neighbors only average.
+        use_cuda: True if training runs on GPUs.
         by_layer: One message per parameter instead of one for the whole model.
         topology: The whole graph, instead of ``neighbors``.
         compression: ``"top_k"``, ``"random_k"``, ``"sign"``, ``"identity"`` or a

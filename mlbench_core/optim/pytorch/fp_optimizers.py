@@ -73,7 +73,7 @@ class FP16Optimizer(OptimizerWrapper):
     Args:
         fp16_model: The model, on one device. Every worker's must have the same weights.
         world_size: Number of workers; None takes that of the process group.
-        use_cuda: Whether training runs on GPUs.
+        use_cuda: True if training runs on GPUs.
         use_horovod: Communicate through Horovod instead of ``torch.distributed``.
         by_layer: One message per parameter instead of one for the whole model.
         grad_clip: Largest norm of g; larger gradients are scaled down to it. Infinite: no clipping.
@@ -82,7 +82,7 @@ class FP16Optimizer(OptimizerWrapper):
         scale_window: Number of updates running without an overflow after which the scale grows.
         max_scale: Largest loss scale; None for no limit.
         min_scale: Loss scale at which training ends with an error.
-        average_world: Divide sums by the number of workers. This is what happens if neither flag is set.
+        average_world: Divide sums by the number of workers. It is the default if neither flag is set.
         average_custom: Divide sums by the ``denom`` given to :meth:`step`.
         divide_before: Divide before the sum instead of after it, so that sums of half-precision numbers stay in range.
         process_group: A subgroup of workers, see
@@ -193,7 +193,7 @@ class FP16Optimizer(OptimizerWrapper):
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss must be a tensor that depends on the model, not {loss!r}")
-        (loss * self.loss_scaler.loss_scale).backward()
+        (loss * self.loss_scaler.loss_scale).backward()  # not in place: the caller may report the loss
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -373,6 +373,7 @@ def _flat_master(weights: Iterable[Tensor]) -> nn.Parameter:
     """Return one flat float32 parameter with the values of all weights, and a gradient of zeros."""
     flat = torch.cat([weight.detach().reshape(-1).float() for weight in weights])
     master = nn.Parameter(flat)
+    # Every step overwrites this gradient, so its memory is allocated once.
     master.grad = torch.zeros_like(flat)
     return master
 

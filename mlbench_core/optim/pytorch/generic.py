@@ -70,7 +70,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     Args:
         world_size: Number of workers; None takes that of the process group.
         model: The model whose gradients or weights are aggregated.
-        use_cuda: Whether training runs on GPUs; see the aggregation.
+        use_cuda: True if training runs on GPUs; see the aggregation.
         by_layer: One message per parameter instead of one for the whole model.
         divide_before: Divide before the sum instead of after it, for half-precision gradients.
         agg_grad: Average gradients before the step; False averages weights after it.
@@ -246,6 +246,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             looked_too_early = not self._reduction.is_reduced
             # The other workers' backward passes have sent their gradients, so these must go before any other message.
             self._reduction.average()
+        # The decision comes before the closure and the aggregation, so that all workers skip the step or none does.
         self._was_skipped = must_skip(self, self.aggregation, looked_too_early)
         if self._was_skipped:
             if self._reduction is not None:
@@ -254,6 +255,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         if closure is not None and evaluates_repeatedly(self._inner):
             return self._step_with_evaluations(closure, tracker, denom, grad_clip)
         loss = evaluate(closure)
+        # Clipping needs the norm of all gradients, so with it no update can start before the last average.
         if self._reduction is not None and not self._reduction.waits_in_backward and grad_clip == math.inf:
             self._step_as_averages_arrive(self._reduction, tracker, denom)
             return loss
@@ -315,7 +317,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             for group in self.param_groups:
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
             self._take_step()
-        finally:
+        finally:  # also after an error, or the other parameters would be lost
             for group, params in zip(self.param_groups, whole, strict=True):
                 group["params"] = params
 

@@ -84,7 +84,7 @@ def must_skip(optimizer: Optimizer, aggregation: Aggregation, looked_too_early: 
     Args:
         optimizer: The optimizer whose ``step`` this is.
         aggregation: The aggregation that exchanges the overflow.
-        looked_too_early: Whether the scaler read the gradients of this worker before they were averaged.
+        looked_too_early: True if the scaler read the gradients of this worker before they were averaged.
 
     Returns:
         True if gradients overflowed on any worker; False also without a scaler.

@@ -95,5 +95,5 @@ def dividing(optimizer: Optimizer, divisor: Denominator | None, device: torch.de
     optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
     try:
         yield
-    finally:
+    finally:  # a later step would divide again
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ class LocalSGD(GenericCentralizedOptimizer):
         dampening: Dampening for momentum.
         weight_decay: L2 penalty.
         nesterov: Use Nesterov momentum.
-        use_cuda: Whether training runs on GPUs.
+        use_cuda: True if training runs on GPUs.
         by_layer: One message per parameter instead of one for the whole model.
         period: H, the number of steps from one average to the next.
         process_group: A subgroup of workers, see
@@ -99,7 +99,7 @@ class LocalSGD(GenericCentralizedOptimizer):
 
 
 class DiLoCo(GenericCentralizedOptimizer):
-    r"""AdamW on every worker, and every H steps an outer step along the average of what the workers did (DiLoCo).
+    r"""AdamW on every worker, and every H steps an outer step along the average of their changes (DiLoCo).
 
     With :math:`\theta` the weights that all workers share, every worker takes H inner steps from them to
     :math:`\theta_i`; then
@@ -124,7 +124,7 @@ class DiLoCo(GenericCentralizedOptimizer):
         betas: Decay of the inner running averages of the gradient and of its square.
         eps: Added to the inner denominator.
         weight_decay: Inner, decoupled weight decay.
-        use_cuda: Whether training runs on GPUs.
+        use_cuda: True if training runs on GPUs.
         by_layer: One message per parameter instead of one for the whole model.
         period: H, the number of inner steps from one outer step to the next.
         outer_lr: Outer learning rate.

@@ -87,7 +87,7 @@ class DynamicLossScaler:
         """Adapt the scale after an update.
 
         Args:
-            overflow: Whether the update met an overflow and was skipped.
+            overflow: True if the update met an overflow and was skipped.
 
         Raises:
             FloatingPointError: The scale fell to ``min_scale``; the message names it.
@@ -105,6 +105,7 @@ class DynamicLossScaler:
             self.updates_without_overflow += 1
             if self.updates_without_overflow == self.scale_window:
                 self.updates_without_overflow = 0
+                # Without a limit the scale would reach infinity in a long run without an overflow.
                 largest = sys.float_info.max if self.max_scale is None else self.max_scale
                 self.loss_scale = min(self.loss_scale * self.scale_factor, largest)
 

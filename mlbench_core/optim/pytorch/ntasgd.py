@@ -122,7 +122,7 @@ class NTASGD:
         optimizer: An optimizer of this package that wraps a :class:`torch.optim.SGD`, for example a
             :class:`~mlbench_core.optim.pytorch.centralized.CentralizedSGD`.
         interval: Non-monotone interval n; None is 5.
-        patience: Use the rule of patience instead: the number of values in a row that are no better than the best
+        patience: Use the rule of patience instead: the number of values in a row that are not better than the best
             before them.
 
     Raises:
@@ -176,7 +176,7 @@ class NTASGD:
         Returns:
             True if this value made the optimizer start to average.
         """
-        value = math.inf if math.isnan(value) else value
+        value = math.inf if math.isnan(value) else value  # nan compares as False and would never count as worse
         if value < self.best:
             self.best, self.checks_since_best = value, 0
         else:

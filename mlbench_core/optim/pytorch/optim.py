@@ -325,5 +325,6 @@ def _newest_share(t: int, a: float) -> float:
         >>> _newest_share(0, 3.0), _newest_share(1, 1.0)
         (1.0, 0.8)
     """
+    # The closed form of the sum of (a + s)^2 over s = 0, ..., t.
     total = (t + 1) * (a * a + a * t + t * (2 * t + 1) / 6)
     return (a + t) ** 2 / total

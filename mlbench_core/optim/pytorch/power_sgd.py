@@ -38,7 +38,7 @@ class PowerSGD(GenericCentralizedOptimizer):
         dampening: Dampening for momentum.
         nesterov: Use Nesterov momentum.
         average_world: Divide the sum over workers by their number; False steps along the sum.
-        use_cuda: Whether training runs on GPUs.
+        use_cuda: True if training runs on GPUs.
         by_layer: Two messages per parameter instead of two for the whole model.
         reuse_query: Start the power iteration from the last step's result (warm start).
         world_size: Number of workers; None takes that of the process group.

@@ -73,6 +73,7 @@ class OptimizerWrapper(Optimizer):
     def optimizer(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        # A wrapper within itself would call its own methods without end.
         inside: Optimizer = optimizer
         while isinstance(inside, OptimizerWrapper):
             if inside is self:
