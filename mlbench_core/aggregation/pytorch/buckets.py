@@ -125,6 +125,7 @@ def plan_buckets(
         dtype = parameter.dtype if comm_dtype is None or parameter.is_complex() else comm_dtype
         size_bytes = parameter.numel() * dtype.itemsize
         holds_gradients = dtype == parameter.dtype
+        # A gradient as large as a bucket is a message by itself, which saves the copy into a bucket.
         if holds_gradients and size_bytes >= bucket_size_bytes:
             buckets.append(Bucket([name], [parameter], holds_gradients))
             continue
@@ -136,7 +137,7 @@ def plan_buckets(
     buckets += [_bucket(names, parameters, dtype) for names, dtype in rest[:-1]]
     names, dtype = rest[-1] if rest else ([], torch.float32)
     last = _bucket(names, parameters, dtype, number_of_flags=len(parameters))
-    if not names and parameters:
+    if not names and parameters:  # all gradients travel in earlier buckets, and the flags alone in the last one
         device = next(iter(parameters.values())).device
         last.memory = last.flags = torch.zeros(len(parameters), device=device)
     return [*buckets, last]

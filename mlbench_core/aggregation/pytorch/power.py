@@ -35,9 +35,10 @@ BLOCK_ELEMENTS = 2**18
 class PowerAggregation(LossyAggregation):
     r"""Average gradients over all workers, compressed to low rank by one step of power iteration (PowerSGD).
 
-    A gradient :math:`g_i` of worker :math:`i` of :math:`k`, seen as a matrix with :math:`n` rows (its first dimension)
-    and :math:`m` columns (all others), is sent as two factors of rank :math:`r = \min(n, m, \text{rank})`. With the
-    error memory :math:`e_i` and a matrix :math:`Q \in \mathbb{R}^{m \times r}`, the same on all workers,
+    A gradient :math:`g_i` of worker :math:`i` of :math:`k` is viewed as a matrix with :math:`n` rows (its first
+    dimension) and :math:`m` columns (all others). It is sent as two factors of rank
+    :math:`r = \min(n, m, \text{rank})`. With the error memory :math:`e_i` and a matrix
+    :math:`Q \in \mathbb{R}^{m \times r}`, the same on all workers,
 
     .. math::
         \Delta_i &= g_i + e_i \\
@@ -153,8 +154,10 @@ class PowerAggregation(LossyAggregation):
 
         bases = [_orthonormal_rows(left[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
         right = {matrix.name: self._to_send(p @ matrix.delta) for matrix, p in zip(matrices, bases, strict=True)}
+        # Q is always averaged: P has no scale, so a sum or a denominator is applied once, to the product.
         self._delegate(self._uncompressed, right, AVG_WORLD)
 
+        # Every worker computes the same P Q^T, because it has the same averages as the others.
         for matrix, p in zip(matrices, bases, strict=True):
             q = right[matrix.name].to(matrix.delta.dtype)
             matrix.replace(p, q)

@@ -94,12 +94,14 @@ class Arena:
             OSError: The file cannot grow or be mapped.
         """
         size_bytes = max(1, -(-size_bytes // _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
+        # First fit: the ranges in use are sorted, and released ones leave gaps between them.
         offset = 0
         for begin, end in self._taken:
             if begin - offset >= size_bytes:
                 break
             offset = end
         if offset + size_bytes > len(self._bytes):
+            # The size is at least doubled, since every growth makes this worker and all others map the file again.
             wanted = max(offset + size_bytes, 2 * len(self._bytes))
             os.ftruncate(self.descriptor, -(-wanted // _GROWTH_BYTES) * _GROWTH_BYTES)
             self._map()
@@ -352,6 +354,7 @@ class SharedMemorySum:
                     f"one of {own[0]:,} bytes of {own[1]}: all workers need the same model and settings"
                 )
             others.append(peer.arena.view(offset, message.numel(), message.dtype)[part])
+        # Block by block, each sum is copied to the shared memory while it is still in the cache.
         blocks = (tensor.split(_BLOCK_ELEMENTS) for tensor in (message[part], shown, *others))
         for own_block, shown_block, *other_blocks in zip(*blocks, strict=True):
             for block in other_blocks:
@@ -485,6 +488,7 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
         while len(peers) < world_size - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout_s)
+            # Anybody on the machine can connect to an abstract socket, so strangers are turned away.
             if _is_own_user(connection):
                 peers.append(_greet(connection, rank, arena))
             else:

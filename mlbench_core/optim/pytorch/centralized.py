@@ -327,6 +327,7 @@ def _with_fused_kernel(fused: bool | None, overlap: Overlap, model: nn.Module | 
     """Return torch's argument ``fused``: the user's choice, or one that fits the overlap and the parameters."""
     if fused is False or not isinstance(model, nn.Module) or not (fused or overlap):
         return fused
+    # A fused kernel treats the memory of a parameter as one dense block, gaps included.
     with_gaps = [name for name, parameter in model.named_parameters() if not is_dense(parameter)]
     if fused and with_gaps:
         raise ValueError(

@@ -52,7 +52,7 @@ class FP16Optimizer(OptimizerWrapper):
       ``step(denom=k * u, multiplier=n / (k * u))``.
 
     If the norm of :math:`g` on any worker is infinite or not a number, all workers skip the update and reduce the
-    scale, which costs a message of 4 bytes an update. Models in bfloat16, which has the range of float32, are not
+    scale. This check costs a message of 4 bytes per update. Models in bfloat16, which has the range of float32, are not
     scaled: their scale is always 1.
 
     Parameters that are float32 in an otherwise half-precision model (normalization layers) are trained too. A

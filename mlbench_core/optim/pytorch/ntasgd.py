@@ -205,7 +205,7 @@ class NTASGD:
         plain = self.optimizer.optimizer
         assert plain is not None
         averaged = AveragedSGD([dict(group) for group in plain.param_groups], **plain.defaults)
-        averaged.load_state_dict(plain.state_dict())
+        averaged.load_state_dict(plain.state_dict())  # momentum continues
         self.optimizer.optimizer = averaged
 
     @contextlib.contextmanager

@@ -148,6 +148,7 @@ class OptimizerWrapper(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         extra = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+        # The extra state goes first, so that a refused one leaves the wrapped optimizer as it was.
         self.load_extra_state(extra)
         self._inner.load_state_dict({key: value for key, value in state_dict.items() if key not in extra})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
