@@ -1,4 +1,4 @@
-"""How the workers of a run find one another and communicate."""
+"""Find the workers of a run and let them communicate."""
 
 from mlbench_core._lazy import lazy_subpackages
 

@@ -1,4 +1,8 @@
-"""How the workers of a run find each other: who started them, and what that starter left in the environment."""
+"""Find out how the workers of a run were started, and where each of them stands.
+
+Every launcher (torchrun, ``mpirun``, SLURM) leaves rank and world size in environment variables of its own. A class for
+each launcher reads these variables, and :func:`detect_environment` chooses the class.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +32,9 @@ __all__ = [
 ]
 
 DEFAULT_PORT = 29500
-"""Port of the rendezvous where ``MASTER_PORT`` names none; torchrun's default too."""
+"""Port of the rendezvous if ``MASTER_PORT`` names none; torchrun's default too."""
 
+# A SLURM controller under load may not answer; the node's name is used then.
 _SCONTROL_TIMEOUT_S = 10.0
 
 
@@ -52,7 +57,7 @@ class Place:
     master_port: int = DEFAULT_PORT
 
     def variables(self) -> dict[str, str]:
-        """The environment variables by which torch and its tools know this place; none for a worker alone."""
+        """Return the environment variables by which torch and its tools know this place; none for a worker alone."""
         if self.master_address is None:
             return {}
         return {
@@ -78,14 +83,14 @@ class ClusterEnvironment(ABC):
 
     @abstractmethod
     def is_active(self) -> bool:
-        """Whether this process was started this way."""
+        """Return True if this process was started this way."""
 
     @abstractmethod
     def place(self) -> Place:
-        """This worker's place.
+        """Return this worker's place.
 
         Raises:
-            ConfigurationError: A variable is missing or no number, or the numbers contradict each other.
+            ConfigurationError: A variable is missing or not a number, or the numbers contradict each other.
         """
 
     def read_rank(self) -> int:
@@ -97,6 +102,7 @@ class ClusterEnvironment(ABC):
         return self.place().rank
 
     def _has(self, *names: str) -> bool:
+        # A variable that is set to nothing counts as missing.
         return all(self.environment.get(name) for name in names)
 
     def _integer(self, name: str, default: int | None = None) -> int:
@@ -126,11 +132,13 @@ class ClusterEnvironment(ABC):
 
 
 class HostsEnvironment(ClusterEnvironment):
-    """Workers started by hand with ``--hosts a,b --rank i``: one worker for each entry, the first is the rendezvous.
+    """Workers started by hand with ``--hosts a,b --rank i``: one worker for each entry.
+
+    The first host is the rendezvous.
 
     Args:
         hosts: Host names or addresses by rank. A host that runs several workers is named several times.
-        rank: This worker's number in ``hosts``; may be left at -1 where ``hosts`` has one entry.
+        rank: This worker's number in ``hosts``; may be left at -1 if ``hosts`` has one entry.
         environment: As in :class:`ClusterEnvironment`; ``MASTER_PORT`` is the rendezvous' port.
 
     Raises:
@@ -162,6 +170,7 @@ class HostsEnvironment(ClusterEnvironment):
         return True
 
     def place(self) -> Place:
+        # Workers of one machine have the same entry: those named earlier come first on its GPUs.
         local_rank = self.hosts[: self.rank].count(self.hosts[self.rank])
         return Place(self.rank, len(self.hosts), local_rank, self.hosts[0], self._port())
 
@@ -195,7 +204,7 @@ class TorchrunEnvironment(ClusterEnvironment):
 
 
 class _MPIEnvironment(ClusterEnvironment):
-    """What the variables of all ``mpirun`` programs have in common."""
+    """Workers started by an ``mpirun``, whose subclasses name the variables that it sets."""
 
     rank_name: ClassVar[str]
     size_name: ClassVar[str]
@@ -212,6 +221,7 @@ class _MPIEnvironment(ClusterEnvironment):
         rank, size = self._integer(self.rank_name), self._integer(self.size_name)
         address = self.environment.get("MASTER_ADDR")
         if not address and size > 1:
+            # An mpirun does not name the host of rank 0. It is this host only if all workers run here.
             if self._integer(self.local_size_name, 0) != size:
                 raise ConfigurationError(
                     f"{self.name} started {size} workers on more than one host, and none knows where rank 0 is: "
@@ -243,13 +253,13 @@ class MPICHEnvironment(_MPIEnvironment):
 
 
 class MPIWorldEnvironment(ClusterEnvironment):
-    """Workers of the backend ``mpi``, whoever started them: MPI itself says how many there are and which one this is.
+    """Workers of the backend ``mpi``, started in any way: MPI itself gives the rank and the world size.
 
-    The workers tell each other their hosts, so ``MASTER_ADDR`` need not be set. Asking starts MPI.
+    The workers send each other their hosts, so ``MASTER_ADDR`` need not be set. :meth:`place` starts MPI.
 
     Args:
-        expected: What was given by hand (``--hosts`` and ``--rank``) or by torchrun, if anything was; MPI must agree.
-        hosts: The hosts that were given by hand, if any: as many as MPI has workers.
+        expected: The environment given by hand (``--hosts`` and ``--rank``) or by torchrun, if any; MPI must agree.
+        hosts: The hosts that were given by hand, if any: one for each of MPI's workers.
         environment: As in :class:`ClusterEnvironment`.
     """
 
@@ -280,6 +290,7 @@ class MPIWorldEnvironment(ClusterEnvironment):
             mpi.check_launch(world, given.rank, given.world_size, self.expected.name)
         if world.size == 1:
             return Place(rank=0, world_size=1)
+        # Each worker knows only its own host; the list of all gives the local rank and the rendezvous.
         hosts = world.hosts()
         local_rank = hosts[: world.rank].count(hosts[world.rank])
         address = self.environment.get("MASTER_ADDR") or ("127.0.0.1" if len(set(hosts)) == 1 else hosts[0])
@@ -289,11 +300,11 @@ class MPIWorldEnvironment(ClusterEnvironment):
 class SlurmEnvironment(ClusterEnvironment):
     """Workers started by SLURM's ``srun``, one for each task; the first node of the step is the rendezvous.
 
-    Its address is ``MASTER_ADDR`` where that is set. Otherwise it is the node's name if the name resolves here, and if
-    not the address by which SLURM reaches the node (``NodeAddr`` of ``scontrol show node``).
+    Its address is ``MASTER_ADDR`` if that is set. Otherwise it is the node's name if the name resolves here. If not, it
+    is the address by which SLURM reaches the node (``NodeAddr`` of ``scontrol show node``).
 
-    Without ``MASTER_PORT`` the port comes from the job's number, so that jobs that share a node keep apart. The shell
-    of ``sbatch`` or ``salloc`` itself, which sees the same variables as task 0, is not a worker.
+    Without ``MASTER_PORT`` the port comes from the job's number, so that jobs that share a node use different ports.
+    The shell of ``sbatch`` or ``salloc`` itself is not a worker, although it sees the same variables as task 0.
 
     Example:
         >>> variables = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "71234",
@@ -305,6 +316,7 @@ class SlurmEnvironment(ClusterEnvironment):
     name = "SLURM's srun"
 
     def is_active(self) -> bool:
+        # Only srun makes a step. Without one this is the shell of sbatch or salloc, which has the same variables.
         in_step = self._has("SLURM_STEP_ID")
         batch_shell = self.environment.get("ENVIRONMENT") == "BATCH" and not in_step
         interactive_shell = self.environment.get("SLURM_JOB_NAME") in ("bash", "interactive") and not in_step
@@ -323,6 +335,7 @@ class SlurmEnvironment(ClusterEnvironment):
                 f"SLURM started {size} tasks, but none of {', '.join(self._node_lists)} names the nodes: "
                 f"set MASTER_ADDR"
             )
+        # Ports 15000 to 34999 by the job's number: two jobs on one node rarely meet.
         port = self._port(15000 + self._integer("SLURM_JOB_ID", DEFAULT_PORT - 15000) % 20000)
         rank, local_rank = self._integer("SLURM_PROCID"), self._integer("SLURM_LOCALID", 0)
         return self._checked(Place(rank, size, local_rank, address or None, port))
@@ -343,18 +356,20 @@ class SingleProcessEnvironment(ClusterEnvironment):
 
 
 def first_slurm_host(nodes: str) -> str:
-    """First name in SLURM's short form of a list of nodes; empty for an empty list.
+    """Return the first name in SLURM's short form of a list of nodes; empty for an empty list.
 
     Example:
         >>> first_slurm_host("gpu-[003-005,9]-ib,login1"), first_slurm_host("r[1-2]n[07-08]")
         ('gpu-003-ib', 'r1n07')
     """
+    # A comma inside brackets separates numbers, not nodes; so the first entry ends at a comma outside brackets.
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group()) if match else ""
 
 
 def _slurm_address(nodes: str) -> str:
-    """Where the first of some nodes can be reached: its name, or what SLURM knows where that does not resolve."""
+    """Return the name of the first of some nodes, or the address that SLURM knows if the name does not resolve."""
+    # scontrol knows the short form completely; first_slurm_host() is for hosts without it, such as containers.
     listed = _scontrol("show", "hostnames", nodes).split() if "[" in nodes else []
     name = listed[0] if listed else first_slurm_host(nodes)
     if not name or resolves(name):
@@ -364,7 +379,7 @@ def _slurm_address(nodes: str) -> str:
 
 
 def _scontrol(*arguments: str) -> str:
-    """What SLURM's ``scontrol`` answers; empty where it is not there, fails or is silent."""
+    """Return the answer of SLURM's ``scontrol``; empty if it is missing, fails or does not answer in time."""
     try:
         done = subprocess.run(
             ["scontrol", *arguments], capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S, check=False
@@ -379,8 +394,8 @@ def detect_environment(
 ) -> ClusterEnvironment:
     """Find out how this worker was started.
 
-    torchrun's agent comes first, because it already keeps the rendezvous; then ``hosts`` with ``rank``; then the other
-    launchers' variables; and a process that none of them started is alone.
+    torchrun's agent comes first, because it already keeps the rendezvous. Then come ``hosts`` with ``rank``, and then
+    the variables of the other launchers. A process that none of them started is alone.
 
     Args:
         hosts: Hosts of the workers by rank, as in :class:`HostsEnvironment`; None or empty if not given by hand.
@@ -398,6 +413,8 @@ def detect_environment(
         '--hosts'
     """
     environment = os.environ if environment is None else environment
+    # TORCHELASTIC_RUN_ID shows that torchrun's agent runs. RANK and WORLD_SIZE alone may be left over in the shell, so
+    # hosts given by hand win over them.
     torchrun = TorchrunEnvironment(environment)
     if torchrun.is_active() and (environment.get("TORCHELASTIC_RUN_ID") or not hosts):
         return torchrun

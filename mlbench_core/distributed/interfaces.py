@@ -1,7 +1,8 @@
-"""Which network interface leads to the other workers.
+"""Find the network interface that leads to the other workers.
 
-Gloo listens where the machine's own name resolves to, which on many machines is 127.0.1.1, or the wrong one of several
-networks: the workers of other machines then knock in vain. The interface that leads to rank 0's address is right.
+Gloo listens on the address to which the machine's own name resolves. On many machines that is 127.0.1.1, or an address
+in the wrong one of several networks, and workers of other machines cannot connect. The interface that leads to rank 0's
+address is the right one.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from mlbench_core.addresses import is_loopback
 __all__ = ["interface_towards", "interface_variables", "own_addresses", "resolves"]
 
 _VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # NCCL: the whole name
+# The port does not matter, because nothing is sent to it (RFC 863 reserves 9 for discarded data).
 _DISCARD_PORT = 9
 
 
 def interface_variables(address: str | None, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment variables that lead Gloo, TensorPipe and NCCL to the interface of an address.
+    """Return environment variables that lead Gloo, TensorPipe and NCCL to the interface of an address.
 
     Args:
         address: Host or address of rank 0; None if there is nobody to meet.
-        environment: The environment variables; by default those of this process. What is set there stays.
+        environment: The environment variables; by default those of this process. Variables set there stay.
 
     Returns:
-        The variables to set: none for workers of one machine that meet on the loopback interface, and where the
-        interface cannot be told.
+        The variables to set. There are none if the interface is unknown, and none for workers of one machine that meet
+        on the loopback interface.
 
     Example:
         >>> interface_variables("127.0.0.1", {})
@@ -41,7 +43,7 @@ def interface_variables(address: str | None, environment: Mapping[str, str] | No
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface that has the address from which this machine reaches another one.
+    """Return the network interface that has the address from which this machine reaches another one.
 
     Nothing is sent: connecting a datagram socket only asks the system for the route.
 
@@ -54,6 +56,7 @@ def interface_towards(address: str) -> str | None:
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(address, _DISCARD_PORT, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                # The kernel chooses the route here and with it the local address.
                 probe.connect(target)
                 local = probe.getsockname()[0]
                 return None if is_loopback(local) else _interface_with(local)
@@ -61,7 +64,7 @@ def interface_towards(address: str) -> str | None:
 
 
 def resolves(host: str) -> bool:
-    """Whether this machine knows an address for a host.
+    """Return True if this machine knows an address for a host.
 
     Args:
         host: Host name or IP address.
@@ -78,7 +81,7 @@ def resolves(host: str) -> bool:
 
 
 def own_addresses() -> list[str]:
-    """This machine's IP addresses at which others may reach it: IPv4 first, those of its own loopback left out.
+    """Return the IP addresses at which others may reach this machine: IPv4 first, without loopback addresses.
 
     Example:
         >>> "127.0.0.1" in own_addresses()
@@ -94,7 +97,7 @@ def own_addresses() -> list[str]:
 
 
 def _interface_with(address: str) -> str | None:
-    """The interface that has an address."""
+    """Return the name of the interface that has an address."""
     import psutil
 
     addresses = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed: set up and closed, and asked who takes part."""
+"""Set up, query and close the process groups of torch.distributed."""
 
 from mlbench_core.distributed.pytorch.devices import FCGraph
 from mlbench_core.distributed.pytorch.initialize import initialize_backends

@@ -13,17 +13,17 @@ __all__ = ["FCGraph"]
 
 
 class FCGraph:
-    """The graph in which every worker talks to every other, and this worker's place and device in it.
+    """The graph in which every worker communicates with every other, with this worker's place and device.
 
     Args:
         rank: This worker's number, 0 to ``world_size - 1``.
         world_size: Number of workers.
-        use_cuda: Whether this worker computes on a GPU. Workers of one machine take its GPUs in turn by their local
-            rank (``LOCAL_RANK``, else the rank).
+        use_cuda: True to compute on a GPU. Workers of one machine take its GPUs in turn by their local rank
+            (``LOCAL_RANK``, else the rank).
 
     Raises:
         ValueError: ``world_size`` is not positive, or ``rank`` lies outside.
-        ConfigurationError: ``use_cuda`` and there is no GPU.
+        ConfigurationError: ``use_cuda`` is set, but this machine has no GPU.
 
     Example:
         >>> graph = FCGraph(rank=1, world_size=3)
@@ -39,21 +39,22 @@ class FCGraph:
         self.world_size = world_size
         self.use_cuda = use_cuda
         if use_cuda:
+            # Fails here, at the start of a run, on a machine without a GPU.
             _gpu_index(rank)
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The other workers' ranks, ascending."""
+        """Return the other workers' ranks, ascending."""
         return tuple(other for other in range(self.world_size) if other != self.rank)
 
     @property
     def current_device_name(self) -> str:
-        """Name of the device this worker computes on: ``"cpu"`` or ``"cuda:<index>"``."""
+        """Return the name of the device this worker computes on: ``"cpu"`` or ``"cuda:<index>"``."""
         return f"cuda:{_gpu_index(self.rank)}" if self.use_cuda else "cpu"
 
     @property
     def current_device(self) -> torch.device:
-        """The device this worker computes on."""
+        """Return the device this worker computes on."""
         return torch.device(self.current_device_name)
 
     def assigned_gpu_id(self) -> int | None:
@@ -81,4 +82,5 @@ def _gpu_index(rank: int) -> int:
             "use_cuda=True, but torch sees no GPU on this machine: leave out use_cuda (and --gpu) to compute on the "
             "CPU, or install a torch build with CUDA and check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
+    # The global rank counts over all machines; modulo, several workers may share a GPU.
     return int(os.environ.get("LOCAL_RANK") or rank) % count

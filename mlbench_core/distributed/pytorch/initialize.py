@@ -1,4 +1,4 @@
-"""Joining the other workers, and leaving them again."""
+"""Join the other workers at the start of a run, and leave them at its end."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ __all__ = ["initialize_backends"]
 
 _log = logging.getLogger(__name__)
 
+# Time for the name of rank 0's host to appear: the name of a container is known shortly after the container starts.
 _RESOLVE_S = 20.0
-"""How long the name of rank 0's host may take to appear: a container's is known shortly after the container starts."""
 
 
 @contextlib.contextmanager
@@ -55,31 +55,30 @@ def initialize_backends(
 ) -> Iterator[tuple[int, int, FCGraph]]:
     """Join the other workers for the length of a ``with`` block.
 
-    The workers are found through torchrun's environment, ``hosts`` and ``rank``, an ``mpirun``'s or SLURM's
-    environment; a process started by none of them is a world of size 1 (see
-    :mod:`mlbench_core.distributed.environment`). With the backend ``mpi`` the workers have to be started by
-    ``mpirun`` (or another starter of MPI programs), which gives rank and world size; where ``hosts`` and ``rank`` or
-    torchrun's environment are given too, they must agree with it.
+    The workers are found through torchrun's environment, ``hosts`` and ``rank``, or the environment of ``mpirun`` or
+    SLURM. A process started by none of them is a world of size 1 (see :mod:`mlbench_core.distributed.environment`).
+    With the backend ``mpi`` the workers have to be started by ``mpirun`` (or another starter of MPI programs), which
+    gives rank and world size. If ``hosts`` and ``rank`` or torchrun's environment are given too, they must agree.
 
-    At the end of the block, also after an exception, the process group is destroyed, and environment variables, loggers
-    and cuDNN's settings are as they were. Random generators and the current CUDA device stay as they are. Over ``mpi``,
-    where the others would wait indefinitely for a failed worker, a process that ends after an exception left the block
-    also ends the others.
+    At the end of the block, also after an exception, the process group is destroyed. Environment variables, loggers and
+    cuDNN's settings are restored. Random generators and the current CUDA device stay as they are. Over ``mpi`` the
+    others would wait indefinitely for a failed worker: a process that ends after an exception left the block also ends
+    the others.
 
     Args:
-        comm_backend: ``"gloo"`` (CPU), ``"nccl"`` (GPU), ``"mpi"`` (CPU, and GPU by way of the host; that of torch if
-            it was built with MPI, otherwise :mod:`mlbench_core.distributed.pytorch.mpi`, which needs mpi4py), or
-            another backend that is registered with torch.
+        comm_backend: ``"gloo"`` (CPU), ``"nccl"`` (GPU), ``"mpi"`` (CPU, and GPU by way of the host) or another backend
+            that is registered with torch. ``"mpi"`` is that of torch if it was built with MPI, otherwise
+            :mod:`mlbench_core.distributed.pytorch.mpi`, which needs mpi4py.
         hosts: Host of each worker, separated by commas; the first one is the rendezvous, at port ``MASTER_PORT`` or
             29500. A host that runs several workers is named several times.
         rank: This worker's number in ``hosts``.
         logging_level: Least severe level of messages shown.
         logging_file: File that messages are also written to; None for no file.
-        use_cuda: Whether to compute on the GPU.
+        use_cuda: True to compute on the GPU.
         seed: Seed of the random generators of torch, NumPy and ``random``; None leaves them alone.
-        cudnn_deterministic: Whether cuDNN only uses deterministic algorithms.
+        cudnn_deterministic: True to let cuDNN use deterministic algorithms only.
         ckpt_run_dir: Folder of the checkpoints, which is made; None is ``checkpoints`` in the user's data folder.
-        delete_existing_ckpts: Whether to delete checkpoints that lie there.
+        delete_existing_ckpts: True to delete checkpoints that lie there.
         timeout_s: Seconds to wait for the other workers, here and in every later collective operation.
 
     Yields:
@@ -88,9 +87,9 @@ def initialize_backends(
     Raises:
         BackendError: The backend is unknown or cannot be used here.
         MissingDependencyError: The backend is ``mpi``, torch has none built in, and mpi4py is not installed.
-        ConfigurationError: The port is taken, the host of rank 0 has no address, ``use_cuda`` without a GPU, variables
-            that contradict each other or MPI's world, or there is a process group already.
-        WorkerError: The others did not come within ``timeout_s``, or a collective operation in the block failed; the
+        ConfigurationError: The port is taken, the host of rank 0 has no address, or ``use_cuda`` is set without a GPU.
+            Also if variables contradict each other or MPI's world, or there is a process group already.
+        WorkerError: The others did not come within ``timeout_s``, or a collective operation in the block failed. The
             message names the workers that are gone or silent, and the backend's own error is its cause. Every other
             error of the block passes as it is.
         ValueError: ``rank`` lies outside ``hosts``, or another argument is wrong.
@@ -115,6 +114,7 @@ def initialize_backends(
     place = environment.place()
     if comm_backend != "mpi":  # whose workers know each other from mpirun
         _await_address(environment, place, min(timeout_s, _RESOLVE_S))
+    # The stack unwinds in reverse: the process group is destroyed before loggers and variables are restored.
     with contextlib.ExitStack() as stack:
         stack.enter_context(_variables({**place.variables(), **interface_variables(place.master_address)}))
         stack.enter_context(_cudnn_restored())
@@ -122,6 +122,7 @@ def initialize_backends(
         stack.callback(_leave)
         stack.push(_note_failure)
         if use_cuda or comm_backend == "nccl":
+            # Before joining: NCCL ties its communicator to the GPU that is current then.
             FCGraph(place.rank, place.world_size, use_cuda=True).assigned_gpu_id()
         _join(comm_backend, environment, place, timeout_s)
         introduce()
@@ -176,7 +177,7 @@ def _cudnn_restored() -> Iterator[None]:
 
 
 def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float) -> None:
-    """Wait until rank 0's host has an address; torch would go on trying until the timeout of the whole run.
+    """Wait until rank 0's host has an address; torch itself would try until the timeout of the whole run.
 
     Raises:
         ConfigurationError: It has none after ``limit_s`` seconds.
@@ -199,7 +200,7 @@ def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float
 
 
 def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s: float) -> None:
-    """Make the process group."""
+    """Create the process group."""
     timeout = datetime.timedelta(seconds=timeout_s)
     where = f"{place.master_address}:{place.master_port}"
     try:
@@ -219,6 +220,7 @@ def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s
             )
             _init_over(store, backend, place, timeout)
     except RuntimeError as error:
+        # torch raises a plain RuntimeError for all of these causes; only the text tells them apart.
         text = str(error)
         if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE).lower() in text.lower():
             raise ConfigurationError(
@@ -244,6 +246,7 @@ def _init_over(store: dist.Store, backend: str, place: Place, timeout: datetime.
 
 def _note_failure(kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
     """Remember an exception that ends the block: over MPI the others would wait for this worker indefinitely."""
+    # sys.exit() and sys.exit(0) are a normal end.
     if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
         mpi.fail_at_exit(f"{type(error).__name__}: {error}")
 

@@ -1,9 +1,14 @@
-"""Which worker was lost, where a collective operation fails.
+"""Find out which worker was lost if a collective operation fails.
 
-The error of a backend says that a connection was closed or that time is up, not whose. So workers leave a card in the
-process group's store (:func:`introduce`), read each other's when the first collective has gone through, and where a
-later one fails look who is left: a process of the same machine can be seen to be gone; of others, and of processes that
-hang, only silence tells.
+The error of a backend says that a connection was closed or that time is up, but does not name the worker. So the
+workers do three things:
+
+1. At the start each writes a record of itself into the process group's store (:func:`introduce`).
+2. Once the first collective has gone through, each reads the records of all.
+3. If a later collective fails, each writes a notice and looks for the workers that did not.
+
+The process of a worker on the same machine can be seen to be gone. A worker on another machine, or one that hangs, is
+recognized by its silence only.
 """
 
 from __future__ import annotations
@@ -29,23 +34,24 @@ from mlbench_core.errors import WorkerError
 __all__ = ["explained", "forget", "introduce", "is_failed_communication", "naming_lost_workers"]
 
 SILENCE_S = 5.0
-"""How long to wait for a sign of life of workers that cannot be seen to be gone."""
+"""Seconds to wait for a notice from workers that cannot be seen to be gone."""
 
+# Modules whose errors may be those of a collective operation, raised by a statement or by compiled code.
 _LIBRARIES = ("mlbench_core.aggregation.", "mlbench_core.distributed.", "torch.distributed.")
-"""Modules whose errors may be those of a collective operation, whoever raises them there."""
 
+# Words of failed collective operations; only errors that come out of one of these libraries are compared with them.
 _COMMUNICATION = re.compile(r"\b(gloo|nccl|mpi|connection|socket|timed out|timeout|peer|broken pipe)\b", re.IGNORECASE)
-"""What a failed collective operation says; asked of errors that come out of one of these libraries."""
 
+# Gloo's texts for callers that wait for their work themselves, as autograd and a user's ``work.wait()`` do.
 _GLOO = re.compile(r"\bgloo/|^Application timeout caused pair closure")
-"""What Gloo says to those who wait for their work themselves, as autograd and a user's ``work.wait()`` do."""
 
+# Bytecodes of raise statements: an error that left another instruction comes out of compiled code.
 _RAISE = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
 
 
 @dataclass(frozen=True)
 class _Card:
-    """Where a worker runs. ``machine`` is equal for processes that see each other's process ids."""
+    """A record of a worker's host and process. ``machine`` is equal for processes that see each other's ids."""
 
     host: str
     pid: int
@@ -56,10 +62,10 @@ class _Card:
 
 
 class _Acquaintances:
-    """The cards of the workers of one process group.
+    """The records of the workers of one process group.
 
-    ``processes`` has those of this machine, found when the cards are read, because a process id may be reused later; an
-    entry is None if the process has ended by then.
+    ``processes`` has the processes of this machine. They are looked up when the records are read, because a process id
+    may be reused later. An entry is None if the process has ended by then.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -76,6 +82,7 @@ class _Acquaintances:
             return False
         process = self.processes[rank]
         try:
+            # A zombie has ended, but its parent has not collected its status yet.
             return process is None or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
@@ -85,9 +92,10 @@ _known = _Acquaintances()
 
 
 def introduce() -> None:
-    """Leave this worker's card in the process group's store, once; no collective, and nothing for one worker.
+    """Write this worker's record into the process group's store, once; without a collective.
 
-    A process group that has no store (that of an MPI built into torch) goes without: losses then stay nameless.
+    A worker alone writes nothing. A process group without a store (that of an MPI built into torch) has no records, and
+    lost workers are then not named.
     """
     global _known
     if process_groups.world_size() == 1 or _known.of_this_group():
@@ -99,14 +107,14 @@ def introduce() -> None:
 
 
 def forget() -> None:
-    """Let go of the process group before it is destroyed: its store keeps the rendezvous' port."""
+    """Release the process group before it is destroyed: its store keeps the rendezvous' port."""
     global _known
     _known = _Acquaintances()
 
 
 @contextlib.contextmanager
 def naming_lost_workers() -> Iterator[None]:
-    """Turn the failure of a collective operation inside into an error that says who was lost.
+    """Turn the failure of a collective operation in the block into an error that names the lost workers.
 
     Any other error passes as it is, whatever its text: a data loader of the user's may time out as well.
 
@@ -118,20 +126,21 @@ def naming_lost_workers() -> Iterator[None]:
         yield
     except WorkerError:  # the worker is named already
         raise
-    except RuntimeError as error:  # what torch and its backends raise
+    except RuntimeError as error:  # the type that torch and its backends raise
         if process_groups.world_size() == 1 or not is_failed_communication(error):
             raise
         raise explained(error) from error
+    # A collective has gone through by now, so every worker has written its record.
     if _known.of_this_group() and not _known.cards:
         _read_cards()
 
 
 def is_failed_communication(error: RuntimeError) -> bool:
-    """Whether an error was raised by a collective operation, or by the process group's store for one.
+    """Return True if an error was raised by a collective operation, or by the process group's store for one.
 
-    torch has types for some of these errors. Gloo's are plain RuntimeErrors, which come out of compiled code; so the
-    place that raised an error decides, and the text only among those of one place. A ``raise`` statement outside of
-    torch.distributed and of this library is nobody's collective.
+    torch has types for some of these errors. Gloo's are plain RuntimeErrors, which come out of compiled code. So the
+    place that raised an error decides first, and then its text. A ``raise`` statement outside of torch.distributed and
+    of this library does not belong to a collective.
 
     Args:
         error: The error, as it was caught.
@@ -146,7 +155,7 @@ def is_failed_communication(error: RuntimeError) -> bool:
 
 
 def _origin(error: BaseException) -> tuple[str, bool]:
-    """The module whose code raised an error, and whether a ``raise`` statement did, or a call of compiled code."""
+    """Return the module whose code raised an error, and True for a ``raise`` statement, False for compiled code."""
     place = error.__traceback__
     if place is None:
         return "", True
@@ -157,16 +166,17 @@ def _origin(error: BaseException) -> tuple[str, bool]:
 
 
 def explained(error: Exception) -> WorkerError:
-    """The error of a failed communication that says who was lost; finding out takes up to ten seconds.
+    """Return the error of a failed communication that names the lost workers; this takes up to ten seconds.
 
     Args:
-        error: What the backend says.
+        error: The backend's error.
     """
     return WorkerError(f"{_who_is_lost_in_time()}; the backend says: {_first_line(error)}")
 
 
 def _who_is_lost_in_time() -> str:
-    """As :func:`_who_is_lost`, where the store answers at all: to a request over a cut cable it never does."""
+    """Return the text of :func:`_who_is_lost`, or another one if the store does not answer in time."""
+    # A request to the store over a cut cable never returns, so a thread makes it that may be left behind.
     answer: list[str] = []
     asking = threading.Thread(target=lambda: answer.append(_who_is_lost()), name="who-is-lost", daemon=True)
     asking.start()
@@ -175,9 +185,10 @@ def _who_is_lost_in_time() -> str:
 
 
 def _who_is_lost() -> str:
-    """One clause that names who is gone, else who does not answer.
+    """Return one clause that names the workers that are gone, else those that do not answer.
 
-    Workers that notice the loss say so before they end, which may be before another one looks: they are not the cause.
+    A worker that notices the loss writes a notice before it ends. It may have ended when another one looks, but it is
+    not the cause.
     """
     try:
         store = process_groups.store()
@@ -192,6 +203,8 @@ def _who_is_lost() -> str:
             silent -= {rank for rank in silent if store.check([_key("noticed", rank)])}
         except RuntimeError:
             return f"lost {_name(0)}, who keeps the process group's store, which does not answer"
+        # A process of this machine that has ended without a notice is the cause for certain; the rest need not be
+        # waited for.
         gone = [rank for rank in sorted(silent) if _known.has_ended(rank)]
         if gone:
             return "lost " + ", ".join(_name(rank) for rank in gone)
@@ -205,7 +218,7 @@ def _who_is_lost() -> str:
 
 
 def _read_cards() -> None:
-    """Read all workers' cards; who took part in a collective has left one."""
+    """Read all workers' records; every worker that took part in a collective has written one."""
     keys = [_key("card", rank) for rank in range(process_groups.world_size())]
     with contextlib.suppress(RuntimeError):
         if process_groups.store().check(keys):
@@ -230,7 +243,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _machine() -> str:
-    """Names the running kernel and the namespace of process ids; empty where the system does not tell."""
+    """Return a name of the running kernel and its namespace of process ids; empty if the system gives none."""
+    # Containers of one host have one kernel, but do not see each other's process ids: hence the namespace.
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip() + os.readlink("/proc/self/ns/pid")

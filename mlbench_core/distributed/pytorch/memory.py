@@ -1,4 +1,4 @@
-"""Memory of the host and of the device."""
+"""Control the memory of the host and query that of the device."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ _NEVER = 2**31 - 1
 def keep_freed_memory() -> bool:
     """Let this process keep the memory that CPU tensors free, instead of giving it back to the system each time.
 
-    By default the GNU C library maps every large tensor afresh and unmaps it when it is freed: a training step then
-    pays tens of thousands of page faults for memory that it had a step before. Computations and their results stay the
-    same. It is for programs whose steps are alike: the process's memory stays at its peak, and there is no way back.
+    By default the GNU C library maps memory for every large tensor and unmaps it when the tensor is freed. A training
+    step then pays tens of thousands of page faults for memory that it had a step before. Computations and their results
+    stay the same. Use it in programs whose steps are alike: the process's memory stays at its peak, and the setting
+    cannot be undone.
 
     Returns:
-        Whether the C library took it; False where it is another one than GNU's.
+        True if the C library accepted the setting; False if it is not GNU's.
 
     Example:
         >>> keep_freed_memory() in (True, False)
@@ -33,12 +34,13 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
+    # mallopt refuses a threshold above the largest that the library was built for, so the smaller one is tried next.
     is_mapping_off = any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in _SMALLEST_MAPPING_BYTES)
     return is_mapping_off and mallopt(_M_TRIM_THRESHOLD, _NEVER) == 1
 
 
 def fits_on_gpu(size_bytes: int, share: float = 0.25) -> bool:
-    """Whether the current GPU has room for data beside what training needs.
+    """Return True if the current GPU has room for data in addition to the memory that training needs.
 
     Args:
         size_bytes: Bytes of the data.

@@ -1,7 +1,7 @@
-"""The world of workers as the rest of the library sees it.
+"""Query the world of workers, and reduce over it, with or without a process group.
 
-This is the one place that decides what happens without a process group: one process is then a world of size 1, whose
-rank is 0 and whose collectives do nothing.
+This module alone decides what happens without a process group: one process is then a world of size 1. Its rank is 0,
+and its collectives do nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def is_distributed() -> bool:
-    """Whether this process belongs to a process group.
+    """Return True if this process belongs to a process group.
 
     Returns:
         True after ``init_process_group`` (also in a group of one process), False before it and after its end.
@@ -47,7 +47,7 @@ def check_group(group: Any) -> Any:
     """Check that this process belongs to a subgroup of workers, and return the subgroup.
 
     Args:
-        group: What ``torch.distributed.new_group`` returned; None for all workers.
+        group: The group that ``torch.distributed.new_group`` returned; None for all workers.
 
     Raises:
         ValueError: This process is not one of its workers.
@@ -72,10 +72,10 @@ def check_group(group: Any) -> Any:
 
 
 def world_size(group: Any = None) -> int:
-    """Number of workers; 1 without a process group.
+    """Return the number of workers; 1 without a process group.
 
     Args:
-        group: Count the workers of this subgroup alone; so in all functions here.
+        group: Count the workers of this subgroup alone. It has the same meaning in all functions here.
 
     Example:
         >>> world_size()
@@ -85,7 +85,7 @@ def world_size(group: Any = None) -> int:
 
 
 def rank(group: Any = None) -> int:
-    """This worker's number in its group, from 0 to ``world_size(group) - 1``; 0 without a process group.
+    """Return this worker's number in its group, from 0 to ``world_size(group) - 1``; 0 without a process group.
 
     Example:
         >>> rank()
@@ -95,7 +95,7 @@ def rank(group: Any = None) -> int:
 
 
 def global_rank(rank: int, group: Any = None) -> int:
-    """Number among all workers of the one that has number ``rank`` in a group.
+    """Return the rank among all workers of the worker that has rank ``rank`` in a group.
 
     Example:
         >>> global_rank(0)
@@ -105,7 +105,7 @@ def global_rank(rank: int, group: Any = None) -> int:
 
 
 def backend(group: Any = None) -> str | None:
-    """Name of the communication backend, such as ``"gloo"``; None without a process group.
+    """Return the name of the communication backend, such as ``"gloo"``; None without a process group.
 
     Example:
         >>> backend() is None
@@ -115,10 +115,10 @@ def backend(group: Any = None) -> str | None:
 
 
 def store() -> Any:
-    """The process group's store, where workers leave each other a few bytes under a key.
+    """Return the process group's store, in which workers leave each other a few bytes under a key.
 
     Raises:
-        RuntimeError: There is no process group, or it has none, as that of an MPI built into torch.
+        RuntimeError: There is not a process group, or it has no store, as that of an MPI built into torch.
     """
     if not is_distributed():
         raise RuntimeError("there is no process group")
@@ -132,10 +132,10 @@ def store() -> Any:
 
 
 def timeout_s(group: Any = None) -> float:
-    """Seconds after which a collective operation that others do not come for has failed.
+    """Return the seconds after which a collective operation fails that other workers do not join.
 
     Raises:
-        RuntimeError: There is no process group, or it does not tell.
+        RuntimeError: This process has no process group, or the group does not give its limit.
     """
     if is_distributed():
         group = dist.group.WORLD if group is None else group
@@ -154,7 +154,7 @@ def barrier() -> None:
 
 
 def smallest(count: int) -> int:
-    """The smallest of all workers' counts; ``count`` itself in a world of one.
+    """Return the smallest of all workers' counts; ``count`` itself in a world of one.
 
     Args:
         count: This worker's count, for example its number of batches. Every worker gives one.
@@ -174,11 +174,11 @@ def smallest(count: int) -> int:
 
 
 def get_backend_tensor(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Put a tensor where the backend can send it from.
+    """Move a tensor to a device from which the backend can send it.
 
     Args:
         tensor: Any tensor.
-        group: Whose backend it is.
+        group: The group whose backend sends it; None for all workers.
 
     Returns:
         ``tensor`` on the current GPU if the backend is NCCL, which sends nothing else; otherwise ``tensor`` itself.
@@ -194,7 +194,7 @@ def get_backend_tensor(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 
 def global_average(sum: float | torch.Tensor, count: float | torch.Tensor, group: Any = None) -> torch.Tensor:
-    r"""Average over all workers of what each has summed up.
+    r"""Average over all workers, given the sum and the count of each.
 
     .. math:: \frac{\sum_{k} \text{sum}_k}{\sum_{k} \text{count}_k}
 
@@ -204,11 +204,11 @@ def global_average(sum: float | torch.Tensor, count: float | torch.Tensor, group
     Args:
         sum: This worker's sum: a number, or a tensor of any shape (then the average is taken element by element).
             Every worker gives the same shape.
-        count: How many values went into ``sum``: a number or a tensor with one element.
+        count: Number of values that went into ``sum``: a number or a tensor with one element.
         group: Average over the workers of this subgroup alone.
 
     Returns:
-        The average, float64, in the shape of ``sum`` (no dimensions for a number). It is 0 where no worker counted
+        The average, float64, in the shape of ``sum`` (no dimensions for a number). It is 0 if no worker counted
         anything: an average of nothing is then a number that can be logged, not nan.
 
     Raises:
@@ -226,6 +226,7 @@ def global_average(sum: float | torch.Tensor, count: float | torch.Tensor, group
         raise ValueError(
             f"count has {local_count.numel()} elements (shape {tuple(local_count.shape)}); it must be one number"
         )
+    # Sums and count travel in one message: a small collective costs latency, not bandwidth.
     totals = get_backend_tensor(torch.cat([local_sum.reshape(-1), local_count.reshape(-1)]), group)
     if is_distributed():
         dist.all_reduce(totals, group=group)
@@ -234,7 +235,7 @@ def global_average(sum: float | torch.Tensor, count: float | torch.Tensor, group
 
 
 def sum_over_workers(tensor: Tensor) -> Tensor:
-    r"""Sum over all workers, through which gradients flow.
+    r"""Sum over all workers so that gradients flow through the sum.
 
     With :math:`y = \sum_j x_j` on every worker and the loss :math:`L = \sum_i L_i` of all of them together,
 
@@ -256,10 +257,11 @@ def sum_over_workers(tensor: Tensor) -> Tensor:
 
 
 class _SumOverWorkers(torch.autograd.Function):
-    """The function behind :func:`sum_over_workers`."""
+    """The autograd function of :func:`sum_over_workers`."""
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor) -> Tensor:  # type: ignore[override]
+        # all_reduce works in place, and autograd forbids changing an input.
         total = summand.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total

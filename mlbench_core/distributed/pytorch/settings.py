@@ -1,4 +1,4 @@
-"""The parts of setting up a run: logging, PyTorch, the folder of checkpoints."""
+"""Set up logging, PyTorch and the folder of checkpoints for a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORMAT = "%(asctime)s %(name)s:%(rank)s %(levelname)s: %(message)s"
 
 
 class _RankFilter(logging.Filter):
-    """Gives every record the worker's rank."""
+    """A filter that gives every record the worker's rank."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.rank = process_groups.rank()
@@ -32,11 +32,11 @@ class _RankFilter(logging.Filter):
 
 
 class _StandardErrorHandler(logging.StreamHandler):
-    """Marks the handlers that :func:`config_logging` made, so that a second call replaces them."""
+    """A handler that :func:`config_logging` made; its type lets a second call find and replace it."""
 
 
 class _LogFileHandler(logging.FileHandler):
-    """As :class:`_StandardErrorHandler`, for the file."""
+    """A handler for the log file that :func:`config_logging` made, as :class:`_StandardErrorHandler`."""
 
 
 def config_logging(
@@ -49,13 +49,13 @@ def config_logging(
 
     Args:
         logging_level: Name or number of the least severe level that is shown, for example ``"DEBUG"``.
-        logging_file: File that lines are appended to; its folder is made. None writes no file.
+        logging_file: File to which lines are appended; its folder is created. None writes no file.
 
     Returns:
         A function that undoes this call and closes the file.
 
     Raises:
-        ValueError: There is no such level.
+        ValueError: ``logging_level`` is not a level.
         ConfigurationError: The file cannot be written.
 
     Example:
@@ -114,18 +114,18 @@ def config_pytorch(
     """Choose this worker's device and seed the random generators.
 
     Args:
-        use_cuda: Whether this worker computes on a GPU; it becomes the current CUDA device, and cuDNN may then try out
-            its algorithms (``torch.backends.cudnn.benchmark``) unless ``cudnn_deterministic``.
+        use_cuda: True to compute on a GPU, which becomes the current CUDA device. cuDNN may then try out its algorithms
+            (``torch.backends.cudnn.benchmark``) unless ``cudnn_deterministic``.
         seed: Seed of the global generators of torch (all devices), NumPy and ``random``, the same on every worker; 0 is
             a seed like any other. None leaves them alone.
-        cudnn_deterministic: Whether cuDNN only uses deterministic algorithms (slower).
+        cudnn_deterministic: True to let cuDNN use deterministic algorithms only (slower).
 
     Returns:
         ``(rank, world_size, graph)``.
 
     Raises:
         ValueError: ``seed`` is negative or above 2^32 - 1.
-        ConfigurationError: ``use_cuda`` and there is no GPU.
+        ConfigurationError: ``use_cuda`` is set, but this machine has no GPU.
     """
     if seed is not None:
         seed_everything(seed)
@@ -156,15 +156,15 @@ def seed_everything(seed: int) -> None:
 
 
 def config_path(ckpt_run_dir: str | os.PathLike[str] | None, delete_existing_ckpts: bool = False) -> None:
-    """Make the folder of a run's checkpoints.
+    """Create the folder of a run's checkpoints.
 
     Args:
         ckpt_run_dir: The folder; None is ``checkpoints`` in the user's data folder.
-        delete_existing_ckpts: Whether rank 0 deletes the checkpoints that lie there (only files with a checkpoint's
-            name), while the other workers wait.
+        delete_existing_ckpts: True to let rank 0 delete the checkpoints that lie there, while the other workers wait.
+            Only files with a checkpoint's name are deleted.
 
     Raises:
-        ConfigurationError: The folder cannot be made.
+        ConfigurationError: The folder cannot be created.
     """
     folder = user_folder("checkpoints") if ckpt_run_dir is None else Path(ckpt_run_dir)
     try:
@@ -177,4 +177,5 @@ def config_path(ckpt_run_dir: str | os.PathLike[str] | None, delete_existing_ckp
     if delete_existing_ckpts:
         if process_groups.rank() == 0:
             remove_checkpoints(folder)
+        # Nobody may save a checkpoint before rank 0 has finished deleting.
         process_groups.barrier()
