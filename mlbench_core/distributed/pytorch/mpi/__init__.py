@@ -45,11 +45,11 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""Time limit of operations where none is given; torch's default too."""
+"""Time limit of operations if none is given; torch's default too."""
 
 
 def is_available() -> bool:
-    """Whether this process can use the backend ``mpi``: torch was built with it, or mpi4py is installed.
+    """Return True if this process can use the backend ``mpi``: torch was built with it, or mpi4py is installed.
 
     Example:
         >>> is_available() == (why_not() is None)
@@ -59,7 +59,7 @@ def is_available() -> bool:
 
 
 def is_registered() -> bool:
-    """Whether ``mpi`` is the backend of this package."""
+    """Return True if ``mpi`` is the backend of this package."""
     return getattr(c10d, "ProcessGroupMPI", None) is _Maker
 
 
@@ -69,14 +69,14 @@ def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
     Afterwards ``torch.distributed.is_mpi_available()`` is true. Calling it again only changes the time limit. A torch
     that was built with MPI keeps its own.
 
-    torch neither gives an MPI backend a time limit nor a store, since those built into it have no use for them. So the
-    limit is given here; groups made by ``new_group`` have it too.
+    torch gives an MPI backend neither a time limit nor a store, because an MPI built into torch has no use for them. So
+    the limit is given here. Groups made by ``new_group`` have it too.
 
     Args:
-        timeout_s: Seconds after which an operation that other workers do not come for has failed.
+        timeout_s: Seconds after which an operation fails that other workers do not join.
 
     Returns:
-        Whether ``mpi`` is the backend of this package, and not one that was built into torch.
+        True if ``mpi`` is the backend of this package, False if it is one that was built into torch.
 
     Raises:
         MissingDependencyError: mpi4py is not installed.
@@ -98,21 +98,21 @@ def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
     _Maker.timeout_s = timeout_s
     if not is_registered():
         dist.Backend.register_backend("mpi", _make_by_plugin, devices=["cpu", "cuda"])
-        # torch does not look among the registered backends for this one name: it asks for the class that an MPI build
-        # would have brought, which is this one from now on.
+        # torch does not look among the registered backends for this one name: it uses the class that an MPI build
+        # would contain, which is this one from now on.
         c10d.ProcessGroupMPI = _Maker  # type: ignore[misc, assignment, attr-defined]
         c10d._MPI_AVAILABLE = True  # type: ignore[attr-defined]
     return True
 
 
 class _Maker:
-    """Stands where torch expects the process group class of an MPI build."""
+    """A replacement for the process group class that torch expects of an MPI build."""
 
     timeout_s = DEFAULT_TIMEOUT_S
 
     @classmethod
     def create(cls, ranks: Sequence[int]) -> MPIProcessGroup:
-        """Make the group of the workers with these ranks in MPI's world; of all of them for an empty list."""
+        """Create the group of the workers with these ranks in MPI's world; of all of them for an empty list."""
         found = world()
         check_variables(found, os.environ)
         made: list[Any] = []
@@ -126,9 +126,11 @@ class _Maker:
                 comm = found.mpi.COMM_WORLD.Dup()
                 made.extend([comm, *(serve(comm) if found.size > 1 else ())])
 
-        def meet() -> list[Any]:  # of a part of the world no communicator exists yet to meet on
+        def meet() -> list[Any]:
+            # Workers that are a part of the world have no communicator yet on which to meet.
             return [] if ranks else [found.mpi.COMM_WORLD.Ibarrier()]
 
+        # Making a communicator blocks until all workers do it: as a work it has a time limit.
         name = f"making a process group, rank {found.rank} of {found.size}"
         work = Work(found.lane, cls, name, meet, make, [], cls.timeout_s, in_order=True)
         found.lane.submit(work, background=False)
@@ -140,7 +142,7 @@ class _Maker:
 
 
 def _make_by_plugin(store: Any, rank: int, size: int, timeout: Any) -> MPIProcessGroup:
-    """As torch makes a registered backend's group, should it treat ``mpi`` as any other name one day."""
+    """Create a group as torch does for other registered backends, should it treat ``mpi`` like them one day."""
     check_launch(world(), rank, size, "init_process_group")
     group = _Maker.create(())
     group.set_timeout(timeout)

@@ -1,4 +1,4 @@
-"""Tensors as MPI sees them: one contiguous piece of memory."""
+"""Prepare tensors for MPI, which reads and writes one contiguous piece of memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Buffer", "is_cuda_aware"]
 class Buffer:
     """A tensor's elements in contiguous memory that MPI can read and write.
 
-    That is the tensor's own memory where it is contiguous and on the CPU. Otherwise it is a copy, for a tensor on a GPU
-    in pinned host memory, unless MPI can work on the GPU's memory.
+    That is the tensor's own memory if it is contiguous and on the CPU, or on a GPU whose memory MPI can work on.
+    Otherwise it is a copy; the copy of a tensor on a GPU lies in pinned host memory unless MPI can work on the GPU's.
 
     Args:
         tensor: The tensor.
-        fill: Whether MPI reads it. If not, a copy starts with whatever was in memory.
-        on_host: Whether it has to be in host memory, even if MPI can work on a GPU's.
+        fill: True if MPI reads it. If not, a copy starts with undefined values.
+        on_host: True if it has to be in host memory, even if MPI can work on a GPU's.
 
     Raises:
         TypeError: The tensor is not dense, or on a device that is neither CPU nor a CUDA GPU.
@@ -32,6 +32,7 @@ class Buffer:
             raise TypeError(f"MPI sends dense tensors, and this one's layout is {tensor.layout}: use to_dense()")
         self.tensor = tensor
         stays = tensor.device.type == "cpu" or (tensor.is_cuda and not on_host and is_cuda_aware())
+        # Conjugation and negation may be lazy flags on memory that has other values.
         if stays and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             self.memory = tensor
         else:
@@ -40,7 +41,7 @@ class Buffer:
             torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows nothing of streams
 
     def write_back(self) -> None:
-        """Put what MPI has written into the tensor."""
+        """Copy the values that MPI has written into the tensor."""
         if self.memory is self.tensor:
             return
         with torch.no_grad():
@@ -61,7 +62,7 @@ def _copy(tensor: torch.Tensor, fill: bool, stays: bool) -> torch.Tensor:
 
 @functools.cache
 def is_cuda_aware() -> bool:
-    """Whether the MPI library says that it can work on the memory of CUDA GPUs; False where it does not say.
+    """Return True if the MPI library reports that it can work on the memory of CUDA GPUs; else False.
 
     Open MPI and MPICH have a function of their own for this. It is called once.
     """
@@ -74,10 +75,10 @@ def is_cuda_aware() -> bool:
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of all tensors, one after the other, in new memory."""
+    """Copy the elements of all tensors, one after the other, into new memory."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def address(mpi: Any, memory: torch.Tensor) -> Any:
-    """The memory of a contiguous tensor as mpi4py takes it."""
+    """Return the memory of a contiguous tensor as mpi4py takes it."""
     return mpi.memory.fromaddress(memory.data_ptr(), memory.numel() * memory.element_size())

@@ -1,4 +1,4 @@
-"""How torch's dtypes and reductions are said in MPI."""
+"""Translate torch's dtypes and reductions into MPI's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 __all__ = ["Datatypes", "Reduction"]
 
+# Elements that our own reductions take at a time: few enough that torch starts no threads for them.
 _BLOCK_ELEMENTS = 16384
-"""Elements that our own reductions take at a time: few enough that torch starts no threads for them."""
 
 _NAMES = {
     torch.uint8: "UINT8_T",
@@ -28,12 +28,14 @@ _NAMES = {
     torch.complex128: "C_DOUBLE_COMPLEX",
     torch.bool: "C_BOOL",
 }
+# Datatypes for moving elements without interpreting them, by their size in bytes.
 _BY_SIZE = {1: "BYTE", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
-"""Datatypes for moving elements without looking at them, by their size in bytes."""
 
+# torch's operators and MPI's. MPI has no average: it is a sum that is divided afterwards.
 _ARITHMETIC = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
 _BITWISE = {"BAND": "BAND", "BOR": "BOR", "BXOR": "BXOR"}
 _COMPLEX = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD"}
+# For bool: the sum and the maximum of truth values are "or", their product and minimum "and".
 _LOGICAL = {"SUM": "LOR", "MAX": "LOR", "BOR": "LOR", "PRODUCT": "LAND", "MIN": "LAND", "BAND": "LAND", "BXOR": "LXOR"}
 _HALF: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
@@ -50,8 +52,8 @@ class Reduction:
     Attributes:
         datatype: MPI's datatype of an element.
         op: MPI's operator.
-        divide: Whether the result is to be divided by the number of workers, for ``AVG``.
-        on_host: Whether it runs on the host only, because the operator is ours.
+        divide: True to divide the result by the number of workers, for ``AVG``.
+        on_host: True if it runs on the host only, because the operator is ours.
     """
 
     datatype: Any
@@ -63,8 +65,8 @@ class Reduction:
 class Datatypes:
     """MPI's datatypes and operators for torch's.
 
-    float16 and bfloat16, which no MPI standard before 5.0 knows, are reduced by operators of our own: two blocks of
-    elements are combined by torch, which computes in float32 and rounds the result.
+    No MPI standard before 5.0 knows float16 and bfloat16. They are reduced by operators of our own: torch combines two
+    blocks of elements, computing in float32, and rounds the result.
 
     Args:
         mpi: The module ``mpi4py.MPI``.
@@ -76,11 +78,11 @@ class Datatypes:
         self._reductions: dict[tuple[torch.dtype, str], Reduction] = {}
 
     def moving(self, dtype: torch.dtype) -> Any:
-        """The datatype for sending elements as they are, of any dtype."""
+        """Return the datatype for sending elements as they are, of any dtype."""
         return self._moving[dtype.itemsize]
 
     def reduction(self, op: Any, dtype: torch.dtype) -> Reduction:
-        """The reduction for a torch operator.
+        """Return the reduction for a torch operator.
 
         Args:
             op: A ``ReduceOp`` or one of its members.
@@ -95,6 +97,7 @@ class Datatypes:
             >>> Datatypes(MPI).reduction(torch.distributed.ReduceOp.AVG, torch.float32).divide  # doctest: +SKIP
             True
         """
+        # Kept: MPI has room for a limited number of operators, and a new one for each call would leak.
         name = _name_of(op)
         key = (dtype, name)
         if key not in self._reductions:

@@ -1,4 +1,4 @@
-"""torch's process group over MPI."""
+"""Implement torch's process group over MPI."""
 
 # torch's stubs have each method twice, for its two callers; only one of them calls a group written in Python.
 # mypy: disable-error-code="override, assignment, attr-defined, call-arg"
@@ -23,15 +23,15 @@ __all__ = ["MPIProcessGroup"]
 class MPIProcessGroup(dist.ProcessGroup):
     """A process group whose operations are done by MPI.
 
-    It is made by ``torch.distributed.init_process_group("mpi")`` and ``new_group`` after
+    ``torch.distributed.init_process_group("mpi")`` and ``new_group`` create it after
     :func:`~mlbench_core.distributed.pytorch.mpi.register`. The methods are those that the functions of
     ``torch.distributed`` call.
 
     Args:
         world: MPI's world.
         comm: The communicator, which this group frees at its end.
-        timeout_s: Seconds after which an operation that others do not come for has failed.
-        store: Where the workers of the whole world can leave each other signs; None for other groups.
+        timeout_s: Seconds after which an operation fails that other workers do not join.
+        store: A store in which the workers of the whole world leave each other notices; None for other groups.
 
     Attributes:
         signs: The store, until the group is shut down.
@@ -49,26 +49,26 @@ class MPIProcessGroup(dist.ProcessGroup):
         world.lane.join()
         self._place = f"rank {comm.Get_rank()} of {comm.Get_size()}"
 
-    # torch asks in these spellings
+    # torch calls these methods by these names
 
     def getBackendName(self) -> str:
-        """The backend's name."""
+        """Return the backend's name."""
         return "mpi"
 
     def setGroupName(self, name: str) -> None:
-        """Take the name that torch gives this group."""
+        """Set the name that torch gives this group."""
         self._name = name
 
     def getGroupName(self) -> str:
-        """The name that torch gave this group."""
+        """Return the name that torch gave this group."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:
-        """Take the group's description."""
+        """Set the group's description."""
         self._description = description
 
     def getGroupDesc(self) -> str:
-        """The group's description."""
+        """Return the group's description."""
         return self._description
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
@@ -179,6 +179,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     ) -> Work:
         for parts, source in zip(outputs, inputs, strict=True):
             self._check_parts(name, parts, source)
+        # MPI gathers into one piece of memory, and the list's tensors lie apart: so gather, then copy.
         wholes = [source.new_empty(self.size() * source.numel()) for source in inputs]
 
         def spread() -> None:
@@ -298,7 +299,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._collective("all_to_all", finish, result, dist.AllToAllOptions() if opts is None else opts)
 
     def _rows(self, name: str, memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """The rows (entries of the first dimension) of a tensor by worker."""
+        """Split a tensor into each worker's rows (entries of the first dimension)."""
         rows, size = (memory.shape[0] if memory.dim() else 1), self.size()
         if not sizes:
             if rows % size:
@@ -362,6 +363,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _end_coalescing(self, device: torch.device) -> Work:
         works, self._collected = self._collected or [], None
 
+        # One work stands for all: it is due when they are done, and passes on the first error.
         def finish() -> None:
             for work in works:
                 work.wait()
@@ -373,11 +375,12 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._submit(self._work("coalesced operations", post, finish, tensors, None, in_order=False), True)
 
     def shutdown(self) -> None:
-        """Finish what is under way and free the communicator."""
+        """Finish the operations under way and free the communicator."""
         if self._comm is None:
             return
         lane = self._world.lane
         lane.leave(self, drain=not self._world.failed)
+        # Free() is a collective: a worker that failed, or whose MPI is stuck, must not wait in it.
         if lane.broken is None and not self._world.failed:
             self._comm.Free()
         self._comm = self.signs = None
@@ -386,11 +389,12 @@ class MPIProcessGroup(dist.ProcessGroup):
         """End all workers of the run at once."""
         self._world.mpi.COMM_WORLD.Abort(1)
 
-    # How an operation becomes a work
+    # From an operation to a work
 
     def _collective(
         self, name: str, finish: Callable[[], None] | None, result: Sequence[torch.Tensor], opts: Any
     ) -> Work:
+        # The barrier completes when all workers have come; only then does finish() block in MPI.
         work = self._work(name, lambda: [self._comm.Ibarrier()], finish, result, opts.timeout, in_order=True)
         return self._submit(work, opts.asyncOp)
 
@@ -426,7 +430,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         return int(tag)
 
     def _check_parts(self, name: str, parts: Sequence[torch.Tensor], single: torch.Tensor) -> None:
-        """One part for each worker, of the shape and dtype that each worker gives or takes."""
+        """Check that there is one part for each worker, of the shape and dtype that each worker gives or takes."""
         if len(parts) != self.size():
             raise ValueError(f"{name} has a list of {len(parts)} tensors; the group has {self.size()} workers")
         for part in parts:
@@ -445,7 +449,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
 
 class _Receipt:
-    """A request that keeps its status."""
+    """A request that stores its status, which has the source of a message."""
 
     def __init__(self, request: Any, status: Any) -> None:
         self._request = request
@@ -456,7 +460,7 @@ class _Receipt:
 
 
 class _Done:
-    """A work as a request that has completed with it."""
+    """A request that has completed when a work is done."""
 
     def __init__(self, work: Work) -> None:
         self._work = work

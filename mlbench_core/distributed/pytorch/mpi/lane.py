@@ -1,15 +1,23 @@
-"""The one lane on which a process talks to MPI.
+"""Make all MPI calls of a process through one queue.
 
-Works are put into a queue and done in its order, by one thread at a time: by the communication thread, or by a thread
-that waits for a work, which then does what is due itself instead of waiting for the other thread to wake up (handing a
-work over costs some 30 microseconds, an all-reduce of 100 numbers 2).
+One thread at a time works on the queue, in its order: the communication thread, or a thread that waits for a work. The
+waiting thread does the due works itself, because waking the other thread costs some 30 microseconds (an all-reduce of
+100 numbers costs 2).
 
-A work has two parts. It is *posted* with MPI requests that do not block: those of its messages, or for a collective a
-non-blocking barrier. When they have completed it is *finished*, by MPI's blocking call in the case of a
-collective. Since all workers are then known to be there, that call does not wait for anyone. So a wait can have a time
-limit and can be interrupted, messages go out beside a collective that others are late for, and still MPI's blocking
-algorithms move the data, which are faster than its non-blocking ones. Should a worker or its link be lost in the
-middle of such a call, it never returns: a watchdog then ends the process.
+A work goes through these states::
+
+    queued --start()--> posted --arrived()--> due --complete()--> done
+                          |                                        ^
+                          +----------- overdue, or an error -------+
+
+* *Posted*: MPI requests that do not block are under way, those of the work's messages. For a collective the request is
+  a non-blocking barrier, so that its completion means that all workers have come.
+* *Due*: the requests have completed. A collective now makes MPI's blocking call, which does not have to wait for any
+  worker any more.
+
+So a wait can have a time limit and can be interrupted, and messages go out while a collective waits for late workers.
+Still MPI's blocking algorithms move the data, which are faster than its non-blocking ones. If a worker or its link is
+lost in the middle of such a call, the call never returns: a watchdog then ends the process.
 """
 
 from __future__ import annotations
@@ -31,25 +39,25 @@ from mlbench_core.distributed.pytorch.mpi.watchdog import Watchdog
 
 __all__ = ["Lane", "Work"]
 
+# Time to poll MPI without a pause. A longer wait pauses in between and leaves the core to others.
 _SPIN_S = 2e-3
-"""How long to ask MPI again and again before pausing in between: longer waits should leave the core to others."""
 _SHORT_PAUSE_S = 5e-5
 _LONG_PAUSE_S = 1e-3
 
 
 class Work(dist.Work):
-    """One operation on the lane, and the handle that ``async_op=True`` gives.
+    """One operation in the queue, and the handle that ``async_op=True`` returns.
 
     Args:
-        lane: Where it is done.
+        lane: The queue.
         owner: The process group it belongs to.
-        name: The operation and its place, for messages, as in ``"all_reduce, rank 0 of 2"``.
-        post: Starts MPI's requests without blocking and returns them; they are waited for.
-        finish: What follows when they have completed.
+        name: The operation and its worker, for messages, as in ``"all_reduce, rank 0 of 2"``.
+        post: Starts MPI's requests without blocking and returns them.
+        finish: Called when the requests have completed; None for nothing.
         result: The tensors that the operation fills, as its future gives them.
-        timeout_s: Seconds from now after which it has failed; once its requests have completed, ``finish`` has as
-            long before the process ends.
-        in_order: Whether earlier works that are in order must be finished first, as for collectives.
+        timeout_s: Seconds from now after which it has failed. Once its requests have completed, ``finish`` has the same
+            time before the process ends.
+        in_order: True if earlier works that are in order must be finished first, as for collectives.
     """
 
     def __init__(
@@ -80,7 +88,7 @@ class Work(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
         self._future_lock = threading.Lock()
 
-    # What the lane calls
+    # Called by the queue
 
     def start(self) -> None:
         """Post the requests."""
@@ -90,7 +98,7 @@ class Work(dist.Work):
             self.fail(_named(self.name, error))
 
     def arrived(self) -> bool:
-        """Whether the requests have completed."""
+        """Return True if the requests have completed or failed."""
         try:
             self.requests = [request for request in self.requests if not request.Test()]
         except Exception as error:
@@ -99,8 +107,9 @@ class Work(dist.Work):
         return not self.requests
 
     def complete(self) -> None:
-        """Do what follows the requests."""
+        """Finish the work after its requests."""
         if self._finish is not None and not self.done:
+            # This call may block in MPI, out of reach of any exception.
             self._lane.watchdog.watch(self.name, self._timeout_s)
             try:
                 self._finish()
@@ -120,14 +129,14 @@ class Work(dist.Work):
         return now > self._deadline
 
     def late(self) -> dist.DistBackendError:
-        """The error of a work whose time is up."""
+        """Return the error of a work whose time is up."""
         return dist.DistBackendError(
             f"MPI: {self.name}: timed out, the other workers did not come within {self._timeout_s:g} s: was one lost, "
             f"or does it call another operation? MPI cannot be used any more in this process"
         )
 
     def announce(self) -> None:
-        """Tell those who wait for the future."""
+        """Complete the future, if there is one."""
         with self._future_lock:
             future = self._future
         if future is not None:
@@ -139,13 +148,13 @@ class Work(dist.Work):
         else:
             future.set_exception(self._error)
 
-    # What torch and its users call
+    # Called by torch and its users
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:  # type: ignore[override]
         """Wait until the operation is done.
 
         Args:
-            timeout: How long; zero leaves it to the process group's timeout.
+            timeout: Time limit; zero leaves it to the process group's timeout.
 
         Returns:
             True.
@@ -164,8 +173,9 @@ class Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is done, well or not. Asking also lets MPI go on."""
+        """Return True if it is done, successfully or not. The call also lets MPI make progress."""
         if not self.done:
+            # Without this a loop that only polls would never see MPI move.
             self._lane.nudge()
         return self.done
 
@@ -176,11 +186,11 @@ class Work(dist.Work):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors it filled."""
+        """Return the tensors it filled."""
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of :meth:`result`."""
+        """Return a future of :meth:`result`."""
         with self._future_lock:
             if self._future is not None:
                 return self._future
@@ -192,14 +202,14 @@ class Work(dist.Work):
         return self._future
 
     def source_rank(self) -> int:
-        """Rank in the group that the received message came from; -1 for what is no receive."""
+        """Return the rank in the group that the received message came from; -1 if the work is not a receive."""
         return self.source
 
     _source_rank = source_rank
 
 
 class Lane:
-    """The queue of works and its communication thread, which starts when there is something to do behind the scenes.
+    """The queue of works and its communication thread, which starts with the first work in the background.
 
     Example:
         >>> lane, done = Lane(), []
@@ -215,24 +225,26 @@ class Lane:
         self.watchdog = Watchdog()
         self._inbox: collections.deque[Work] = collections.deque()
         self._posted: list[Work] = []
-        self._turn = threading.Lock()  # who holds it may call MPI
-        self._guard = threading.Lock()  # for what follows
+        # Only the thread that holds the turn may call MPI, which is started for one caller at a time.
+        self._turn = threading.Lock()
+        # For the attributes below; never held while MPI works.
+        self._guard = threading.Lock()
         self._drivers = 0
         self._groups = 0
         self._thread: threading.Thread | None = None
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def join(self) -> None:
-        """One more process group uses the lane."""
+        """Count one more process group that uses the queue."""
         with self._guard:
             self._groups += 1
 
     def leave(self, owner: object, drain: bool) -> None:
-        """A process group uses the lane no longer; with the last one the thread ends.
+        """Remove a process group, which no longer uses the queue; with the last one the thread ends.
 
         Args:
             owner: The process group.
-            drain: Whether to finish its works before. Otherwise MPI cannot be used any more if there are any.
+            drain: True to finish its works before. Otherwise, if it has any, MPI cannot be used any more.
         """
         self._end_works([work for work in self._works() if work.owner is owner], drain)
         with self._guard:
@@ -246,22 +258,23 @@ class Lane:
 
         Args:
             work: The work.
-            background: Whether the communication thread shall do it; otherwise somebody must wait for it.
+            background: True to let the communication thread do it; otherwise some thread must wait for it.
 
         Raises:
-            torch.distributed.DistBackendError: An earlier operation timed out; MPI's state is unknown since.
+            torch.distributed.DistBackendError: An earlier operation timed out, and MPI's state is unknown since then.
         """
         if self.broken is not None:
             raise dist.DistBackendError(f"MPI: {work.name}: impossible after an earlier failure: {self.broken}")
         self._inbox.append(work)
         if not background:
             return
+        # Post it from here: others can go on with it before the thread has woken up.
         self.nudge()
         if not work.done:
             self._wake_thread()
 
     def nudge(self) -> None:
-        """Post what waits and see which messages have arrived, unless another thread is at it."""
+        """Post queued works and check which messages have arrived, unless another thread does."""
         if self._turn.acquire(blocking=False):
             try:
                 finished = self._progress(finish_collectives=False)
@@ -270,16 +283,17 @@ class Lane:
             _announce(finished)
 
     def drive(self, work: Work, timeout_s: float | None) -> bool:
-        """Do what is due until a work is done.
+        """Do due works until a given work is done.
 
         Args:
             work: The work.
             timeout_s: Seconds to try; None for no limit but the work's own.
 
         Returns:
-            Whether it is done.
+            True if it is done, False if the time was up before.
         """
         start = time.perf_counter()
+        # While a thread drives, the communication thread leaves the turn to it.
         with self._guard:
             self._drivers += 1
         try:
@@ -305,7 +319,7 @@ class Lane:
         return True
 
     def close(self, drain: bool) -> None:
-        """End all works and the threads, which start again where they are needed."""
+        """End all works and the threads, which start again when they are needed."""
         self._end_works(self._works(), drain)
         with self._guard:
             thread, self._thread = self._thread, None
@@ -327,12 +341,14 @@ class Lane:
                 self.broken = self.broken or dist.DistBackendError(f"MPI: {work.name}: given up")
 
     def _progress(self, finish_collectives: bool) -> list[Work]:
-        """Post new works and finish those that are due; returns those that ended. Needs the turn."""
+        """Post new works, finish those that are due and return those that ended. The caller holds the turn."""
         while self._inbox:
             work = self._inbox.popleft()
             work.start()
             self._posted.append(work)
         ended = []
+        # The first collective that has not ended blocks the later ones: all workers make MPI's blocking calls in the
+        # same order, or they would wait for each other. Messages pass.
         blocked = not finish_collectives
         now = time.perf_counter()
         for work in list(self._posted):
@@ -353,7 +369,8 @@ class Lane:
     def _wake_thread(self) -> None:
         with self._guard:
             if self._thread is None:
-                self._wake = queue.SimpleQueue()  # its own: a thread that is ending reads the old one
+                # Each thread has its own: a thread that is ending reads the old one.
+                self._wake = queue.SimpleQueue()
                 self._thread = threading.Thread(
                     target=self._run, args=(self._wake,), name="mpi-communication", daemon=True
                 )
@@ -361,7 +378,7 @@ class Lane:
             self._wake.put(True)
 
     def _run(self, wake: queue.SimpleQueue[bool]) -> None:
-        """What the communication thread does: wait for works, then do them unless somebody who waits does."""
+        """Run the communication thread: wait for works, then do them unless a thread that waits for them does."""
         go_on = wake.get()
         since = time.perf_counter()
         while go_on:
@@ -382,7 +399,7 @@ class Lane:
 
 
 def _announce(works: Sequence[Work]) -> None:
-    """Complete futures; callbacks run here, so without the turn."""
+    """Complete the futures of works; their callbacks run here, so the caller must not hold the turn."""
     for work in works:
         work.announce()
 

@@ -1,7 +1,7 @@
-"""A key-value store between MPI's workers.
+"""Open a key-value store between MPI's workers.
 
-torch gives the backend ``mpi`` no store. Who was lost shows there, though: a worker that is alive can leave a sign in a
-store while MPI itself is stuck (see :mod:`mlbench_core.distributed.pytorch.lost_workers`).
+torch gives the backend ``mpi`` no store. One is needed to find lost workers: a worker that is alive can write a notice
+into it while MPI itself is stuck (see :mod:`mlbench_core.distributed.pytorch.lost_workers`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from mlbench_core.distributed.interfaces import own_addresses
 __all__ = ["connect", "serve"]
 
 _LOOPBACK = "127.0.0.1"
+# Time to wait for an answer of one of rank 0's addresses, some of which may lead nowhere.
 _PROBE_S = 2.0
-"""How long to wait for one of rank 0's addresses, of which some may lead nowhere."""
 _TIMEOUT = datetime.timedelta(seconds=10)
 
 
 def serve(comm: Any) -> tuple[dist.Store | None, tuple[str, list[str], int]]:
-    """Open a store on rank 0 and tell all workers of a communicator where it is; all of them must call this.
+    """Open a store on rank 0 and send its address to all workers of a communicator; all of them must call this.
 
     Args:
         comm: The communicator of mpi4py.
 
     Returns:
-        The store on rank 0, None elsewhere; and rank 0's host, addresses and port. The port is 0 where rank 0 could
-        not open one.
+        The store on rank 0, None elsewhere; and rank 0's host, addresses and port. The port is 0 if rank 0 could not
+        open one.
     """
     store: dist.TCPStore | None = None
     if comm.Get_rank() == 0:
@@ -47,11 +47,11 @@ def connect(host: str, addresses: list[str], port: int) -> dist.Store | None:
 
     Args:
         host: Rank 0's host name.
-        addresses: Where it may be reached.
-        port: Where its store listens.
+        addresses: Its IP addresses.
+        port: The port on which its store listens.
 
     Returns:
-        The store; None where no address leads to it, as behind a firewall: losses then stay nameless.
+        The store; None if no address leads to it, as behind a firewall. Lost workers are then not named.
     """
     candidates = [_LOOPBACK, *addresses] if host == socket.gethostname() else addresses
     for address in _answering(candidates, port) if port else ():
@@ -61,6 +61,7 @@ def connect(host: str, addresses: list[str], port: int) -> dist.Store | None:
 
 
 def _answering(addresses: list[str], port: int) -> Iterator[str]:
+    # Tried with a plain socket first: a TCPStore would try an address that leads nowhere for its whole timeout.
     for address in addresses:
         with contextlib.suppress(OSError):
             socket.create_connection((address, port), _PROBE_S).close()

@@ -1,7 +1,7 @@
-"""MPI's blocking collectives on contiguous tensors, for any number of elements.
+"""Call MPI's blocking collectives on contiguous tensors with any number of elements.
 
-MPI counts elements in a C ``int``. Longer messages go in chunks; where the layout does not allow it, as for what is
-gathered, each worker's part goes as a message of its own.
+MPI counts elements in a C ``int``. Longer messages go in chunks. If the layout does not allow chunks, as in a gather,
+each worker's part goes as a separate message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_ELEMENTS = 2**31 - 1
 
 
 def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A contiguous tensor in pieces that MPI can count, without copying; the tensor itself if it is short enough."""
+    """Split a contiguous tensor into pieces that MPI can count, without copying; yield a short one as it is."""
     if tensor.numel() <= MAX_ELEMENTS:
         yield tensor
     else:
@@ -47,11 +47,12 @@ class Transfers:
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
+        # The highest tag, which send() and recv() refuse: the messages of all_to_all cannot be mistaken for users'.
         self.own_tag: int = comm.Get_attr(world.mpi.TAG_UB)
         self._datatypes = world.datatypes
 
     def moving(self, tensor: torch.Tensor) -> list[Any]:
-        """A tensor whose elements are only moved, as mpi4py takes it."""
+        """Describe a tensor to mpi4py whose elements are only moved."""
         return [address(self.mpi, tensor), tensor.numel(), self._datatypes.moving(tensor.dtype)]
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
@@ -80,6 +81,8 @@ class Transfers:
             self.comm.Reduce_scatter_block(inward, outward, reduction.op)
             self._divide(output, reduction)
             return
+        # Each part may be longer than one message: reduce() sends it in chunks. On this worker the part is copied,
+        # because the source must stay as it is.
         for root, part in enumerate(source.view(-1).split(output.numel())):
             whole = part.clone() if self.rank == root else part
             self.reduce(whole, root, reduction)
@@ -106,11 +109,12 @@ class Transfers:
         """Give each worker its part and take one from each; the parts may differ in size and be empty.
 
         Args:
-            output: What comes, by the rank it comes from.
-            source: What goes, by the rank it goes to.
+            output: The tensors to receive, by the rank that they come from.
+            source: The tensors to send, by the rank that they go to.
         """
         tag = self.own_tag
         requests = []
+        # Receives first: a message that finds its receive posted need not be buffered.
         for peer, part in enumerate(output):
             requests += [self.comm.Irecv(self.moving(chunk), peer, tag) for chunk in chunks(part) if chunk.numel()]
         for peer, part in enumerate(source):
@@ -124,6 +128,7 @@ class Transfers:
             received = None if output is None else [address(self.mpi, output), source.numel(), datatype]
             self.comm.Gather(self.moving(source), received, root)
             return
+        # The chunks of all workers interleave in time, but not in memory: so single messages, most of them empty.
         incoming = self._nothing(source) if output is None else output.view(-1).split(source.numel())
         outgoing = self._nothing(source)
         outgoing[root] = source

@@ -1,8 +1,8 @@
-"""A time limit for MPI's blocking calls, which have none and cannot be interrupted.
+"""Set a time limit for MPI's blocking calls, which have none and cannot be interrupted.
 
-A collective's data moves in a blocking call. Should a link break in the middle of it, the call never returns, and no
-exception can reach the thread inside. So a thread of its own watches these calls, as the watchdog of NCCL's process
-groups does: it says what went wrong and ends the process.
+A collective's data moves in a blocking call. If a link breaks in the middle of it, the call never returns, and no
+exception can reach the thread inside. So another thread watches these calls, as the watchdog of NCCL's process groups
+does: it reports the failure and ends the process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from mlbench_core.distributed.pytorch.lost_workers import explained
 
 __all__ = ["Watchdog", "end_process", "end_process_after"]
 
+# Seconds between two checks of the watchdog: it notices a call past its limit this much late at most.
 _PAUSE_S = 0.25
-"""How often the watchdog looks; a limit is noticed this much late at most."""
+# Time to write the error message: a pipe that nobody reads must not keep the process alive.
 _LAST_WORDS_S = 2.0
-"""How long saying what went wrong may take: a pipe that nobody reads must not keep the process."""
 
 
-@dataclass(slots=True)  # not frozen, which would take thrice as long to make
+# Not frozen: a frozen instance takes three times as long to make, and every collective makes one.
+@dataclass(slots=True)
 class _Call:
     """A blocking call that is under way."""
 
@@ -39,10 +40,10 @@ class _Call:
 
 
 class Watchdog:
-    """Ends the process where a blocking call takes too long; its thread runs from the first call to :meth:`close`.
+    """A thread that ends the process if a blocking call takes too long; it runs from the first call to :meth:`close`.
 
     Args:
-        end: What to do with the message of a call that did not return.
+        end: Called with the message about a call that did not return; by default :func:`end_process`.
 
     Example:
         >>> messages = []
@@ -61,20 +62,21 @@ class Watchdog:
         self._stop = threading.Event()
 
     def watch(self, name: str, limit_s: float) -> None:
-        """A blocking call begins. There is one at a time.
+        """Start to watch a blocking call. There is one at a time.
 
         Args:
-            name: The operation and its place, for the message.
+            name: The operation and its worker, for the message.
             limit_s: Seconds from now after which the process ends.
         """
         self._call = _Call(name, limit_s, time.perf_counter() + limit_s)
         if self._thread is None:
-            self._stop = threading.Event()  # its own: a thread that is ending looks at the old one
+            # Each thread has its own event: a thread that is ending looks at the old one.
+            self._stop = threading.Event()
             self._thread = threading.Thread(target=self._run, args=(self._stop,), name="mpi-watchdog", daemon=True)
             self._thread.start()
 
     def rest(self) -> None:
-        """The call has returned."""
+        """Stop watching the call, which has returned."""
         self._call = None
 
     def close(self) -> None:
@@ -88,7 +90,8 @@ class Watchdog:
         while not stop.wait(_PAUSE_S):
             call = self._call
             if call is not None and time.perf_counter() > call.deadline:
-                message = str(explained(_stuck(call)))  # takes seconds, in which the call may return after all
+                # Finding the lost worker takes seconds, in which the call may return after all: so look again.
+                message = str(explained(_stuck(call)))
                 if self._call is call:
                     self._end(message)
                     return
@@ -101,10 +104,11 @@ def _stuck(call: _Call) -> dist.DistBackendError:
 
 
 def end_process(message: str) -> None:
-    """End this process at once with status 1 and one line on standard error; nothing of MPI gets to run any more."""
+    """End this process at once with status 1 and one line on standard error; MPI's own clean-up does not run."""
     speaking = threading.Thread(target=_say, args=(message,), name="last-words", daemon=True)
     speaking.start()
     speaking.join(_LAST_WORDS_S)
+    # sys.exit() would run MPI's clean-up, which waits for the worker that was lost.
     os._exit(1)
 
 
@@ -121,10 +125,11 @@ def _say(message: str) -> None:
 
 
 def end_process_after(seconds: float) -> None:
-    """End this process with status 1 if it is still there then, whatever it hangs in; also at its end.
+    """End this process with status 1 if it still runs after some seconds, whatever it hangs in; also at its exit.
 
-    The timer is a thread of C's, which needs neither the interpreter nor new threads of Python's, that may not start
-    any more when a process ends.
+    The timer is a thread in C. It needs neither the interpreter nor new Python threads, which may not start any more
+    when a process ends.
     """
-    sink = os.open(os.devnull, os.O_WRONLY)  # stays open: where the timer would write where Python is
+    # Stays open: the timer writes Python's stack to it, which nobody wants to see here.
+    sink = os.open(os.devnull, os.O_WRONLY)
     faulthandler.dump_traceback_later(seconds, exit=True, file=sink)

@@ -1,4 +1,8 @@
-"""MPI's world: the library, this process's place in it, and how it ends."""
+"""Start MPI, find this process's place in its world, and end it.
+
+A worker that failed ends the others at its exit (``MPI_Abort``), because they would wait for it indefinitely. It first
+waits a moment for them to fail too: workers that all fail for one reason each report it themselves.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,11 @@ __all__ = ["World", "check_launch", "check_variables", "fail_at_exit", "why_not"
 
 _log = logging.getLogger(__name__)
 
+# Time that a failed worker gives the others to fail too before it ends them.
 _GRACE_S = 2.0
-"""How long a worker that failed waits for the others to fail too before it ends them."""
 
+# Time limit of MPI_Abort: over a link that is cut it never returns.
 _ABORT_S = 5.0
-"""How long ending the others may take: over a link that is cut it never returns."""
 
 _LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun", "PMI_SIZE": "MPICH's mpirun"}
 
@@ -43,8 +47,8 @@ class World:
         rank: This process's number.
         size: Number of processes.
         datatypes: MPI's names for torch's dtypes.
-        lane: Where all calls of MPI are made.
-        failed: Why the other workers shall be ended when this process ends; empty if they shall not.
+        lane: The queue through which all calls of MPI are made.
+        failed: The reason to end the other workers when this process ends; empty for no reason.
     """
 
     mpi: Any
@@ -55,14 +59,14 @@ class World:
     failed: str = ""
 
     def hosts(self) -> list[str]:
-        """Every worker's host, by rank. All workers must ask."""
+        """Return every worker's host, by rank. All workers must call it."""
         return list(self.mpi.COMM_WORLD.allgather(self.mpi.Get_processor_name()))
 
 
 def why_not() -> str | None:
-    """Why the backend ``mpi`` cannot be used in this process; None if it can.
+    """Return the reason why the backend ``mpi`` cannot be used in this process; None if it can.
 
-    MPI itself is not touched: whether its library loads shows when the first process group is made.
+    MPI itself is not loaded: an MPI library that does not load is noticed when the first process group is made.
 
     Example:
         >>> why_not() is None or "mpi" in why_not()
@@ -79,7 +83,7 @@ def why_not() -> str | None:
 
 @functools.cache
 def world() -> World:
-    """Start MPI, if nobody has, and say where this process is.
+    """Start MPI, unless it runs, and return this process's place in it.
 
     Raises:
         MissingDependencyError: mpi4py is not installed.
@@ -105,18 +109,19 @@ def world() -> World:
             "mpi4py.rc.thread_level alone)"
         )
     found = World(MPI, MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), Datatypes(MPI))
+    # After mpi4py's import, whose own exit handler finalizes MPI: handlers run in reverse, so this one runs first.
     atexit.register(_end, found, os.getpid())
     return found
 
 
 def check_launch(found: World, rank: int, size: int, source: str) -> None:
-    """Compare MPI's rank and size with what someone else says.
+    """Compare MPI's rank and size with those from another source.
 
     Args:
         found: MPI's world.
         rank: The rank that this process should have; -1 if it is not known.
         size: The number of workers that there should be.
-        source: Who says so, for the message.
+        source: Name of the source, for the message.
 
     Raises:
         ConfigurationError: They differ.
@@ -151,19 +156,21 @@ def check_variables(found: World, environment: Mapping[str, str]) -> None:
 
 
 def fail_at_exit(reason: str) -> None:
-    """Let the end of this process end the other workers too, who would wait for it indefinitely.
+    """Let the end of this process end the other workers too, which would wait for it indefinitely.
 
-    An empty reason takes it back. Does nothing before the first process group over MPI.
+    An empty reason withdraws an earlier one. Without a process group over MPI the call does nothing.
     """
+    # The cache is empty before the first group; calling world() then would start MPI.
     if world.cache_info().currsize:
         world().failed = reason
 
 
 def _end(found: World, pid: int) -> None:
-    """At the end of the process: where something went wrong, end the others too; otherwise MPI ends in peace."""
+    """Finish at the exit of the process: after a failure end the others too, otherwise let MPI end normally."""
     if os.getpid() != pid or found.mpi.Is_finalized():
         return  # a forked child, which has no part in MPI
     reason = found.failed
+    # An exception outside of the block of initialize_backends: Python keeps the one that ended the main thread.
     if isinstance(uncaught := getattr(sys, "last_value", None), BaseException):
         reason = reason or f"{type(uncaught).__name__}: {uncaught}"
     found.lane.close(drain=not reason)
@@ -177,7 +184,7 @@ def _end(found: World, pid: int) -> None:
 
 
 def _all_end(found: World) -> bool:
-    """Whether all workers are about to end for a reason of this kind, so that none waits for the others."""
+    """Return True if all workers are about to end for a reason of this kind, so that none waits for the others."""
     request = found.mpi.COMM_WORLD.Ibarrier()
     deadline = time.perf_counter() + _GRACE_S
     while not request.Test():
