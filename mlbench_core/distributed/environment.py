@@ -413,8 +413,8 @@ def detect_environment(
         '--hosts'
     """
     environment = os.environ if environment is None else environment
-    # TORCHELASTIC_RUN_ID shows that torchrun's agent runs. RANK and WORLD_SIZE alone may be left over in the shell, so
-    # hosts given by hand win over them.
+    # TORCHELASTIC_RUN_ID shows that torchrun's agent runs. RANK and WORLD_SIZE alone may come from elsewhere: hosts
+    # given by hand take precedence over them.
     torchrun = TorchrunEnvironment(environment)
     if torchrun.is_active() and (environment.get("TORCHELASTIC_RUN_ID") or not hosts):
         return torchrun

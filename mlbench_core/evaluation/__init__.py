@@ -1,4 +1,4 @@
-"""Goals and times of communication (no framework), metrics and the measuring of collectives."""
+"""Evaluate runs: goals and communication times (no framework), metrics, and measurement of collectives."""
 
 from mlbench_core._lazy import lazy_subpackages
 

@@ -1,11 +1,11 @@
-"""Goals: when is a training run done, and what is its result?
+"""Define goals, which decide when a training run is done and what its result is.
 
 A goal is data (which metric, which threshold, which direction) that can be called. The tracker calls it with every
-statistic it records; the goal answers None until it is reached and then with the result's text. The times in it are
+statistic it records. The goal returns None until it is reached, and then the result's text. The times in it are
 the tracker's, so validation is left out.
 
-The functions of this module make the goals of the benchmark tasks. Each may also stand for the goal it makes: a script
-that hands over ``task1_time_to_accuracy_goal`` instead of ``task1_time_to_accuracy_goal()`` gets the same goal.
+The functions of this module create the goals of the benchmark tasks. Each may also stand for the goal it creates: a
+script that passes ``task1_time_to_accuracy_goal`` instead of ``task1_time_to_accuracy_goal()`` gets the same goal.
 
 This module imports no framework.
 
@@ -55,22 +55,22 @@ _P = ParamSpec("_P")
 
 
 class TrackedTimes(Protocol):
-    """What a goal asks of a tracker: total times in seconds, validation left out."""
+    """A tracker as a goal sees it: total times in seconds, validation left out."""
 
     def get_total_train_time(self) -> float:
-        """Seconds of training so far."""
+        """Return the seconds of training so far."""
 
     def get_total_compute_time(self) -> float:
-        """Seconds of it spent in forward pass, loss, backward pass and update."""
+        """Return the seconds of it spent in forward pass, loss, backward pass and update."""
 
     def get_total_communication_time(self) -> float:
-        """Seconds of it spent on communication between workers."""
+        """Return the seconds of it spent on communication between workers."""
 
     def get_total_metrics_time(self) -> float:
-        """Seconds of it spent on computing metrics."""
+        """Return the seconds of it spent on computing metrics."""
 
     def get_total_preprocess_time(self) -> float:
-        """Seconds of it spent on loading data."""
+        """Return the seconds of it spent on loading data."""
 
 
 class Goal(Protocol):
@@ -87,8 +87,8 @@ class TimeToGoal:
     Attributes:
         metric: Name of the statistic it watches, for example ``"val_global_Prec@1"``.
         threshold: The value to reach; reaching it exactly counts.
-        minimize: True where smaller values of the metric are better.
-        description: What was reached, with ``{threshold}`` in it; ``reached in ... seconds`` follows.
+        minimize: True if smaller values of the metric are better.
+        description: Beginning of the result's text, with ``{threshold}`` in it; ``reached in ... seconds`` follows.
 
     Raises:
         ValueError: ``threshold`` is not a finite number.
@@ -108,14 +108,14 @@ class TimeToGoal:
         _check_finite("threshold", self.threshold)
 
     def is_reached(self, value: float) -> bool:
-        """Whether a value of the metric is good enough; nan never is."""
+        """Return True if a value of the metric is good enough; nan never is."""
         return bool(value <= self.threshold if self.minimize else value >= self.threshold)
 
     def __call__(self, metric_name: str, value: float, tracker: TrackedTimes) -> str | None:
-        """Look at one recorded statistic.
+        """Check one recorded statistic.
 
         Args:
-            metric_name: Name of the statistic. Any but ``metric`` is passed over.
+            metric_name: Name of the statistic. Any but ``metric`` is ignored.
             value: Its value.
             tracker: Has the times of the run.
 
@@ -128,7 +128,7 @@ class TimeToGoal:
         return f"{what} reached in {tracker.get_total_train_time():.3f} seconds{_detailed_times(tracker)}"
 
     def result(self, tracker: TrackedTimes) -> dict[str, Any]:
-        """The result for programs, to be read when the goal is reached.
+        """Return the result for programs, to be read when the goal is reached.
 
         Args:
             tracker: Has the times of the run.
@@ -145,7 +145,7 @@ class TimeToGoal:
 class AccuracyAfterTime:
     """The accuracy after a fixed time of training.
 
-    It is reached at the first validation at or after ``budget_s`` seconds of training; the text says how many seconds
+    It is reached at the first validation at or after ``budget_s`` seconds of training. The text gives the seconds that
     had really passed.
 
     Attributes:
@@ -165,10 +165,10 @@ class AccuracyAfterTime:
             raise ValueError(f"seconds is {self.budget_s}; a time budget must be at least 0")
 
     def __call__(self, metric_name: str, value: float, tracker: TrackedTimes) -> str | None:
-        """Look at one recorded statistic.
+        """Check one recorded statistic.
 
         Args:
-            metric_name: Name of the statistic. Any but ``metric`` is passed over.
+            metric_name: Name of the statistic. Any but ``metric`` is ignored.
             value: Its value, in percent.
             tracker: Has the times of the run.
 
@@ -183,7 +183,7 @@ class AccuracyAfterTime:
         return f"{value:.3f}% Top 1 Validation Accuracy after {train_time_s:.3f} seconds{_detailed_times(tracker)}"
 
     def result(self, tracker: TrackedTimes) -> dict[str, Any]:
-        """The result for programs: ``metric``, ``budget_s`` and the times of :meth:`TimeToGoal.result`."""
+        """Return the result for programs: ``metric``, ``budget_s`` and the times of :meth:`TimeToGoal.result`."""
         return {"metric": self.metric, "budget_s": self.budget_s, **_times(tracker)}
 
 
@@ -214,13 +214,14 @@ def _check_finite(name: str, value: object) -> None:
 
 
 def _is_evaluation(arguments: tuple[object, ...]) -> bool:
-    """Whether these are a goal's arguments ``(metric_name, value, tracker)``, not a factory's."""
+    """Return True if these are a goal's arguments ``(metric_name, value, tracker)``, not a factory's."""
     return len(arguments) == 3 and isinstance(arguments[0], str)
 
 
 def _stands_for_its_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, TimeToGoal]:
-    """Let a factory whose arguments have defaults be called as the goal it makes by default."""
+    """Let a factory whose arguments have defaults be called as the goal it creates by default."""
 
+    # Scripts of version 3.0 pass the function itself as the goal.
     @functools.wraps(factory)
     def factory_or_goal(*args: Any, **kwargs: Any) -> Any:
         if _is_evaluation(args) and not kwargs:
@@ -231,7 +232,7 @@ def _stands_for_its_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, Time
 
 
 def time_to_accuracy_goal(threshold: float) -> TimeToGoal:
-    """Training time until the top-1 accuracy over all validation data reaches a threshold.
+    """Create the goal of task 1 or 2: the training time until the top-1 validation accuracy reaches a threshold.
 
     Args:
         threshold: Accuracy in percent, between 0 and 100.
@@ -240,7 +241,7 @@ def time_to_accuracy_goal(threshold: float) -> TimeToGoal:
         A goal that watches ``val_global_Prec@1``.
 
     Raises:
-        ValueError: ``threshold`` is outside of 0 to 100 and could never, or would always, be reached.
+        ValueError: ``threshold`` is outside of 0 to 100, so that it would always or never be reached.
     """
     _check_finite("threshold", threshold)
     if not 0 <= threshold <= 100:
@@ -250,31 +251,31 @@ def time_to_accuracy_goal(threshold: float) -> TimeToGoal:
 
 @_stands_for_its_goal
 def task1_time_to_accuracy_goal() -> TimeToGoal:
-    """Task 1, image classification: 80 % top-1 accuracy."""
+    """Create the goal of task 1, image classification: 80 % top-1 accuracy."""
     return time_to_accuracy_goal(80)
 
 
 @_stands_for_its_goal
 def task1_time_to_accuracy_light_goal() -> TimeToGoal:
-    """Task 1, image classification, light: 70 % top-1 accuracy."""
+    """Create the light goal of task 1, image classification: 70 % top-1 accuracy."""
     return time_to_accuracy_goal(70)
 
 
 @_stands_for_its_goal
 def task2_time_to_accuracy_goal() -> TimeToGoal:
-    """Task 2, logistic regression: 89 % accuracy."""
+    """Create the goal of task 2, logistic regression: 89 % accuracy."""
     return time_to_accuracy_goal(89)
 
 
 @_stands_for_its_goal
 def task2_time_to_accuracy_light_goal() -> TimeToGoal:
-    """Task 2, logistic regression, light: 80 % accuracy."""
+    """Create the light goal of task 2, logistic regression: 80 % accuracy."""
     return time_to_accuracy_goal(80)
 
 
 @_stands_for_its_goal
 def task3_time_to_perplexity_goal(threshold: float = 70) -> TimeToGoal:
-    """Task 3, language modelling: validation perplexity of at most ``threshold``.
+    """Create the goal of task 3, language modeling: validation perplexity of at most ``threshold``.
 
     Args:
         threshold: The perplexity to reach; 70 is the task's goal, 90 the light one.
@@ -287,7 +288,7 @@ def task3_time_to_perplexity_goal(threshold: float = 70) -> TimeToGoal:
 
 @_stands_for_its_goal
 def task4_time_to_bleu_goal(threshold: float = 24) -> TimeToGoal:
-    """Task 4, translation: corpus BLEU of at least ``threshold``.
+    """Create the goal of task 4, translation: corpus BLEU of at least ``threshold``.
 
     Args:
         threshold: BLEU from 0 to 100; 24 is the goal of task 4a, 25 of task 4b, 20 the light one of both.
@@ -299,7 +300,7 @@ def task4_time_to_bleu_goal(threshold: float = 24) -> TimeToGoal:
 
 
 def accuracy_after_time_goal(seconds: float = 7200.0) -> AccuracyAfterTime:
-    """Top-1 accuracy after a fixed training time.
+    """Create the goal of a fixed training time, whose result is the top-1 accuracy reached by then.
 
     Args:
         seconds: Training time in seconds, validation left out; the task's definition has 2 hours.

@@ -1,13 +1,13 @@
-r"""What times of a collective operation say: statistics, bandwidths, and the fit of latency and bandwidth.
+r"""Evaluate the times of a collective operation: statistics, bandwidths, and a fit of latency and bandwidth.
 
-The time of a message of n bytes is modelled by the line
+The time of a message of n bytes is modeled by the line
 
 .. math:: t(n) = \alpha + n / \beta
 
 with the latency :math:`\alpha` in seconds and the bandwidth :math:`\beta` in bytes per second (Hockney 1994). With the
 time t of an operation on S bytes, the *algorithm bandwidth* is S / t. It falls with the number k of workers, because an
-algorithm must move more than S bytes; the *bus bandwidth* multiplies it by the factor that this costs at least, so that
-it can be held against the speed of the hardware whatever k is:
+algorithm must move more than S bytes. The *bus bandwidth* multiplies it by the smallest factor that this can cost. So
+the bus bandwidth can be compared with the speed of the hardware for any k:
 
 ======================================================  ==============
 collective                                              factor
@@ -17,8 +17,8 @@ all_gather, reduce_scatter, all_to_all                  (k - 1) / k
 broadcast, reduce, send_recv                            1
 ======================================================  ==============
 
-S is the size of one worker's larger buffer: what all workers together give to an all_gather or take from a
-reduce_scatter, and what one worker gives to any other.
+S is the size of one worker's larger buffer. For an all_gather that is the output, for a reduce_scatter the input, which
+hold data of all workers. For the other collectives it is the data that one worker sends.
 
 References:
     R. Hockney: The communication challenge for MPP. Parallel Computing 20(3), 1994.
@@ -58,21 +58,21 @@ BUS_FACTORS: dict[str, tuple[int, int]] = {
     "reduce": (1, 0),
     "send_recv": (1, 0),
 }
-"""The factors (a, b) of each collective for a + b / k, which is what multiplies the algorithm bandwidth."""
+"""The numbers (a, b) of each collective, whose factor for k workers is a + b / k."""
 
 
 def bus_factor(collective: str, world_size: int) -> float:
-    """What turns the algorithm bandwidth of a collective into its bus bandwidth; see the module's table.
+    """Return the factor from a collective's algorithm bandwidth to its bus bandwidth; see the module's table.
 
     Args:
         collective: Its name, one of :data:`BUS_FACTORS`.
         world_size: Number of workers k, at least 1.
 
     Returns:
-        The factor; 0 for one worker where nothing has to move.
+        The factor; 0 for one worker if nothing has to move.
 
     Raises:
-        ValueError: The collective is unknown, or there is no worker.
+        ValueError: The collective is unknown, or ``world_size`` is below 1.
 
     Example:
         >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("broadcast", 4)
@@ -86,7 +86,7 @@ def bus_factor(collective: str, world_size: int) -> float:
 
 
 def algorithm_bandwidth(size_bytes: float, seconds: float) -> float:
-    """Bytes per second of an operation, S / t.
+    """Return the bytes per second of an operation, S / t.
 
     Args:
         size_bytes: Size S of the buffer in bytes.
@@ -105,7 +105,7 @@ def algorithm_bandwidth(size_bytes: float, seconds: float) -> float:
 
 
 def bus_bandwidth(collective: str, size_bytes: float, seconds: float, world_size: int) -> float:
-    """Algorithm bandwidth times :func:`bus_factor`, in bytes per second.
+    """Return the algorithm bandwidth times :func:`bus_factor`, in bytes per second.
 
     Example:
         >>> bus_bandwidth("all_reduce", 4e6, 0.002, world_size=2)
@@ -136,13 +136,13 @@ class LatencyStatistics:
 
 
 def summarize(seconds: Iterable[float]) -> LatencyStatistics:
-    """Mean, median, 99th percentile and extremes of times.
+    """Compute mean, median, 99th percentile and extremes of times.
 
     Args:
         seconds: At least one time in seconds, finite and not negative.
 
     Raises:
-        ValueError: There is no time, or one is negative or not finite.
+        ValueError: ``seconds`` is empty, or a time is negative or not finite.
 
     Example:
         >>> summarize([0.125, 0.5, 0.125, 0.25]).p50_s
@@ -171,7 +171,7 @@ class LatencyFit:
 
     Attributes:
         alpha_s: Latency in seconds, at least 0.
-        beta_bytes_per_s: Bandwidth in bytes per second; infinite where the times do not grow with the size.
+        beta_bytes_per_s: Bandwidth in bytes per second; infinite if the times do not grow with the size.
         relative_error: Root of the mean squared relative deviation of the line from the times.
     """
 
@@ -180,7 +180,7 @@ class LatencyFit:
     relative_error: float
 
     def seconds(self, size_bytes: float) -> float:
-        """The line's time for a message, in seconds.
+        """Return the line's time for a message, in seconds.
 
         Args:
             size_bytes: Size of the message in bytes.
@@ -194,12 +194,12 @@ class LatencyFit:
 def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> LatencyFit:
     r"""Fit latency and bandwidth by relative least squares.
 
-    With the times :math:`t_i` of the sizes :math:`n_i` it minimises
+    With the times :math:`t_i` of the sizes :math:`n_i` it minimizes
 
     .. math:: \sum_i \left( \frac{\alpha + n_i \gamma - t_i}{t_i} \right)^2, \qquad \alpha, \gamma \ge 0,
 
-    and :math:`\beta = 1 / \gamma`. Deviations count relative to the time, because times run over six orders of
-    magnitude: a plain sum of squares would see the largest sizes only and leave the latency to their noise.
+    and :math:`\beta = 1 / \gamma`. Deviations count relative to the time, because times span six orders of magnitude.
+    A plain sum of squares would be dominated by the largest sizes, whose noise would then decide the latency.
 
     Args:
         sizes_bytes: Sizes in bytes, at least two different ones.
@@ -236,16 +236,17 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
 
 
 def _non_negative_least_squares(columns: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
-    """The x >= 0 of two entries with the smallest ``|columns @ x - 1|``; columns are positive, shape (m, 2)."""
+    """Find the x >= 0 of two entries with the smallest ``|columns @ x - 1|``; columns are positive, shape (m, 2)."""
     (x0, x1), *_ = np.linalg.lstsq(columns, np.ones(len(columns)), rcond=None)
     if x0 >= 0 and x1 >= 0:
         return float(x0), float(x1)
-    alone = columns.sum(axis=0) / (columns**2).sum(axis=0)  # the best of each column without the other
+    # One entry would be negative, so the minimum has it at 0: the best of the other column alone.
+    alone = columns.sum(axis=0) / (columns**2).sum(axis=0)
     return (float(alone[0]), 0.0) if x1 < 0 else (0.0, float(alone[1]))
 
 
 def element_counts(num: int = 80, largest: int = 10**8) -> list[int]:
-    """Sizes to measure: ``numpy.logspace(0, log10(largest), num)`` as whole numbers, each once, ascending.
+    """Return sizes to measure: ``numpy.logspace(0, log10(largest), num)`` as whole numbers, each once, ascending.
 
     Whole numbers near 1 coincide, so there are fewer than ``num``: 77 of the default's 80.
 
@@ -276,14 +277,14 @@ class Measurement:
     Attributes:
         collective: Its name, one of :data:`BUS_FACTORS`.
         backend: The backend that did it, for example ``"gloo"``.
-        device: Where the tensors lay: ``"cpu"`` or ``"cuda"``.
+        device: Device of the tensors: ``"cpu"`` or ``"cuda"``.
         dtype: Type of the elements, for example ``"float32"``.
         world_size: Number of workers.
         elements: Number of elements of the larger buffer.
         size_bytes: Its size in bytes.
-        operations: How many operations there were between two readings of the clock.
+        operations: Number of operations between two readings of the clock.
         seconds: Time of one operation by repetition, each the slowest worker's: the mean over ``operations``.
-        wrong_elements: How many elements of the results, on all workers, were not what they must be.
+        wrong_elements: Number of wrong elements in the results of all workers.
     """
 
     collective: str
@@ -299,22 +300,22 @@ class Measurement:
 
     @property
     def repetitions(self) -> int:
-        """How many repetitions were done."""
+        """Return the number of repetitions."""
         return len(self.seconds)
 
     @property
     def statistics(self) -> LatencyStatistics:
-        """Mean, median, 99th percentile and extremes over the repetitions."""
+        """Return mean, median, 99th percentile and extremes over the repetitions."""
         return summarize(self.seconds)
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes per second at the median time."""
+        """Return the bytes per second at the median time."""
         return algorithm_bandwidth(self.size_bytes, self.statistics.p50_s)
 
     @property
     def bus_bandwidth(self) -> float:
-        """Algorithm bandwidth times :func:`bus_factor`."""
+        """Return the algorithm bandwidth times :func:`bus_factor`."""
         return bus_bandwidth(self.collective, self.size_bytes, self.statistics.p50_s, self.world_size)
 
     def __str__(self) -> str:
@@ -322,7 +323,7 @@ class Measurement:
         return f"{self.collective} of {self.elements} {self.dtype}: median {micros:.1f} µs of {self.repetitions}"
 
     def row(self) -> dict[str, str | int | float]:
-        """The measurement as one flat row: times in seconds, bandwidths in bytes per second."""
+        """Return the measurement as one flat row: times in seconds, bandwidths in bytes per second."""
         statistics = self.statistics
         return {
             "collective": self.collective,

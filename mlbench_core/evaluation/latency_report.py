@@ -1,4 +1,4 @@
-"""All measurements of one run of Task 0, with where and how they were made, as files.
+"""Collect all measurements of one run of Task 0, with machine and methodology, and save them as files.
 
 The JSON file has everything, the CSV file one row for each size and type.
 """
@@ -28,10 +28,10 @@ class LatencyReport:
     """The measurements of one collective, one backend and one number of workers.
 
     Attributes:
-        machine: What they were made on, for example cores and host.
+        machine: Facts about the machine, for example cores and host.
         versions: Versions of the software.
-        methodology: How they were made, for example the repetitions asked for.
-        left_out: What was asked for and not measured, each with the reason.
+        methodology: Settings of the measurement, for example the repetitions asked for.
+        left_out: Requests that were not measured, each with the reason.
         measurements: The measurements.
 
     Example:
@@ -48,7 +48,7 @@ class LatencyReport:
     measurements: list[Measurement] = field(default_factory=list)
 
     def of(self, dtype: str) -> list[Measurement]:
-        """The measurements of one type, by size.
+        """Return the measurements of one type, by size.
 
         Args:
             dtype: Its name, for example ``"float32"``.
@@ -57,19 +57,19 @@ class LatencyReport:
 
     @property
     def dtypes(self) -> list[str]:
-        """The types measured, in the order in which they first came."""
+        """Return the types measured, in the order in which they first came."""
         return list(dict.fromkeys(m.dtype for m in self.measurements))
 
     @property
     def title(self) -> str:
-        """What was measured, in words."""
+        """Return one line that names the collective, the backend, the device and the number of workers."""
         if not self.measurements:
             return "nothing measured"
         first = self.measurements[0]
         return f"{first.collective}, {first.backend}, {first.device}, {first.world_size} workers"
 
     def fits(self) -> dict[str, LatencyFit]:
-        """Latency and bandwidth of each type, through the medians; types of which one size was measured have none."""
+        """Fit latency and bandwidth of each type to the medians; types with a single measured size are left out."""
         found = {}
         for dtype in self.dtypes:
             measurements = self.of(dtype)
@@ -79,17 +79,18 @@ class LatencyReport:
         return found
 
     def incomplete(self) -> list[Measurement]:
-        """The measurements with fewer repetitions than ``methodology["repetitions"]`` asks for."""
+        """Return the measurements with fewer repetitions than ``methodology["repetitions"]`` asks for."""
         asked = self.methodology.get("repetitions", 0)
         return [m for m in self.measurements if m.repetitions < asked]
 
     def wrong(self) -> list[Measurement]:
-        """The measurements whose results were not right."""
+        """Return the measurements whose results were wrong."""
         return [m for m in self.measurements if m.wrong_elements]
 
     def to_json(self) -> str:
-        """All of it as JSON text; an infinite bandwidth of a fit is null."""
+        """Return everything as JSON text; an infinite bandwidth of a fit is null."""
         fits = {dtype: dataclasses.asdict(fit) for dtype, fit in self.fits().items()}
+        # JSON has no infinity: Python would write "Infinity", which other readers refuse.
         for fit in fits.values():
             fit["beta_bytes_per_s"] = fit["beta_bytes_per_s"] if fit["beta_bytes_per_s"] < float("inf") else None
         content = {
@@ -105,7 +106,7 @@ class LatencyReport:
         return json.dumps(content, indent=1)
 
     def to_csv(self) -> str:
-        """One line for each measurement, times in seconds, bandwidths in bytes per second; the first line has names."""
+        """Return CSV text: a line of names, then a line for each measurement in seconds and bytes per second."""
         text = io.StringIO()
         rows = [m.row() for m in self.measurements]
         writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
@@ -117,7 +118,7 @@ class LatencyReport:
         """Write both files; a reader sees the old or the whole new ones.
 
         Args:
-            stem: Their path without the suffix; the folder is made.
+            stem: Their path without the suffix; the folder is created.
 
         Returns:
             The paths of the CSV and the JSON file.
@@ -150,6 +151,7 @@ class LatencyReport:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']!r}")
+            # A row of the file also has numbers that follow from the times; only the fields are read.
             names = [one.name for one in dataclasses.fields(Measurement)]
             rows = [{name: row[name] for name in names} for row in content["measurements"]]
             measurements = [Measurement(**{**row, "seconds": tuple(row["seconds"])}) for row in rows]

@@ -1,4 +1,4 @@
-"""Metrics and loss functions."""
+"""Compute metrics and losses with torch."""
 
 from mlbench_core.evaluation.pytorch import criterion, metrics
 

@@ -1,15 +1,15 @@
-"""Measuring collective operations: how long they take, and whether their results are right.
+"""Measure the time of collective operations, and check their results.
 
-:func:`measure` times one collective on one size and type. It follows what nccl-tests made customary:
+:func:`measure` times one collective on one size and type. It follows the practice of nccl-tests:
 
-* the first operations, which set up connections and fill caches, do not count;
-* a barrier precedes every repetition, and nothing that takes time precedes the barrier: after a pause an operation is
-  slower, as the threads that do it have gone to sleep;
-* between two readings of the clock there are as many operations as it takes for the clock not to matter; their number
-  follows from the uncounted operations and is the same on all workers;
-* on GPUs the clock is a pair of CUDA events around these operations, with no synchronisation between them;
-* a repetition's time is that of its slowest worker, exchanged after all repetitions;
-* results are compared with what they must be: values are small integers, whose sums are exact in every type.
+* The first operations do not count, because they set up connections and fill caches.
+* A barrier precedes every repetition, and nothing that takes time precedes the barrier. After a pause an operation is
+  slower, because the threads that do it have gone to sleep.
+* Enough operations lie between two readings of the clock that reading it does not matter. Their number follows from
+  the uncounted operations and is the same on all workers.
+* On GPUs the clock is a pair of CUDA events around these operations, without synchronization between them.
+* A repetition's time is that of its slowest worker. Workers exchange times after all repetitions.
+* Results are compared with the expected ones: values are small integers, whose sums are exact in every type.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ __all__ = [
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Types of elements by name."""
 
-PERIOD = 8191  # of the values; a prime, so that a part of a buffer that lies in the wrong place is noticed
-EXACT = 256  # whole numbers up to it are exact in bfloat16, which has 8 bits for them
+# Period of the values. It is a prime, so that a part of a buffer that lies in the wrong place is noticed.
+PERIOD = 8191
+# Whole numbers up to it are exact in bfloat16, which has 8 bits for them.
+EXACT = 256
 WARM_UP_S = 0.02
 WARM_UP_RUNS = (2, 100)
 MAX_RUNS = 1000
@@ -65,33 +67,33 @@ MIN_REPETITIONS = 3
 class Collective(ABC):
     """One collective operation on buffers of its own, whose results are known.
 
-    The values of worker r repeat a sequence :math:`v_r` of random whole numbers from 0 to ``256 // world_size``; in the
+    The values of worker r repeat a sequence :math:`v_r` of random whole numbers from 0 to ``256 // world_size``. In the
     part of a buffer that is meant for worker j the sequence is rolled by j. Workers beyond the 256th have zeros, so
     that every sum is exact in bfloat16.
 
     Args:
-        elements: Number of elements of this worker's larger buffer; a multiple of the world size where the collective
+        elements: Number of elements of this worker's larger buffer; a multiple of the world size if the collective
             cuts it into parts.
         dtype: Type of the elements.
-        device: Where the buffers lie.
+        device: Device of the buffers.
         group: The process group; None is the default one.
 
     Attributes:
         elements: As given.
 
     Raises:
-        ConfigurationError: There is no process group.
-        ValueError: ``elements`` is below 1 or no multiple of the world size where it must be.
+        ConfigurationError: This process has no process group.
+        ValueError: ``elements`` is below 1, or is not a multiple of the world size although it must be.
     """
 
     name: ClassVar[str]
     """Its name in :data:`COLLECTIVES`."""
     is_cut: ClassVar[bool] = False
-    """Whether the larger buffer is cut into one part for each worker."""
+    """True if the larger buffer is cut into one part for each worker."""
     is_in_place: ClassVar[bool] = False
-    """Whether results overwrite what was sent, so that values grow when it is repeated."""
+    """True if results overwrite the values sent, so that values grow with each repetition."""
     trips: ClassVar[int] = 1
-    """How many operations :meth:`run` does, one after the other."""
+    """Number of operations that :meth:`run` does, one after the other."""
 
     def __init__(
         self,
@@ -112,35 +114,35 @@ class Collective(ABC):
 
     @abstractmethod
     def fill(self) -> None:
-        """Put the values to send where they are sent from, and something else where they arrive."""
+        """Put the values to send into the buffer sent from, and other values into the buffer received into."""
 
     @abstractmethod
     def run(self) -> None:
-        """Do it; on return it is done, or on GPUs enqueued on the current stream."""
+        """Do the operation; on return it is done, or on GPUs enqueued on the current stream."""
 
     @abstractmethod
     def count_wrong(self) -> int:
-        """How many elements of this worker's result are not what they must be after :meth:`fill` and :meth:`run`."""
+        """Count the elements of this worker's result that are wrong after :meth:`fill` and :meth:`run`."""
 
     def _new(self, elements: int) -> Tensor:
         return torch.empty(elements, dtype=self.dtype, device=self.device)
 
     def _part(self, index: int) -> Tensor:
-        """The part of the larger buffer that belongs to a worker, as a view."""
+        """Return the part of the larger buffer that belongs to a worker, as a view."""
         size = self.elements // self.world_size
         return self.buffer[index * size : (index + 1) * size]
 
     def _values(self, rank: int, receiver: int = 0) -> Tensor:
-        """What worker ``rank`` sends to ``receiver``, over and over: shape (PERIOD,)."""
+        """Return one period of the values that worker ``rank`` sends to ``receiver``: shape (PERIOD,)."""
         return _sequence(rank, self.world_size).roll(receiver).to(self.device, self.dtype)
 
     def _sum(self, receiver: int = 0) -> Tensor:
-        """The sum of what all workers send."""
+        """Return one period of the sum of the values that all workers send."""
         sequences = [_sequence(rank, self.world_size) for rank in range(min(self.world_size, EXACT))]
         return torch.stack(sequences).sum(0).roll(receiver).to(self.device, self.dtype)
 
     def _peer(self, rank: int) -> int:
-        """The rank in the default group of a rank in this one, as collectives with a root take it."""
+        """Return the rank in the default group of a rank in this one, as collectives with a root take it."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
@@ -152,7 +154,8 @@ class AllReduce(Collective):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._own = self._values(self.rank)  # made once, because a pause before an operation slows it down
+        # Made once, because a pause before an operation slows it down.
+        self._own = self._values(self.rank)
 
     def fill(self) -> None:
         _repeat(self._own, self.buffer)
@@ -241,7 +244,7 @@ class ReduceScatter(Collective):
 
 
 class AllToAll(Collective):
-    """From every worker to every worker a part of its own."""
+    """A part of its own from every worker to every worker."""
 
     name = "all_to_all"
     is_cut = True
@@ -264,9 +267,9 @@ class AllToAll(Collective):
 
 
 class SendRecv(Collective):
-    """Ping-pong: worker 2 i sends to 2 i + 1 and gets the same back, all pairs at once; the time is that of one way.
+    """Ping-pong between worker 2 i and worker 2 i + 1, all pairs at once; the time is that of one way.
 
-    With an odd number of workers the last one has no partner and does nothing.
+    Worker 2 i sends, and gets the same back. With an odd number of workers the last one has no partner and does nothing.
     """
 
     name = "send_recv"
@@ -321,28 +324,30 @@ def measure(
     block_s: float = 1e-3,
     budget_s: float | None = None,
 ) -> Measurement:
-    """Time a collective; see the module for how. Every worker of the group calls it with the same arguments.
+    """Time a collective by the module's methodology.
+
+    Every worker of the group calls it with the same arguments.
 
     Args:
         collective: Name of one of :data:`COLLECTIVES`.
         elements: Number of elements of one worker's larger buffer; a multiple of the number of workers for
             ``all_gather``, ``reduce_scatter`` and ``all_to_all``.
         dtype: Type of the elements.
-        device: Where the tensors lie; on GPUs the time is the device's.
+        device: Device of the tensors; on GPUs the time is the device's.
         group: The process group; None is the default one.
-        repetitions: How many times to measure, at least 1.
-        operations: How many operations to do between two readings of the clock, for ``send_recv`` round trips; None
-            takes what ``block_s`` asks for.
-        block_s: Seconds of operations between two readings of the clock, at least; single operations that take longer
-            are timed one by one.
-        budget_s: Seconds that the repetitions may take together. Fewer than ``repetitions`` are done where it would be
-            exceeded, but at least 3; it may differ from worker to worker, the smallest counts.
+        repetitions: Number of repetitions, at least 1.
+        operations: Number of operations between two readings of the clock, for ``send_recv`` of round trips; None
+            chooses it by ``block_s``.
+        block_s: Smallest time of the operations between two readings of the clock, in seconds. Single operations that
+            take longer are timed one by one.
+        budget_s: Seconds that the repetitions may take together. If they would take longer, fewer than ``repetitions``
+            are done, but at least 3. It may differ between workers; the smallest counts.
 
     Returns:
         The measurement, the same on every worker.
 
     Raises:
-        ConfigurationError: There is no process group, or only one worker in it.
+        ConfigurationError: This process has no process group, or the group has only one worker.
         ValueError: An argument is unknown or out of its range.
 
     Example:
@@ -361,6 +366,7 @@ def measure(
     run_s, budget_s = _pilot(operation, first_s, math.inf if budget_s is None else budget_s)
     runs = operations or min(math.ceil(block_s / run_s), MAX_RUNS)
     affordable = repetitions if budget_s == math.inf else int(budget_s / (runs * run_s))
+    # All terms are the same on every worker, so all do the same number of collectives.
     count = min(repetitions, max(affordable, MIN_REPETITIONS))
     own_seconds = [_repetition(operation, runs) / (runs * operation.trips) for _ in range(count)]
     return Measurement(
@@ -383,19 +389,19 @@ def why_not(
     device: torch.device | str = "cpu",
     group: dist.ProcessGroup | None = None,
 ) -> str | None:
-    """Whether the backend has a collective for a type: it is tried once. Every worker of the group calls it.
+    """Try once if the backend has a collective for a type. Every worker of the group calls it.
 
     Args:
         collective: Name of one of :data:`COLLECTIVES`.
         dtype: Type of the elements.
-        device: Where the tensors lie.
+        device: Device of the tensors.
         group: The process group; None is the default one.
 
     Returns:
-        None where it went through on every worker, else what the backend said, in one line.
+        None if it succeeded on every worker, else the backend's error in one line.
 
     Raises:
-        ConfigurationError: There is no process group.
+        ConfigurationError: This process has no process group.
         ValueError: The collective is unknown.
 
     Example:
@@ -416,13 +422,13 @@ def why_not(
 
 
 def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """What the workers run on. Every worker calls it.
+    """Describe the machines that the workers run on. Every worker calls it.
 
     Args:
-        device: Where this worker's tensors lie.
+        device: Device of this worker's tensors.
 
     Returns:
-        ``hosts`` by rank, this worker's number of ``cores``, its ``system``, and its ``gpu`` where it has one.
+        ``hosts`` by rank, this worker's number of ``cores``, its ``system``, and its ``gpu`` if it has one.
 
     Example:
         >>> def hosts():
@@ -436,7 +442,7 @@ def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions of the software that takes part in a communication.
+    """Return the versions of the software that takes part in a communication.
 
     Returns:
         Version by name; with the backends NCCL and MPI also theirs.
@@ -465,7 +471,7 @@ def _make(
 
 
 def _first_operation(operation: Collective) -> tuple[float, int]:
-    """Do the operation once and check it: its time on this worker in seconds, and how many elements are wrong."""
+    """Do the operation once and return its time on this worker in seconds and its number of wrong elements."""
     operation.fill()
     start = time.perf_counter()
     operation.run()
@@ -474,19 +480,21 @@ def _first_operation(operation: Collective) -> tuple[float, int]:
 
 
 def _pilot(operation: Collective, first_s: float, budget_s: float) -> tuple[float, float]:
-    """Run uncounted as often as the first time suggests: the slowest worker's seconds a run, the smallest budget."""
+    """Warm up, as long as the first time suggests; return the slowest worker's seconds a run and the smallest budget."""
     least, most = WARM_UP_RUNS
     slowest_s = _over_workers([first_s], operation, dist.ReduceOp.MAX)[0]
     runs = min(max(int(WARM_UP_S / slowest_s), least), most)
     own_s = _repetition(operation, runs) / runs
+    # The smallest budget is the largest negative one, so a single maximum serves both.
     run_s, negative_budget_s = _over_workers([own_s, -budget_s], operation, dist.ReduceOp.MAX)
     return max(run_s, 1e-9), -negative_budget_s
 
 
 def _repetition(operation: Collective, runs: int) -> float:
-    """Seconds of several runs on this worker, after a barrier."""
+    """Return the seconds of several runs on this worker, after a barrier."""
+    # Sums of sums overflow, and arithmetic with infinities may take another time.
     if operation.is_in_place:
-        operation.fill()  # sums of sums overflow
+        operation.fill()
     dist.barrier(group=operation.group, device_ids=_device_ids(operation))
     clock = _cuda_seconds if operation.device.type == "cuda" else _host_seconds
     return clock(operation, runs)
@@ -501,7 +509,7 @@ def _host_seconds(operation: Collective, runs: int) -> float:
 
 
 def _cuda_seconds(operation: Collective, runs: int) -> float:
-    """The device's time from before the first run to after the last, read once they are through."""
+    """Return the device's time from before the first run to after the last, read once they are done."""
     with torch.cuda.device(operation.device):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -513,13 +521,14 @@ def _cuda_seconds(operation: Collective, runs: int) -> float:
 
 
 def _device_ids(operation: Collective) -> list[int] | None:
-    """What NCCL's barrier wants to know; other backends refuse it."""
+    """Return the device that NCCL's barrier needs as an argument; other backends refuse it."""
     index = operation.device.index
     return [index] if index is not None and dist.get_backend(operation.group) == "nccl" else None
 
 
 def _over_workers(values: list[float], operation: Collective, op: Any) -> list[float]:
-    """Element by element the maximum or sum of all workers' values; the same on each."""
+    """Reduce the values of all workers element by element; the result is the same on each."""
+    # NCCL sends from GPUs only.
     device = operation.device if dist.get_backend(operation.group) == "nccl" else torch.device("cpu")
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=op, group=operation.group)
@@ -527,7 +536,7 @@ def _over_workers(values: list[float], operation: Collective, op: Any) -> list[f
 
 
 def _sequence(rank: int, world_size: int) -> Tensor:
-    """The values of a worker: shape (PERIOD,), int64, on the CPU."""
+    """Return one period of the values of a worker: shape (PERIOD,), int64, on the CPU."""
     if rank >= EXACT:
         return torch.zeros(PERIOD, dtype=torch.int64)
     generator = torch.Generator().manual_seed(rank)
@@ -536,8 +545,9 @@ def _sequence(rank: int, world_size: int) -> Tensor:
 
 def _repeat(sequence: Tensor, out: Tensor) -> None:
     """Fill a tensor with a sequence over and over."""
+    # A small size takes a single call, because it is filled before every repetition.
     if len(out) <= len(sequence):
-        out.copy_(sequence[: len(out)])  # in one call: it is done before every repetition of a small size
+        out.copy_(sequence[: len(out)])
         return
     whole = len(out) // PERIOD * PERIOD
     out[:whole].view(-1, PERIOD).copy_(sequence.expand(whole // PERIOD, PERIOD))
@@ -545,7 +555,7 @@ def _repeat(sequence: Tensor, out: Tensor) -> None:
 
 
 def _count_different(tensor: Tensor, sequence: Tensor) -> int:
-    """How many elements differ from a sequence that repeats; nan differs from everything."""
+    """Count the elements that differ from a sequence that repeats; nan differs from everything."""
     whole = len(tensor) // PERIOD * PERIOD
     in_whole = (tensor[:whole].view(-1, PERIOD) != sequence).sum()
     return int(in_whole + (tensor[whole:] != sequence[: len(tensor) - whole]).sum())

@@ -175,7 +175,7 @@ class Work(dist.Work):
     def is_completed(self) -> bool:
         """Return True if it is done, successfully or not. The call also lets MPI make progress."""
         if not self.done:
-            # Without this a loop that only polls would never see MPI move.
+            # A loop that only polls must not depend on the communication thread.
             self._lane.nudge()
         return self.done
 

@@ -128,7 +128,7 @@ class Transfers:
             received = None if output is None else [address(self.mpi, output), source.numel(), datatype]
             self.comm.Gather(self.moving(source), received, root)
             return
-        # The chunks of all workers interleave in time, but not in memory: so single messages, most of them empty.
+        # MPI cannot count the whole output: each worker's part goes in messages of its own, all other parts are empty.
         incoming = self._nothing(source) if output is None else output.view(-1).split(source.numel())
         outgoing = self._nothing(source)
         outgoing[root] = source

@@ -108,7 +108,7 @@ def end_process(message: str) -> None:
     speaking = threading.Thread(target=_say, args=(message,), name="last-words", daemon=True)
     speaking.start()
     speaking.join(_LAST_WORDS_S)
-    # sys.exit() would run MPI's clean-up, which waits for the worker that was lost.
+    # A normal exit would run MPI's clean-up, which waits for the worker that was lost.
     os._exit(1)
 
 
@@ -125,7 +125,7 @@ def _say(message: str) -> None:
 
 
 def end_process_after(seconds: float) -> None:
-    """End this process with status 1 if it still runs after some seconds, whatever it hangs in; also at its exit.
+    """End this process with status 1 if it still runs after some seconds, even if it hangs at its exit.
 
     The timer is a thread in C. It needs neither the interpreter nor new Python threads, which may not start any more
     when a process ends.

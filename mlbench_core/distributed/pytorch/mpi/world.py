@@ -47,7 +47,7 @@ class World:
         rank: This process's number.
         size: Number of processes.
         datatypes: MPI's names for torch's dtypes.
-        lane: The queue through which all calls of MPI are made.
+        lane: The queue through which all MPI calls are made.
         failed: The reason to end the other workers when this process ends; empty for no reason.
     """
 
@@ -109,7 +109,7 @@ def world() -> World:
             "mpi4py.rc.thread_level alone)"
         )
     found = World(MPI, MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), Datatypes(MPI))
-    # After mpi4py's import, whose own exit handler finalizes MPI: handlers run in reverse, so this one runs first.
+    # mpi4py finalizes MPI at the very end of the interpreter, after this handler.
     atexit.register(_end, found, os.getpid())
     return found
 
