@@ -1,4 +1,4 @@
-"""Subpackages that load on first use (:pep:`562`)."""
+"""Load subpackages on first use (:pep:`562`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def lazy_subpackages(package: str, *names: str) -> Callable[[str], ModuleType]:
-    """Make the ``__getattr__`` of a package that imports ``names`` on first use.
+    """Create the ``__getattr__`` of a package that imports ``names`` on first use.
 
     Args:
         package: The package's ``__name__``.

@@ -1,4 +1,4 @@
-"""Refuse the import paths of version 3.0 that end in ``tensorflow``, with a message that says why."""
+"""Refuse the import paths of version 3.0 that end in ``tensorflow``, with a message that gives the reason."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""One place that imports torchvision.
+"""Import torchvision, even with a build of torch that its operators do not load in.
 
-torchvision's wheels carry compiled operators for one build of torch. Beside another build (for example the CPU build
-of torch with the wheel made for CUDA) they do not load, and then ``import torchvision`` itself fails, because it
-declares shape functions for operators that were never defined. The library needs only torchvision's Python parts
-(models, image folders, transforms). So when, and only when, the plain import fails for that reason, the two missing
-operators are declared, without an implementation, and the import is tried again.
+torchvision's wheels contain compiled operators for one build of torch. With another build (for example the CPU build of
+torch with the wheel made for CUDA) they do not load. Then ``import torchvision`` itself fails, because it declares
+shape functions for operators that were never defined. The library needs only torchvision's Python parts (models, image
+folders, transforms). So if, and only if, the plain import fails for that reason, the two missing operators are declared
+without an implementation, and the import is tried again.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def load(submodule: str = "") -> ModuleType:
     try:
         require("torchvision", "vision")
     except RuntimeError as error:
+        # torch names the undefined operator in its message, as in "torchvision::nms".
         if "torchvision::" not in str(error):
             raise
         _declare_operators()
@@ -66,6 +67,6 @@ def _declare_operators() -> None:
 
 
 def _forget(package: str) -> None:
-    """Drop a half-imported package, so that the next import starts anew."""
+    """Drop a half-imported package, so that the next import starts from the beginning."""
     for name in [name for name in sys.modules if name == package or name.startswith(package + ".")]:
         del sys.modules[name]

@@ -1,4 +1,4 @@
-"""Host names and addresses."""
+"""Recognize host names and addresses."""
 
 from __future__ import annotations
 

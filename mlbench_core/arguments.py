@@ -1,4 +1,4 @@
-"""Checks of arguments, which name the argument, the allowed values and the value that was given."""
+"""Check arguments, with errors that name the argument, the allowed values and the given value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["check_at_least", "check_finite_at_least_0", "check_int", "check_numb
 
 
 def check_int(name: str, value: Any, least: int = 1) -> int:
-    """Return a value as an ``int`` if it is an integer (numpy's are) and not below ``least``.
+    """Return a value as an ``int`` if it is an integer (also one of numpy) and not below ``least``.
 
     Args:
         name: Name of the argument, for the message.
@@ -27,6 +27,7 @@ def check_int(name: str, value: Any, least: int = 1) -> int:
         4
     """
     try:
+        # True and False are ints in Python, but never meant as a count.
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
@@ -44,12 +45,13 @@ def check_at_least(name: str, value: Any, least: float) -> None:
         Traceback (most recent call last):
         ValueError: beam_size must be at least 1, not 0
     """
+    # Not "value < least", which is false for NaN.
     if not value >= least:
         raise ValueError(f"{name} must be at least {least}, not {value}")
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raise a TypeError if a value is not a real number; numpy's numbers are."""
+    """Raise a TypeError if a value is not a real number; numbers of numpy are allowed."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, not {value!r}")
 

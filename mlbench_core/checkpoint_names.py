@@ -1,4 +1,4 @@
-"""Names of the files of checkpoints; ``controlflow/pytorch/checkpoint_files.py`` says what is in them."""
+"""Name the files of checkpoints; ``controlflow/pytorch/checkpoint_files.py`` describes their content."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ _TEMPORARY_NAME = re.compile(r"\.saving_\d+\.tmp")
 
 
 def epoch_name(epoch: int, rank: int) -> str:
-    """Name of a worker's file of an epoch."""
+    """Return the name of a worker's file of an epoch."""
     return f"{epoch}_{rank}.pth.tar"
 
 
 def statistics_name(epoch: int, rank: int) -> str:
-    """Name of a worker's file of statistics."""
+    """Return the name of a worker's file of statistics."""
     return f"{epoch}_{rank}.json"
 
 
 def part_name(save: str, rank: int, world_size: int) -> str:
-    """Name of a worker's file of a save of the best epoch."""
+    """Return the name of a worker's file of a save of the best epoch."""
     return f"model_best.{save}.{rank}of{world_size}.pth.tar"
 
 
 def is_part(name: str) -> bool:
-    """Whether a file name is that of a part of a save of the best epoch."""
+    """Return True if a file name is that of a part of a save of the best epoch."""
     return PART_NAME.fullmatch(name) is not None
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether a file name is one of ours."""
+    """Return True if a file name is one of a checkpoint, also of an unfinished one."""
     names = (EPOCH_NAME, STATISTICS_NAME, PART_NAME, _TEMPORARY_NAME)
     return name == BEST_NAME or any(pattern.fullmatch(name) for pattern in names)
 
 
 def remove_checkpoints(ckpt_run_dir: str | os.PathLike[str]) -> None:
-    """Delete the checkpoints in a folder, and what interrupted saves left; files with other names stay.
+    """Delete the checkpoints in a folder and the files of interrupted saves; files with other names stay.
 
     Args:
-        ckpt_run_dir: The folder; need not exist.
+        ckpt_run_dir: The folder, which need not exist.
     """
     folder = Path(ckpt_run_dir)
     for path in folder.iterdir() if folder.is_dir() else ():

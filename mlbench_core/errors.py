@@ -1,8 +1,7 @@
-"""What can go wrong, as one tree of exceptions.
+"""Define the library's exceptions as one tree.
 
-Everything the library raises about the world outside (a network, a file, a
-process, a missing package) derives from :class:`MLBenchError`; a wrong
-argument is a plain :class:`ValueError` or :class:`TypeError`.
+Every error about the outside world (a network, a file, a process, a missing package) derives from
+:class:`MLBenchError`. A wrong argument is a plain :class:`ValueError` or :class:`TypeError`.
 
 .. code-block:: text
 
@@ -64,7 +63,7 @@ class MissingDependencyError(ConfigurationError, ImportError):
 
 
 class MasterError(MLBenchError):
-    """Something about the master."""
+    """An error of the communication with the master."""
 
 
 class MasterNotFoundError(MasterError, ValueError):
@@ -75,8 +74,8 @@ class MasterRequestError(MasterError):
     """The master refused a request.
 
     Args:
-        message: What happened, in one line.
-        status: HTTP status code, where there was an answer.
+        message: The event, in one line.
+        status: HTTP status code, if there was an answer.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -89,7 +88,7 @@ class CheckpointError(MLBenchError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint to load."""
+    """The checkpoint to load does not exist."""
 
 
 class DatasetError(MLBenchError):
@@ -97,22 +96,22 @@ class DatasetError(MLBenchError):
 
 
 class DatasetNotFoundError(DatasetError, FileNotFoundError):
-    """A data set's folder or file is not there."""
+    """The folder or file of a data set does not exist."""
 
 
 class DownloadError(DatasetError):
-    """A download failed, or what arrived has the wrong checksum."""
+    """A download failed, or the downloaded file has the wrong checksum."""
 
 
 class WorkerError(MLBenchError, RuntimeError):
     """Another worker of the run was lost.
 
-    A ``RuntimeError`` too, as torch's own error is, so scripts that catch that one still do.
+    It is also a ``RuntimeError``, as torch's own error is, so that scripts that catch torch's error catch this one too.
     """
 
 
 def require(module: str, extra: str) -> object:
-    """Import an optional module or say how to install it.
+    """Import an optional module, or raise an error that says how to install it.
 
     Args:
         module: Dotted name of the module, for example ``"sacrebleu"``.
@@ -133,6 +132,7 @@ def require(module: str, extra: str) -> object:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # A module that the installed package itself misses is another problem, and pip's extra would not solve it.
         if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
             raise
         raise MissingDependencyError(

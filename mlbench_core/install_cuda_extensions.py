@@ -14,10 +14,10 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Compile what changed.
+    """Compile the kernels that have changed.
 
     Returns:
-        The exit status: 0, or another one after one line on standard error that says what is missing.
+        The exit status: 0, or another one after one line on standard error that names the missing part.
     """
     checkout = _checkout()
     if checkout is None:
@@ -30,7 +30,7 @@ def main() -> int:
 
 
 def _checkout() -> Path | None:
-    """The checkout that this package is imported from, or None."""
+    """Return the checkout that this package is imported from, or None."""
     root = Path(__file__).resolve().parents[1]
     return root if (root / "setup.py").is_file() and (root / "csrc").is_dir() else None
 

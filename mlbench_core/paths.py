@@ -1,4 +1,4 @@
-"""Where things of a user lie by default: data, results, checkpoints, the master's database."""
+"""Find the default folders of a user: data, results, checkpoints, the master's database."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def user_folder(*parts: str) -> Path:
-    """A path below the user's MLBench folder; nothing is created.
+    """Return a path below the user's MLBench folder; nothing is created.
 
-    The folder is ``MLBENCH_HOME`` where that is set, else the platform's folder for user data
+    The folder is ``MLBENCH_HOME`` if that is set, else the platform's folder for user data
     (``~/.local/share/mlbench`` on Linux).
 
     Args:

@@ -1,4 +1,4 @@
-"""Running statistics whose memory does not grow with what they have seen."""
+"""Compute running statistics in memory that does not grow with the number of values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AverageMeter:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all values."""
         self.val: float = 0
         self.avg: float = 0
         self.sum: float = 0
@@ -66,7 +66,7 @@ class QuantileSketch:
     A value :math:`x` falls into bin :math:`i = \lceil \log_\gamma x \rceil` with
     :math:`\gamma = (1 + \alpha) / (1 - \alpha)`; every value of a bin is then within the share :math:`\alpha` of
     :math:`2 \gamma^i / (\gamma + 1)`. The bins are counters, so nothing is sampled and no random generator is used.
-    Values are held between 1 ns and 1e9 s, which bounds the number of bins by about 2,100.
+    Values are limited to 1 ns to 1e9 s, which bounds the number of bins by about 2,100.
 
     References:
         Masson, Rim, Lee: DDSketch: a fast and fully-mergeable quantile sketch with relative-error guarantees.
@@ -97,8 +97,9 @@ class QuantileSketch:
         """Count a value.
 
         Args:
-            value: In any unit; below 1e-9 it counts as 0.
+            value: The value, in any unit; below 1e-9 it counts as 0.
         """
+        # 1e-9 and 1e9 are SMALLEST and LARGEST.
         self.count += 1
         if value < 1e-9:
             self._zeros += 1
@@ -108,7 +109,7 @@ class QuantileSketch:
         bins[index] = bins.get(index, 0) + 1
 
     def quantile(self, share: float) -> float | None:
-        """The value below which ``share`` of the values lie.
+        """Return the value below which ``share`` of the values lie.
 
         Args:
             share: Between 0 and 1, for example 0.99.
@@ -134,11 +135,11 @@ class QuantileSketch:
         return float(2 * self._GAMMA**index / (self._GAMMA + 1))
 
     def state(self) -> list[list[int]]:
-        """Pairs of bin and count, in order; the first pair is ``[0, number of zeros]``."""
+        """Return pairs of bin and count, in order; the first pair is ``[0, number of zeros]``."""
         return [[0, self._zeros], *([index, self._bins[index]] for index in sorted(self._bins))]
 
     def load(self, state: Iterable[Iterable[int]]) -> None:
-        """Take over what :meth:`state` gave."""
+        """Restore the state that :meth:`state` returned."""
         (_, zeros), *bins = ((int(index), int(number)) for index, number in state)
         self._zeros = zeros
         self._bins = dict(bins)

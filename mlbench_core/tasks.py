@@ -1,4 +1,4 @@
-"""The benchmark tasks as data: what ``mlbench tasks`` lists and ``mlbench run --task`` starts.
+"""Define the benchmark tasks as data, which ``mlbench tasks`` lists and ``mlbench run --task`` starts.
 
 Targets and budgets belong to a task's specification, not to its training script. This module imports no framework.
 """
@@ -36,7 +36,7 @@ def is_run_name(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Image:
-    """A container image of version 3.0, and how its task's script does the same.
+    """A container image of version 3.0, with the arguments that make its task's script do the same.
 
     Attributes:
         title: Entry in the menu of images, for example ``"PyTorch Cifar-10 ResNet-20 (DDP)"``.
@@ -52,7 +52,7 @@ class Image:
 
     @property
     def reference(self) -> str:
-        """The full name of the image: ``mlbench/NAME:latest``."""
+        """Return the full name of the image: ``mlbench/NAME:latest``."""
         return f"mlbench/{self.name}:latest"
 
 
@@ -71,13 +71,13 @@ class Task:
         metric: Name of the validation metric that the goal watches, or None.
         goal: Threshold of the goal, or None.
         light_goal: Threshold of the light goal, for a quick comparison, or None.
-        minimize: Whether smaller values of the metric are better.
+        minimize: True if smaller values of the metric are better.
         max_epochs: Budget in epochs, or None.
         backends: Communication backends it runs on, the default first.
         stand_ins: Goals of small data sets that stand in for the task's own: name to (goal, light goal). Reaching one
-            is no result of the task. ``DATASET-PRESET`` is a data set with ``--preset PRESET``.
-        goal_loss: Validation loss that belongs to the goal, where the task names one; it is recorded, nothing stops
-            there.
+            does not count as a result of the task. ``DATASET-PRESET`` is a data set with ``--preset PRESET``.
+        goal_loss: Validation loss that belongs to the goal, if the task names one; it is recorded, but does not stop
+            the run.
         images: Images of version 3.0 that the task stands for. The script runs in their place.
 
     Raises:
@@ -109,20 +109,20 @@ class Task:
 
     @property
     def has_goal(self) -> bool:
-        """Whether the task is to reach something; otherwise it measures."""
+        """Return True if the task has a goal to reach; otherwise it only measures."""
         return self.goal is not None
 
     @property
     def dataset(self) -> str:
-        """The task's own data set as an option takes it, for example ``"cifar10"``."""
+        """Return the task's own data set as an option takes it, for example ``"cifar10"``."""
         return self.data.lower().replace("-", "")
 
     def goal_on(self, dataset: str | None, light: bool = False) -> float:
-        """The threshold of the goal on a data set.
+        """Return the threshold of the goal on a data set.
 
         Args:
             dataset: Name of the task's own data set or of a stand-in; None is the task's own.
-            light: The light goal.
+            light: True for the light goal.
 
         Raises:
             ValueError: The task has no goal on that data set (the message lists the known ones), or none at all.
@@ -140,13 +140,14 @@ class Task:
 
     @property
     def script(self) -> Path:
-        """Absolute path of the task's ``main.py``.
+        """Return the absolute path of the task's ``main.py``.
 
         Raises:
             ConfigurationError: The reference implementations are not installed.
         """
         found = importlib.util.find_spec("mlbench_benchmarks")
         roots = [Path(p) for p in (found.submodule_search_locations or ())] if found else []
+        # In a checkout the scripts lie next to the library, even if they are not installed.
         roots.append(Path(__file__).resolve().parent.parent / "benchmarks")
         for root in roots:
             script = root / self.folder / "main.py"
@@ -158,7 +159,7 @@ class Task:
         )
 
     def command(self, *arguments: str) -> str:
-        """The shell command of one worker, as the master's launchers take it.
+        """Return the shell command of one worker, as the master's launchers take it.
 
         Args:
             arguments: Further arguments of the script, already quoted.
@@ -314,7 +315,7 @@ def get_task(key: str) -> Task:
         The task.
 
     Raises:
-        ValueError: There is no such task; the message lists the known ones.
+        ValueError: The task is unknown; the message lists the known ones.
 
     Example:
         >>> get_task("task1a").model
@@ -333,13 +334,13 @@ def find_image(image: str) -> tuple[Task, Image]:
     Args:
         image: Its name or its menu entry, in any case: ``"mlbench/pytorch-cifar10-resnet20-ddp:latest"``,
             ``"pytorch-cifar10-resnet20-ddp"``, ``"PyTorch Cifar-10 ResNet-20 (DDP)"``. An image of another user is
-            not one of these, whatever its name.
+            unknown, even if the rest of its name is equal.
 
     Returns:
         The task, and the image with the arguments that the task's script needs.
 
     Raises:
-        ValueError: There is no such image; the message lists the known ones.
+        ValueError: The image is unknown; the message lists the known ones.
 
     Example:
         >>> task, image = find_image("mlbench/pytorch-cifar10-resnet20-ddp:latest")
@@ -347,6 +348,7 @@ def find_image(image: str) -> tuple[Task, Image]:
         ('1a', ('--optimizer', 'ddp'))
     """
     wanted = image.strip().lower().removeprefix("docker.io/")
+    # A tag is ignored, and underscores count as hyphens.
     name = wanted.removeprefix("mlbench/").partition(":")[0].replace("_", "-")
     for task in TASKS.values():
         for candidate in task.images:

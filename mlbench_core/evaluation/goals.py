@@ -221,7 +221,7 @@ def _is_evaluation(arguments: tuple[object, ...]) -> bool:
 def _stands_for_its_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, TimeToGoal]:
     """Let a factory whose arguments have defaults be called as the goal it creates by default."""
 
-    # Scripts of version 3.0 pass the function itself as the goal.
+    # A script may pass the function itself to the tracker, which then calls it with a statistic.
     @functools.wraps(factory)
     def factory_or_goal(*args: Any, **kwargs: Any) -> Any:
         if _is_evaluation(args) and not kwargs:

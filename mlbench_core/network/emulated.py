@@ -1,8 +1,8 @@
-"""Several hosts on one machine: network namespaces behind a bridge, with links of a chosen bandwidth.
+"""Emulate several hosts on one machine: network namespaces behind a bridge, with links of a chosen bandwidth.
 
-What a compressed optimizer gains shows on slow links, and what a run does when a cable is pulled shows on links that
-can be cut. Linux can do both on one machine, as root, with the programs ``ip`` and ``tc`` (package iproute2). Nothing
-outside the namespaces made here is touched.
+Slow links show the gain of a compressed optimizer, and links that can be cut show how a run reacts to a pulled cable.
+Linux can do both on one machine, as root, with the programs ``ip`` and ``tc`` (package iproute2). Nothing outside the
+namespaces created here is changed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def bits_per_second(bandwidth: str | float) -> int:
         Bits per second.
 
     Raises:
-        ValueError: It is neither, or less than 8 kbit/s, which is not a packet a second.
+        ValueError: It is neither, or is outside of 8 kbit/s (less than one packet a second) to 1000 Gbit/s.
 
     Example:
         >>> bits_per_second("100mbit")
@@ -66,20 +66,20 @@ def bits_per_second(bandwidth: str | float) -> int:
 class EmulatedNetwork:
     """Hosts with links of equal bandwidth to one switch, on this machine.
 
-    Every host is a network namespace with one interface, ``eth0``; the switch is a bridge in a namespace of its own.
-    Each link is shaped in both directions by a token bucket filter: a transfer of :math:`b` bits over a link of rate
+    Every host is a network namespace with one interface, ``eth0``. The switch is a bridge in another namespace. Each
+    link is shaped in both directions by a token bucket filter. A transfer of :math:`b` bits over a link of rate
     :math:`r` takes :math:`b / r` and 6 to 7 percent more, 5 of them for the packets' headers. Memory, disks and
     processors are those of this machine and shared.
 
     The namespaces exist inside the ``with`` block. Leaving it, also by an exception, ends the processes that still run
-    in them and removes them. A process that is killed inside the block leaves them behind; :meth:`cleanup` removes
-    what such processes left.
+    in them and removes them. A process that is killed inside the block leaves its namespaces behind; :meth:`cleanup`
+    removes them.
 
     Args:
         hosts: Number of hosts, from 1 to 250.
-        bandwidth: Of every link in each direction; see :func:`bits_per_second`.
-        burst: Size of the token bucket in bytes, what a link that was idle takes at once. None: 5 ms' worth.
-        queue_ms: How long a packet may wait before a link drops packets, in milliseconds.
+        bandwidth: Bandwidth of every link in each direction; see :func:`bits_per_second`.
+        burst: Size of the token bucket in bytes: the data that an idle link takes at once. None: 5 ms' worth.
+        queue_ms: Longest time that a packet may wait before a link drops packets, in milliseconds.
 
     Raises:
         ValueError: An argument is out of range.
@@ -111,6 +111,7 @@ class EmulatedNetwork:
         self._rates = [bits_per_second(bandwidth)] * hosts
         self._burst = burst
         self._queue_ms = queue_ms
+        # The name shows the process that made the namespaces, so that cleanup() can tell if it still lives.
         self._name = f"{PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}"
         self._switch = f"{self._name}-switch"
         self._processes: list[subprocess.Popen[Any]] = []
@@ -118,9 +119,9 @@ class EmulatedNetwork:
 
     @staticmethod
     def why_not() -> str | None:
-        """Return why this machine cannot emulate a network, or None if it can.
+        """Return the reason why this machine cannot emulate a network, or None if it can.
 
-        It tries: two namespaces, a pair of interfaces and a filter are made and removed.
+        The answer comes from a trial: two namespaces, a pair of interfaces and a filter are created and removed.
         """
         if os.name != "posix" or not hasattr(os, "geteuid"):
             return "network namespaces need Linux"
@@ -140,9 +141,9 @@ class EmulatedNetwork:
 
     @staticmethod
     def cleanup() -> list[str]:
-        """Remove what processes that no longer live left behind, and end what still runs in it.
+        """Remove the networks of processes that have ended, and end the processes that still run in them.
 
-        Networks of living processes stay, whoever started them.
+        Networks of living processes stay, even those of other users.
 
         Returns:
             The names of the namespaces removed.
@@ -156,7 +157,7 @@ class EmulatedNetwork:
         return removed
 
     def __enter__(self) -> EmulatedNetwork:
-        """Make the hosts, the switch and the links."""
+        """Create the hosts, the switch and the links."""
         reason = self.why_not()
         if reason is not None:
             raise ConfigurationError(f"cannot emulate a network here: {reason}")
@@ -170,15 +171,16 @@ class EmulatedNetwork:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End what runs on the hosts and remove everything."""
+        """End the processes on the hosts and remove everything."""
         self.close()
 
     def close(self) -> None:
-        """End what runs on the hosts and remove everything; does nothing the second time."""
+        """End the processes on the hosts and remove everything; a second call does nothing."""
         self._is_up = False
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
+        # A process that ignores the request is killed below, together with all others in its namespace.
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(2)
@@ -190,22 +192,23 @@ class EmulatedNetwork:
         self._processes.clear()
 
     def namespace(self, host: int) -> str:
-        """Name of a host's namespace, as ``ip netns`` lists it."""
+        """Return the name of a host's namespace, as ``ip netns`` lists it."""
         return f"{self._name}-h{self._check(host)}"
 
     def address(self, host: int) -> str:
-        """A host's IPv4 address."""
+        """Return a host's IPv4 address."""
         return f"{SUBNET}.{self._check(host) + 1}"
 
     def environment(self, host: int, port: int = 29500) -> dict[str, str]:
-        """Environment variables for a run with one worker on each host.
+        """Return the environment variables for a run with one worker on each host.
 
         Args:
             host: The host; its worker has the same number as rank.
-            port: Where worker 0 listens. Every network has all ports for itself.
+            port: The port on which worker 0 listens. Every network has all ports for itself.
 
         Returns:
-            What torch and Gloo, NCCL read: the master's address and port, rank, world size, and the interface.
+            The variables that torch, Gloo and NCCL read: the master's address and port, rank, world size, and the
+            interface.
         """
         return {
             "MASTER_ADDR": self.address(0),
@@ -232,8 +235,8 @@ class EmulatedNetwork:
             host: The host.
             argv: Program and arguments.
             env: Variables on top of this process's own and :meth:`environment`.
-            as_worker: Whether to set :meth:`environment`; False for what finds its place in another way, as torchrun
-                and scripts with ``--hosts`` do.
+            as_worker: True to set :meth:`environment`. Use False for programs that get their rank in another way, as
+                torchrun and scripts with ``--hosts`` do.
             **options: Further arguments of :class:`subprocess.Popen`.
 
         Returns:
@@ -253,6 +256,7 @@ class EmulatedNetwork:
     def cut(self, host: int) -> None:
         """Cut the link of a host: its packets are lost, and its connections stay open until they time out."""
         self._up(host)
+        # Down at the switch's end: packets are lost in both directions, and the host keeps its address.
         _run("ip", "-n", self._switch, "link", "set", f"p{host}", "down")
 
     def restore(self, host: int) -> None:
@@ -279,7 +283,7 @@ class EmulatedNetwork:
         return host
 
     def _up(self, host: int) -> str:
-        """Name of a host's namespace, if the network is up."""
+        """Return the name of a host's namespace, if the network is up."""
         name = self.namespace(host)
         if not self._is_up:
             raise ConfigurationError("the emulated network is not up: use it inside its with block")
@@ -297,6 +301,7 @@ class EmulatedNetwork:
     def _add_host(self, host: int) -> None:
         name, port = self.namespace(host), f"p{host}"
         _run("ip", "netns", "add", name)
+        # A veth pair is a cable: one end is the host's eth0, the other a port of the switch.
         pair = ("type", "veth", "peer", "name", port, "netns", self._switch)
         _run("ip", "link", "add", INTERFACE, "netns", name, *pair)
         _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
@@ -305,7 +310,7 @@ class EmulatedNetwork:
         _run("ip", "-n", name, "link", "set", INTERFACE, "up")
 
     def _shape(self, host: int) -> None:
-        """Shape a link at both ends: what the host sends, and what the switch sends it."""
+        """Shape a link at both ends, because a filter acts on the packets that an interface sends."""
         rate = self._rates[host]
         burst = self._burst or max(SMALLEST_BURST_BYTES, int(rate / 8 * BURST_S))
         bucket = ("tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "latency", f"{self._queue_ms}ms")
@@ -326,7 +331,7 @@ def _program(name: str) -> str:
 
 
 def _run(program: str, *arguments: str) -> str:
-    """Run ``ip`` or ``tc`` and return what it wrote."""
+    """Run ``ip`` or ``tc`` and return its output."""
     done = subprocess.run([_program(program), *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ConfigurationError(f"'{program} {' '.join(arguments)}' failed: {done.stderr.strip()}")
@@ -334,14 +339,14 @@ def _run(program: str, *arguments: str) -> str:
 
 
 def _namespaces() -> list[str]:
-    """Names of the network namespaces there are."""
+    """Return the names of all network namespaces."""
     if _find("ip") is None:
         return []
     return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
 
 
 def _remove(namespace: str) -> None:
-    """Remove a namespace, and first end the processes in it, which would keep it alive."""
+    """Remove a namespace, and first kill the processes in it, which would keep it alive."""
     for pid in _run("ip", "netns", "pids", namespace).split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
@@ -349,11 +354,12 @@ def _remove(namespace: str) -> None:
 
 
 def _start_time(pid: int) -> int:
-    """When a process started, in the kernel's ticks since boot; 0 where there is none.
+    """Return the start time of a process, in the kernel's ticks since boot; 0 if it does not exist.
 
-    Together with its number it names a process for good: numbers are used again.
+    Process id and start time together identify a process, because ids are reused.
     """
     try:
+        # The command's name, in parentheses, may have spaces and parentheses: the fields are counted from its end.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
         return 0

@@ -269,7 +269,8 @@ class AllToAll(Collective):
 class SendRecv(Collective):
     """Ping-pong between worker 2 i and worker 2 i + 1, all pairs at once; the time is that of one way.
 
-    Worker 2 i sends, and gets the same back. With an odd number of workers the last one has no partner and does nothing.
+    Worker 2 i sends its values and gets the same back. With an odd number of workers the last one has no partner and
+    does nothing.
     """
 
     name = "send_recv"
@@ -480,7 +481,7 @@ def _first_operation(operation: Collective) -> tuple[float, int]:
 
 
 def _pilot(operation: Collective, first_s: float, budget_s: float) -> tuple[float, float]:
-    """Warm up, as long as the first time suggests; return the slowest worker's seconds a run and the smallest budget."""
+    """Warm up by the first operation's time; return the slowest worker's seconds a run and the smallest budget."""
     least, most = WARM_UP_RUNS
     slowest_s = _over_workers([first_s], operation, dist.ReduceOp.MAX)[0]
     runs = min(max(int(WARM_UP_S / slowest_s), least), most)
@@ -492,7 +493,7 @@ def _pilot(operation: Collective, first_s: float, budget_s: float) -> tuple[floa
 
 def _repetition(operation: Collective, runs: int) -> float:
     """Return the seconds of several runs on this worker, after a barrier."""
-    # Sums of sums overflow, and arithmetic with infinities may take another time.
+    # Repeated in place, sums of sums overflow.
     if operation.is_in_place:
         operation.fill()
     dist.barrier(group=operation.group, device_ids=_device_ids(operation))

@@ -1,4 +1,4 @@
-r"""Loss functions that torch does not have: with penalties on weights or activations, and with smoothed labels."""
+r"""Compute losses that torch does not have: with penalties on weights or activations, and with smoothed labels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ActivationRegularization", "BCELossRegularized", "LabelSmoothing", "
 class _WeightPenalty:
     r""":math:`\lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2` over a model's parameters.
 
-    It is no module, so that a loss holding it does not count the model's parameters as its own.
+    It is not a module, so that a loss that has it does not count the model's parameters as its own.
     """
 
     def __init__(self, l1: float, l2: float, model: nn.Module | None) -> None:
@@ -47,21 +47,21 @@ class _Penalized(nn.Module):
 
     @property
     def l1(self) -> float:
-        """Weight of the l1 norm."""
+        """Return the weight of the l1 norm."""
         return self.penalty.l1
 
     @property
     def l2(self) -> float:
-        """Weight of the squared l2 norm; half of it is a factor in the loss."""
+        """Return the weight of the squared l2 norm; half of it is a factor in the loss."""
         return self.penalty.l2
 
     @property
     def model(self) -> nn.Module | None:
-        """The model whose weights are penalized; not a submodule of the loss."""
+        """Return the model whose weights are penalized; it is not a submodule of the loss."""
         return self.penalty.model
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Not by setters of the properties: a module assigned to a module becomes a submodule before one is asked.
+        # Property setters would come too late: torch makes a module that is assigned to a module its submodule first.
         if name in ("l1", "l2", "model"):
             own = self.penalty
             self.penalty = _WeightPenalty(**{"l1": own.l1, "l2": own.l2, "model": own.model, name: value})
@@ -70,10 +70,10 @@ class _Penalized(nn.Module):
 
 
 def _as_output(output: Tensor, target: Tensor) -> Tensor:
-    """The target in the shape and dtype of the output, where they differ by nothing else.
+    """Return the target in the shape and dtype of the output.
 
-    Targets of shape (batch,) beside outputs of shape (batch, 1) would otherwise be an error (cross-entropy), or be
-    broadcast to a (batch, batch) matrix of pairs that nobody meant (squared error).
+    Targets of shape (batch,) with outputs of shape (batch, 1) would otherwise be an error (cross-entropy), or be
+    broadcast to an unintended (batch, batch) matrix of pairs (squared error).
 
     Raises:
         ValueError: The shapes differ by more than a last dimension of 1.
@@ -96,7 +96,7 @@ class ActivationRegularization(nn.Module):
         \beta \operatorname{mean}_{tbf} (h_{t+1} - h_t)_{bf}^2
 
     with the outputs :math:`h` of the last layer before dropout and :math:`m \odot h` after it: activation
-    regularisation (AR) and temporal activation regularisation (TAR).
+    regularization (AR) and temporal activation regularization (TAR).
 
     Args:
         alpha: :math:`\alpha`, weight of AR, at least 0.
@@ -123,7 +123,7 @@ class ActivationRegularization(nn.Module):
         self.beta = beta
 
     def forward(self, dropped: Tensor, raw: Tensor) -> Tensor:
-        """Penalty of one batch.
+        """Compute the penalty of one batch.
 
         Args:
             dropped: Outputs after dropout, of shape (time, batch, features).
@@ -138,30 +138,30 @@ class ActivationRegularization(nn.Module):
         return penalty
 
     def extra_repr(self) -> str:
-        """The arguments, for ``repr``."""
+        """Return the arguments, for ``repr``."""
         return f"alpha={self.alpha}, beta={self.beta}"
 
 
 class BCELossRegularized(_Penalized, nn.BCELoss):
-    r"""Binary cross-entropy with a penalty on the model's weights: the objective of regularised logistic regression.
+    r"""Binary cross-entropy with a penalty on the model's weights: the objective of regularized logistic regression.
 
     .. math::
         -\frac{1}{n} \sum_{i=1}^{n} \bigl[ y_i \log p_i + (1 - y_i) \log (1 - p_i) \bigr]
         + \lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2
 
-    where :math:`w` are all parameters of the model, the bias included.
+    Here :math:`w` are all parameters of the model, including the bias.
 
-    A probability in float32 is exactly 1 from a logit of about 17 on, so a confident mistake beyond it has neither a
-    true loss (torch takes 100) nor any gradient, and is never unlearned. Where logits grow large (a high learning
-    rate, features that are not scaled) let the model give logits :math:`z`, :math:`p = \sigma(z)`, and set
-    ``logits=True``: the loss is then computed as
+    A probability in float32 is exactly 1 from a logit of about 17 on. A confident mistake beyond it has neither a true
+    loss (torch takes 100) nor any gradient, and is never unlearned. If logits grow large (a high learning rate,
+    features that are not scaled), let the model return logits :math:`z` with :math:`p = \sigma(z)`, and set
+    ``logits=True``. The loss is then computed as
 
     .. math:: \max(z, 0) - y z + \log (1 + e^{-\lvert z \rvert})
 
     which is exact for every :math:`z`, and so is its gradient :math:`\sigma(z) - y`.
 
-    scikit-learn's ``LogisticRegression(C=1 / (n * l2), fit_intercept=False)`` has the same minimum in data with a
-    column of ones appended, which makes its intercept a penalised weight as the bias is here.
+    scikit-learn's ``LogisticRegression(C=1 / (n * l2), fit_intercept=False)`` has the same minimum on data with a
+    column of ones appended. The column makes its intercept a penalized weight, as the bias is here.
 
     Args:
         weight: Weight of each element of a batch, as in :class:`torch.nn.BCELoss`.
@@ -172,7 +172,7 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
         model: The model. It may be left out if both penalties are 0.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``. The penalty is added once to a mean or a sum, and to each
             element with ``"none"``.
-        logits: Whether the input is logits instead of probabilities.
+        logits: True if the input is logits instead of probabilities.
 
     Raises:
         ValueError: A penalty is negative, or has no model.
@@ -204,7 +204,7 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
         self.logits = logits
 
     def forward(self, input_: Tensor, target: Tensor) -> Tensor:
-        """Loss of one batch.
+        """Compute the loss of one batch.
 
         Args:
             input_: Probabilities, or logits with ``logits=True``; any shape.
@@ -229,7 +229,7 @@ class MSELossRegularized(_Penalized, nn.MSELoss):
 
     .. math:: \mathrm{MSE}(x, y) + \lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2
 
-    where :math:`w` are all parameters of the model.
+    Here :math:`w` are all parameters of the model.
 
     Args:
         weight: Weight of each element, the shape of the input; a mean is then divided by the sum of the weights.
@@ -262,11 +262,11 @@ class MSELossRegularized(_Penalized, nn.MSELoss):
         self.penalty = _WeightPenalty(l1, l2, model)
 
     def forward(self, input_: Tensor, target: Tensor) -> Tensor:
-        """Loss of one batch.
+        """Compute the loss of one batch.
 
         Args:
             input_: Predictions, any shape.
-            target: What was right, the same shape up to a last dimension of 1.
+            target: The correct values, the same shape up to a last dimension of 1.
 
         Returns:
             The loss, no dimensions unless ``reduction="none"``.
@@ -325,7 +325,7 @@ class LabelSmoothing(nn.Module):
         self.fast_xentropy = fast_xentropy
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """Summed loss of one batch.
+        """Compute the summed loss of one batch.
 
         Args:
             x: Scores (or log-probabilities: a softmax leaves them as they are) of shape (..., classes). Half precision
@@ -362,7 +362,7 @@ class LabelSmoothing(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The arguments, for ``repr``."""
+        """Return the arguments, for ``repr``."""
         arguments: dict[str, Any] = {
             "padding_idx": self.padding_idx,
             "smoothing": self.smoothing,

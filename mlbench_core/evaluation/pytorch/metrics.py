@@ -1,7 +1,7 @@
-r"""Metrics over batches and workers.
+r"""Compute metrics over batches and workers.
 
-A metric is called with one batch and returns the batch's value; :meth:`~MLBenchMetric.update` takes the batch into the
-average, and :meth:`~MLBenchMetric.average` gives the value over everything taken in, on all workers::
+A metric is called with one batch and returns the batch's value. :meth:`~MLBenchMetric.update` adds the batch to the
+average, and :meth:`~MLBenchMetric.average` returns the value over all batches added, on all workers::
 
     metric.reset()
     for data, target in batches:
@@ -9,10 +9,10 @@ average, and :meth:`~MLBenchMetric.average` gives the value over everything take
         metric.update(metric(output, target), len(output))
     value = metric.average()          # a collective: every worker calls it
 
-Most metrics are no mean of their batches' values: the perplexity of two batches is not the mean of two perplexities.
-Each metric here therefore sums *statistics*, a few numbers that add up over batches and workers, and computes its value
-from the sums, so that the value depends neither on how the data was cut into batches nor on the number of workers.
-All sums are float64.
+Most metrics are not the mean of their batches' values: the perplexity of two batches is not the mean of two
+perplexities. Each metric here therefore sums *statistics*, a few numbers that add up over batches and workers. It
+computes its value from the sums, so that the value depends neither on the split into batches nor on the number of
+workers. All sums are float64.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = ["BLEUScore", "CasedBLEUScore", "DiceCoefficient", "F1Score", "MLBench
 class MLBenchMetric:
     r"""Base of the metrics; by itself the mean of the batches' values, weighted by their sizes.
 
-    A subclass gives ``__call__`` and ``name``. Its average is then
+    A subclass defines ``__call__`` and ``name``. Its average is then
 
     .. math:: \frac{\sum_k \sum_b n_{kb} v_{kb}}{\sum_k \sum_b n_{kb}}
 
     over the batches :math:`b` of the workers :math:`k`, with values :math:`v` and sizes :math:`n`. A subclass may
-    override :meth:`update`: what it puts into ``average_meter`` is averaged over the workers.
+    override :meth:`update`: the values that it puts into ``average_meter`` are averaged over the workers.
 
     Attributes:
         average_meter: Mean of the values of this worker's batches, weighted by their sizes.
@@ -64,11 +64,11 @@ class MLBenchMetric:
         self.average_meter = AverageMeter()
 
     def __call__(self, output: Any, target: Any) -> Tensor:
-        """Value of one batch, without taking it into the average.
+        """Compute the value of one batch, without adding it to the average.
 
         Args:
-            output: What the model gave.
-            target: What was right.
+            output: The model's output.
+            target: The correct output.
 
         Returns:
             The value, float32, one element.
@@ -77,11 +77,11 @@ class MLBenchMetric:
 
     @property
     def name(self) -> str:
-        """Name of the metric, as the tracker and the master show it."""
+        """Return the name of the metric, as the tracker and the master show it."""
         raise NotImplementedError(f"{type(self).__name__} has no name; a metric must define it")
 
     def update(self, perc: float | Tensor, size: int) -> None:
-        """Take a batch into the average.
+        """Add a batch to the average.
 
         Args:
             perc: The batch's value, as the call returned it.
@@ -96,13 +96,14 @@ class MLBenchMetric:
         self.average_meter.update(cast(float, value), size)
 
     def average(self) -> Tensor:
-        """Value over everything taken in since the last reset, on all workers.
+        """Compute the value over all batches added since the last reset, on all workers.
 
         Every worker must call it: it is one all-reduce of a few numbers.
 
         Returns:
-            The value, float32, no dimensions; 0 if no worker took in a batch.
+            The value, float32, no dimensions; 0 if no worker added a batch.
         """
+        # An average with count 1, times the world size: the sums over the workers.
         totals = process_groups.global_average(self._local_totals(), 1) * process_groups.world_size()
         return self._score(totals).to(torch.float32)
 
@@ -111,66 +112,73 @@ class MLBenchMetric:
         self.average_meter = AverageMeter()
 
     def _local_totals(self) -> Tensor:
-        """What this worker adds to the sums over all workers: here (weighted sum of the values, their weight)."""
+        """Return this worker's part of the sums over all workers: here (weighted sum of the values, their weight)."""
         total = torch.as_tensor(self.average_meter.sum, dtype=torch.float64).detach().reshape(())
         return torch.stack([total, total.new_tensor(float(self.average_meter.count))])
 
     def _score(self, totals: Tensor) -> Tensor:
-        """The metric's value from the sums over all workers."""
+        """Compute the metric's value from the sums over all workers."""
         return _ratio(totals[0], totals[1])
 
 
+# Number of calls without an update whose statistics are kept. It has to be bounded, because training calls metrics
+# without ever updating them.
 _REMEMBERED_CALLS = 256
-"""Calls before an update whose statistics are kept. Training calls metrics without ever updating them."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call returned, and the statistics behind it."""
+    """A value that a call returned, and the statistics from which it was computed."""
 
     value: Tensor
     statistics: Tensor
     is_per_sample: bool
-    """Whether the statistics are those of one sample, to be multiplied by the size of the batch."""
+    """True if the statistics are those of one sample, to be multiplied by the size of the batch."""
 
     def returned(self, value: float | Tensor) -> bool:
-        """Whether ``value`` is what the call returned, as the tensor (no synchronization) or as its number."""
+        """Return True if the call returned ``value``, compared as the tensor (no synchronization) or as its number."""
         if value is self.value:
             return True
         number, own = float(value), float(self.value)
+        # nan differs from itself, but a call that returned nan must be found.
         return number == own or (math.isnan(number) and math.isnan(own))
 
 
 class _StatisticsMetric(MLBenchMetric):
     """A metric whose batches add statistics of their own instead of a weighted value.
 
-    A call remembers the statistics behind the value that it returned, and an update with this value adds them, in
-    whatever order calls and updates come. ``average_meter`` has the mean of the batches' values, which is not the
-    metric's value; it becomes the result only where no statistics were added: all updates had values of another origin,
-    or a subclass puts its own values there instead of calling :meth:`update` of this class.
+    A call stores the statistics of the value that it returns. An update with this value adds them, in any order of
+    calls and updates. ``average_meter`` has the mean of the batches' values, which is not the metric's value.
+
+    The mean becomes the result only if no statistics were added. Then all updates had values of another origin, or a
+    subclass puts its own values there instead of calling :meth:`update` of this class.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._totals = self._no_statistics()
         self._calls: deque[_Call] = deque(maxlen=_REMEMBERED_CALLS)
-        self._has_statistics: bool | None = None  # None before the first update
+        # True after updates with values of calls, False after updates with other values, None before the first.
+        self._has_statistics: bool | None = None
 
     def _no_statistics(self) -> Tensor:
-        """The statistics of no batch, all zero."""
+        """Return the statistics of no batch, all zero."""
         return torch.zeros(2, dtype=torch.float64)
 
     def _score_of(self, statistics: Tensor) -> Tensor:
-        """The metric's value from statistics."""
+        """Compute the metric's value from statistics."""
         return _ratio(statistics[0], statistics[1])
 
     def _statistics_of(self, value: float | Tensor, size: int) -> Tensor:
-        """The statistics of ``size`` samples with a value that no call returned: here none, its mean is the result."""
+        """Return the statistics of ``size`` samples with a value that no call returned.
+
+        There are none here: the mean of such values is the result.
+        """
         self._check_origin(value, has_statistics=False)
         return self._no_statistics()
 
     def _check_origin(self, value: float | Tensor, has_statistics: bool) -> None:
-        """Refuse to mix counts and plain values, of which no one number can be made."""
+        """Refuse to mix statistics and plain values, which cannot be combined into one number."""
         if self._has_statistics not in (None, has_statistics):
             raise ValueError(
                 f"perc must be what a call of this metric returned, in all updates or in none, not {float(value)} now: "
@@ -179,7 +187,7 @@ class _StatisticsMetric(MLBenchMetric):
         self._has_statistics = has_statistics
 
     def _value_of(self, statistics: Tensor, is_per_sample: bool = False) -> Tensor:
-        """The value of a batch with these statistics, which are remembered."""
+        """Compute the value of a batch with these statistics, and store them for its update."""
         value = self._score_of(statistics).to(torch.float32)
         self._calls.append(_Call(value, statistics, is_per_sample))
         return value
@@ -192,11 +200,11 @@ class _StatisticsMetric(MLBenchMetric):
         self._has_statistics = None
 
     def update(self, perc: float | Tensor, size: int) -> None:
-        """Take the batch of a call into the average.
+        """Add the batch of a call to the average.
 
         Args:
-            perc: What a call returned since the last reset (the tensor or its number), one of the last 256 that were
-                not taken in. If all updates have values of another origin, their weighted mean is the average.
+            perc: The value (the tensor or its number) of one of the last 256 calls since the last reset that were not
+                added yet. If all updates have values of another origin, their weighted mean is the average.
             size: Number of samples in the batch.
 
         Raises:
@@ -208,7 +216,8 @@ class _StatisticsMetric(MLBenchMetric):
         self._totals = self._totals.to(statistics.device) + statistics
 
     def _taken(self, perc: float | Tensor, size: int) -> Tensor:
-        """The statistics of the latest call that returned ``perc``, which is no longer remembered."""
+        """Return the statistics of the latest call that returned ``perc``, and remove the call."""
+        # Each call counts once: two batches may have the same value.
         for index in reversed(range(len(self._calls))):
             call = self._calls[index]
             if call.returned(perc):
@@ -216,7 +225,8 @@ class _StatisticsMetric(MLBenchMetric):
                 del self._calls[index]
                 if not call.is_per_sample:
                     return call.statistics
-                return call.statistics * size if size else self._no_statistics()  # the mean of nothing is nan
+                # The mean loss of an empty batch is nan, which times 0 would still be nan.
+                return call.statistics * size if size else self._no_statistics()
         return self._statistics_of(perc, size)
 
     def _local_totals(self) -> Tensor:
@@ -231,8 +241,8 @@ class TopKAccuracy(MLBenchMetric):
     r"""Share of samples whose target is among the ``topk`` most likely classes, in percent.
 
     Args:
-        topk: How many of the most likely classes count, at least 1.
-        threshold: From here on a score of the positive one of two classes counts as positive: 0.5 for probabilities, 0
+        topk: Number of most likely classes that count, at least 1.
+        threshold: Smallest score of the positive one of two classes that counts as positive: 0.5 for probabilities, 0
             for logits. Outputs with a column per class do not use it.
 
     Raises:
@@ -257,11 +267,11 @@ class TopKAccuracy(MLBenchMetric):
         self.threshold = threshold
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """Accuracy of one batch.
+        """Compute the accuracy of one batch.
 
         Args:
-            output: Scores of shape (batch, classes); or of the positive one of two classes, of shape (batch, 1) or
-                (batch,), which count as positive from ``threshold`` on.
+            output: Scores of shape (batch, classes). For two classes also the scores of the positive one, of shape
+                (batch, 1) or (batch,), which count as positive from ``threshold`` on.
             target: Class numbers, shape (batch,) or (batch, 1).
 
         Returns:
@@ -293,7 +303,7 @@ class TopKAccuracy(MLBenchMetric):
 
     @property
     def name(self) -> str:
-        """``Prec@k``."""
+        """Return ``Prec@k``."""
         return f"Prec@{self.topk}"
 
 
@@ -302,7 +312,7 @@ class Perplexity(_StatisticsMetric):
 
     .. math:: \exp\Bigl(-\frac{1}{N} \sum_{i=1}^{N} \log p(w_i)\Bigr)
 
-    where the :math:`N` tokens are those of all batches and workers.
+    The :math:`N` tokens are those of all batches and workers.
 
     Example:
         >>> perplexity = Perplexity()
@@ -313,13 +323,13 @@ class Perplexity(_StatisticsMetric):
     """
 
     def __call__(self, output: Tensor, target: Tensor | None = None) -> Tensor:
-        """Perplexity of one batch.
+        """Compute the perplexity of one batch.
 
         Args:
             output: Scores or log-probabilities of shape (..., classes), or (batch, classes, ...) as torch's
                 cross-entropy takes them; or the batch's mean loss, of shape () or (1,).
-            target: Token ids of shape (...) or (batch, ...); not used with a loss. Where either of the two has its
-                tokens in a single dimension, the other may have any number of dimensions. Ids of -100 are left out.
+            target: Token ids of shape (...) or (batch, ...); not used with a loss. If output or target has its tokens
+                in a single dimension, the other may have any number of dimensions. Ids of -100 are left out.
 
         Returns:
             The perplexity, float32, no dimensions; infinite for a mean loss above 88.7. With scores, a following
@@ -343,10 +353,11 @@ class Perplexity(_StatisticsMetric):
 
     @property
     def name(self) -> str:
-        """``Perplexity``."""
+        """Return ``Perplexity``."""
         return "Perplexity"
 
     def _statistics_of(self, value: float | Tensor, size: int) -> Tensor:
+        # A perplexity of another origin: its logarithm is the mean loss of the samples.
         loss = torch.as_tensor(value, dtype=torch.float64).detach().log()
         return torch.stack([loss, torch.ones_like(loss)]) * size
 
@@ -368,7 +379,7 @@ class DiceCoefficient(_StatisticsMetric):
     """
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """Dice coefficient of one batch.
+        """Compute the Dice coefficient of one batch.
 
         Args:
             output: Mask or probabilities between 0 and 1, any shape.
@@ -386,7 +397,7 @@ class DiceCoefficient(_StatisticsMetric):
 
     @property
     def name(self) -> str:
-        """``Dice Coefficient``."""
+        """Return ``Dice Coefficient``."""
         return "Dice Coefficient"
 
     def _no_statistics(self) -> Tensor:
@@ -394,7 +405,7 @@ class DiceCoefficient(_StatisticsMetric):
 
     def _score_of(self, statistics: Tensor) -> Tensor:
         overlap, total, elements = statistics
-        # Only here: an empty batch among others says nothing about the overlap of the masks.
+        # Only with elements: a batch without any does not show that masks agree.
         agree_on_nothing = (total == 0) & (elements > 0)
         return torch.where(agree_on_nothing, torch.ones_like(total), _ratio(overlap, total))
 
@@ -407,7 +418,7 @@ class F1Score(_StatisticsMetric):
     with true positives, false positives and false negatives counted over all batches and workers.
 
     Args:
-        threshold: Outputs from here on are predicted positive.
+        threshold: Smallest output that is predicted positive.
         eps: Added to the denominator, so that a score without any positive is 0.
 
     Example:
@@ -421,7 +432,7 @@ class F1Score(_StatisticsMetric):
         self.eps = eps
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        """F1 score of one batch.
+        """Compute the F1 score of one batch.
 
         Args:
             output: Probabilities of the positive class, any shape.
@@ -441,7 +452,7 @@ class F1Score(_StatisticsMetric):
 
     @property
     def name(self) -> str:
-        """``F1-Score``."""
+        """Return ``F1-Score``."""
         return "F1-Score"
 
     def _score_of(self, statistics: Tensor) -> Tensor:
@@ -451,23 +462,23 @@ class F1Score(_StatisticsMetric):
 class BLEUScore(_StatisticsMetric):
     """Corpus BLEU of translations, from 0 to 100, as sacrebleu computes it.
 
-    The matches and counts of n-grams (n = 1 to 4) and both lengths are summed over all batches and workers, and the
-    score is computed from the sums: a mean of batches' scores would be another number.
+    The matches and counts of n-grams (n = 1 to 4) and both lengths are summed over all batches and workers. The score
+    is computed from the sums; a mean of the batches' scores would be another number.
 
     The default is the measure for which the goals of the translation tasks were set: lower case, international
     tokenization. Papers mostly report ``BLEUScore(tokenize="13a", lowercase=False)``; numbers of different measures
     cannot be compared, see :attr:`signature`.
 
     Args:
-        use_raw: Whether the text is tokenized already. If so, there is no tokenizer, the case counts unless
-            ``lowercase`` is True, and the score has floor smoothing of 0.1 and effective order
+        use_raw: True if the text is tokenized already. Then no tokenizer is used, and the case counts unless
+            ``lowercase`` is True. The score has floor smoothing of 0.1 and effective order
             (``sacrebleu.raw_corpus_bleu``). Otherwise the smoothing is exponential (``sacrebleu.corpus_bleu``).
         tokenize: Name of sacrebleu's tokenizer, such as ``"intl"`` or ``"13a"``. None means ``"intl"``.
-        lowercase: Whether both texts are compared in lower case. None means yes, but no with ``use_raw``.
+        lowercase: True to compare both texts in lower case. None means True, but False with ``use_raw``.
 
     Raises:
         MissingDependencyError: sacrebleu is not installed.
-        ValueError: sacrebleu has no such tokenizer, or the text is raw.
+        ValueError: sacrebleu has no such tokenizer, or ``tokenize`` is given with ``use_raw``.
 
     References:
         Papineni et al. 2002, BLEU: a Method for Automatic Evaluation of Machine Translation;
@@ -503,7 +514,7 @@ class BLEUScore(_StatisticsMetric):
         )
 
     def __call__(self, output: Sequence[str], target: Sequence[str]) -> Tensor:
-        """BLEU of one batch as if it were the whole corpus.
+        """Compute the BLEU of one batch as if it were the whole corpus.
 
         Args:
             output: Translations, one string a sentence.
@@ -529,12 +540,12 @@ class BLEUScore(_StatisticsMetric):
 
     @property
     def name(self) -> str:
-        """``BLEU-Score``."""
+        """Return ``BLEU-Score``."""
         return "BLEU-Score"
 
     @property
     def signature(self) -> str:
-        """How the score is computed, in sacrebleu's own notation; scores of other signatures cannot be compared.
+        """Return the settings of the score in sacrebleu's notation; scores of other signatures cannot be compared.
 
         Example:
             >>> BLEUScore().signature.split("|version")[0]
@@ -542,7 +553,8 @@ class BLEUScore(_StatisticsMetric):
             >>> BLEUScore(tokenize="13a", lowercase=False).signature.split("|version")[0]
             'nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp'
         """
-        self._bleu.num_refs = 1  # which sacrebleu itself knows only after a score
+        # sacrebleu itself knows this number only after a score.
+        self._bleu.num_refs = 1
         return str(self._bleu.get_signature())
 
     def _no_statistics(self) -> Tensor:
@@ -561,9 +573,9 @@ class BLEUScore(_StatisticsMetric):
 
 
 class CasedBLEUScore(BLEUScore):
-    """BLEU as papers report it: sacrebleu's tokenizer 13a, upper and lower case told apart.
+    """BLEU as papers report it: sacrebleu's tokenizer 13a, case-sensitive.
 
-    It is ``BLEUScore(tokenize="13a", lowercase=False)`` under a name of its own, to be recorded beside a
+    It is ``BLEUScore(tokenize="13a", lowercase=False)`` under another name, to be recorded in addition to a
     :class:`BLEUScore`.
     """
 
@@ -572,17 +584,17 @@ class CasedBLEUScore(BLEUScore):
 
     @property
     def name(self) -> str:
-        """``BLEU-Score-13a-cased``."""
+        """Return ``BLEU-Score-13a-cased``."""
         return "BLEU-Score-13a-cased"
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """``numerator / denominator``, 0 where the denominator is 0."""
+    """Return ``numerator / denominator``, elementwise; 0 for a denominator of 0."""
     return torch.where(denominator == 0, torch.zeros_like(numerator), numerator / denominator)
 
 
 def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as float64 vectors; sums of half-precision or float32 elements would lose counts."""
+    """Return both as float64 vectors; sums of half-precision or float32 elements would lose counts."""
     if output.numel() != target.numel():
         raise ValueError(
             f"output has shape {tuple(output.shape)} and target {tuple(target.shape)}; "
@@ -592,7 +604,7 @@ def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _classes_last(output: Tensor, target: Tensor) -> Tensor:
-    """Scores as a matrix (tokens, classes) in the order of ``target.reshape(-1)``."""
+    """Return scores as a matrix (tokens, classes) in the order of ``target.reshape(-1)``."""
     is_second = output.dim() > 2 and output.shape[:1] + output.shape[2:] == target.shape
     is_last = output.shape[:-1] == target.shape
     if is_second and is_last:
