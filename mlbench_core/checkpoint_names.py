@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 BEST_NAME = "model_best.pth.tar"
+# Epoch and rank.
 EPOCH_NAME = re.compile(r"(\d+)_(\d+)\.pth\.tar")
 STATISTICS_NAME = re.compile(r"\d+_\d+\.json")
+# Save, rank and world size.
 PART_NAME = re.compile(r"model_best\.(\w+-\w+-\d+)\.(\d+)of(\d+)\.pth\.tar")
 _TEMPORARY_NAME = re.compile(r"\.saving_\d+\.tmp")
 

@@ -1,4 +1,4 @@
-"""Find out how the workers of a run were started, and where each of them stands.
+"""Find out how the workers of a run were started, and the place of this worker among them.
 
 Every launcher (torchrun, ``mpirun``, SLURM) leaves rank and world size in environment variables of its own. A class for
 each launcher reads these variables, and :func:`detect_environment` chooses the class.

@@ -1,4 +1,4 @@
-"""Define goals, which decide when a training run is done and what its result is.
+"""Define goals, which decide when a training run is done and return its result.
 
 A goal is data (which metric, which threshold, which direction) that can be called. The tracker calls it with every
 statistic it records. The goal returns None until it is reached, and then the result's text. The times in it are
@@ -207,6 +207,7 @@ def _detailed_times(tracker: TrackedTimes) -> str:
 
 
 def _check_finite(name: str, value: object) -> None:
+    # A bool would pass as 0 or 1.
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} is {value!r}; it must be a number")
     if not math.isfinite(float(value)):

@@ -27,6 +27,7 @@ PREFIX = "mlbench"
 INTERFACE = "eth0"
 SUBNET = "10.77.0"
 MAX_HOSTS = 250
+# The token bucket holds the data of this time by default. A bucket below one packet would let nothing through.
 BURST_S = 0.005
 SMALLEST_BURST_BYTES = 4096
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -111,7 +112,7 @@ class EmulatedNetwork:
         self._rates = [bits_per_second(bandwidth)] * hosts
         self._burst = burst
         self._queue_ms = queue_ms
-        # The name shows the process that made the namespaces, so that cleanup() can tell if it still lives.
+        # The name shows the process that made the namespaces, so that cleanup() can check if it still lives.
         self._name = f"{PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}"
         self._switch = f"{self._name}-switch"
         self._processes: list[subprocess.Popen[Any]] = []
@@ -164,6 +165,7 @@ class EmulatedNetwork:
         try:
             self._set_up()
         except BaseException:
+            # Also after Ctrl-C: an unfinished network must not stay.
             self.close()
             raise
         return self

@@ -1,4 +1,4 @@
-"""The place of a worker among all workers, and its device."""
+"""Give a worker its place among all workers, and its device."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s
             )
             _init_over(store, backend, place, timeout)
     except RuntimeError as error:
-        # torch raises a plain RuntimeError for all of these causes; only the text tells them apart.
+        # torch raises a plain RuntimeError for all of these causes; only the text distinguishes them.
         text = str(error)
         if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE).lower() in text.lower():
             raise ConfigurationError(

@@ -1,7 +1,7 @@
 """Query the world of workers, and reduce over it, with or without a process group.
 
-This module alone decides what happens without a process group: one process is then a world of size 1. Its rank is 0,
-and its collectives do nothing.
+This module alone covers the case without a process group: one process is then a world of size 1. Its rank is 0, and its
+collectives do nothing.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def timeout_s(group: Any = None) -> float:
         group = dist.group.WORLD if group is None else group
         if hasattr(group, "timeout_s"):  # our MPI's
             return float(group.timeout_s)
+        # torch has no public name for the limit of a group. If this one is missing, the store's limit is the answer.
         with contextlib.suppress(AttributeError, RuntimeError):
             device = torch.device("cuda" if backend(group) == dist.Backend.NCCL else "cpu")
             return float(group._get_backend(device).options._timeout.total_seconds())

@@ -45,7 +45,7 @@ def config_logging(
     """Send the messages of this library and of task scripts to standard error and, if wanted, to a file.
 
     Only the loggers ``mlbench`` (for scripts) and ``mlbench_core`` are touched, never the root logger. Each line has
-    the worker's rank. A second call replaces what the first one set up.
+    the worker's rank. A second call replaces the settings of the first one.
 
     Args:
         logging_level: Name or number of the least severe level that is shown, for example ``"DEBUG"``.
@@ -81,6 +81,7 @@ def config_logging(
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [(logger, logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
+        # Only our own handlers: those that a user has added stay.
         for old in [h for h in logger.handlers if isinstance(h, (_StandardErrorHandler, _LogFileHandler))]:
             logger.removeHandler(old)
             old.close()

@@ -58,9 +58,12 @@ DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float16": torch.flo
 PERIOD = 8191
 # Whole numbers up to it are exact in bfloat16, which has 8 bits for them.
 EXACT = 256
+# The warm-up lasts about this long, with a number of runs between these two.
 WARM_UP_S = 0.02
 WARM_UP_RUNS = (2, 100)
+# Most runs between two readings of the clock.
 MAX_RUNS = 1000
+# Repetitions that are done even if the budget does not allow them.
 MIN_REPETITIONS = 3
 
 
@@ -296,6 +299,7 @@ class SendRecv(Collective):
             dist.send(self.buffer, self._to, group=self.group)
             dist.recv(self.returned, self._to, group=self.group)
         else:
+            # The odd one receives first: if both sent first, they could wait for each other.
             dist.recv(self.buffer, self._to, group=self.group)
             dist.send(self.buffer, self._to, group=self.group)
 
@@ -418,6 +422,7 @@ def why_not(
         operation.count_wrong()  # an error of a GPU comes when results are read
     except (RuntimeError, TypeError, ValueError, NotImplementedError, KeyError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+    # Every worker takes part in this exchange, also after an error, because the others wait for it.
     failed = _over_workers([float(reason is not None)], operation, dist.ReduceOp.MAX)[0]
     return reason or ("it failed on another worker" if failed else None)
 

@@ -133,6 +133,7 @@ class ActivationRegularization(nn.Module):
             The penalty, no dimensions, to be added to the loss; without TAR for a single time step.
         """
         penalty = self.alpha * dropped.square().mean()
+        # A single time step has no change over time: the mean of nothing would be nan.
         if len(raw) > 1:
             penalty = penalty + self.beta * (raw[1:] - raw[:-1]).square().mean()
         return penalty
@@ -284,6 +285,7 @@ class MSELossRegularized(_Penalized, nn.MSELoss):
         errors = self.weight * F.mse_loss(input_, target, reduction="none")
         if self.reduction == "none":
             return errors + self.penalty()
+        # A weighted mean is divided by the sum of the weights, not by their number.
         total = errors.sum()
         return (total / self.weight.sum() if self.reduction == "mean" else total) + self.penalty()
 
@@ -357,6 +359,7 @@ class LabelSmoothing(nn.Module):
         return losses.masked_fill(~counted, 0.0).sum()
 
     def _fused(self, x: Tensor, target: Tensor) -> Tensor:
+        # torch spreads the smoothing over all classes, including the target's, as the formula does.
         return F.cross_entropy(
             x, target, ignore_index=self.padding_idx, reduction="sum", label_smoothing=self.smoothing
         )

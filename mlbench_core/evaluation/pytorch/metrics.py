@@ -287,6 +287,7 @@ class TopKAccuracy(MLBenchMetric):
                 f"output has shape {tuple(output.shape)} and target {tuple(target.shape)}; "
                 "they must be (batch, classes) and (batch,)"
             )
+        # A single column has the scores of the positive one of two classes.
         classes = max(2, output.shape[1])
         if self.topk >= classes:
             raise ValueError(
@@ -605,6 +606,7 @@ def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def _classes_last(output: Tensor, target: Tensor) -> Tensor:
     """Return scores as a matrix (tokens, classes) in the order of ``target.reshape(-1)``."""
+    # torch's cross-entropy has the classes second, language models have them last. Some shapes fit both.
     is_second = output.dim() > 2 and output.shape[:1] + output.shape[2:] == target.shape
     is_last = output.shape[:-1] == target.shape
     if is_second and is_last:

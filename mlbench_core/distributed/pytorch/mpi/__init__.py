@@ -6,7 +6,7 @@ and world size. :func:`~mlbench_core.distributed.pytorch.initialize_backends` re
 
     mpirun -n 2 python main.py
 
-where ``main.py`` has::
+with these lines in ``main.py``::
 
     with initialize_backends("mpi") as (rank, world_size, graph):
         ...

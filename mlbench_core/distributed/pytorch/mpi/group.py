@@ -342,6 +342,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
         def post() -> list[Any]:
             receive = self._comm.Irecv
+            # Only the first chunk's status is kept: all chunks come from the same worker.
             requests = [receive(self._transfers.moving(chunk), source, tag) for chunk in chunks(buffer.memory)]
             return [_Receipt(requests[0], status), *requests[1:]]
 
@@ -357,6 +358,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         return self._collective("barrier", None, [], dist.BarrierOptions() if opts is None else opts)
 
+    # torch calls these two around a block of operations, for which one handle is returned.
     def _start_coalescing(self, device: torch.device) -> None:
         self._collected = []
 
@@ -414,6 +416,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _submit(self, work: Work, background: bool) -> Work:
         if self._comm is None:
             raise dist.DistBackendError(f"MPI: {work.name}: this process group was destroyed")
+        # Nobody waits for a single one of collected operations, so the communication thread must do them.
         self._world.lane.submit(work, background or self._collected is not None)
         if self._collected is not None:
             self._collected.append(work)
@@ -482,5 +485,6 @@ def _spread(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for part, values in zip(parts, whole.split(parts[0].numel()), strict=True):
             part.copy_(values.view(part.shape))
+    # The copies run on this thread's stream, and the caller may read the tensors on another one.
     if parts[0].is_cuda:
         torch.cuda.current_stream(parts[0].device).synchronize()

@@ -118,7 +118,7 @@ def _say(message: str) -> None:
         sys.stdout.flush,
         lambda: sys.stderr.write(f"{program}: error: {' '.join(message.split())}\n"),
         sys.stderr.flush,
-        logging.shutdown,  # writes what handlers hold back
+        logging.shutdown,  # writes the records that handlers have buffered
     ):
         with contextlib.suppress(OSError, ValueError):
             write()
