@@ -1,4 +1,4 @@
-"""Where the time of a run goes: the Tracker, its clocks and its sinks."""
+"""Track the time of a run: the Tracker, its clocks and its sinks."""
 
 from mlbench_core.tracking.tracker import Tracker
 

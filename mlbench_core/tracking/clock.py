@@ -1,4 +1,8 @@
-"""Step times on a CUDA device, from events that are read once the device has passed them."""
+"""Measure step times on a CUDA device with events, without waiting for the device.
+
+An event goes through these states: *free* (may be recorded), *recorded* (in a stream), *pending* (its batch has ended
+and the device may not have passed it yet), and *free* again after the times of its batch were read.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from typing import Any, Protocol
 
 __all__ = ["DeviceClock", "DeviceEvent", "cuda_event", "cuda_in_use"]
 
+# A null character, so that no name of a step can be the same.
 _SKIPPED = "\0skipped"
 
 
@@ -22,43 +27,44 @@ class DeviceEvent(Protocol):
         """Put the event into the current stream."""
 
     def query(self) -> bool:
-        """Whether the device has passed the event; never waits."""
+        """Return True if the device has passed the event; never wait."""
 
     def synchronize(self) -> Any:
         """Wait until the device has passed the event."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
-        """Milliseconds from this event to a later one."""
+        """Return the milliseconds from this event to a later one."""
 
 
 def cuda_in_use() -> bool:
-    """Whether this process already works on a CUDA device.
+    """Return True if this process already works on a CUDA device.
 
-    Imports nothing. False where the clock was replaced (a test that moves time by hand wants host times).
+    The result is False if the host clock was replaced: a test that moves time by hand needs host times.
     """
+    # torch is looked up and not imported, because a process that has not imported it cannot use CUDA through it.
     torch = sys.modules.get("torch")
     real_clock = isinstance(time.perf_counter, types.BuiltinFunctionType)
     return torch is not None and real_clock and bool(torch.cuda.is_initialized())
 
 
 def cuda_event() -> DeviceEvent:
-    """A CUDA event that keeps its time."""
+    """Return a CUDA event that records its time."""
     import torch
 
     return torch.cuda.Event(enable_timing=True)
 
 
 class DeviceClock:
-    """Books step times measured on the device, without waiting for it.
+    """A clock that measures step times on the device without waiting for it.
 
-    Every mark records an event into the current stream. The events of a batch are read when the device has passed the
-    last of them, which :meth:`drain` asks without waiting. What waits to be read stays short, because the driver lets a
-    host run only about a thousand launches ahead. Events are reused.
+    Every mark records an event into the current stream. The events of a batch are read after the device has passed the
+    last of them, which :meth:`drain` checks without waiting. The queue of pending batches stays short, because the
+    driver lets a host run only about a thousand launches ahead. Events are reused.
 
     Args:
-        book_step: Called with a step's name and its seconds.
-        book_batch: Called with a whole batch's seconds.
-        make_event: Makes an event; tests put their own here.
+        book_step: Called with the name of a step and its seconds.
+        book_batch: Called with the seconds of a whole batch.
+        make_event: Function that makes an event; tests pass their own.
     """
 
     def __init__(
@@ -76,11 +82,11 @@ class DeviceClock:
 
     @property
     def pending(self) -> int:
-        """Batches whose times are not booked yet."""
+        """Return the number of batches whose times have not been read yet."""
         return len(self._pending)
 
     def batch_start(self) -> None:
-        """Mark the start of a batch; an unfinished one is given up."""
+        """Mark the start of a batch; discard an unfinished one."""
         self._free.extend(event for _, event in self._marks)
         self._marks = []
         self.mark(None)
@@ -89,31 +95,32 @@ class DeviceClock:
         """Mark the end of a step.
 
         Args:
-            name: The step, or None where the time since the mark before belongs to no step.
+            name: The step, or None if the time since the previous mark belongs to no step.
         """
         event = self._free.pop() if self._free else self._make_event()
         event.record()
         self._marks.append((name, event))
 
     def skip(self) -> None:
-        """Leave out the time since the mark before: it is no part of a step nor of the batch."""
+        """Leave out the time since the previous mark: it belongs neither to a step nor to the batch."""
         self.mark(_SKIPPED)
 
     def batch_end(self) -> None:
-        """Mark the end of a batch and book the batches that the device has finished."""
+        """Mark the end of a batch, and read the times of the batches that the device has finished."""
         self.mark(None)
         self._pending.append(self._marks)
         self._marks = []
         self.drain()
 
     def drain(self, wait: bool = False) -> None:
-        """Book the batches that the device has finished.
+        """Read the times of the batches that the device has finished.
 
         Args:
-            wait: Wait for all of them. Only for the end of a run.
+            wait: True to wait for all batches. Only for the end of a run.
         """
         while self._pending:
             marks = self._pending[0]
+            # Events of one stream are passed in order: after the last of a batch, all its events can be read.
             last = marks[-1][1]
             if wait:
                 last.synchronize()
@@ -124,12 +131,12 @@ class DeviceClock:
             self._free.extend(event for _, event in marks)
 
     def _book(self, marks: list[tuple[str | None, DeviceEvent]]) -> None:
-        """Book a batch that the device has finished."""
+        """Add the times of a batch that the device has finished."""
         batch_s = 0.0
         for (_, before), (name, event) in itertools.pairwise(marks):
             if name == _SKIPPED:
                 continue
-            seconds = before.elapsed_time(event) / 1e3
+            seconds = before.elapsed_time(event) / 1e3  # CUDA gives milliseconds
             batch_s += seconds
             if name is not None:
                 self._book_step(name, seconds)

@@ -1,4 +1,4 @@
-"""Energy used by the GPU of this process, where NVML counts it."""
+"""Read the energy used by the GPU of this process, if NVML counts it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["energy_counter"]
 
 
 def energy_counter() -> Callable[[], float] | None:
-    """A function that gives the joules used by torch's current CUDA device since its driver was loaded.
+    """Return a function that gives the joules used by torch's current CUDA device since its driver was loaded.
 
     Returns:
-        The function, or None where there is no GPU in use, no NVML, or no counter on the device.
+        The function, or None without a GPU in use, without NVML, or if the device has no counter.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -21,13 +21,14 @@ def energy_counter() -> Callable[[], float] | None:
         import pynvml
 
         pynvml.nvmlInit()
+        # By UUID and not by index: CUDA_VISIBLE_DEVICES renumbers torch's devices, but not those of NVML.
         uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
         def joules() -> float:
-            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3  # NVML gives millijoules
 
-        joules()
-    except Exception:  # NVML's errors have no common base where pynvml itself is missing or broken
+        joules()  # raises here if the device has no counter
+    except Exception:  # NVML's errors have no common base if pynvml itself is missing or broken
         return None
     return joules

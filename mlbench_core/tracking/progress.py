@@ -1,4 +1,4 @@
-"""One line on a terminal that shows how far an epoch is."""
+"""Show the progress of an epoch in one line on a terminal."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _REFRESH_S = 0.1
 
 
 def wants_progress(progress: bool | None, rank: int) -> bool:
-    """Whether to show a bar.
+    """Return True if a bar is to be shown.
 
     Args:
-        progress: What the caller asked for; None means on rank 0 when standard error is a terminal.
-        rank: The worker.
+        progress: The caller's choice. None shows a bar on rank 0 if standard error is a terminal.
+        rank: Rank of the worker.
     """
     if progress is not None:
         return progress
@@ -35,7 +35,7 @@ class ProgressBar:
     """A bar for the batches of an epoch, drawn at most ten times a second and without a thread.
 
     Args:
-        console: Where to draw; None means standard error.
+        console: The console to draw on; None for standard error.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -49,17 +49,19 @@ class ProgressBar:
             TimeElapsedColumn(),
             TextColumn("{task.fields[status]}", markup=False),
             console=console or Console(stderr=True),
-            auto_refresh=False,
+            auto_refresh=False,  # a refresh thread would take time from training
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
         )
         self._task: TaskID | None = None
         self._drawn_at = -_REFRESH_S
-        self._finalizer = weakref.finalize(self, self._bar.stop)  # a killed epoch must give the cursor back
+        # rich hides the cursor; an epoch that ends with an exception must show it again.
+        self._finalizer = weakref.finalize(self, self._bar.stop)
 
     def due(self) -> bool:
-        """Whether the line on the terminal is older than a tenth of a second."""
+        """Return True if the line on the terminal is older than a tenth of a second."""
+        # A clock that a test moved backward gives a negative age, for which the line is due, too.
         return not 0 <= time.perf_counter() - self._drawn_at < _REFRESH_S
 
     def draw(self, epoch: int, batch: int, total: int | None, status: str) -> None:
@@ -67,9 +69,9 @@ class ProgressBar:
 
         Args:
             epoch: Epoch, from 0.
-            batch: Batches finished in it.
-            total: Batches it has, or None where that is not known.
-            status: Text behind the bar.
+            batch: Number of finished batches of the epoch.
+            total: Number of batches of the epoch, or None if it is not known.
+            status: Text after the bar.
         """
         if self._task is None:
             self._bar.start()
@@ -79,7 +81,7 @@ class ProgressBar:
         self._drawn_at = time.perf_counter()
 
     def clear(self) -> None:
-        """Remove the line and give the terminal back."""
+        """Remove the line and release the terminal."""
         if self._task is not None:
             self._bar.remove_task(self._task)
             self._task = None

@@ -1,7 +1,7 @@
-"""Where a tracker's numbers go besides the master: files, TensorBoard, or any function.
+"""Write the numbers of a tracker to files, TensorBoard, or any function, in addition to the master.
 
 A sink is called ``sink(name, value, epoch, step)``. It may also have ``flush()``, ``close()`` and
-``write_summary(summary)``, which the tracker calls after an epoch, at its own end, and with its final summary.
+``write_summary(summary)``. The tracker calls ``flush()`` after each epoch; all three are called when it is closed.
 
 Example:
     >>> from mlbench_core.tracking.tracker import Tracker
@@ -28,10 +28,10 @@ __all__ = ["CSVSink", "JSONLSink", "Sink", "TensorBoardSink"]
 
 
 class Sink(Protocol):
-    """Anything that takes a recorded number."""
+    """A receiver of recorded numbers."""
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> Any:
-        """Take one number.
+        """Receive one number.
 
         Args:
             name: Prefixed name, for example ``"val_loss"``.
@@ -42,7 +42,7 @@ class Sink(Protocol):
 
 
 class _FileSink:
-    """A text file, opened on first use, that is appended to."""
+    """A text file that is opened for appending on first use."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -55,25 +55,25 @@ class _FileSink:
         return self._file
 
     def flush(self) -> None:
-        """Hand what was written to the operating system."""
+        """Flush the buffered lines to the operating system."""
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file; the next number opens it again."""
+        """Close the file. The next number opens it again."""
         if self._file is not None:
             file, self._file = self._file, None
             file.close()
 
 
 class JSONLSink(_FileSink):
-    """One JSON object a line: time, epoch, step, name, value; at the end one with the run's summary.
+    """A sink that writes one JSON object per line: time, epoch, step, name and value.
 
-    JSON knows no infinities, so a value that is not finite is written as null.
+    The last line is the summary of the run. JSON has no infinities, so a value that is not finite is written as null.
 
     Args:
-        path: The file, appended to; its folder is made.
-        fields: Further fields of every line, for example ``rank=0``.
+        path: The file to append to; its folder is created.
+        fields: Additional fields of every line, for example ``rank=0``.
     """
 
     def __init__(self, path: str | os.PathLike[str], **fields: str | int | float) -> None:
@@ -95,10 +95,10 @@ class JSONLSink(_FileSink):
 
 
 class CSVSink(_FileSink):
-    """Rows of epoch, step, name and value, below one header line.
+    """A sink that writes rows of epoch, step, name and value, below one header line.
 
     Args:
-        path: The file, appended to; its folder is made.
+        path: The file to append to; its folder is created.
     """
 
     HEADER = ("epoch", "step", "name", "value")
@@ -107,13 +107,14 @@ class CSVSink(_FileSink):
         """Write one row."""
         file = self._open()
         writer = csv.writer(file, lineterminator="\n")
+        # A resumed run appends to a file that already has its header.
         if file.tell() == 0:
             writer.writerow(self.HEADER)
         writer.writerow((epoch, step, name, value))
 
 
 class TensorBoardSink:
-    """Scalars, and texts, for TensorBoard. The step of its charts is the number of finished batches.
+    """A sink that writes scalars and texts for TensorBoard, by the number of finished batches.
 
     Args:
         folder: Folder of the event files.
@@ -135,9 +136,9 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the queued values."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what waits and end the writer's thread."""
+        """Write the queued values and end the writer's thread."""
         self._writer.close()

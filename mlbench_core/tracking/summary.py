@@ -1,4 +1,4 @@
-"""What a run comes to in numbers."""
+"""Summarize a run in numbers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["TrackerSummary"]
 
 @dataclass(frozen=True)
 class TrackerSummary:
-    """Totals of one worker's run, over interruptions.
+    """Totals of one worker's run, including the parts before it was resumed.
 
     Attributes:
         run_id: The run.
         rank: The worker.
         epochs: Finished epochs.
         batches: Finished training batches.
-        wall_s: Seconds since ``start()``, whatever they were spent on.
+        wall_s: All seconds since ``start()``.
         train_s: Seconds inside training batches, validation excluded.
         validation_s: Seconds of validation.
         compute_s: Seconds of the compute steps.
@@ -25,21 +25,21 @@ class TrackerSummary:
         metrics_s: Seconds of the metrics steps.
         preprocess_s: Seconds of the preprocess steps.
         steps_s: Seconds of every step.
-        shares: Shares of ``train_s`` by phase, with ``"other"`` for what no phase claims; empty before any training.
+        shares: Shares of ``train_s`` by phase, with ``"other"`` for the rest; empty before any training.
         samples: Training samples counted.
         tokens: Training tokens counted.
-        samples_per_s: ``samples / train_s``, or None where none were counted.
-        tokens_per_s: ``tokens / train_s``, or None where none were counted.
-        batch_p50_s: Median seconds of a batch, to 1 %.
-        batch_p90_s: 90th percentile of it.
-        batch_p99_s: 99th percentile of it.
+        samples_per_s: ``samples / train_s``, or None if no samples were counted.
+        tokens_per_s: ``tokens / train_s``, or None if no tokens were counted.
+        batch_p50_s: Median seconds of a batch, with an error of at most 1 %.
+        batch_p90_s: 90th percentile of the seconds of a batch.
+        batch_p99_s: 99th percentile of the seconds of a batch.
         communication_total_s: Seconds during which communication ran, as optimizers reported it.
-        communication_exposed_s: The part of it that training waited for.
+        communication_exposed_s: Seconds of it that training waited for (exposed communication).
         communication_size_bytes: Bytes sent, as optimizers reported it.
-        energy_j: Joules used by the GPU, or None where NVML does not count them.
+        energy_j: Joules used by the GPU, or None if NVML does not count them.
         best_metric_value: Best value of the primary metric, or None.
-        best_epoch: Epoch of it, or None.
-        goal_reached: Whether the goal was reached.
+        best_epoch: Epoch of that value, or None.
+        goal_reached: True if the goal was reached.
         goal_text: The goal's text, or None.
         time_to_goal_s: ``train_s`` when the goal was reached, or None.
     """
@@ -75,5 +75,5 @@ class TrackerSummary:
     time_to_goal_s: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain containers, ready for JSON."""
+        """Return the fields as plain containers that can be written as JSON."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Where the time of a training run goes, how good it gets, and when it reaches its goal."""
+"""Track the time, the quality and the goal of a training run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _STEP_GROUPS = ("communication_steps", "compute_steps", "metrics_steps", "prepro
 
 @dataclass(frozen=True)
 class _NamedMetric:
-    """Stands for a metric of which only the name is known, after loading a checkpoint."""
+    """A placeholder for a metric of which only the name is known, after a checkpoint was loaded."""
 
     name: str
 
@@ -76,13 +76,15 @@ class _Totals:
     steps_s: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, steps: Iterable[str]) -> float:
-        """Seconds of some of the steps."""
+        """Return the seconds of some of the steps."""
         return sum(self.steps_s.get(name, 0.0) for name in steps)
 
 
 def _step_method(name: str) -> Callable[[Tracker], None]:
-    """The method ``record_batch_step(name)`` for one name, in a single call where nothing special is to do."""
+    """Return a method equivalent to ``record_batch_step(name)`` that avoids a second call in the usual case."""
 
+    # These methods run several times per batch. The usual case (host clock, known step) is written out here, because
+    # a delegated call would add to the time that is measured.
     def record(self: Tracker) -> None:
         mark = self._mark
         if mark is not None and self._device is None and name in self._step_s:
@@ -96,57 +98,57 @@ def _step_method(name: str) -> Callable[[Tracker], None]:
 
 
 class Tracker:
-    """Tracks times, statistics and metrics of one worker.
+    """A tracker of times, statistics and metrics of one worker.
 
-    A batch runs from :meth:`batch_start` to :meth:`batch_end`; a step's time runs from the mark before it to its own
-    mark. Marks outside a batch book nothing. Training time is the time inside batches, less validation that ran inside
-    one. The clock is :func:`time.perf_counter`, or CUDA events where ``use_cuda`` holds; those are read once the device
-    has passed them, so that nothing waits for the device. Memory does not grow with the number of batches.
+    A batch runs from :meth:`batch_start` to :meth:`batch_end`. The time of a step runs from the previous mark to its
+    own mark. Marks outside a batch are ignored. Training time is the time inside batches, without validation that ran
+    inside one. The clock is :func:`time.perf_counter`, or CUDA events if ``use_cuda`` holds. Events are read after the
+    device has passed them, so the host never waits for the device. Memory does not grow with the number of batches.
 
-    Statistics are named ``train_<name>`` or ``val_<name>``, and each is shown to the goal until that is reached.
+    Statistics are named ``train_<name>`` or ``val_<name>``. The goal receives each of them until it is reached.
     Numbers for the master go through ``LogMetrics.log``, which adds the rank to the name.
 
-    Not safe for use from several threads at once.
+    A tracker is not thread-safe.
 
     Args:
-        metrics: The run's metrics, anything with a ``name``; the first is the primary one. May be empty.
-        run_id: Id of the run, as the master gave it.
+        metrics: The metrics of the run: objects with a ``name``. The first is the primary one. May be empty.
+        run_id: Id of the run, as the master assigned it.
         rank: Rank of this worker.
-        goal: Called ``(metric_name, value, tracker)``, gives None or the result's text. A factory that needs no
-            arguments is called for its goal.
+        goal: Called ``(metric_name, value, tracker)``; returns None or the text of the result. A factory without
+            required arguments is called to make the goal.
         communication_steps: Names of the steps that count as communication. Default ``["agg"]``.
         compute_steps: Default ``["fwd_pass", "comp_loss", "backprop", "opt_step"]``.
         metrics_steps: Default ``["comp_metrics"]``.
         preprocess_steps: Default ``["batch_load"]``.
-        minimize: Whether smaller values of the primary metric are better.
-        sinks: Further receivers of every recorded number, see :mod:`mlbench_core.tracking.sinks`.
-        progress: Whether to draw a progress bar; None means on rank 0 when standard error is a terminal.
-        use_cuda: Whether steps are timed on the CUDA device; None means where CUDA is in use at the first batch.
-        history_size: How many recent batches and statistics ``history`` holds, and how many epochs each entry of
+        minimize: True if smaller values of the primary metric are better.
+        sinks: Additional receivers of every recorded number, see :mod:`mlbench_core.tracking.sinks`.
+        progress: True to draw a progress bar. None draws one on rank 0 if standard error is a terminal.
+        use_cuda: True to time steps on the CUDA device. None does so if CUDA is in use at the first batch.
+        history_size: Number of recent batches and statistics in ``history``, and of epochs in each entry of
             ``records``.
-        make_event: Makes the events of the device clock; for tests.
+        make_event: Function that makes an event of the device clock; for tests.
 
     Attributes:
         current_epoch: Epoch, from 0.
         best_epoch: Epoch of the best value of the primary metric.
-        best_metric_value: That value; before any it is the worst there is (an infinity).
-        start_time: Wall-clock time of :meth:`start`, seconds since 1970; None before. No duration is taken from it.
-        train_prefix: What names of training statistics begin with, ``"train_"``.
-        val_prefix: What names of validation statistics begin with, ``"val_"``.
+        best_metric_value: That value. Before the first value it is the worst possible one (an infinity).
+        start_time: Wall-clock time of :meth:`start`, seconds since 1970; None before. Durations are not taken from it.
+        train_prefix: Prefix of the names of training statistics, ``"train_"``.
+        val_prefix: Prefix of the names of validation statistics, ``"val_"``.
         primary_metric: The first metric, or None.
-        goal_reached: Whether the goal was reached.
-        goal_text: The text of the goal, once reached.
+        goal_reached: True after the goal was reached.
+        goal_text: The text of the goal, after it was reached.
         time_to_goal_s: Training seconds until then.
-        epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch; those of the loss and the metrics are
-            there before the first value.
-        is_training: Whether statistics are those of training.
+        epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch. The meters of the loss and the
+            metrics exist before the first value.
+        is_training: True if statistics are recorded as training statistics.
         records: Prefixed name to {epoch: mean of the epoch}.
         history: The most recent ``(epoch, name, value, batch, time_s)``, with the name ``"batch_time_s"`` for each
             batch. ``batch`` is the number of batches finished by then, ``time_s`` the seconds since :meth:`start`.
-        batches_per_epoch: Batches of an epoch for the progress bar; learnt from the first epoch unless set.
+        batches_per_epoch: Batches of an epoch for the progress bar; taken from the first epoch unless set.
 
     Raises:
-        TypeError: ``goal``, a step's name or a sink is of the wrong kind.
+        TypeError: ``goal``, the name of a step or a sink has the wrong type.
         ValueError: ``history_size`` is below 1.
 
     Example:
@@ -214,15 +216,18 @@ class Tracker:
         self.history: deque[tuple[int, str, float, int, float]] = deque(maxlen=history_size)
         self.batches_per_epoch: int | None = None
 
-        # The primary metric in the validation that runs, as record_metric gets it.
+        # Mean of the primary metric in the current validation, from the values that record_metric receives. A batch
+        # may lower this mean, so the best value from before the validation is kept to judge each new mean against.
         self._validation_mean = AverageMeter()
         self._best_before: tuple[float, int, bool] | None = None
         self._is_primary_told = False
 
+        # Points in time on time.perf_counter(); None if that interval is not open.
         self._start_s: float | None = None
         self._batch_start: float | None = None
         self._mark: float | None = None
         self._validation_start: float | None = None
+        # Wall time of the runs that this one resumes; perf_counter() of another process cannot be compared.
         self._earlier_wall_s = 0.0
         self._step_s: dict[str, float] = {}
         self._epoch_ends: deque[_Totals] = deque(maxlen=history_size)
@@ -252,7 +257,7 @@ class Tracker:
 
     @property
     def goal(self) -> Goal | None:
-        """The goal, called ``(metric_name, value, tracker)``; may be set at any time."""
+        """Return the goal, which is called ``(metric_name, value, tracker)``. It may be set at any time."""
         return self._goal
 
     @goal.setter
@@ -263,7 +268,7 @@ class Tracker:
         """Start the run's wall clock.
 
         Raises:
-            RuntimeError: It was started before.
+            RuntimeError: The clock was started before.
         """
         if self._start_s is not None:
             raise RuntimeError("the tracker was started before; start() is called once, before the first epoch")
@@ -271,11 +276,11 @@ class Tracker:
         self.start_time = time.time()
 
     def train(self) -> None:
-        """Name the statistics that follow ``train_...``."""
+        """Record the following statistics as ``train_...``."""
         self.is_training = True
 
     def validation(self) -> None:
-        """Name the statistics that follow ``val_...``."""
+        """Record the following statistics as ``val_...``."""
         if self.is_training:
             self._expect_primary()
         self.is_training = False
@@ -286,9 +291,9 @@ class Tracker:
         self._validation_start = time.perf_counter()
 
     def validation_end(self) -> None:
-        """Book the time since :meth:`validation_start`; without one, nothing.
+        """Add the time since :meth:`validation_start`; without that call, do nothing.
 
-        A validation inside a batch is no part of that batch.
+        The time of a validation inside a batch is not part of that batch.
         """
         if self._validation_start is None:
             return
@@ -296,17 +301,19 @@ class Tracker:
         self._validation_start = None
         self._validation_s += elapsed_s
         if self._batch_start is not None and self._mark is not None:
+            # Both marks move forward by the validation's time, so neither the batch nor the open step includes it.
             self._batch_start += elapsed_s
             self._mark += elapsed_s
             if self._device is not None:
                 self._device.skip()
 
     def epoch_end(self) -> None:
-        """End the epoch: send the steps' times, start new means.
+        """End the epoch: send the times of the steps and start new means.
 
-        Each worker sends its own: ``<step>`` and ``CumulativeTrainTimeEpoch`` are seconds of the epoch, and
-        ``cum_<step>`` are seconds of the run so far. An epoch without batches sends none.
+        Each worker sends its own times. ``<step>`` and ``CumulativeTrainTimeEpoch`` are seconds of the epoch, and
+        ``cum_<step>`` are seconds of the run so far. Nothing is sent after an epoch without batches.
         """
+        # Times are kept as running totals only; those of one epoch are the difference of two totals.
         before, now = self._epoch_ends[-1] if self._epoch_ends else _Totals(), self._totals()
         self._epoch_ends.append(now)
         if self._batches_in_epoch:
@@ -326,13 +333,13 @@ class Tracker:
         self.current_epoch += 1
 
     def epochs(self, most: int, past_goal: bool = False) -> Iterator[int]:
-        """Numbers of the epochs to train: from the current one, until the goal is reached or the budget is spent.
+        """Yield the epochs to train: from the current one until the goal is reached or the budget is spent.
 
-        A run that goes on from a checkpoint has those that were left, and none after its goal.
+        A run that continues from a checkpoint yields only the remaining epochs, and none after its goal.
 
         Args:
             most: The budget in epochs.
-            past_goal: Whether the goal ends nothing.
+            past_goal: True to continue after the goal is reached.
 
         Example:
             >>> tracker = Tracker([], "1", 0)
@@ -348,7 +355,7 @@ class Tracker:
             yield epoch
 
     def reset_epoch_stats(self) -> None:
-        """Forget the means of the current epoch."""
+        """Reset the means of the current epoch."""
         self.epoch_stats = self._empty_meters(self.metrics)
 
     def _empty_meters(self, metrics: Iterable[Any]) -> dict[str, AverageMeter]:
@@ -359,7 +366,7 @@ class Tracker:
     # ------------------------------------------------------------------ batches and their steps
 
     def batch_start(self) -> None:
-        """Start a batch. One left open gives the time up to its last mark to training."""
+        """Start a batch. If another batch is still open, its time up to its last mark counts as training time."""
         if self._batch_start is not None or not self._prepared:
             self._before_batch()
         if self._device is not None:
@@ -367,11 +374,11 @@ class Tracker:
         self._batch_start = self._mark = time.perf_counter()
 
     def batch_end(self, samples: int = 0, tokens: int = 0) -> None:
-        """End a batch; without :meth:`batch_start`, nothing.
+        """End a batch; without :meth:`batch_start`, do nothing.
 
         Args:
             samples: Training samples of the batch on this worker, for the throughput.
-            tokens: Training tokens of it.
+            tokens: Training tokens of the batch on this worker.
         """
         start = self._batch_start
         if start is None:
@@ -390,13 +397,13 @@ class Tracker:
             self._progress.draw(self.current_epoch, self._batches_in_epoch, self.batches_per_epoch, str(self))
 
     def record_batch_step(self, name: str) -> None:
-        """Mark the end of a step: its time runs from the mark before. Outside a batch, nothing.
+        """Mark the end of a step. Its time runs from the previous mark. Outside a batch, do nothing.
 
         Args:
-            name: The step; any name, also one not in the constructor's lists.
+            name: Any name of a step, including names that are not in the constructor's lists.
 
         Raises:
-            TypeError: ``name`` is no string.
+            TypeError: ``name`` is not a string.
         """
         mark = self._mark
         if mark is None:
@@ -409,6 +416,7 @@ class Tracker:
             steps[name] += now - mark
         else:
             self._device.mark(name)
+        # The clock was read before the work above, so that work counts towards the next step and no time is lost.
         self._mark = now
 
     record_batch_init = _step_method("init")
@@ -421,17 +429,18 @@ class Tracker:
     record_batch_comp_metrics = _step_method("comp_metrics")
 
     def record_communication(self, total_s: float, exposed_s: float, size_bytes: int) -> None:
-        """Add communication that may have run beside the backward pass.
+        """Add communication that may have overlapped with the backward pass.
 
         Args:
             total_s: Seconds during which communication ran.
-            exposed_s: The part of them that training waited for; above ``total_s`` it counts as all of it.
+            exposed_s: Seconds of exposed communication, for which training waited; limited to ``total_s``.
             size_bytes: Bytes that this worker sent.
 
         Raises:
-            ValueError: One of them is negative or no number.
+            ValueError: An argument is negative or not a number.
         """
         for name, value in (("total_s", total_s), ("exposed_s", exposed_s), ("size_bytes", size_bytes)):
+            # "not >=" rejects nan too; "value < 0" would accept it.
             if not value >= 0:
                 raise ValueError(f"{name} is {value}, but times and sizes are at least 0")
         self._communication_total_s += float(total_s)
@@ -439,14 +448,15 @@ class Tracker:
         self._communication_size_bytes += int(size_bytes)
 
     def book_as_communication(self, step: str, seconds: float) -> None:
-        """Move time from a step, within which training waited for communication, to the first communication step.
+        """Move exposed communication time from another step to the first communication step.
 
         Args:
-            step: For example ``"backprop"``, where gradients are averaged during the backward pass.
-            seconds: How long training waited; at most what is booked on the step is moved.
+            step: The step in which training waited, for example ``"backprop"`` if gradients are averaged during the
+                backward pass.
+            seconds: Seconds that training waited. At most the recorded time of the step is moved.
 
         Raises:
-            ValueError: ``seconds`` is negative or no number.
+            ValueError: ``seconds`` is negative or not a number.
         """
         if not seconds >= 0:
             raise ValueError(f"seconds is {seconds}, but times are at least 0")
@@ -464,7 +474,7 @@ class Tracker:
             tokens: Tokens that this worker trained on.
 
         Raises:
-            ValueError: One of them is negative.
+            ValueError: An argument is negative.
         """
         if samples < 0 or tokens < 0:
             raise ValueError(f"samples={samples}, tokens={tokens}, but counts are at least 0")
@@ -479,42 +489,42 @@ class Tracker:
         Args:
             value: Mean loss over ``n`` samples.
             n: Number of samples.
-            log_to_api: Whether to send it to the master.
+            log_to_api: True to send it to the master.
         """
         self.record_stat("loss", value, n, log_to_api)
 
     def record_metric(self, metric: Any, value: float, n: float = 1, log_to_api: bool = False) -> None:
-        """Record a metric's value, see :meth:`record_stat`.
+        """Record the value of a metric, see :meth:`record_stat`.
 
-        In validation the primary metric may become the best, see :meth:`is_best`, with the weighted mean of what was
-        recorded since the validation began: since :meth:`validation_start`, or since :meth:`validation` ended training.
-        A value given to :meth:`update_primary_metric` in the same validation counts instead of this mean.
+        In validation, the weighted mean of the primary metric may become the best value, see :meth:`is_best`. The mean
+        starts at :meth:`validation_start`, or when :meth:`validation` ends training. A value that
+        :meth:`update_primary_metric` receives in the same validation replaces this mean.
 
         Args:
             metric: The metric, or its name.
             value: Its mean over ``n`` samples.
             n: Number of samples.
-            log_to_api: Whether to send it to the master.
+            log_to_api: True to send it to the master.
         """
         name = metric if isinstance(metric, str) else metric.name
         value = _number(self._prefix + name, value)
-        # Before it is recorded, so that a goal which looks at the best value sees this one.
+        # The best value is updated before the statistic is recorded, because a goal may read it.
         if not self.is_training and self.primary_metric is not None and name == self.primary_metric.name:
             self._judge_mean(value, n)
         self.record_stat(name, value, n, log_to_api)
 
     def record_stat(self, name: str, value: float, n: float = 1, log_to_api: bool = False) -> None:
-        """Record a statistic and show it to the goal.
+        """Record a statistic and pass it to the goal.
 
         Args:
-            name: Its name; ``train_`` or ``val_`` comes before it. What stands for all workers is named
+            name: Its name, to which the prefix ``train_`` or ``val_`` is added. A statistic of all workers is named
                 ``global_<name>``.
             value: A number, or a tensor of one element: the mean over ``n`` samples.
-            n: Number of samples, the weight in the epoch's mean.
-            log_to_api: Whether to send it to the master.
+            n: Number of samples, the weight in the mean of the epoch.
+            log_to_api: True to send it to the master.
 
         Raises:
-            TypeError: ``value`` is no number.
+            TypeError: ``value`` is not a number.
             ValueError: ``n`` is negative.
         """
         name = self._prefix + name
@@ -525,6 +535,7 @@ class Tracker:
         meter.update(value, n)
         by_epoch = self.records.setdefault(name, {})
         by_epoch[self.current_epoch] = meter.avg
+        # Dictionaries keep insertion order, so the first key is the oldest epoch.
         if len(by_epoch) > (self.history.maxlen or 1):
             del by_epoch[next(iter(by_epoch))]
         self.history.append((self.current_epoch, name, value, self._batches, self._wall_s()))
@@ -536,23 +547,24 @@ class Tracker:
             self._check_goal(name, value)
 
     def update_primary_metric(self, new_metric_value: float) -> None:
-        """Tell the value of the primary metric after a validation.
+        """Set the value of the primary metric after a validation.
 
-        The first value is the best so far, whatever it is; later ones must be better than the best, equal is not
-        enough. A value that is no number (nan) is never best.
+        The first value is always the best so far. A later value must be strictly better than the best. A value that
+        is not a number (nan) is never the best.
 
         Args:
             new_metric_value: A number, or a tensor of one element.
         """
         value = _number("the primary metric", new_metric_value)
-        if self._best_before is not None:  # what was recorded in this validation counts no more
+        if self._best_before is not None:  # the mean recorded in this validation is discarded
             self.best_metric_value, self.best_epoch, self._is_latest_best = self._best_before
             self._best_before = None
         self._is_primary_told = True
         self._judge(value)
 
     def _judge(self, value: float) -> None:
-        """Take a value of the primary metric as the latest, and as the best if it is."""
+        """Set the latest value of the primary metric, and the best value if it is better."""
+        # A comparison with nan is False, so nan is never the best.
         better = value < self.best_metric_value if self.minimize else value > self.best_metric_value
         self._is_latest_best = better
         if better:
@@ -560,7 +572,7 @@ class Tracker:
             self.best_epoch = self.current_epoch
 
     def _judge_mean(self, value: float, n: float) -> None:
-        """Add a recorded value to the mean of this validation, and judge that against the time before it."""
+        """Add a recorded value to the mean of this validation, and compare the mean with the best value before it."""
         mean = self._validation_mean
         is_first = mean.count == 0
         mean.update(value, n)
@@ -570,91 +582,93 @@ class Tracker:
             self._best_before = (self.best_metric_value, self.best_epoch, self._is_latest_best)
         else:
             self.best_metric_value, self.best_epoch, self._is_latest_best = self._best_before
+        # A mean of one value may differ from that value by rounding.
         self._judge(value if is_first else mean.avg)
 
     def _expect_primary(self) -> None:
-        """Begin a validation: what is recorded from now on has a mean of its own."""
+        """Begin a validation: values recorded from now on have a mean of their own."""
         self._validation_mean.reset()
         self._best_before = None
         self._is_primary_told = False
 
     def is_best(self) -> bool:
-        """Whether the latest value of the primary metric is of this epoch and the best so far."""
+        """Return True if the latest value of the primary metric belongs to this epoch and is the best so far."""
         return self._is_latest_best and self.best_epoch == self.current_epoch
 
     # ------------------------------------------------------------------ totals
 
     def get_total_train_time(self) -> float:
-        """Seconds inside training batches, without validation."""
+        """Return the seconds inside training batches, without validation."""
         self._drain()
         return self._train_s
 
     def get_total_val_time(self) -> float:
-        """Seconds of validation."""
+        """Return the seconds of validation."""
         return self._validation_s
 
     def get_total_compute_time(self) -> float:
-        """Seconds of the compute steps."""
+        """Return the seconds of the compute steps."""
         return self._total_of(self.compute_steps)
 
     def get_total_communication_time(self) -> float:
-        """Seconds of the communication steps: communication that training waited for."""
+        """Return the seconds of the communication steps, which are exposed communication."""
         return self._total_of(self.communication_steps)
 
     def get_total_metrics_time(self) -> float:
-        """Seconds of the metrics steps."""
+        """Return the seconds of the metrics steps."""
         return self._total_of(self.metrics_steps)
 
     def get_total_preprocess_time(self) -> float:
-        """Seconds of the preprocess steps."""
+        """Return the seconds of the preprocess steps."""
         return self._total_of(self.preprocess_steps)
 
     @property
     def epoch_metrics(self) -> dict[str, list[float]]:
-        """Step to its seconds in each epoch; the current one is last as soon as it has any.
+        """Return the seconds of each step in each epoch. The current epoch is last if it has any time.
 
-        Of a long run the last ``history_size`` epochs have an entry each, and the first entry has all before them.
+        In a long run each of the last ``history_size`` epochs has an entry. The first entry then also includes all
+        epochs before it.
         """
         return {name: self._by_epoch(partial(_Totals.of, steps=[name])) for name in self._step_s}
 
     @property
     def cumulative_train_time(self) -> list[float]:
-        """Seconds inside training batches in each epoch, as in :attr:`epoch_metrics`; their sum is the total."""
+        """Return the seconds inside training batches in each epoch, see :attr:`epoch_metrics`. The sum is the total."""
         return self._by_epoch(lambda totals: totals.train_s)
 
     @property
     def cumulative_val_time(self) -> list[float]:
-        """Seconds of validation in each epoch."""
+        """Return the seconds of validation in each epoch."""
         return self._by_epoch(lambda totals: totals.validation_s)
 
     @property
     def cumulative_compute_time(self) -> list[float]:
-        """Seconds of the compute steps in each epoch."""
+        """Return the seconds of the compute steps in each epoch."""
         return self._by_epoch(lambda totals: totals.of(self.compute_steps))
 
     @property
     def cumulative_communication_time(self) -> list[float]:
-        """Seconds of the communication steps in each epoch."""
+        """Return the seconds of the communication steps in each epoch."""
         return self._by_epoch(lambda totals: totals.of(self.communication_steps))
 
     @property
     def cumulative_metrics_time(self) -> list[float]:
-        """Seconds of the metrics steps in each epoch."""
+        """Return the seconds of the metrics steps in each epoch."""
         return self._by_epoch(lambda totals: totals.of(self.metrics_steps))
 
     @property
     def cumulative_preprocess_time(self) -> list[float]:
-        """Seconds of the preprocess steps in each epoch."""
+        """Return the seconds of the preprocess steps in each epoch."""
         return self._by_epoch(lambda totals: totals.of(self.preprocess_steps))
 
     @property
     def batch_times(self) -> list[float]:
-        """Seconds of the most recent batches, those in ``history``."""
+        """Return the seconds of the most recent batches, those in ``history``."""
         self._drain()
         return [entry[2] for entry in self.history if entry[1] == "batch_time_s"]
 
     def summary(self) -> TrackerSummary:
-        """The run in numbers, so far; on CUDA without the batches that the device has not finished."""
+        """Return the totals of the run so far; on CUDA without the batches that the device has not finished."""
         train_s = self.get_total_train_time()
         phases = {
             "compute": self.get_total_compute_time(),
@@ -664,6 +678,7 @@ class Tracker:
         }
         shares = {name: seconds / train_s for name, seconds in phases.items()} if train_s > 0 else {}
         if shares:
+            # A step may belong to two groups, so the sum of the shares may exceed 1.
             shares["other"] = max(0.0, 1.0 - sum(shares.values()))
         quantile = self._batch_times.quantile
         has_best = self._has_best
@@ -700,13 +715,13 @@ class Tracker:
         )
 
     def publish_summary(self, world_size: int = 1) -> None:
-        """Send the run's totals to the master as one metric ``summary``, JSON text; only rank 0 does.
+        """Send the totals of the run to the master as one metric ``summary``, a JSON text. Only rank 0 sends.
 
         ``mlbench run --wait`` and ``mlbench charts`` draw their tables and charts from it.
 
         Args:
-            world_size: Number of workers. Throughput is this worker's times it, since all workers have parts of equal
-                size and wait for one another in every step.
+            world_size: Number of workers. The throughput of the run is this worker's throughput times this number,
+                since all workers have parts of equal size and wait for one another in every step.
         """
         if self.rank != 0:
             return
@@ -733,10 +748,11 @@ class Tracker:
         self._send("summary", json.dumps(report))
 
     def __str__(self) -> str:
-        """One line: the epoch, the means of its statistics, the best value, the training time."""
+        """Return one line: the epoch, the means of its statistics, the best value and the training time."""
         parts = [f"Epoch {self.current_epoch}"]
         of_all = f"{self.val_prefix}global_"
         for name, meter in self.epoch_stats.items():
+            # A statistic of all workers replaces this worker's own, to keep the line short.
             twin = self.epoch_stats.get(of_all + name.removeprefix(self.val_prefix))
             if meter.count and (twin is None or not twin.count):
                 parts.append(f"{name} {meter.avg:.4g}")
@@ -751,9 +767,9 @@ class Tracker:
     # ------------------------------------------------------------------ end, and state
 
     def close(self) -> None:
-        """End the run: flush and close the sinks, remove the progress bar, hand what is left to the master.
+        """End the run: remove the progress bar, flush and close the sinks, send the remaining numbers to the master.
 
-        Waits for the device, and at most 5 seconds for the master. A second call does nothing.
+        The call waits for the device, and at most 5 seconds for the master. A second call does nothing.
         """
         if self._closed:
             return
@@ -778,15 +794,17 @@ class Tracker:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, as plain containers: fit for JSON and ``torch.load(weights_only=True)``.
+        """Return the state that a resumed run needs, as plain containers.
 
-        A batch that is open is not part of it; sinks, the goal and the progress bar are the new tracker's own.
+        It can be written as JSON and read by ``torch.load(weights_only=True)``. It does not include an open batch,
+        the sinks, the goal and the progress bar.
         """
         self._drain()
         state: dict[str, Any] = {"version": _STATE_VERSION}
         state.update({key: getattr(self, name) for key, name in _NUMBERS_IN_STATE.items()})
         state.update({group: list(getattr(self, group)) for group in _STEP_GROUPS})
         state["metrics"] = [str(metric.name) for metric in self.metrics]
+        # JSON has no infinities, so None stands for "no value yet".
         state["best_metric_value"] = self.best_metric_value if self._has_best else None
         state["steps_s"] = dict(self._step_s)
         state["wall_s"] = self._wall_s()
@@ -799,17 +817,18 @@ class Tracker:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where another tracker's :meth:`state_dict` was taken; times go on adding up.
+        """Continue from the :meth:`state_dict` of another tracker. Times continue to accumulate.
 
-        Step lists and ``minimize`` are taken over. Metrics are only where this tracker was made without: then each is
-        known by its name alone.
+        Step lists and ``minimize`` are restored. Metrics are restored only if this tracker was made without any; only
+        their names are then known.
 
         Args:
-            state: What :meth:`state_dict` gave, possibly by way of JSON.
+            state: The result of :meth:`state_dict`, also after a round trip through JSON.
 
         Raises:
-            CheckpointError: It is no state of a tracker; this tracker is then unchanged.
+            CheckpointError: ``state`` is not the state of a tracker. This tracker is then unchanged.
         """
+        # All attributes are computed before the first is set, so a damaged state changes nothing.
         try:
             attributes = self._attributes_of(state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -822,11 +841,12 @@ class Tracker:
         self._batch_start = self._mark = self._validation_start = None
         self._device = None
         self._prepared = False
+        # The restored wall time covers everything before now.
         if self._start_s is not None:
             self._start_s = time.perf_counter()
 
     def _attributes_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The attributes that a state stands for."""
+        """Return the attributes of a tracker with the given state."""
         if state["version"] != _STATE_VERSION:
             raise ValueError(f"version {state['version']!r}")
         new: dict[str, Any] = {name: state[key] for key, name in _NUMBERS_IN_STATE.items()}
@@ -844,6 +864,7 @@ class Tracker:
         new["epoch_stats"] = meters
         new["records"] = {name: {int(e): v for e, v in values} for name, values in state["records"].items()}
         new["history"] = deque(map(tuple, state["history"]), maxlen=self.history.maxlen)
+        # Older states of this version lack "epoch_ends".
         new["_epoch_ends"] = deque(
             (_Totals(**ends) for ends in state.get("epoch_ends", ())), maxlen=self._epoch_ends.maxlen
         )
@@ -869,7 +890,7 @@ class Tracker:
         return self.best_metric_value != self._worst
 
     def _before_batch(self) -> None:
-        """What only the first batch needs, and what a batch that was left open leaves to do."""
+        """Finish a batch that was left open, and prepare the clocks and the progress bar before the first batch."""
         if self._batch_start is not None and self._mark is not None and self._device is None:
             self._train_s += self._mark - self._batch_start
         if self._prepared:
@@ -877,6 +898,7 @@ class Tracker:
         self._prepared = True
         if self._start_s is None:
             self._start_s = time.perf_counter()
+        # CUDA is looked for here and not in the constructor, because a script may initialize it in between.
         if cuda_in_use() if self._use_cuda is None else self._use_cuda:
             self._device = DeviceClock(self._book_step, self._book_batch, self._make_event)
             self._joules = energy_counter()
@@ -902,7 +924,7 @@ class Tracker:
             self._device.drain()
 
     def _totals(self) -> _Totals:
-        """The totals so far, of what the device has finished."""
+        """Return the totals so far, of the batches that the device has finished."""
         self._drain()
         return _Totals(self._train_s, self._validation_s, dict(self._step_s))
 
@@ -910,7 +932,7 @@ class Tracker:
         return self._totals().of(steps)
 
     def _by_epoch(self, pick: Callable[[_Totals], float]) -> list[float]:
-        """How much one of the totals grew in each epoch."""
+        """Return the growth of one of the totals in each epoch."""
         totals, now = list(self._epoch_ends), self._totals()
         if now != (totals[-1] if totals else _Totals()):
             totals.append(now)
@@ -925,7 +947,7 @@ class Tracker:
         return (self._earlier_energy_j or 0.0) + self._joules() - self._joules_at_start
 
     def _check_goal(self, name: str, value: float) -> None:
-        """Ask the goal; when it is reached, note it and let rank 0 send the result."""
+        """Call the goal. If it is reached, record that; rank 0 sends the result."""
         text = self._goal(name, value, self) if self._goal is not None else None
         if text is None:
             return
@@ -947,6 +969,7 @@ class Tracker:
     def _send(self, name: str, value: float | str) -> None:
         LogMetrics.log(self.run_id, self.rank, self.current_epoch, name, value)
 
+    # Both loops below iterate over a copy, because a sink that fails is removed from the list.
     def _to_sinks(self, name: str, value: float | str) -> None:
         for sink in tuple(self._sinks):
             self._call_sink(sink, sink, name, value, self.current_epoch, self._batches)
@@ -958,7 +981,7 @@ class Tracker:
                 self._call_sink(sink, function, *arguments)
 
     def _call_sink(self, sink: Sink, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a sink; one that cannot write any more (a full disk) is dropped, the run goes on."""
+        """Call a sink. A sink that can no longer write (a full disk) is removed, and the run continues."""
         try:
             function(*arguments)
         except OSError as error:
@@ -967,7 +990,7 @@ class Tracker:
 
 
 def _steps(argument: str, steps: str | Iterable[str] | None, default: list[str]) -> list[str]:
-    """The names of a group of steps as a list."""
+    """Return the names of a group of steps as a list."""
     if steps is None:
         return default
     names = [steps] if isinstance(steps, str) else list(steps)
@@ -978,7 +1001,7 @@ def _steps(argument: str, steps: str | Iterable[str] | None, default: list[str])
 
 
 def _number(name: str, value: Any) -> float:
-    """A plain number: tensors and arrays of one element lose their framework, so that no graph is kept alive."""
+    """Return a plain number. Tensors of one element are converted, so that no autograd graph is kept alive."""
     try:
         return value if type(value) in (int, float) else float(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -986,10 +1009,10 @@ def _number(name: str, value: Any) -> float:
 
 
 def _as_goal(goal: Any) -> Goal | None:
-    """The goal itself, where a factory that needs no arguments may have been given.
+    """Return the goal, also if a factory without required arguments was given.
 
     Raises:
-        TypeError: It is neither.
+        TypeError: ``goal`` is neither a goal nor such a factory.
     """
     if goal is None or _accepts(goal, 3):
         return goal
@@ -1004,13 +1027,13 @@ def _as_goal(goal: Any) -> Goal | None:
 
 
 def _accepts(function: Any, arguments: int) -> bool:
-    """Whether a call with that many positional arguments fits."""
+    """Return True if the function can be called with this number of positional arguments."""
     if not callable(function):
         return False
     try:
         inspect.signature(function).bind(*range(arguments))
     except TypeError:
         return False
-    except ValueError:  # a builtin that does not tell
+    except ValueError:  # a builtin without a signature is taken for a goal, not for a factory
         return arguments > 0
     return True
