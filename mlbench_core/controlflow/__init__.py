@@ -1,4 +1,4 @@
-"""Training and validation rounds."""
+"""Run training and validation rounds."""
 
 from mlbench_core._lazy import lazy_subpackages
 

@@ -678,7 +678,7 @@ class Tracker:
         }
         shares = {name: seconds / train_s for name, seconds in phases.items()} if train_s > 0 else {}
         if shares:
-            # A step may belong to two groups, so the sum of the shares may exceed 1.
+            # The sum of the shares exceeds 1 if a step belongs to two groups.
             shares["other"] = max(0.0, 1.0 - sum(shares.values()))
         quantile = self._batch_times.quantile
         has_best = self._has_best
@@ -864,7 +864,7 @@ class Tracker:
         new["epoch_stats"] = meters
         new["records"] = {name: {int(e): v for e, v in values} for name, values in state["records"].items()}
         new["history"] = deque(map(tuple, state["history"]), maxlen=self.history.maxlen)
-        # Older states of this version lack "epoch_ends".
+        # This entry is optional, so that a state without it can be read, too.
         new["_epoch_ends"] = deque(
             (_Totals(**ends) for ends in state.get("epoch_ends", ())), maxlen=self._epoch_ends.maxlen
         )

@@ -1,4 +1,4 @@
-"""Training and validation rounds."""
+"""Run training and validation rounds."""
 
 from mlbench_core.controlflow.pytorch.checkpoints_evaluation import CheckpointsEvaluationControlFlow
 from mlbench_core.controlflow.pytorch.controlflow import (

@@ -1,7 +1,7 @@
-"""Checkpoints that survive a kill at any moment and hold no code.
+"""Save and load checkpoints that survive a kill at any moment and hold no code.
 
-A checkpoint is written to a temporary file in the same folder, synchronized to the disk and then renamed, so under a
-checkpoint's name there is always a complete file. It holds tensors and plain Python values only:
+A checkpoint is written to a temporary file in the same folder, synchronized to the disk and then renamed. So the file
+under the name of a checkpoint is always complete. It holds tensors and plain Python values only:
 ``torch.load(path, weights_only=True)`` reads it. Its checksums are verified on reading (torch itself does not).
 """
 
@@ -34,7 +34,7 @@ _Path = str | os.PathLike[str]
 
 
 class CheckpointFreq(enum.IntEnum):
-    """Which epochs a :class:`Checkpointer` keeps; ``CheckpointFreq("best")`` is the same as ``CheckpointFreq.BEST``."""
+    """The epochs that a :class:`Checkpointer` keeps. ``CheckpointFreq("best")`` is ``CheckpointFreq.BEST``."""
 
     ALL = 1
     """Every epoch, and a copy of the best one."""
@@ -49,12 +49,13 @@ class CheckpointFreq(enum.IntEnum):
 
 
 def _accepting_an_epoch(save: Callable[..., None]) -> Callable[..., None]:
-    """Let ``save`` take the epoch in front of ``is_best``, where version 3.0.0 had it."""
+    """Let ``save`` take the epoch before ``is_best``, the order of version 3.0.0."""
 
     @functools.wraps(save)
     def wrapper(
         self: Checkpointer, tracker: Any, model: Any, optimizer: Any, scheduler: Any, *args: Any, **kwargs: Any
     ) -> None:
+        # True is an Integral too, but it is never an epoch.
         is_epoch = bool(args) and isinstance(args[0], numbers.Integral) and not isinstance(args[0], bool)
         if is_epoch and ("is_best" in kwargs or (len(args) > 1 and _is_flag(args[1]))):
             kwargs["epoch"], *args = args  # type: ignore[assignment]
@@ -68,30 +69,32 @@ def _is_flag(value: Any) -> bool:
 
 
 class Checkpointer:
-    """Saves a run's state after an epoch and brings it back.
+    """A checkpointer that saves the state of a run after an epoch and restores it.
 
-    With ``CheckpointFreq.ALL`` the folder holds ``{epoch}_{rank}.pth.tar``, which each worker writes for itself, and
-    ``model_best.pth.tar``, which rank 0 writes. With ``CheckpointFreq.BEST`` it holds the latter, and of each other
-    worker the part ``model_best.{id}.{rank}of{k}.pth.tar`` that it does not have in common with rank 0: its random
-    generators, tracker, BatchNorm statistics and what its optimizer's aggregation remembers, such as an error memory;
-    where an optimizer averages weights instead of gradients, everything. So all workers need one folder. The state of
-    an optimizer that is not this library's counts as common.
+    With ``CheckpointFreq.ALL``, each worker writes ``{epoch}_{rank}.pth.tar``, and rank 0 writes
+    ``model_best.pth.tar``.
 
-    A checkpoint has the states of model, optimizer, scheduler and tracker, of the global random generators of torch
-    (CPU, and the current GPU if one is used), NumPy and ``random``, and of whatever else it is given: a run that goes
-    on from it computes bit by bit what the uninterrupted run would have, on a CPU.
+    With ``CheckpointFreq.BEST``, rank 0 writes ``model_best.pth.tar``. Each other worker writes
+    ``model_best.{id}.{rank}of{k}.pth.tar`` with the part of its state that differs from rank 0. The part has its random
+    generators, its tracker, BatchNorm statistics and the memory of its optimizer's aggregation, such as an error
+    memory. If an optimizer averages weights instead of gradients, the part is the whole state. All workers need the
+    same folder. The state of an optimizer from outside this library counts as equal on all workers.
 
-    A run that was killed while it saved goes on from the save before. If parts are missing and there is no save before,
-    or the run goes on with another number of workers, each worker takes its own file or, without one, rank 0's. The
-    memory of its optimizer's aggregation then starts afresh, with one warning.
+    A checkpoint has the states of model, optimizer, scheduler and tracker, and of other objects that are given to it.
+    It also has the global random generators of torch (CPU, and the current GPU if one is used), NumPy and ``random``.
+    On a CPU, a run that continues from it gives bit by bit the results of an uninterrupted run.
 
-    With ``save_stats`` each worker also writes ``{epoch}_{rank}.json`` at every save: what its tracker recorded.
+    A run that was killed while it saved continues from the previous save. Each worker takes its own file, or rank 0's
+    if it has none, in two cases: parts are missing and there is no previous save, or the number of workers is another.
+    The memory of its optimizer's aggregation is then reset, with one warning.
+
+    With ``save_stats``, each worker also writes the records of its tracker to ``{epoch}_{rank}.json`` at every save.
 
     Args:
-        ckpt_run_dir: Folder of the checkpoints; made at the first save.
+        ckpt_run_dir: Folder of the checkpoints; created at the first save.
         rank: This worker's rank.
-        freq: Which epochs are kept.
-        save_stats: Whether the tracker's state and statistics are saved.
+        freq: The epochs to keep.
+        save_stats: True to save the state and the statistics of the tracker.
 
     Raises:
         ValueError: ``freq`` is not a frequency, or ``rank`` is negative.
@@ -125,6 +128,7 @@ class Checkpointer:
             raise ValueError(f"freq is {freq!r}; it must be one of {known}") from None
         self.save_stats = save_stats
         self._run: str | None = None
+        # An epoch that is validated in parts is saved several times; each save needs an id of its own.
         self._last_epoch: int | None = None
         self._saves_of_epoch = 0
 
@@ -142,9 +146,9 @@ class Checkpointer:
     ) -> None:
         """Save the state at the end of an epoch. Every worker must call it; no worker waits for another.
 
-        With ``CheckpointFreq.ALL`` the epoch's file is written, and rank 0 writes ``model_best.pth.tar`` too if
-        ``is_best``. With ``BEST``, only if ``is_best``, rank 0 writes ``model_best.pth.tar`` and the others their parts
-        of it. With ``NONE`` nothing is written.
+        With ``CheckpointFreq.ALL``, every worker writes its file of the epoch. Rank 0 also writes
+        ``model_best.pth.tar`` if ``is_best``. With ``BEST``, files are written only if ``is_best``: rank 0 writes
+        ``model_best.pth.tar``, and the others write their parts. With ``NONE`` nothing is written.
 
         As in version 3.0.0, ``save(tracker, model, optimizer, scheduler, epoch, is_best)`` works too.
 
@@ -153,15 +157,15 @@ class Checkpointer:
             model: The model.
             optimizer: Anything with ``state_dict()``, or None.
             scheduler: Anything with ``state_dict()``, or None.
-            is_best: Whether this is the best epoch so far, the same on every worker.
-            sampler: What decides the order of the samples: an object with ``state_dict()``, a ``torch.Generator``, or
+            is_best: True if this is the best epoch so far; the same on every worker.
+            sampler: Source of the order of the samples: an object with ``state_dict()``, a ``torch.Generator``, or
                 a sampler with ``set_epoch``. Not needed if the order comes from torch's global generator.
             extra: More such objects by name, for example a gradient scaler.
             epoch: The epoch; None takes ``tracker.current_epoch``.
 
         Raises:
-            CheckpointError: Writing failed (disk full, no permission). Earlier files are untouched.
-            TypeError: A state has something in it that is not a tensor or plain Python value.
+            CheckpointError: Writing failed (disk full, no permission). Earlier files are unchanged.
+            TypeError: A state has a value that is not a tensor or a plain Python value.
         """
         if self.freq is CheckpointFreq.NONE:
             return
@@ -184,9 +188,10 @@ class Checkpointer:
     ) -> None:
         folder, world_size = Path(self.dirname), process_groups.world_size()
         if self.freq is CheckpointFreq.BEST and self.rank > 0 and self.rank >= world_size:
-            return  # torch does not know of other workers, so nobody could find this part
+            return  # torch does not know the other workers, so this part could not be found
         state = {
             "format": files.FORMAT,
+            # The id and the number of workers show on loading if all files of this save exist.
             "save": self._name_save(epoch),
             "epoch": epoch,
             "rank": self.rank,
@@ -211,7 +216,7 @@ class Checkpointer:
     def _save_part(
         self, folder: Path, state: Mapping[str, Any], model: torch.nn.Module, optimizer: Any, world_size: int
     ) -> None:
-        """Write this worker's part of the best epoch, and delete the parts of epochs before if it is the last."""
+        """Write this worker's part of the best epoch, and delete older parts if it is the last one missing."""
         part = names.part_name(state["save"], self.rank, world_size)
         if self.rank > 0:
             files.write(folder / part, states.own_part(state, model, optimizer), self.rank)
@@ -228,10 +233,11 @@ class Checkpointer:
         return f"{epoch}-{self._run}-{self._saves_of_epoch}"
 
     def _save_statistics(self, tracker: Any, epoch: int) -> None:
-        """Write what a tracker recorded, for people and plotting scripts."""
+        """Write the records of a tracker, for people and plotting scripts."""
         records = getattr(tracker, "records", None)
         if not isinstance(records, Mapping) or not records:
             return
+        # JSON has no infinities and no nan, so they become null.
         plain = {
             str(name): {str(e): float(v) if math.isfinite(v) else None for e, v in values.items()}
             for name, values in records.items()
@@ -258,33 +264,33 @@ class Checkpointer:
         tracker: Any = None,
         epoch: int | None = None,
     ) -> tuple[Checkpointer, torch.nn.Module, Any, Any, Any]:
-        """Bring back the state of the newest epoch that was saved. Every worker must call it.
+        """Restore the state of the newest epoch that was saved. Every worker must call it.
 
-        A damaged file, and a save that a kill interrupted, is passed over with a warning for the save before it;
-        ``model_best.pth.tar`` is the last resort, and what is loaded if it is the only file. The random generators are
-        restored if the file comes from this same rank. See the class for what each worker gets of its own.
+        If a file is damaged, or a kill interrupted a save, the previous save is loaded, with a warning.
+        ``model_best.pth.tar`` is loaded last, or if it is the only file. The random generators are restored only if the
+        file comes from this rank. The class describes the parts that each worker has of its own.
 
         Args:
             ckpt_run_dir: Folder of the checkpoints.
             rank: This worker's rank.
-            model: Gets the saved weights.
-            optimizer: Gets the saved state; None to leave it out.
-            scheduler: Gets the saved state; None to leave it out.
-            sampler: As in :meth:`save`; gets the saved state.
-            extra: As in :meth:`save`; each gets its saved state.
+            model: Receives the saved weights.
+            optimizer: Receives the saved state; None to leave it out.
+            scheduler: Receives the saved state; None to leave it out.
+            sampler: As in :meth:`save`; receives the saved state.
+            extra: As in :meth:`save`; each object receives its saved state.
             tracker: A tracker with ``load_state_dict`` to restore, so that it keeps its metrics and goal. By default a
-                new :class:`~mlbench_core.tracking.tracker.Tracker` is made from the saved state. It knows its metrics
-                by name, and it has the goal if that is one of :mod:`mlbench_core.evaluation.goals`.
-            epoch: Load this epoch, and no other.
+                new :class:`~mlbench_core.tracking.tracker.Tracker` is made from the saved state. It has the names of
+                its metrics, and its goal if that is one of :mod:`mlbench_core.evaluation.goals`.
+            epoch: Load only this epoch; None for the newest.
 
         Returns:
             ``(checkpointer, model, optimizer, scheduler, tracker)``: a checkpointer with the frequency of the saved
-            one, the objects given, and the tracker. Where no tracker was saved it is ``tracker`` as given, with its
+            one, the objects given, and the tracker. If no tracker was saved, it is the given ``tracker`` with its
             ``current_epoch`` set.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint. It is a CheckpointError and a FileNotFoundError.
-            CheckpointError: None can be read, or it does not fit the objects given.
+            CheckpointError: No checkpoint can be read, or it does not fit the objects given.
         """
         save, state = files.read_newest(Path(ckpt_run_dir), rank, epoch)
         path = save.path
@@ -297,6 +303,7 @@ class Checkpointer:
         for name, target in (extra or {}).items():
             states.restore(path, name, target, state["extra"].get(name))
         tracker = states.restore_tracker(path, state, rank, tracker)
+        # Random states of another rank would make two workers draw the same numbers.
         if state["rank"] == rank:
             states.set_rng_state(state["rng"])
         checkpointer = Checkpointer(ckpt_run_dir, rank, CheckpointFreq(state["freq"]), state["save_stats"])
@@ -310,14 +317,14 @@ class Checkpointer:
             ckpt_run_dir: Folder of the checkpoints.
             rank: Rank of the worker that saved it.
             epoch: The epoch.
-            model: Gets the weights.
+            model: Receives the weights.
 
         Returns:
             ``model``.
 
         Raises:
             CheckpointNotFoundError: There is no such file. It is a CheckpointError and a FileNotFoundError.
-            CheckpointError: It is damaged, or it does not fit the model.
+            CheckpointError: The file is damaged, or it does not fit the model.
         """
         path = Path(ckpt_run_dir, names.epoch_name(epoch, rank))
         try:
@@ -331,12 +338,12 @@ class Checkpointer:
 
     @staticmethod
     def checkpoint_exists(ckpt_run_dir: _Path, rank: int, epoch: int) -> bool:
-        """Whether worker ``rank`` saved ``epoch`` in this folder."""
+        """Return True if worker ``rank`` saved ``epoch`` in this folder."""
         return Path(ckpt_run_dir, names.epoch_name(epoch, rank)).is_file()
 
 
 def determine_restore_ckpt_path(rank: int, checkpoint_root: _Path, run_id: str | int) -> str:
-    """Return the path of the file that :meth:`Checkpointer.load` would go on from.
+    """Return the path of the file that :meth:`Checkpointer.load` would continue from.
 
     Args:
         rank: The worker's rank.
@@ -344,10 +351,10 @@ def determine_restore_ckpt_path(rank: int, checkpoint_root: _Path, run_id: str |
         run_id: The run's id.
 
     Returns:
-        The path of the newest whole checkpoint: the worker's own, or rank 0's if it has none or it is a part.
+        The path of the newest whole checkpoint: the worker's own, or rank 0's if the worker has none or only a part.
 
     Raises:
-        CheckpointNotFoundError: There is none. It is a CheckpointError and a FileNotFoundError.
+        CheckpointNotFoundError: There is no checkpoint. It is a CheckpointError and a FileNotFoundError.
     """
     folder = Path(checkpoint_root, str(run_id))
     folder = folder if folder.is_dir() else Path(checkpoint_root)

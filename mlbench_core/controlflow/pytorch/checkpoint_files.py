@@ -1,22 +1,22 @@
-"""The files of checkpoints: how they are written, and which of them belong together.
+"""Write and read the files of checkpoints, and find the files that belong together.
 
-A *save* is what all k workers wrote of one moment. Its files carry one id, so that files of different saves are never
-mixed:
+A *save* consists of the files that all k workers wrote at the same point of training. Its files have one id, so that
+files of different saves are never mixed:
 
 =======================================  ==================================================================
-``{epoch}_{rank}.pth.tar``               what worker ``rank`` saved of an epoch; the id is inside
-``model_best.pth.tar``                   what rank 0 saved of the best epoch; the id is inside
-``model_best.{id}.{rank}of{k}.pth.tar``  what worker ``rank`` alone has of the best epoch. Rank 0's is
+``{epoch}_{rank}.pth.tar``               the state of worker ``rank`` after an epoch; the id is inside
+``model_best.pth.tar``                   the state of rank 0 after the best epoch; the id is inside
+``model_best.{id}.{rank}of{k}.pth.tar``  the part of worker ``rank`` of the best epoch. The part of rank 0 is
                                          ``model_best.pth.tar`` itself under a second name (a hard link).
 =======================================  ==================================================================
 
 The workers do not wait for one another while they save. So a save of the best epoch passes through these states:
 
-1. *partial*: some workers have written their file of it. ``model_best.pth.tar`` may be the new one already; the save
-   before is still there, under the names that have its id.
-2. *whole*: all have. The worker that finds all files deletes those of the saves before.
+1. *partial*: some workers have written their file of the save. ``model_best.pth.tar`` may already be the new one. The
+   previous save still exists, under the names that have its id.
+2. *whole*: all workers have written their file. The worker that finds all files deletes those of previous saves.
 
-A run that is killed leaves the last save partial at worst, and the one before it is whole.
+If a run is killed, the last save may be partial, but the one before it is whole.
 """
 
 from __future__ import annotations
@@ -54,20 +54,21 @@ _log = logging.getLogger("mlbench_core.controlflow.pytorch.checkpoint")
 
 FORMAT = 1
 PARTIAL = "partial"
-"""Key of a state that holds only what differs from rank 0's."""
+"""Key of a state that holds only its differences from the state of rank 0."""
 
 
 def name_run() -> str:
-    """Make a word that all workers of this process group share, and that no run before had.
+    """Return a random id of this run, the same for all workers of the process group.
 
-    It takes no collective, because a script may save on some workers only.
+    It uses the store instead of a collective, because a script may save on some workers only.
     """
     mine = secrets.token_hex(8)
     if process_groups.world_size() == 1:
         return mine
+    # The first worker to get here sets the value; the others receive it.
     try:
         shared: bytes = process_groups.store().compare_set("mlbench/checkpoint", "", mine)
-    except RuntimeError:  # an MPI that is built into torch has no store: then an epoch that is saved twice looks alike
+    except RuntimeError:  # torch's own MPI has no store; two saves of one epoch then have the same id
         return "0"
     return shared.decode()
 
@@ -79,12 +80,12 @@ def write(path: Path, content: Mapping[str, Any] | bytes, rank: int) -> None:
     """Write a file so that ``path`` is at any moment the old file or the complete new one.
 
     Args:
-        path: Where to.
+        path: Path of the file.
         content: A state for ``torch.save``, or bytes.
         rank: This worker's rank.
 
     Raises:
-        CheckpointError: Writing failed. The old file is untouched.
+        CheckpointError: Writing failed. The old file is unchanged.
     """
     try:
         with files.replacing(path, _temporary(path, rank)) as temporary, temporary.open("wb") as file:
@@ -101,7 +102,7 @@ def write(path: Path, content: Mapping[str, Any] | bytes, rank: int) -> None:
 
 
 def share_best(folder: Path, part: str, rank: int) -> None:
-    """Give ``model_best.pth.tar`` a second name, under which it stays when the next best epoch is saved."""
+    """Give ``model_best.pth.tar`` a second name, which keeps it when the next best epoch is saved."""
     best, path = folder / names.BEST_NAME, folder / part
     with files.replacing(path, _temporary(path, rank)) as temporary:
         try:
@@ -111,10 +112,10 @@ def share_best(folder: Path, part: str, rank: int) -> None:
 
 
 def tidy(folder: Path, save: str, rank: int, world_size: int) -> None:
-    """Delete what is not needed any more after this worker wrote its file of a save of the best epoch.
+    """Delete files that are no longer needed, after this worker wrote its file of a save of the best epoch.
 
-    If the save is whole, these are all files of saves before it. Otherwise a worker deletes its own files, but those
-    of this save and of the last whole one.
+    If the save is whole, all files of previous saves are deleted. Otherwise a worker deletes its own files except those
+    of this save and of the last whole save.
     """
     saves = _best_saves(folder)
     mine = saves.pop(save, _Save())
@@ -122,20 +123,21 @@ def tidy(folder: Path, save: str, rank: int, world_size: int) -> None:
         _delete(path for other in saves.values() for path in other.files.values())
     elif mine.is_whole:
         start = min(_written_ns(path) for path in mine.files.values())
-        # what is newer belongs to a save that other workers have begun in the meantime
+        # Newer files belong to a save that other workers have begun in the meantime.
         old = (path for other in saves.values() for path in other.files.values() if _written_ns(path) < start)
         _delete(old)
     else:
+        # A kill may come before this save is whole, so the newest whole one must stay.
         kept = max([s for s in saves.values() if s.is_whole] or saves.values(), key=_Save.written_ns, default=None)
         _delete(other.files[rank] for other in saves.values() if other is not kept and rank in other.files)
 
 
 def _temporary(path: Path, rank: int) -> Path:
-    return path.with_name(f".saving_{rank}.tmp")  # one name per rank: what a kill leaves is removed next time
+    return path.with_name(f".saving_{rank}.tmp")  # one name per rank, so that a file left by a kill is overwritten
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """The operating system's error behind ``error``: torch raises one of its own when a write fails."""
+    """Return the operating system's error that caused ``error``: torch raises its own error when a write fails."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -149,7 +151,7 @@ def _delete(paths: Iterator[Path]) -> None:
 def _written_ns(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
-    except FileNotFoundError:  # another worker tidied up
+    except FileNotFoundError:  # another worker deleted it
         return 0
 
 
@@ -160,10 +162,11 @@ def read(path: Path) -> dict[str, Any]:
     """Read and verify a checkpoint onto the CPU.
 
     Raises:
-        CheckpointError: It is damaged, or no checkpoint.
+        CheckpointError: The file is damaged or not a checkpoint.
         FileNotFoundError: There is no such file.
     """
     try:
+        # torch.load does not verify the checksums of the archive.
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         if damaged is not None:
@@ -187,7 +190,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, dict[str, Any]]:
-    """Read the newest save that can be read, or that of an epoch, as one worker has it.
+    """Read the newest readable save, or the save of one epoch, for one worker.
 
     Every worker looks at the same files in the same order, so all of them choose the same save.
 
@@ -197,10 +200,10 @@ def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, 
         epoch: The epoch; None for the newest save.
 
     Returns:
-        The save, and the state. The state is rank 0's, with its ``"rank"``, if the save has none of this worker.
+        The save and the state. The state is that of rank 0, with its ``"rank"``, if the save has none of this worker.
 
     Raises:
-        CheckpointError: There is none, or none that can be read.
+        CheckpointError: There is no save, or none that can be read.
     """
     failures: list[str] = []
     for candidate in find(folder, rank, epoch):
@@ -208,7 +211,7 @@ def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, 
             if failures:
                 _log.warning("%s; trying the one before it", failures[-1])
             return candidate, candidate.read()
-        except FileNotFoundError:
+        except FileNotFoundError:  # there is no file of rank 0, or a worker deleted one in the meantime
             continue
         except CheckpointError as error:
             failures.append(str(error))
@@ -221,12 +224,12 @@ def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A save as one worker may read it.
+    """The files of a save that one worker may read.
 
     Attributes:
-        first: Rank 0's file; None where only files of other workers lie in this folder, as without a shared one.
-        own: This worker's file; None where there is none, or it is rank 0's.
-        lacks_parts: Whether it is a save of the best epoch without the parts of all workers.
+        first: Rank 0's file; None if this folder has only files of other workers because it is not shared.
+        own: This worker's file; None if it is missing or is rank 0's.
+        lacks_parts: True for a save of the best epoch that lacks parts of some workers.
     """
 
     first: Path | None
@@ -235,13 +238,13 @@ class Candidate:
 
     @property
     def path(self) -> Path:
-        """The file that has this worker's state."""
+        """Return the file that has this worker's state."""
         path = self.own or self.first
         assert path is not None
         return path
 
     def read(self) -> dict[str, Any]:
-        """Read the state; rank 0's decides whether the save can be read at all, so that all workers agree on that."""
+        """Read the state. A save is readable if rank 0's file is, so that all workers choose the same save."""
         if self.first is None or self.own is None:
             return read(self.path)
         first = read(self.first)
@@ -254,7 +257,7 @@ class Candidate:
 
 
 def _completed(own: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a partial state with what it has in common with rank 0's."""
+    """Return a partial state, completed from the state of rank 0."""
     own["model"] = {**first["model"], **own["model"]}
     if first["optimizer"] is not None:
         own["optimizer"] = {**first["optimizer"], **own["optimizer"]}
@@ -262,10 +265,10 @@ def _completed(own: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find(folder: Path, rank: int, epoch: int | None = None) -> Iterator[Candidate]:
-    """Find the saves that a worker may go on from, the best choice first.
+    """Find the saves that a worker may continue from, the best choice first.
 
-    These are the epochs from the newest on, and then the best epoch. A save that is not whole comes after all others
-    of its kind: a run that was killed while it saved goes on from the save before.
+    The epochs come first, from the newest to the oldest, and then the best epoch. A save that is not whole comes after
+    all others of its kind. So a run that was killed while it saved continues from the previous save.
 
     Args:
         folder: The folder.
@@ -278,7 +281,7 @@ def find(folder: Path, rank: int, epoch: int | None = None) -> Iterator[Candidat
             epochs.setdefault(int(match[1]), {})[int(match[2])] = folder / name
     numbers = sorted(epochs, reverse=True) if epoch is None else [epoch]
     partial: list[Candidate] = []
-    told = 0
+    told = 0  # the number of partial saves that a warning was logged for
     for number in numbers:
         files = epochs.get(number, {})
         if rank not in files and 0 not in files:
@@ -296,11 +299,11 @@ def find(folder: Path, rank: int, epoch: int | None = None) -> Iterator[Candidat
 
 
 def _of_epoch(files: Mapping[int, Path], rank: int) -> tuple[Candidate, bool]:
-    """One epoch's save, and whether it is whole."""
+    """Return the save of one epoch, and True if it is whole."""
     if 0 not in files:
         return Candidate(None, files[rank]), False
     alone = _header(files[rank]) if rank in files else None
-    if rank > 0 and alone is not None and alone.world_size == 1:  # torch does not know of the others, as with Horovod
+    if rank > 0 and alone is not None and alone.world_size == 1:  # torch does not know the other workers, as with Horovod
         return Candidate(None, files[rank]), True
     headers = {0: _header(files[0])}
     world_size = headers[0].world_size if headers[0] is not None else None
@@ -308,14 +311,14 @@ def _of_epoch(files: Mapping[int, Path], rank: int) -> tuple[Candidate, bool]:
     def belongs(other: int) -> bool:
         if other in files and other not in headers:
             headers[other] = _header(files[other])
-        return other in files and headers[other] in (None, headers[0])  # a damaged one is reported when it is read
+        return other in files and headers[other] in (None, headers[0])  # None: damaged, which is reported on reading
 
     own = files[rank] if rank != 0 and belongs(rank) else None
     return Candidate(files[0], own), world_size is None or all(belongs(other) for other in range(world_size))
 
 
 def _of_best(folder: Path, rank: int) -> Iterator[Candidate]:
-    """The saves of the best epoch."""
+    """Find the saves of the best epoch."""
     saves = _best_saves(folder)
     path = folder / names.BEST_NAME
     header = _header(path)
@@ -358,14 +361,15 @@ def _best_saves(folder: Path) -> dict[str, _Save]:
 
 @dataclass(frozen=True)
 class _Header:
-    """What says to which save a file belongs; None in files of versions that did not say."""
+    """The id and the world size of the save that a file belongs to; None in files of versions without them."""
 
     save: str | None
     world_size: int | None
 
 
 def _header(path: Path) -> _Header | None:
-    """Look into a checkpoint without reading its tensors; None if it cannot be read."""
+    """Return the header of a checkpoint without reading its tensors; None if it cannot be read."""
+    # Every worker looks into the files of all workers, so reading whole files would take k times the time.
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return _Header(state.get("save"), state.get("world_size"))

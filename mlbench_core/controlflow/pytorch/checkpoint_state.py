@@ -1,4 +1,4 @@
-"""The states in a checkpoint: taken from objects, made plain, and given back."""
+"""Capture the states in a checkpoint as plain values, and restore them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _log = logging.getLogger("mlbench_core.controlflow.pytorch.checkpoint")
 
 
 def capture(name: str, target: Any) -> Any:
-    """Return the state of an object, checked to be plain."""
+    """Return the state of an object as plain values."""
     if isinstance(target, torch.Generator):
         return {"generator": target.get_state()}
     if hasattr(target, "state_dict"):
@@ -64,15 +64,16 @@ def restore(path: Path, name: str, target: Any, state: Any) -> None:
 
 
 def own_part(state: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
-    """Return what a worker has for itself of its state; the rest it has in common with rank 0.
+    """Return the part of a worker's state that differs from the state of rank 0.
 
-    If gradients are averaged these are, of model and optimizer, the buffers (such as BatchNorm's statistics) and what
-    the optimizer lists as its ``own_state``. If weights are averaged, with neighbors or now and then, or the workers
-    train in subgroups, it is everything.
+    If gradients are averaged, the part has the buffers of the model (such as BatchNorm's statistics) and the entries
+    that the optimizer lists as its ``own_state``. If weights are averaged, with neighbors or periodically, or the
+    workers train in subgroups, the part is the whole state.
     """
     world_size = process_groups.world_size()
     if getattr(optimizer, "agg_grad", True) is False or getattr(optimizer, "world_size", world_size) != world_size:
         return dict(state)
+    # Weights are equal on all workers here, so storing them once, with rank 0, is enough.
     part = {**state, "partial": True, "model": {}, "optimizer": None}
     if isinstance(model, torch.nn.Module):
         buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -83,22 +84,24 @@ def own_part(state: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, 
 
 
 def restore_model(path: Path, model: Any, state: Mapping[str, Any]) -> None:
-    """Give a model the state that :func:`capture` took, whether it is compiled now or was then."""
+    """Give a model the state that :func:`capture` took; either of them may be compiled."""
+    # torch.compile adds a prefix to the names of parameters, so names are compared without it.
     names = {plain_name(name): name for name in model.state_dict()} if isinstance(model, torch.nn.Module) else {}
     restore(path, "model", model, {names.get(plain_name(name), name): value for name, value in state.items()})
 
 
 def restore_optimizer(path: Path, optimizer: Any, state: Mapping[str, Any], rank: int, lacks_parts: bool) -> None:
-    """Give an optimizer its state, without what was remembered by another worker or among other workers.
+    """Give an optimizer its state, without aggregation memory of another worker or of another number of workers.
 
-    If the parts of other workers are missing, all workers leave out what they remembered for themselves.
+    If the parts of other workers are missing, no worker restores its own aggregation memory.
     """
     of = state["optimizer"]
     here = process_groups.world_size()
-    # versions that did not save the number of workers had rank 0's file alone for the best epoch
+    # Versions that did not save the number of workers saved only rank 0's file of the best epoch.
     then = state.get("world_size", 1 if path.name == BEST_NAME else here)
     is_own = state["rank"] == rank and then == here and not lacks_parts
     if of is not None and not is_own and hasattr(optimizer, "shared_state_dict"):
+        # An error memory belongs to one worker's gradients; with those of another it would correct the wrong error.
         shared = optimizer.shared_state_dict(of)
         if _count_tensors(shared) < _count_tensors(of):
             _log.warning(
@@ -118,13 +121,14 @@ def _count_tensors(value: Any) -> int:
 
 
 _GOALS: dict[str, Any] = {kind.__name__: kind for kind in (AccuracyAfterTime, TimeToGoal)}
-"""Goals that are data, by the names that they have in checkpoints."""
+"""Goals that are plain data, by their names in checkpoints."""
 
 
 def capture_tracker(tracker: Any) -> dict[str, Any]:
     """Return the state of a tracker, its goal and the id of its run."""
     state = _plain(tracker.state_dict(), "tracker") if hasattr(tracker, "state_dict") else None
     goal: Any = getattr(tracker, "goal", None)
+    # Any other goal is a function, which a checkpoint cannot hold: reading it would run code.
     is_data = type(goal) in _GOALS.values()
     kept = (
         {"kind": type(goal).__name__, "fields": _plain(asdict(goal), "tracker.goal")} if is_data else {"kind": "code"}
@@ -152,7 +156,7 @@ def restore_tracker(path: Path, state: Mapping[str, Any], rank: int, tracker: An
 
 
 def _restored_goal(path: Path, saved: Mapping[str, Any] | None) -> Any:
-    """Return the goal that :func:`capture_tracker` took, or None for a function of the script's own."""
+    """Return the goal that :func:`capture_tracker` took, or None if it was a function of the script."""
     if saved is None:
         return None
     if saved["kind"] in _GOALS:
@@ -165,7 +169,7 @@ _PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, torch.dtype, torc
 
 
 def _plain(value: Any, name: str) -> Any:
-    """A copy of ``value`` that ``torch.load(weights_only=True)`` reads, with subclasses turned into plain types."""
+    """Return a copy of ``value`` that ``torch.load(weights_only=True)`` reads, with subclasses made plain types."""
     if type(value) in _PLAIN or type(value) is torch.nn.Parameter:
         return value
     if isinstance(value, np.generic):
@@ -182,7 +186,7 @@ def _plain(value: Any, name: str) -> Any:
         return value.as_subclass(torch.Tensor)
     if isinstance(value, str):
         return str.__str__(value)
-    for scalar in (int, float):  # a subclass, such as an enumeration of strings
+    for scalar in (int, float):  # a subclass, such as an enumeration
         if isinstance(value, scalar):
             return scalar(value)
     raise TypeError(
@@ -197,14 +201,16 @@ def rng_state() -> dict[str, Any]:
     _, keys, position, has_gauss, cached = numpy_state
     return {
         "torch": torch.get_rng_state(),
+        # Reading the state of an unused GPU would initialize CUDA and take memory there.
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
         "python": random.getstate(),
+        # A tensor, because torch.load(weights_only=True) rejects NumPy arrays.
         "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
     }
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Give the global random generators the states that :func:`rng_state` took."""
+    """Restore the states of the global random generators that :func:`rng_state` took."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,4 +1,4 @@
-"""Evaluating the checkpoints of a finished run."""
+"""Evaluate the checkpoints of a finished run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["CheckpointsEvaluationControlFlow"]
 
 
 class CheckpointsEvaluationControlFlow:
-    """Evaluates the models that a run saved after each of its epochs.
+    """An evaluation of the models that a run saved after each of its epochs.
 
-    Every worker loads its own checkpoint of an epoch, the weights are averaged over the workers, and the averaged model
-    is evaluated on all workers' data. Run it in as many workers as trained, with :attr:`CheckpointFreq.ALL`
-    checkpoints.
+    Every worker loads its own checkpoint of an epoch. The weights are averaged over the workers, and the averaged model
+    is evaluated on the data of all workers. Run it with the number of workers that trained. The run must have saved
+    :attr:`CheckpointFreq.ALL` checkpoints.
 
     Args:
         ckpt_dir: Folder of the checkpoints.
         rank: This worker's rank.
         world_size: Number of workers.
-        checkpointer: Loads the weights (its class's ``load_model_by_epoch``); None for :class:`Checkpointer`.
-        model: Gets the weights, epoch by epoch.
+        checkpointer: Its ``load_model_by_epoch`` loads the weights; None for :class:`Checkpointer`.
+        model: Receives the weights of each epoch.
         epochs: Number of epochs (0 to ``epochs - 1`` are evaluated), or the epochs themselves.
-        loss_function: Called ``(output, target)``; gives the mean loss of a batch.
+        loss_function: Called ``(output, target)``; returns the mean loss of a batch.
         metrics: The metrics.
-        use_cuda: Whether batches go to the current GPU.
+        use_cuda: True to move batches to the current GPU.
         dtype: Type of floating-point data, as in :func:`~mlbench_core.controlflow.pytorch.validation_round`.
         max_batch_per_epoch: Largest number of batches for each evaluation; None for all.
     """
@@ -63,13 +63,13 @@ class CheckpointsEvaluationControlFlow:
         self.max_batch_per_epoch = max_batch_per_epoch
 
     def evaluate_by_epochs(self, dataloader: Iterable[Any]) -> list[dict[str, float]]:
-        """Evaluate every epoch's model.
+        """Evaluate the model of every epoch.
 
         Args:
             dataloader: This worker's pairs (data, target).
 
         Returns:
-            One dict an epoch, in order: ``"epoch"``, ``"loss"`` and each metric by its name, over all workers.
+            One dict per epoch, in order: ``"epoch"``, ``"loss"`` and each metric by its name, over all workers.
 
         Raises:
             CheckpointError: A checkpoint is missing, damaged or does not fit the model.
@@ -78,6 +78,7 @@ class CheckpointsEvaluationControlFlow:
 
     def _evaluate(self, epoch: int, dataloader: Iterable[Any]) -> dict[str, float]:
         self.model = self.checkpointer.load_model_by_epoch(self.ckpt_dir, self.rank, epoch, self.model)
+        # Workers may have different weights: in decentralized training, or between two averages.
         AllReduceAggregation(self.world_size).agg_model()(self.model, "avg_world")
         values, loss = validation_round(
             dataloader,

@@ -1,4 +1,4 @@
-"""The parts of a training script that every task shares: recording batches, and the validation round."""
+"""Record batches and run validation rounds: the parts of a training script that all tasks share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_N_BATCHES = 25
-"""Every this many batches, and at the end of an epoch, training statistics go to the master."""
+"""Interval, in batches, at which training statistics go to the master; also at the end of an epoch."""
 
 _Result = tuple[dict[MLBenchMetric, float], float]
 
@@ -40,9 +40,9 @@ def compute_train_batch_metrics(
     """Compute the metrics of one training batch on this worker.
 
     Args:
-        output: What the model gave.
-        target: What was right.
-        metrics: The metrics; their averages are not touched.
+        output: Output of the model.
+        target: The expected output.
+        metrics: The metrics; their averages are not changed.
 
     Returns:
         The value of each metric.
@@ -66,9 +66,9 @@ def record_train_batch_stats(
     Args:
         batch_idx: Number of the batch in the epoch, from 0.
         loss: Mean loss of the batch.
-        output: What the model gave; its length weighs the values in the epoch's means.
-        metric_results: What :func:`compute_train_batch_metrics` returned; may be empty or None.
-        tracker: Where to record; None records nothing.
+        output: Output of the model; its length is the weight of the values in the means of the epoch.
+        metric_results: The result of :func:`compute_train_batch_metrics`; may be empty or None.
+        tracker: The tracker to record with; None records nothing.
         num_batches_per_device_train: Number of this worker's batches in an epoch; None if it is not known.
     """
     if tracker is None:
@@ -90,7 +90,7 @@ def _validate(
     metrics: Sequence[MLBenchMetric],
     batches: Callable[[], Iterator[tuple[Any, Any]]],
 ) -> _Result:
-    """The round itself: sums over this worker's batches, then averages over all workers."""
+    """Sum over this worker's batches, then average over all workers."""
     for metric in metrics:
         metric.reset()
     loss_sum: float | Tensor = 0.0
@@ -98,7 +98,8 @@ def _validate(
     for data, target in batches():
         output = model(data)
         size = batch_size(data, output)
-        # Summed where it is: reading the number of every batch would wait for the device every time.
+        # The sum stays on the device, because reading the loss of every batch would wait for the device every time.
+        # It is in float64, because a float32 sum over many batches loses digits.
         loss_sum = loss_sum + torch.as_tensor(loss_function(output, target)).detach().to(torch.float64) * size
         samples += size
         for metric in metrics:
@@ -119,10 +120,11 @@ _OLDER_KEYWORDS = {"run_id", "rank", "max_batch_per_epoch"}
 
 
 def _accepts_older_call(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Send calls of mlbench-core 2, which had ``run_id, rank`` before ``dtype``, to the function that takes them."""
+    """Dispatch calls of mlbench-core 2, which had ``run_id, rank`` before ``dtype``, to the older function."""
 
     @functools.wraps(function)
     def dispatch(*args: Any, **kwargs: Any) -> _Result:
+        # The older call has its dtype as the seventh positional argument, the current call as the fifth.
         has_dtype_seventh = len(args) >= 7 and _is_dtype(args[6]) and not _is_dtype(args[4])
         if has_dtype_seventh or not _OLDER_KEYWORDS.isdisjoint(kwargs):
             return _validation_round_of_run(*args, **kwargs)
@@ -145,23 +147,23 @@ def validation_round(
 ) -> _Result:
     """Evaluate a model on all workers' validation data.
 
-    The model is put into evaluation mode and back into the mode it was in. Every worker must call it, since averages
-    are taken over all of them; a worker may have fewer batches than another.
+    The model is set to evaluation mode and afterwards back to its previous mode. Every worker must call this function,
+    since averages are taken over all of them. A worker may have fewer batches than another.
 
     Args:
-        dataloader: Gives this worker's pairs (data, target).
+        dataloader: Iterable over this worker's pairs (data, target).
         model: The model.
-        loss_function: Called ``(output, target)``; gives the mean loss of a batch.
+        loss_function: Called ``(output, target)``; returns the mean loss of a batch.
         metrics: The metrics; they are reset first.
-        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; type of floating-point data. None leaves it.
-        tracker: Is told to name what follows ``val_...`` and gets the time of the round.
-        transform_target_type: Whether targets are converted to ``dtype`` too.
-        use_cuda: Whether batches go to the current GPU.
+        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; type of floating-point data. None keeps it.
+        tracker: Receives the time of the round, and records the following statistics as ``val_...``.
+        transform_target_type: True to convert targets to ``dtype`` too.
+        use_cuda: True to move batches to the current GPU.
         max_batches: Largest number of batches; None for all.
 
     Returns:
-        ``({metric: average}, loss)``: plain numbers over all batches and workers, each batch's loss weighted by its
-        size. Pass both to :func:`record_validation_stats`.
+        ``({metric: average}, loss)``: plain numbers over all batches and workers. The loss of each batch is weighted
+        by the size of the batch. Pass both to :func:`record_validation_stats`.
     """
     if tracker is not None:
         tracker.validation()
@@ -200,7 +202,7 @@ def _validation_round_of_run(
     max_batch_per_epoch: int | None = None,
     tracker: Tracker | None = None,
 ) -> _Result:
-    """Evaluate and record in one call, as mlbench-core 2 had it; the run is the tracker's."""
+    """Evaluate and record in one call, as in mlbench-core 2. The run is that of the tracker."""
     values, loss = validation_round(
         dataloader, model, loss_function, metrics, dtype, tracker, transform_target_type, use_cuda, max_batch_per_epoch
     )
@@ -214,20 +216,20 @@ def record_validation_stats(
     tracker: Tracker | None = None,
     rank: int = 0,
 ) -> bool:
-    """Record the result of a validation round, and whether it is the best so far.
+    """Record the result of a validation round, and return True if it is the best so far.
 
-    Every worker records ``val_loss``, ``val_global_loss``, ``val_<metric>`` and ``val_global_<metric>``; as the values
-    are those of all workers, only rank 0 sends them to the master. The tracker's goal sees each value, and the primary
-    metric is told to it.
+    Every worker records ``val_loss``, ``val_global_loss``, ``val_<metric>`` and ``val_global_<metric>``. The values are
+    those of all workers, so only rank 0 sends them to the master. The goal of the tracker receives each value. The
+    tracker also receives the primary metric, to find the best epoch.
 
     Args:
         metrics_values: The first result of :func:`validation_round`; may be empty or None.
-        loss: The second.
-        tracker: Where to record; None records nothing.
+        loss: The second result of :func:`validation_round`.
+        tracker: The tracker to record with; None records nothing.
         rank: This worker's rank.
 
     Returns:
-        Whether the primary metric is better than ever before; False without a tracker or without its metric.
+        True if the primary metric is better than in all validations before; False without a tracker or that metric.
     """
     if tracker is None:
         return False
@@ -237,7 +239,7 @@ def record_validation_stats(
     primary = tracker.primary_metric
     has_primary = False
     for metric, value in (metrics_values or {}).items():
-        # Before it is recorded, so that a goal which looks at the best value sees this one.
+        # The best value is updated before the statistic is recorded, because a goal may read it.
         if primary is not None and metric.name == primary.name:
             tracker.update_primary_metric(value)
             has_primary = True

@@ -1,4 +1,4 @@
-"""Getting batches into the type and onto the device of the model."""
+"""Convert batches to the type of the model and move them to its device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 
 
 class UnknownDtypeError(ValueError, NotImplementedError):
-    """The name of a floating-point type is unknown; also what version 3.0 raised, a ``NotImplementedError``."""
+    """The name of a floating-point type is unknown. Also a ``NotImplementedError``, as in version 3.0."""
 
 
 _TensorOrModule = TypeVar("_TensorOrModule", Tensor, nn.Module)
@@ -27,7 +27,7 @@ def maybe_range(maximum: int | None) -> Iterable[int]:
     """Count from 0 up to a maximum, or indefinitely.
 
     Args:
-        maximum: How many numbers; None for no end.
+        maximum: Number of numbers; None for no limit.
 
     Returns:
         An iterable of 0, 1, 2, ...
@@ -53,14 +53,14 @@ def convert_dtype(dtype: str | None, obj: _TensorOrModule) -> _TensorOrModule:
     """Convert a tensor or the parameters of a module to a floating-point type.
 
     Args:
-        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; None leaves ``obj`` as it is.
+        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; None returns ``obj`` unchanged.
         obj: A tensor of any type, integers included, or a module (converted in place).
 
     Returns:
         The converted tensor, or the module itself.
 
     Raises:
-        UnknownDtypeError: ``dtype`` is none of these; a ``ValueError`` and a ``NotImplementedError``.
+        UnknownDtypeError: ``dtype`` has another value. It is a ``ValueError`` and a ``NotImplementedError``.
 
     Example:
         >>> convert_dtype("fp64", torch.tensor([1, 2]))
@@ -84,19 +84,18 @@ def prepare_batch(
     transform_target_dtype: bool | None = False,
     use_cuda: bool = False,
 ) -> tuple[Any, Any]:
-    """Bring a batch into the type and onto the device of the model.
+    """Convert a batch to the type of the model and move it to its device.
 
-    The type of the data decides: floating-point numbers, and 8-, 16- and 32-bit integers such as images of bytes, are
-    converted. 64-bit integers (token ids, of which a float32 holds only those below :math:`2^{24}`) and booleans stay
-    what they are, and so does every integer in a list, tuple or dict (lengths).
+    Floating-point data is converted, and so are 8-, 16- and 32-bit integers such as images of bytes. 64-bit integers
+    are not converted, because they are token ids, and float32 is exact only below :math:`2^{24}`. Booleans and all
+    integers in a list, tuple or dict (lengths) are not converted either.
 
     Args:
-        data: A tensor, or lists, tuples and dicts of tensors. What is no tensor is passed through.
-        target: The same.
+        data: A tensor, or lists, tuples and dicts of tensors. Other values are passed through.
+        target: The same kinds of values.
         dtype: Type for the data, as in :func:`convert_dtype`.
-        transform_target_dtype: Whether the target is converted too, integers included, as losses on probabilities need
-            it.
-        use_cuda: Whether both go to the current GPU.
+        transform_target_dtype: True to convert the target too, integers included; losses on probabilities need it.
+        use_cuda: True to move both to the current GPU.
 
     Returns:
         ``(data, target)``.
@@ -121,14 +120,15 @@ def prepare_batch(
         return convert_dtype(dtype, tensor) if transform_target_dtype else tensor
 
     if dtype is not None:
-        _torch_dtype(dtype)
+        _torch_dtype(dtype)  # an unknown name raises, even if the batch has nothing to convert
+    # Data is moved before it is converted, because bytes travel faster than the floats made from them.
     if use_cuda:
         data, target = _map_tensors(_to_gpu, data), _map_tensors(_to_gpu, target)
     return _map_tensors(prepare_data, data), _map_tensors(prepare_target, target)
 
 
 def _to_gpu(tensor: Tensor) -> Tensor:
-    return tensor.cuda(non_blocking=True)
+    return tensor.cuda(non_blocking=True)  # asynchronous from pinned memory only
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
@@ -137,6 +137,7 @@ def _map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
         return function(batch)
     if isinstance(batch, dict):
         return {key: _map_tensors(function, value) for key, value in batch.items()}
+    # A named tuple takes its fields as separate arguments.
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_map_tensors(function, value) for value in batch))
     if isinstance(batch, (list, tuple)):
@@ -154,11 +155,11 @@ def iterate_dataloader(
     """Iterate over prepared batches.
 
     Args:
-        dataloader: Gives pairs (data, target).
+        dataloader: Iterable over pairs (data, target).
         dtype: Type for the data, as in :func:`prepare_batch`.
-        max_batch_per_epoch: Largest number of batches; no further one is drawn. None for all.
-        use_cuda: Whether batches go to the current GPU.
-        transform_target_type: Whether targets are converted to ``dtype`` too.
+        max_batch_per_epoch: Largest number of batches to draw; None for all.
+        use_cuda: True to move batches to the current GPU.
+        transform_target_type: True to convert targets to ``dtype`` too.
 
     Yields:
         ``(data, target)``.
@@ -167,12 +168,13 @@ def iterate_dataloader(
         UnknownDtypeError: ``dtype`` is unknown.
         ValueError: ``max_batch_per_epoch`` is negative.
     """
+    # The range comes first: zip() stops at its end before it draws another batch.
     for _, (data, target) in zip(maybe_range(max_batch_per_epoch), dataloader, strict=False):
         yield prepare_batch(data, target, dtype, transform_target_type, use_cuda)
 
 
 def batch_size(data: Any, output: Any) -> int:
-    """Number of samples in a batch: the length of the output, or else of the data.
+    """Return the number of samples in a batch: the length of the output, or else of the data.
 
     Raises:
         TypeError: Neither has a length.
@@ -189,7 +191,7 @@ def batch_size(data: Any, output: Any) -> int:
 
 
 def number_of_batches(dataloader: Iterable[Any], maximum: int | None) -> int | None:
-    """How many batches an epoch has, or None where the loader does not know."""
+    """Return the number of batches in an epoch, or None if the loader does not know it."""
     try:
         length = len(dataloader)  # type: ignore[arg-type]
     except TypeError:

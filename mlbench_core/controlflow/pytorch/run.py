@@ -31,7 +31,7 @@ Validate = Callable[[], tuple[Mapping[MLBenchMetric, float], float]]
 
 
 class Run:
-    """Give a task's ``train(run)`` its arguments on one worker, and do the work around epochs that all tasks share.
+    """The arguments of a task on one worker, and the work around epochs that all tasks share.
 
     A task makes its data, model, optimizer and scheduler, calls :meth:`track` with its metrics and its goal, and trains
     one epoch in the body of ``for epoch in run.epochs(...)``. Start it with :func:`run_task`.
@@ -180,14 +180,16 @@ class Run:
         if self.validation_only:
             validate_and_record()
             return
+        # The wall clock starts after the data, the model and a checkpoint are loaded.
         tracker.start()
+        # Within an epoch only the best model is saved, also with --checkpoint: its files are those of whole epochs.
         within_epochs = Checkpointer(self.ckpt_run_dir, self.rank, CheckpointFreq.BEST)
         self._validate = validate_and_record
         self._save_part = partial(within_epochs.save, tracker, model, optimizer, scheduler, extra=extra)
         for epoch in tracker.epochs(budget or args.epochs, args.past_goal):
             self._is_best = None
             yield epoch
-            # parts() has validated after the last part.
+            # parts() has already validated after the last part.
             is_best = validate_and_record() if self._is_best is None else self._is_best
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra=extra)
@@ -207,10 +209,11 @@ class Run:
         for part in epoch_parts(batches, share, update_freq, most):
             yield part
             self._is_best = self._validate()
+            # epochs() saves after the last part, so it is not saved here.
             if part.is_last or (self.tracker.goal_reached and not self.args.past_goal):
                 return
             self._save_part(self._is_best)
-            self.tracker.reset_epoch_stats()  # each part has means of its own
+            self.tracker.reset_epoch_stats()  # each part has its own means
 
 
 def run_task(
