@@ -1,4 +1,4 @@
-"""The command line that all task scripts share."""
+"""Read the command line that all task scripts share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mlbench_core.tasks import BACKENDS
 __all__ = ["DEFAULT_TIMEOUT_S", "add_run_arguments", "count", "task_main"]
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""Seconds to wait for other workers, unless ``--timeout`` says otherwise; torch's own default for Gloo."""
+"""Default of ``--timeout``, the seconds to wait for other workers; it is torch's own default for Gloo."""
 
 
 def task_main(
@@ -36,26 +36,30 @@ def task_main(
     argv: Sequence[str] | None = None,
     add_arguments: Callable[[argparse.ArgumentParser], Any] | None = None,
 ) -> None:
-    """Read a task's command line, make its folders, and run it.
+    """Read a task's command line, create its folders, and run it.
 
-    Calls ``main_func(run_id=..., dataset_dir=..., ckpt_run_dir=..., output_dir=..., rank=..., backend=..., hosts=...,
-    validation_only=..., gpu=..., light_target=...)``: by keyword, so a task may name its parameters in any order. Under
-    torchrun rank, hosts and world size come from the environment: the rank is ``RANK``, and hosts is None, which tells
-    ``initialize_backends`` to read the rest there. Without ``--backend`` it is ``"nccl"`` with ``--gpu``, ``"mpi"``
-    under an mpirun where mpi4py is installed, and ``"gloo"`` otherwise.
+    The call is ``main_func(run_id=..., dataset_dir=..., ckpt_run_dir=..., output_dir=..., rank=..., backend=...,
+    hosts=..., validation_only=..., gpu=..., light_target=...)``. All arguments are keyword arguments, so a task may
+    declare its parameters in any order.
+
+    Under torchrun, rank, hosts and world size come from the environment. The rank is then ``RANK``. The hosts are None,
+    so ``initialize_backends`` reads them from the environment.
+
+    The default of ``--backend`` is ``"nccl"`` with ``--gpu``, ``"mpi"`` under an mpirun if mpi4py is installed, and
+    ``"gloo"`` otherwise.
 
     An option may be shortened as long as it stays unambiguous: ``--root-data`` is ``--root-dataset``.
 
-    Errors in the arguments end the process with status 2, an :class:`MLBenchError` of the task with status 1, each with
-    one line on standard error. If another worker was lost, the traceback of the backend's own error comes before it.
+    Errors in the arguments end the process with status 2, and an :class:`MLBenchError` of the task with status 1. Both
+    print one line on standard error. If another worker was lost, the traceback of the backend's error precedes it.
 
     Args:
-        main_func: The task. It takes the ten names above as keyword arguments.
+        main_func: The task. It accepts the ten names above as keyword arguments.
         uid: The task's name in paths: ``<root-dataset>/torch/<uid>``, ``<root-checkpoint>/<uid>/<run_id>`` and
             ``<root-output>/<uid>/<run_id>``.
         argv: Arguments to read instead of those of the process.
-        add_arguments: Adds a task's own arguments to the parser; ``main_func`` is then also called with ``args=``, the
-            namespace of all arguments, in which ``args.timeout`` is for ``initialize_backends(timeout_s=...)``.
+        add_arguments: Function that adds the task's own arguments to the parser. ``main_func`` is then also called with
+            ``args=``, the namespace of all arguments; pass its ``timeout`` to ``initialize_backends(timeout_s=...)``.
 
     Raises:
         TypeError: ``main_func`` cannot be called.
@@ -107,6 +111,7 @@ def task_main(
             **extra,
         )
     except MLBenchError as error:
+        # The backend's own error is the only place that names the operation in which a worker was lost.
         if isinstance(error, WorkerError) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         message = " ".join(str(error).split())
@@ -115,11 +120,11 @@ def task_main(
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None) -> None:
-    """Add what every task that trains takes: how long, from where on, what to keep, and the seed.
+    """Add the arguments of every task that trains: epochs, resuming, checkpoints and the seed.
 
     Args:
-        parser: Gets ``--epochs``, ``--past-goal``, ``--resume``, ``--checkpoint`` and ``--seed``.
-        epochs: The task's budget; None where it depends on other arguments.
+        parser: Receives ``--epochs``, ``--past-goal``, ``--resume``, ``--checkpoint`` and ``--seed``.
+        epochs: The task's budget; None if it depends on other arguments.
 
     Example:
         >>> parser = argparse.ArgumentParser()
@@ -138,10 +143,10 @@ def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1: the ``type`` of such an argument.
+    """Return a whole number of at least 1; the ``type`` of an argument.
 
     Raises:
-        argparse.ArgumentTypeError: The text is none.
+        argparse.ArgumentTypeError: The text is not such a number.
 
     Example:
         >>> count("12")
@@ -153,7 +158,7 @@ def count(text: str) -> int:
 
 
 def _seed(text: str) -> int:
-    """What every random generator takes."""
+    """Return a seed that every random generator accepts: NumPy's global one takes 32 bits."""
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 2^32 - 1")
     return int(text)
@@ -163,12 +168,12 @@ class _Parser(argparse.ArgumentParser):
     """A parser for which two spellings of one option do not make its short form ambiguous."""
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """The options that a short form may stand for, each once."""
+        """Return the options that a short form may stand for, each once."""
         return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """The parser of the shared arguments; every name is spelled with ``_`` and with ``-``."""
+    """Return the parser of the shared arguments; every name is spelled with ``_`` and with ``-``."""
     parser = _Parser(description="Run a benchmark task.")
 
     def add(name: str, **options: Any) -> None:
@@ -178,7 +183,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("run_id", default=os.environ.get("MLBENCH_RUN_ID") or "1", metavar="ID", help="id of the run [%(default)s]")
     for name, folder in (("dataset", "datasets"), ("checkpoint", "checkpoints"), ("output", "output")):
         default = str(user_folder(folder))
-        # argparse formats help with %, which a folder's name may hold
+        # argparse formats help texts with %, and the name of a folder may contain %.
         shown = default.replace("%", "%%")
         add(f"root-{name}", default=default, metavar="DIR", help=f"folder of the {folder} [{shown}]")
     add("validation_only", action="store_true", help="only evaluate the checkpoints of the run")
@@ -196,7 +201,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    """A positive number of seconds."""
+    """Return a positive number of seconds."""
     try:
         seconds = float(text)
     except ValueError:
@@ -207,15 +212,15 @@ def _seconds(text: str) -> float:
 
 
 def _rank_and_hosts(rank: int | None, hosts: str | None, environment: Mapping[str, str]) -> tuple[int, str | None]:
-    """Return this worker's rank, and the hosts if they were given by hand.
+    """Return this worker's rank, and the hosts if they were given on the command line.
 
     Args:
         rank: Value of ``--rank``.
         hosts: Value of ``--hosts``.
-        environment: The environment variables, in which launchers leave the rank.
+        environment: The environment variables, in which launchers set the rank.
 
     Returns:
-        Rank and hosts; hosts is None if the environment has them, or there is one worker.
+        Rank and hosts. Hosts is None if the environment has them, or if there is one worker.
 
     Raises:
         ValueError: Rank and hosts contradict each other.
@@ -233,7 +238,7 @@ def _default_backend(gpu: bool, environment: Mapping[str, str]) -> str:
     if gpu:
         return "nccl"
     launcher = detect_environment(environment=environment)
-    # srun sets PMI's variables too, without an MPI that could be relied on
+    # srun sets the variables of PMI too, but a usable MPI may be missing there.
     is_mpirun = isinstance(launcher, OpenMPIEnvironment) or (
         isinstance(launcher, MPICHEnvironment) and not environment.get("SLURM_PROCID")
     )
@@ -241,12 +246,12 @@ def _default_backend(gpu: bool, environment: Mapping[str, str]) -> str:
 
 
 def _is_folder_name(name: str) -> bool:
-    """Whether a text is safe as the name of one folder."""
+    """Return True if a text is safe as the name of one folder."""
     return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
 def _make_folder(option: str, root: str, *parts: str) -> str:
-    """Make a folder below ``root`` and give its path."""
+    """Create a folder below ``root`` and return its path."""
     folder = Path(root).expanduser().absolute().joinpath(*parts)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -303,7 +303,7 @@ def _of_epoch(files: Mapping[int, Path], rank: int) -> tuple[Candidate, bool]:
     if 0 not in files:
         return Candidate(None, files[rank]), False
     alone = _header(files[rank]) if rank in files else None
-    if rank > 0 and alone is not None and alone.world_size == 1:  # torch does not know the other workers, as with Horovod
+    if rank > 0 and alone is not None and alone.world_size == 1:  # torch knows one worker, as with Horovod
         return Candidate(None, files[rank]), True
     headers = {0: _header(files[0])}
     world_size = headers[0].world_size if headers[0] is not None else None

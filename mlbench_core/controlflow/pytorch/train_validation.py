@@ -1,4 +1,4 @@
-"""The training loop."""
+"""Train a model: the training round, and training and validation in turn."""
 
 from __future__ import annotations
 
@@ -50,50 +50,52 @@ def train_round(
 ) -> float:
     r"""Train for one epoch.
 
-    Each batch goes through these steps, each of which the tracker is told: load (drawing it from the loader included),
-    init (gradients to zero), forward pass, loss, backward pass, aggregation and update (both told by the optimizer
-    where its ``step`` takes a tracker), metrics.
+    The tracker records the steps of each batch: load (including the loader), init (gradients to zero), forward pass,
+    loss, backward pass, aggregation, update and metrics. The optimizer records aggregation and update if its ``step``
+    takes a tracker.
 
-    All workers train on the number of batches of the worker with the fewest: parts of a data set that differ by one
-    sample can differ by one batch, and the worker with one more would wait indefinitely. They agree in one
-    small message before the first batch, so every worker's loader must know its length, or none.
+    All workers train on the same number of batches, that of the worker with the fewest. Parts of a data set that differ
+    by one sample can differ by one batch, and the worker with an extra batch would wait indefinitely. The workers agree
+    on the number in one small message before the first batch. So either every worker's loader knows its length, or no
+    worker's does.
 
-    With ``update_freq`` :math:`u > 1` the gradients of u batches are accumulated before an update, and nothing is sent
-    in between (the optimizer's ``no_sync`` is used where it has one). With the batches' losses
-    :math:`L_1, \dots, L_n` the gradient is
+    With ``update_freq`` :math:`u > 1` the gradients of u batches are accumulated before an update. Nothing is sent in
+    between, through the ``no_sync`` of the optimizer if it has one. With the losses :math:`L_1, \dots, L_n` of the
+    batches, the gradient is
 
     .. math:: g = \nabla \frac{1}{n} \sum_{j=1}^{n} L_j,
 
-    where n is u, or what is left for the last update of the epoch. With ``step_arguments`` it is that of the sum, and
-    what the function returns tells the optimizer what to divide by.
+    with n = u, or the number of remaining batches for the last update of the epoch. With ``step_arguments`` it is the
+    gradient of the sum, and the result of that function gives the optimizer its divisor.
 
-    A scheduler that waits for a plateau needs a validation result, so stepping it once an epoch is the caller's part;
-    with ``schedule_per="batch"`` its ``batch_step()`` is called, where it has one, for the warm-up.
+    A scheduler that waits for a plateau needs a validation result, so the caller must step it once per epoch. With
+    ``schedule_per="batch"``, its ``batch_step()`` is called for the warm-up, if it has one.
 
     Args:
-        dataloader: Gives this worker's pairs (data, target).
-        model: The model; it is put into training mode.
+        dataloader: Iterable over this worker's pairs (data, target).
+        model: The model; it is set to training mode.
         optimizer: The optimizer. If it has ``backward_loss(loss)``, for loss scaling, that replaces
             ``loss.backward()``.
-        loss_function: Called ``(output, target)``; gives a loss without dimensions.
+        loss_function: Called ``(output, target)``; returns a loss without dimensions.
         metrics: Metrics to compute on each batch; may be empty.
         scheduler: Learning rate schedule, or None.
-        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; type of floating-point data. None leaves it.
-        schedule_per: Whether the scheduler steps after each ``"batch"`` (with ``update_freq``, each update) or at the
-            end of the ``"epoch"``.
-        transform_target_type: Whether targets are converted to ``dtype`` too.
-        use_cuda: Whether batches go to the current GPU.
+        dtype: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``; type of floating-point data. None keeps it.
+        schedule_per: ``"batch"`` to step the scheduler after each batch (with ``update_freq``, after each update);
+            ``"epoch"`` to step it at the end of the epoch.
+        transform_target_type: True to convert targets to ``dtype`` too.
+        use_cuda: True to move batches to the current GPU.
         max_batch_per_epoch: Largest number of batches; None for all.
-        tracker: Gets times, loss and metrics.
-        update_freq: u, batches before an update; more than one needs a loader that knows its length.
-        step_arguments: Called before each update with its batches, pairs (data, target); gives keyword arguments of the
-            optimizer's ``step``, such as ``denom``.
+        tracker: Receives times, loss and metrics.
+        update_freq: Number u of batches before an update. A value above 1 needs a loader that knows its length.
+        step_arguments: Called before each update with its batches, pairs (data, target). It returns keyword arguments
+            of the optimizer's ``step``, such as ``denom``.
 
     Returns:
-        This worker's mean loss over the epoch, each batch weighted by its size; 0 without a batch.
+        This worker's mean loss over the epoch, with each batch weighted by its size; 0 without a batch.
 
     Raises:
-        ValueError: ``schedule_per`` is neither, or ``update_freq`` is below 1 or does not go with the loader.
+        ValueError: ``schedule_per`` has another value, ``update_freq`` is below 1, or it is above 1 and the loader has
+            no length.
     """
     if schedule_per not in ("epoch", "batch"):
         raise ValueError(f"schedule_per is {schedule_per!r}; it must be 'epoch' or 'batch'")
@@ -114,6 +116,7 @@ def train_round(
     loss_sum: float | Tensor = 0.0
     samples = 0
     for batch_idx in maybe_range(total if total is not None else max_batch_per_epoch):
+        # The batch starts before its data is drawn, so that waiting for the loader counts as training time.
         if tracker is not None:
             tracker.batch_start()
         batch = next(iterator, None)
@@ -130,6 +133,7 @@ def train_round(
         size = batch_size(data, output)
         if tracker is not None:
             tracker.batch_end(samples=size)
+        # Recorded after the end of the batch, so that sending to the master is not part of the training time.
         record_train_batch_stats(batch_idx, loss, output, results, tracker, total)
         loss_sum = loss_sum + loss.to(torch.float64) * size
         samples += size
@@ -139,16 +143,16 @@ def train_round(
 
 
 class Updates:
-    """Trains on one batch after the other, and updates the weights after every few.
+    """Gradient accumulation: a training step for each batch, and an update of the weights after several batches.
 
     Args:
-        model: Called with a batch's data; the model, for example.
+        model: Called with the data of a batch, for example a module.
         optimizer: The optimizer.
         loss_function: Called ``(output, target)``.
-        tracker: Is told of every step; or None.
-        frequency: Batches before an update.
-        total: Batches of the epoch; None if it is not known, which takes a ``frequency`` of 1.
-        step_arguments: As :func:`train_round` has it.
+        tracker: Records every step; may be None.
+        frequency: Number of batches before an update.
+        total: Number of batches of the epoch; None if it is not known, which requires a ``frequency`` of 1.
+        step_arguments: See :func:`train_round`.
     """
 
     def __init__(
@@ -166,7 +170,7 @@ class Updates:
         self.batches: list[tuple[Any, Any]] = []
 
     def train_batch(self, batch_idx: int, data: Any, target: Any) -> tuple[Tensor, Any, bool]:
-        """Add a batch's gradients; gives the loss, without its graph, the output, and whether there was an update."""
+        """Add the gradients of a batch; return the detached loss, the output, and True after an update."""
         if not self.batches:
             self.optimizer.zero_grad()
         _mark(self.tracker, "init")
@@ -177,6 +181,7 @@ class Updates:
         count = self._batches_of_update(batch_idx)
         self.batches.append((data, target))
         ends = len(self.batches) == count
+        # The last backward pass of an update may send gradients while it runs; the ones before it must not.
         with contextlib.nullcontext() if ends else self._without_communication():
             self._backward(loss if self.step_arguments is not None or count == 1 else loss / count)
         _mark(self.tracker, "backprop")
@@ -186,7 +191,7 @@ class Updates:
         return loss.detach(), output, ends
 
     def _batches_of_update(self, batch_idx: int) -> int:
-        """How many batches go into the update that this batch belongs to: the epoch's last one may have fewer."""
+        """Return the number of batches in the update of this batch; the last update of an epoch may have fewer."""
         first = batch_idx - len(self.batches)
         return self.frequency if self.total is None else min(self.frequency, self.total - first)
 
@@ -214,40 +219,42 @@ def _mark(tracker: Tracker | None, step: str) -> None:
 
 
 def _takes_tracker(optimizer: Any) -> bool:
-    """Whether ``optimizer.step`` has an argument ``tracker``, and so marks its own steps."""
+    """Return True if ``optimizer.step`` has an argument ``tracker``, and so marks its own steps."""
     return "tracker" in inspect.signature(optimizer.step).parameters
 
 
 def _step_after_batch(scheduler: Any) -> None:
     if not isinstance(scheduler, ReduceLROnPlateau):
         scheduler.step()
+    # A scheduler for plateaus steps with validation results; within an epoch it can only warm up.
     elif getattr(scheduler, "batches_per_epoch", None) is not None:
         scheduler.batch_step()  # type: ignore[attr-defined]
 
 
 class TrainValidation:
-    """Trains and validates in turn, until the goal is reached or the epochs are over.
+    """A loop that trains and validates in turn, until the goal is reached or all epochs are finished.
 
     Args:
         model: The model.
         optimizer: The optimizer.
-        loss_function: Called ``(output, target)``; gives the mean loss of a batch.
-        metrics: The metrics; the first is the one that says which epoch is best.
-        scheduler: Learning rate schedule, or None. One that waits for a plateau gets the validation loss.
+        loss_function: Called ``(output, target)``; returns the mean loss of a batch.
+        metrics: The metrics; the first decides which epoch is the best.
+        scheduler: Learning rate schedule, or None. A scheduler that waits for a plateau receives the validation loss.
         batch_size: Samples in a batch of one worker.
         train_epochs: Largest number of epochs.
         rank: This worker's rank.
         world_size: Number of workers.
         run_id: Id of the run.
         dtype: Type of floating-point data, as in :func:`train_round`.
-        validate: Whether to validate after each epoch.
-        schedule_per: Whether the scheduler steps after each ``"batch"`` or each ``"epoch"``.
-        checkpoint: Saves after each epoch and is what ``resume`` loads from; None for neither.
-        transform_target_type: Whether targets are converted to ``dtype`` too.
-        average_models: Whether weights are averaged over the workers after each epoch.
-        use_cuda: Whether batches go to the current GPU.
+        validate: True to validate after each epoch.
+        schedule_per: ``"batch"`` or ``"epoch"``: the scheduler steps after each of these.
+        checkpoint: The checkpointer that saves after each epoch, and from which ``resume`` loads; None for no
+            checkpoints.
+        transform_target_type: True to convert targets to ``dtype`` too.
+        average_models: True to average the weights over the workers after each epoch.
+        use_cuda: True to move batches to the current GPU.
         max_batch_per_epoch: Largest number of batches in a round; None for all.
-        tracker: The tracker; one without a goal is made if it is left out.
+        tracker: The tracker; None makes one without a goal.
     """
 
     def __init__(
@@ -301,19 +308,19 @@ class TrainValidation:
         resume: bool = False,
         repartition_per_epoch: bool = False,
     ) -> None:
-        """Train.
+        """Train until the goal is reached or all epochs are finished.
 
         Args:
             dataloader_train: This worker's training batches.
             dataloader_val: This worker's validation batches.
             dataloader_train_fn: Makes the training batches; instead of ``dataloader_train``.
             dataloader_val_fn: Makes the validation batches; instead of ``dataloader_val``.
-            resume: Whether to go on from the newest checkpoint.
-            repartition_per_epoch: Whether ``dataloader_train_fn`` and ``dataloader_val_fn`` are called anew before each
-                epoch, to deal the data out again.
+            resume: True to continue from the newest checkpoint.
+            repartition_per_epoch: True to call ``dataloader_train_fn`` and ``dataloader_val_fn`` again before each
+                epoch, to repartition the data.
 
         Raises:
-            ValueError: Batches are missing or given twice, or ``resume`` has no checkpointer.
+            ValueError: Batches are missing or given twice, or ``resume`` is True without a checkpointer.
         """
         make_train = _maker("dataloader_train", dataloader_train, dataloader_train_fn)
         make_val = _maker("dataloader_val", dataloader_val, dataloader_val_fn) if self.validate else None
@@ -348,6 +355,7 @@ class TrainValidation:
         if self.average_models:
             AllReduceAggregation(self.world_size).agg_model()(self.model, "avg_world")
         is_best = False
+        # Without a validation, a scheduler for plateaus can only follow the training loss.
         plateau_loss = train_loss
         if val_batches is not None:
             values, plateau_loss = validation_round(
@@ -364,6 +372,7 @@ class TrainValidation:
             is_best = record_validation_stats(values, plateau_loss, self.tracker, self.rank)
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(plateau_loss)
+        # The epoch ends before it is saved, so that a resumed run begins with the next one.
         self.tracker.epoch_end()
         if self.checkpoint is not None:
             self.checkpoint.save(self.tracker, self.model, self.optimizer, self.scheduler, is_best)
@@ -386,7 +395,7 @@ class TrainValidation:
 def _maker(
     name: str, batches: Iterable[Any] | None, make: Callable[[], Iterable[Any]] | None
 ) -> Callable[[], Iterable[Any]]:
-    """A function that gives the batches, from the one of two arguments that is there."""
+    """Return a function that returns the batches, from whichever of the two arguments was given."""
     if (batches is None) == (make is None):
         raise ValueError(f"pass either {name} or {name}_fn, {'not both' if make is not None else 'one is missing'}")
     if make is not None:

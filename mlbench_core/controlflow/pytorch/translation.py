@@ -1,4 +1,4 @@
-"""Rounds of translation models whose batches hold so many tokens: every token weighs the same.
+"""Train and validate translation models with batches of N tokens, in which every token has the same weight.
 
 Batches are dictionaries as the ``collater`` of
 :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset` makes them.
@@ -33,7 +33,7 @@ class EpochPart:
     """Consecutive batches of an epoch, as a loader that can be read once.
 
     Attributes:
-        is_last: Whether the epoch ends with this part.
+        is_last: True if the epoch ends with this part.
 
     Args:
         batches: Iterator over the batches of the epoch; the next part continues with it.
@@ -78,10 +78,12 @@ def epoch_parts(
     """
     if not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, not {share}: give the share of an epoch in one part")
+    # A worker with more parts than another would wait for it indefinitely in the next validation.
     total = process_groups.smallest(len(batches))
     total = total if most is None else min(total, most)
     updates = -(-total // update_freq)
     length = max(1, round(share * updates)) * update_freq
+    # All parts share one iterator, so that no part draws batches of another.
     iterator = iter(batches)
     for first in range(0, total, length):
         yield EpochPart(iterator, min(length, total - first), is_last=first + length >= total)
@@ -106,7 +108,7 @@ def train_round_by_tokens(
 
     .. math:: g = \frac{\sum_{i=1}^{k} \sum_{j=1}^{u} \nabla L_{ij}}{\sum_{i=1}^{k} \sum_{j=1}^{u} n_{ij}},
 
-    the gradient of one batch of all these tokens, however they are dealt out. It costs a message of 8 bytes for the
+    the gradient of one batch of all these tokens, however they are distributed. It costs a message of 8 bytes for the
     denominator n. An optimizer with a loss scale divides by k u in half precision, which keeps the sum in range, and
     by n / (k u) in float32. The last update of an epoch may have fewer batches than u.
 
@@ -114,20 +116,20 @@ def train_round_by_tokens(
 
     Args:
         dataloader: This worker's batches; it has a length. Each has ``net_input``, the model's arguments by name,
-            ``target`` and ``ntokens``, the tokens of the target that the loss counts.
-        model: The model; it gives scores, or a tuple that begins with them, and is put into training mode.
-        optimizer: One that divides by what its ``step`` is told (``average_custom=True``): a
+            ``target`` and ``ntokens``, the number of tokens of the target that the loss counts.
+        model: The model. It returns scores, or a tuple that begins with them, and is set to training mode.
+        optimizer: An optimizer that divides by the ``denom`` of its ``step`` (``average_custom=True``): a
             :class:`~mlbench_core.optim.pytorch.centralized.CustomCentralizedOptimizer` or a
             :class:`~mlbench_core.optim.pytorch.fp_optimizers.FP16Optimizer`.
-        loss_function: Called ``(scores, target)``; gives the sum of the losses of all tokens.
+        loss_function: Called ``(scores, target)``; returns the sum of the losses of all tokens.
         scheduler: Steps after each update; None for a constant rate.
-        update_freq: Batches of each worker before an update.
-        autocast: Compute the model in this type; None for the type of its weights.
-        use_cuda: Whether batches go to the current GPU.
-        tracker: Gets times, loss and tokens of each batch.
+        update_freq: Number of batches of each worker before an update.
+        autocast: Type in which the model computes; None for the type of its weights.
+        use_cuda: True to move batches to the current GPU.
+        tracker: Receives times, loss and tokens of each batch.
 
     Returns:
-        This worker's mean loss of a token over the epoch; 0 without a batch.
+        This worker's mean loss per token over the epoch; 0 without a batch.
 
     Raises:
         ValueError: ``update_freq`` is not positive.
@@ -175,29 +177,31 @@ def train_round_by_tokens(
         if tracker is not None:
             tracker.batch_end(samples=len(output), tokens=batch["ntokens"])
         record_train_batch_stats(index, loss / batch["ntokens"], output, None, tracker, total)
+        # The sum stays on the device: reading each loss would wait for the device.
         loss_sum = loss_sum + loss.to(torch.float64)
         tokens_seen += batch["ntokens"]
     return float(loss_sum) / max(1, tokens_seen)
 
 
 def _scores(output: Any) -> Tensor:
-    """The scores of an output, which come first if there is more than one part, as in ``TransformerModel``."""
+    """Return the scores of an output. They are the first item of a tuple, as in ``TransformerModel``."""
     scores: Tensor = output[0] if isinstance(output, tuple) else output
     return scores
 
 
 def _divisor(optimizer: Any, batches: Sequence[tuple[Batch, Tensor]], update_freq: int) -> dict[str, Any]:
-    """What the optimizer is to divide the sum of all workers' gradients by: the tokens of all of them.
+    """Return the divisor of the sum of all workers' gradients, which is the number of tokens of all workers.
 
     Args:
-        optimizer: The optimizer; one with a loss scale gets the divisor in two parts.
+        optimizer: The optimizer. With a loss scale it receives the divisor in two parts.
         batches: This worker's batches, with their targets.
-        update_freq: Number u of them, where the epoch does not end early.
+        update_freq: Number u of batches, unless the epoch ends early.
     """
     count = torch.tensor(sum(batch["ntokens"] for batch, _ in batches), dtype=torch.float64)
     tokens = process_groups.sum_over_workers(process_groups.get_backend_tensor(count))
     if not hasattr(optimizer, "backward_loss"):
         return {"denom": tokens}
+    # Half precision overflows above 65,504, so the part k u is divided out there, and the rest in float32.
     batches_of_all = process_groups.world_size() * update_freq
     return {"denom": batches_of_all, "multiplier": tokens / batches_of_all}
 
@@ -216,21 +220,21 @@ def translation_round(
 
     Metrics may score the same translations as different text, for example raw tokens and detokenized sentences.
 
-    Every worker must call it with its share; a share may have fewer batches than another, or empty ones. The score of
-    all shares comes from statistics that are summed over the workers, not from the shares' scores.
+    Every worker must call it with its share. A share may have fewer batches than another, or empty ones. The score of
+    all shares comes from statistics that are summed over the workers, not from the scores of the shares.
 
     Args:
-        dataloader: This worker's batches, as in :func:`train_round_by_tokens`; an empty dictionary is passed over.
-        model: The model, as in :func:`train_round_by_tokens`; it is in evaluation mode meanwhile.
-        loss_function: Called ``(scores, target)``; gives the sum of the losses of all tokens.
-        translate: Gives for each metric a pair of translations and references of a batch, as text.
-        metrics: Metrics on these, in the same order, such as
+        dataloader: This worker's batches, as in :func:`train_round_by_tokens`; an empty dictionary is skipped.
+        model: The model, as in :func:`train_round_by_tokens`; it is in evaluation mode during the round.
+        loss_function: Called ``(scores, target)``; returns the sum of the losses of all tokens.
+        translate: Function of a batch; returns a pair of translations and references for each metric, as text.
+        metrics: Metrics of these texts, in the same order, such as
             :class:`~mlbench_core.evaluation.pytorch.metrics.BLEUScore`; they are reset first.
-        use_cuda: Whether batches go to the current GPU.
-        tracker: Gets the time of the round.
+        use_cuda: True to move batches to the current GPU.
+        tracker: Receives the time of the round.
 
     Returns:
-        The metrics' values, and the mean loss of a token; both of all workers. Pass them to
+        The values of the metrics and the mean loss per token, both of all workers. Pass them to
         :func:`~mlbench_core.controlflow.pytorch.controlflow.record_validation_stats`.
     """
     for metric in metrics:
@@ -242,6 +246,7 @@ def translation_round(
     tokens = 0
     try:
         with evaluation_mode(model), torch.no_grad():
+            # A worker whose share is shorter has empty batches at the end.
             for batch in filter(None, dataloader):
                 batch, _ = prepare_batch(batch, None, None, use_cuda=use_cuda)
                 output = _scores(model(**batch["net_input"]))
