@@ -1,9 +1,9 @@
-"""Task 0: how long the collective operations of a backend take, by size and type of the tensors.
+"""Task 0: measure the time of a backend's collective operations by size and type of the tensors.
 
-All-reduce (another one by --collective) of whole random numbers, numpy.logspace(0, 8, num=80) elements, 100 repetitions
-each, float32, float16 and bfloat16 where the backend has them, at least 2 workers. mean, median, 99th percentile,
-algorithm and bus bandwidth, and a fit of latency and bandwidth; every result is checked. README.md beside this file has
-the whole description.
+The operation is an all-reduce (or another one, see --collective) of random whole numbers, on at least 2 workers. Sizes
+are numpy.logspace(0, 8, num=80) elements, with 100 repetitions each. Types are float32, float16 and bfloat16, if the
+backend has them. The task reports mean, median, 99th percentile, algorithm and bus bandwidth, and a fit of latency and bandwidth.
+Every result is checked. README.md in this folder has the whole description.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ ROWS_SHOWN = 9  # of each type
 
 
 def choose_sizes(args: argparse.Namespace, light: bool, world_size: int, left_out: dict[str, str]) -> list[int]:
-    """The numbers of elements to measure, ascending."""
+    """Return the numbers of elements to measure, in ascending order."""
+    # Operations that cut a tensor need one part of equal size per worker, so sizes are rounded up below.
     multiple_of = world_size if COLLECTIVES[args.collective].is_cut else 1
     num, largest = (LIGHT_SIZES, LIGHT_LARGEST) if light else (SIZES, LARGEST)
     wanted = args.elements or element_counts(args.sizes or num, largest)
@@ -57,7 +58,7 @@ def choose_sizes(args: argparse.Namespace, light: bool, world_size: int, left_ou
 
 
 def choose_dtypes(args: argparse.Namespace, device: torch.device, left_out: dict[str, str]) -> list[torch.dtype]:
-    """The types that the backend has the collective for."""
+    """Return the types for which the backend has the collective."""
     for name in args.dtypes:
         reason = why_not(args.collective, DTYPES[name], device)
         if reason is not None:
@@ -71,7 +72,7 @@ def choose_dtypes(args: argparse.Namespace, device: torch.device, left_out: dict
 def measure_all(
     args: argparse.Namespace, light: bool, rank: int, world_size: int, device: torch.device
 ) -> LatencyReport:
-    """Measure every size and type; with a time limit each gets its part of the time that is left."""
+    """Measure every size and type. With a time limit, each has an equal part of the remaining time."""
     report = LatencyReport(machine=describe_machine(device), versions=describe_versions())
     dtypes = choose_dtypes(args, device, report.left_out)
     sizes = choose_sizes(args, light, world_size, report.left_out)
@@ -86,6 +87,7 @@ def measure_all(
     end = None if args.time_limit is None else time.perf_counter() + args.time_limit
     to_do = [(elements, dtype) for elements in sizes for dtype in dtypes]
     for number, (elements, dtype) in enumerate(to_do):
+        # Small sizes are fast and leave most of their part to the large ones after them.
         left_s = None if end is None else max(0.0, end - time.perf_counter()) / (len(to_do) - number)
         options: dict[str, Any] = {"repetitions": args.repetitions, "budget_s": left_s}
         report.measurements.append(measure(args.collective, elements, dtype, device, **options))
@@ -95,7 +97,7 @@ def measure_all(
 
 
 def publish(run_id: str, report: LatencyReport) -> None:
-    """Tell the master everything, with the number of the size where training tasks have the epoch."""
+    """Send all results to the master, with the number of the size in place of the epoch of training tasks."""
     for dtype in report.dtypes:
         for number, measurement in enumerate(report.of(dtype)):
             row = measurement.row()
@@ -104,13 +106,14 @@ def publish(run_id: str, report: LatencyReport) -> None:
     for dtype, fit in report.fits().items():
         prefix = f"{report.measurements[0].collective}_{dtype}"
         LogMetrics.log(run_id, 0, 0, f"{prefix}_alpha_s", fit.alpha_s)
+        # An infinite bandwidth, from times that do not grow with the size, is not a number for the master.
         if fit.beta_bytes_per_s < math.inf:
             LogMetrics.log(run_id, 0, 0, f"{prefix}_beta_bytes_per_s", fit.beta_bytes_per_s)
     LogMetrics.flush()
 
 
 def show(report: LatencyReport) -> None:
-    """Print a few sizes of each type, the fits, and what was left out or done less often than asked for."""
+    """Print a few sizes of each type, the fits, left-out measurements and those with fewer repetitions."""
     table = Table(title=report.title)
     for title in ("type", "elements", "mean µs", "median µs", "p99 µs", "alg. GB/s", "bus GB/s", "repetitions"):
         table.add_column(title, justify="left" if title == "type" else "right")
@@ -166,7 +169,7 @@ def main(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What this task takes beyond the arguments that all tasks share."""
+    """Add the arguments of this task."""
 
     def count(text: str) -> int:
         if not (text.isdecimal() and int(text) > 0):

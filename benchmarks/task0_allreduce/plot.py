@@ -21,8 +21,8 @@ def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | N
     """Draw reports into one chart with logarithmic axes.
 
     Args:
-        reports: What to compare.
-        path: The file; its suffix says the format.
+        reports: The reports to compare.
+        path: Path of the chart; its suffix selects the format.
         dtypes: Types to draw; None draws all.
 
     Returns:
@@ -36,6 +36,7 @@ def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | N
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # Without pyplot, no display is needed and no global state of matplotlib changes.
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

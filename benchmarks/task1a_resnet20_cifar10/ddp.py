@@ -1,6 +1,6 @@
-"""Task 1a through torch alone: DistributedDataParallel and torch.optim.SGD, for comparison with CentralizedSGD.
+"""Task 1a with DistributedDataParallel and torch.optim.SGD, for comparison with CentralizedSGD.
 
-Data, model, schedule, goal and measurements are those of main.py beside this file, and so is the command line;
+Data, model, schedule, goal, measurements and command line are those of main.py in this folder.
 ``main.py --optimizer ddp`` is the same run.
 """
 
@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 
 def ddp_sgd(model: nn.Module, lr: float) -> tuple[DistributedDataParallel, SGD]:
-    """The network whose backward pass averages gradients over the workers, and the optimizer of its weights."""
+    """Return a network whose backward pass averages gradients over the workers, and its optimizer."""
     device = next(model.parameters()).device
     parallel = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     return parallel, SGD(parallel.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=1e-4, dampening=0)

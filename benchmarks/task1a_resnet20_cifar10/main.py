@@ -1,9 +1,9 @@
 """Task 1a: ResNet-20 on CIFAR-10, synchronous SGD, time to 80 % top-1 validation accuracy (light goal: 70 %).
 
-One process per worker, 128 images a worker, a disjoint part of the training set each; gradients are averaged over the
+One process per worker, 128 images per worker, a disjoint part of the training set each; gradients are averaged over the
 k workers before every update. Learning rate 0.02 k after a linear warm-up of log2(k) epochs (Goyal et al. 2017,
-arXiv 1706.02677), halved when the validation loss has not improved. README.md describes the task, variants.py has what
-other flags use instead of the reference's parts.
+arXiv 1706.02677), halved when the validation loss has not improved. README.md describes the task. variants.py has the
+parts that other flags use in place of those of the reference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mlbench_core.optim.pytorch.centralized import CentralizedSGD
 from mlbench_core.tasks import get_task
 
 TASK = get_task("1a")
-BATCH_SIZE = 128  # images a worker
+BATCH_SIZE = 128  # images per worker
 BASE_LR = 0.02  # of one worker
 DATASETS = {"cifar10": CIFAR10V1, "digits": Digits, "mnist": MNIST}
 
@@ -42,6 +42,7 @@ def load_data(run: Run, batch_size: int) -> tuple[ImageBatches, ImageBatches]:
     train, validation = (DATASETS[args.dataset](folder, train=is_train, **source) for is_train in (True, False))
     if run.gpu and fits_on_gpu(train.size_bytes + validation.size_bytes):
         train, validation = train.to("cuda"), validation.to("cuda")
+    # With --deal-anew each worker reads the whole set and selects its share of every step in the epoch's order.
     memory_format = channels_last if args.channels_last else contiguous_format
     return (
         ImageBatches(
@@ -89,7 +90,7 @@ def train(run: Run) -> None:
     tracker = run.track(metrics, time_to_accuracy_goal(TASK.goal_on(args.dataset, run.light)))
 
     def validate() -> tuple[dict[TopKAccuracy, float], float]:
-        with averaged_weights(model):  # workers differ in BatchNorm's statistics, in some variants in all
+        with averaged_weights(model):  # workers differ in BatchNorm's statistics, in some variants in all weights
             return validation_round(
                 validation_batches, variants.in_precision(model, args), loss_function, metrics, args.precision,
                 tracker=tracker, use_cuda=run.gpu,
@@ -113,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str = "centralized
 
 
 def main(optimizer: str = "centralized_sgd") -> None:
-    """Run the task; its optimizer is this one unless the command line gives another."""
+    """Run the task, with this optimizer unless the command line gives another."""
     run_task(train, "task1a", partial(add_arguments, optimizer=optimizer), variants.check)
 
 

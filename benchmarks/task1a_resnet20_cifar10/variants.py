@@ -1,6 +1,6 @@
-"""What task 1a can be run with beside its reference: other optimizers, precisions and ways to compute.
+"""Variants of task 1a in addition to its reference: other optimizers, precisions and ways to compute.
 
-main.py beside this file is the task; it asks here for whatever a flag changes.
+main.py in this folder is the task. It takes the parts that a flag changes from here.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ NESTEROV: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 1
 
 @dataclass(frozen=True)
 class Variant:
-    """An optimizer that takes the place of the reference's.
+    """An optimizer that replaces that of the reference.
 
     Args:
-        make: Called ``(model, lr)`` in the process group, makes it.
-        lr_factor: Its learning rates are the reference's times this.
-        scales: Whether the rate grows with the number of workers. Not where a step's length says nothing of the
-            gradient's: k workers make its direction better, and no longer step is due.
+        make: Called ``(model, lr)`` in the process group; returns the optimizer.
+        lr_factor: Factor between the learning rates of the reference and those of this optimizer.
+        scales: True if the rate grows with the number of workers. False if the length of a step does not depend on the
+            length of the gradient: k workers improve its direction, which is no reason for a longer step.
     """
 
     make: Callable[[nn.Module, float], Optimizer]
@@ -49,17 +49,17 @@ class Variant:
 
 
 def named(name: str, **options: Any) -> Callable[[nn.Module, float], Optimizer]:
-    """Makes one of the library's optimizers that take a model."""
+    """Return a function that makes an optimizer of the library that takes a model."""
     return lambda model, lr: get_optimizer(name, model=model, lr=lr, **options)
 
 
 def compressing(name: str, **options: Any) -> Callable[[nn.Module, float], Optimizer]:
-    """Makes one of those that take parameters."""
+    """Return a function that makes an optimizer of the library that takes parameters."""
     return lambda model, lr: get_optimizer(name, params=model.named_parameters(), lr=lr, **options)
 
 
 def on_ring(name: str, **options: Any) -> Callable[[nn.Module, float], Optimizer]:
-    """Makes one whose workers talk to their neighbours on a ring."""
+    """Return a function that makes an optimizer whose workers communicate with their neighbors on a ring."""
     return lambda model, lr: get_optimizer(name, model=model, lr=lr, topology=ring(world_size()), **options)
 
 
@@ -70,7 +70,7 @@ VARIANTS = {
     "centralized_adam": Variant(named("centralized_adam", weight_decay=1e-4), lr_factor=0.05, scales=False),
     # Rank 2 and a warm start reach SGD's accuracy on CIFAR-10. Vogels et al., arXiv:1905.13727, tables 1 and 3.
     "power_sgd": Variant(named("power_sgd", rank=2, reuse_query=True, world_size=None, **NESTEROV)),
-    # Each weight moves by the rate itself, so that is 0.0001. Bernstein et al., arXiv:1802.04434.
+    # Each weight moves by the rate itself, so the rate is only 0.0001. Bernstein et al., arXiv:1802.04434.
     "sign_sgd": Variant(compressing("sign_sgd", momentum=0.9, weight_decay=1e-4), lr_factor=0.005, scales=False),
     # SGD's own rate, since the error feedback makes it SGD in the long run. Karimireddy et al., arXiv:1901.09847.
     "ef_sign_sgd": Variant(compressing("ef_sign_sgd", momentum=0.9, weight_decay=1e-4)),
@@ -91,7 +91,7 @@ VARIANTS = {
     "decentralized_sgd": Variant(on_ring("decentralized_sgd", **NESTEROV)),
     # Koloskova, Stich and Jaggi, arXiv:1902.00340.
     "choco_sgd": Variant(on_ring("choco_sgd", **NESTEROV)),
-    # Averages of the weights every 8 steps. Stich, arXiv:1805.09767.
+    # The weights are averaged every 8 steps. Stich, arXiv:1805.09767.
     "local_sgd": Variant(named("local_sgd", period=8, **NESTEROV)),
     "diloco": Variant(named("diloco", period=20), lr_factor=0.05, scales=False),
 }
@@ -99,7 +99,7 @@ OPTIMIZERS = (DDP, *VARIANTS)
 
 
 def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
-    """The flags of the variants."""
+    """Add the flags of the variants."""
     group = parser.add_argument_group("variants")
     switch = partial(group.add_argument, action="store_true")
     group.add_argument(
@@ -126,7 +126,7 @@ def check(args: argparse.Namespace) -> None:
     """Refuse flags that cannot be combined.
 
     Raises:
-        ConfigurationError: The message names both flags.
+        ConfigurationError: Two flags cannot be combined; the message names both.
     """
     halves, alone = args.precision != "fp32", args.optimizer == REFERENCE
     optimizer, precision = f"--optimizer {args.optimizer}", f"--precision {args.precision}"
@@ -151,10 +151,10 @@ class Plan:
     """Batch size and rates of a run.
 
     Args:
-        batch_size: Images a worker.
-        lr: Learning rate before the warm-up, and the lowest.
-        scaled_lr: Learning rate after it.
-        warmup_epochs: Its length.
+        batch_size: Images per worker.
+        lr: Learning rate before the warm-up, and the lowest rate.
+        scaled_lr: Learning rate after the warm-up.
+        warmup_epochs: Length of the warm-up in epochs.
     """
 
     batch_size: int
@@ -164,15 +164,15 @@ class Plan:
 
 
 def make_plan(args: argparse.Namespace, workers: int, batch_size: int, base_lr: float) -> Plan:
-    """Scale the task's rate with the number of images in a step, from that of one worker.
+    """Scale the task's rate with the number of images in a step, from the rate of one worker.
 
     In the settings of 2018 a worker has 32 images, and the rate is 0.1/256 for each image of a step.
 
     Args:
         args: The command line.
         workers: Number of workers.
-        batch_size: The task's images a worker.
-        base_lr: The task's rate of one worker with so many.
+        batch_size: Images per worker in the task's reference.
+        base_lr: The task's rate of one worker with this batch size.
     """
     if args.settings == "2018":
         batch_size, base_lr = 32, 0.1 / 256 * 32
@@ -180,12 +180,13 @@ def make_plan(args: argparse.Namespace, workers: int, batch_size: int, base_lr: 
     size = batch_size if args.batch_size is None else args.batch_size
     growth = workers * size / batch_size if variant.scales else 1.0
     lr = base_lr * variant.lr_factor
+    # log2 of the growth, so that a run without growth has no warm-up.
     warmup_epochs = 5 if args.settings == "2018" else math.log2(max(1, growth))
     return Plan(size, lr * min(1, growth), lr * growth, warmup_epochs)
 
 
 def make_scheduler_of_2018(optimizer: Optimizer, plan: Plan, batches_per_epoch: int) -> MultiStepLRLinearWarmUp:
-    """The schedule of 2018: a linear warm-up, then a tenth of the rate from epoch 82 on, a hundredth from 109 on."""
+    """Return the schedule of 2018: a linear warm-up, a tenth of the rate from epoch 82, a hundredth from 109."""
     return MultiStepLRLinearWarmUp(
         optimizer,
         gamma=0.1,
@@ -197,21 +198,21 @@ def make_scheduler_of_2018(optimizer: Optimizer, plan: Plan, batches_per_epoch: 
 
 
 def prepare_model(model: nn.Module, args: argparse.Namespace) -> None:
-    """Give the network the layout, the batch norm and its precision that the flags ask for; in place."""
+    """Change the layout, the batch norm and its precision in place, as the flags require."""
     if args.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if args.sync_batch_norm:
         convert_batch_norm(model)
     if args.precision != "fp32":
         for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):  # it sums over a batch and averages small changes
+            if isinstance(module, nn.BatchNorm2d):  # sums over a batch and small changes need float32
                 module.float()
     if args.precision == "fp16" and next(model.parameters()).device.type == "cpu":
         logger.warning("float16 on a CPU is slow: convolutions have no fast kernel there")
 
 
 def make_optimizer(model: nn.Module, lr: float, args: argparse.Namespace, gpu: bool) -> Any:
-    """The optimizer of a variant; DDP's comes with its network, from :func:`make_network`."""
+    """Return the optimizer of a variant; that of DDP comes with its network from :func:`make_network`."""
     if args.precision == "fp32":
         return VARIANTS[args.optimizer].make(model, lr)
     optimizer = FP16Optimizer(model, None, use_cuda=gpu, average_world=True)
@@ -220,7 +221,7 @@ def make_optimizer(model: nn.Module, lr: float, args: argparse.Namespace, gpu: b
 
 
 class Float32Output(nn.Module):
-    """A network with outputs in float32, for the loss, whatever it computes in.
+    """A network with outputs in float32 for the loss, independent of the type in which it computes.
 
     Args:
         network: The network.
@@ -233,7 +234,7 @@ class Float32Output(nn.Module):
         self.autocast = autocast
 
     def forward(self, images: Tensor) -> Tensor:
-        """Class scores."""
+        """Return the class scores of images."""
         if self.autocast is None:
             return self.network(images).float()
         with torch.autocast(images.device.type, dtype=self.autocast):
@@ -241,16 +242,17 @@ class Float32Output(nn.Module):
 
 
 def in_precision(network: nn.Module, args: argparse.Namespace) -> nn.Module:
-    """The network, computing in the precision that the flags ask for."""
+    """Return the network, computing in the precision that the flags select."""
     if args.autocast is None and args.precision == "fp32":
         return network
     return Float32Output(network, torch.bfloat16 if args.autocast else None)
 
 
 def make_network(model: nn.Module, lr: float, args: argparse.Namespace) -> tuple[nn.Module, Optimizer | None]:
-    """What computes the forward pass in training, compiled or parallel as asked; and the optimizer, where it is DDP's.
+    """Return the network of the forward pass in training, and the optimizer if it is that of DDP.
 
-    The validation goes without either: what is compiled for training only would be compiled once more.
+    The flags decide if the network is compiled or parallel. The validation uses the plain model, because a network
+    compiled for training would be compiled a second time for validation.
     """
     network: nn.Module = torch.compile(model) if args.compile else model  # type: ignore[assignment]
     optimizer = None

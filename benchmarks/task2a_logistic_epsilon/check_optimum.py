@@ -1,8 +1,8 @@
-"""Hold task 2a against the optimum that scikit-learn finds for the same objective.
+"""Compare task 2a with the optimum that scikit-learn finds for the same objective.
 
 The objective is the mean binary cross-entropy of the training set + 2.5e-6 / 2 times the squared norm of all weights,
-the bias included. scikit-learn penalises no intercept and weighs the data instead of the penalty, so it gets a column
-of ones in place of the intercept, and C = 1 / (rows * 2.5e-6).
+including the bias. scikit-learn does not penalize the intercept, so a column of ones replaces it. scikit-learn weighs
+the data instead of the penalty, so C = 1 / (rows * 2.5e-6).
 
     python benchmarks/task2a_logistic_epsilon/check_optimum.py --data FOLDER --workers 1 2 a9a agaricus australian
 """
@@ -31,12 +31,12 @@ TOLERANCES = {"a9a": (2e-3, 0.3), "agaricus": (5e-3, 0.0), "australian": (1e-2, 
 
 @dataclass(frozen=True)
 class Quality:
-    """How good some weights are.
+    """The quality of a model's weights.
 
     Attributes:
         loss: The objective on the training set.
-        train_accuracy: Percentage of training rows that they classify right.
-        accuracy: Percentage of validation rows that they classify right; of a run, after its last epoch.
+        train_accuracy: Percentage of training rows that are classified correctly.
+        accuracy: Percentage of validation rows that are classified correctly; of a run, after its last epoch.
     """
 
     loss: float
@@ -44,7 +44,8 @@ class Quality:
     accuracy: float
 
     def is_close_to(self, optimum: Quality, name: str) -> bool:
-        """Whether the loss and both accuracies are as near as they should be."""
+        """Return True if the loss and both accuracies are within the tolerances."""
+        # The loss is compared without abs(), because a loss below that of the solver is not an error.
         of_loss, of_accuracy = TOLERANCES.get(name, (np.inf, np.inf))
         return (
             self.loss - optimum.loss <= of_loss
@@ -54,11 +55,12 @@ class Quality:
 
 
 def find_optimum(name: str, folder: Path, standardized: bool = False) -> Quality:
-    """The optimum of a data set whose stores are in a folder, by Newton's method in float64."""
+    """Return the optimum of a data set whose stores are in a folder, by Newton's method in float64."""
     LogisticRegression = require("sklearn.linear_model", "linear").LogisticRegression
     (x, y), (x_validation, y_validation) = (dense(part) for part in train_and_validation(name, folder, layout="dense"))
     if standardized:
         mean, deviation = x.mean(0), x.std(0)
+        # A constant feature has the deviation 0; it becomes 0 instead of nan.
         scale = np.divide(1.0, deviation, out=np.zeros_like(deviation), where=deviation > 0)
         x, x_validation = (x - mean) * scale, (x_validation - mean) * scale
     x, x_validation = (np.hstack([part, np.ones((len(part), 1))]) for part in (x, x_validation))
@@ -66,19 +68,20 @@ def find_optimum(name: str, folder: Path, standardized: bool = False) -> Quality
         C=1 / (len(y) * L2), fit_intercept=False, solver="newton-cholesky", tol=1e-10, max_iter=1_000
     )
     w = solver.fit(x, y).coef_[0]
+    # log(1 + exp(-margin)) in a form that does not overflow
     loss = np.logaddexp(0, (1 - 2 * y) * (x @ w)).mean() + L2 / 2 * w @ w
     right = ((x @ w >= 0) == (y > 0.5)), ((x_validation @ w >= 0) == (y_validation > 0.5))
     return Quality(float(loss), *(100 * float(rows.mean()) for rows in right))
 
 
 def dense(rows: object) -> tuple[np.ndarray, np.ndarray]:
-    """All rows of a data set and their labels, in float64."""
+    """Return all rows of a data set and their labels, in float64."""
     x, y = rows.batch(np.arange(len(rows)))  # type: ignore[attr-defined, arg-type]
     return x.double().numpy(), y.double().numpy().ravel()
 
 
 def reached(name: str, data: str, folder: str, workers: int, epochs: int) -> Quality:
-    """What the task's script ends with: loss of the whole training set, accuracy on the validation set."""
+    """Run the task's script and return its final loss and accuracies on the whole training and validation sets."""
     roots = [f"--root-{root}={folder}" for root in ("dataset", "checkpoint", "output")]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), str(MAIN),
@@ -92,7 +95,7 @@ def reached(name: str, data: str, folder: str, workers: int, epochs: int) -> Qua
 
 
 def main() -> int:
-    """Print a table; the exit status is 1 where a run is further from the optimum than it may be."""
+    """Print a table; return 1 if the distance of a run from the optimum exceeds the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("names", nargs="+", metavar="NAME", help="data sets")
     parser.add_argument("--data", required=True, metavar="FOLDER", help="folder with their LIBSVM text")

@@ -1,6 +1,6 @@
 """Task 2a: logistic regression on epsilon, synchronous SGD, time to 89 % validation accuracy (light goal: 80 %).
 
-One process per worker, 128 rows a worker, a disjoint part of the training set each; gradients are averaged over the k
+One process per worker, 128 rows per worker, a disjoint part of the training set each; gradients are averaged over the k
 workers before every update. Binary cross-entropy with an L2 penalty of 2.5e-6 / 2; learning rate 4 k, halved when the
 validation loss has not improved. README.md describes the task.
 """
@@ -36,14 +36,14 @@ UNSCALED = ("australian",)  # their features have units of their own
 
 @dataclass(frozen=True)
 class Settings:
-    """What differs between the task's settings: rows a worker, and the rate of k workers."""
+    """The differences between the task's settings: rows per worker, and the learning rate of k workers."""
 
     batch_size: int
     lr: float
     decays_per_batch: bool
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler:
-        """The learning rate over time: lr / sqrt(t) at the t-th update, or halved on a plateau of two epochs."""
+        """Return the schedule: lr / sqrt(t) at the t-th update, or halved on a plateau of two epochs."""
         if self.decays_per_batch:
             return SQRTTimeDecayLR(optimizer)
         # torch acts one epoch after its patience: after the second in a row without an improvement
@@ -51,7 +51,7 @@ class Settings:
 
 
 def settings(name: str, world_size: int) -> Settings:
-    """The settings of today or of 2018, for so many workers."""
+    """Return the reference settings or those of 2018 for the number of workers."""
     if name == "2018":
         alpha = {1: 200.0, 2: 400.0, 4: 600.0, 8: 700.0, 16: 800.0}
         return Settings(100, alpha[max(k for k in alpha if k <= world_size)], decays_per_batch=True)
@@ -63,6 +63,7 @@ def load_data(run: Run, batch_size: int) -> tuple[LinearBatches, LinearBatches, 
     folder = prepare_stores(run.args.dataset, run.dataset_dir, run.args.data)
     training, validation = train_and_validation(run.args.dataset, folder)
     part = {"rank": run.rank, "world_size": run.world_size, "seed": run.args.seed}
+    # Larger batches are faster, and the results of an evaluation do not depend on their size.
     return (
         LinearBatches(training, batch_size, shuffle=True, **part),
         LinearBatches(validation, 8 * batch_size, shuffle=False, **part),

@@ -1,6 +1,6 @@
 """Task 3a: AWD-LSTM on WikiText-2, synchronous SGD, time to a validation perplexity of 70 (light goal: 90).
 
-One process per worker, 80 sequences a worker, a disjoint part of the text each; gradients are averaged over the k
+One process per worker, 80 sequences per worker, a disjoint part of the text each; gradients are averaged over the k
 workers before every update, then clipped. The rate is 30 sqrt(k) after a linear warm-up of 3 k epochs, times the
 batch's length over 70. SGD becomes averaged SGD when validation has not improved for 5 epochs (Merity et al. 2017,
 arXiv 1708.02182). README.md describes the task.
@@ -33,7 +33,7 @@ from mlbench_core.tasks import get_task
 from mlbench_core.tracking.tracker import Tracker
 
 TASK = get_task("3a")
-BASE_LR = 30.0  # of one worker with as many sequences as its preset has
+BASE_LR = 30.0  # of one worker with the number of sequences of its preset
 WEIGHT_DECAY = 1.2e-6
 GRAD_CLIP = 0.25
 WARMUP_EPOCHS = 3  # for each worker
@@ -43,10 +43,10 @@ VALIDATION_SEQUENCES = 10  # of all workers
 
 @dataclass(frozen=True)
 class Preset:
-    """A size of the task: the model's arguments, and how the text is cut into batches."""
+    """A size of the task: the arguments of the model and the shape of its batches."""
 
     model: dict[str, Any]
-    sequences: int  # a worker
+    sequences: int  # per worker
     bptt: int
     dataset: str | None = None  # whose goal it has; None is the task's own
 
@@ -59,14 +59,14 @@ PRESETS = {"full": Preset(FULL, 80, 70), "small": Preset(SMALL, 20, 35, dataset=
 
 
 def base_rate(preset_sequences: int, sequences: int | None) -> float:
-    """Rate of one worker, which goes with the root of its sequences: 30 for 80 of them, 15 for 20."""
+    """Return the rate of one worker, proportional to the square root of its sequences: 30 for 80, 15 for 20."""
     return BASE_LR * math.sqrt((sequences or preset_sequences) / preset_sequences)
 
 
 def train_epoch(
     text: Wikitext2Dataset, model: nn.Module, optimizer: Optimizer, tracker: Tracker, gpu: bool, bf16: bool
 ) -> None:
-    """One pass over this worker's part of the text; back-propagation ends at each batch's start, the state goes on."""
+    """Train on this worker's part of the text once; the state continues, back-propagation stops at each batch."""
     regularization = ActivationRegularization(alpha=2.0, beta=1.0)
     hidden = None
     model.train()
@@ -81,11 +81,13 @@ def train_epoch(
         with torch.autocast(words.device.type, torch.bfloat16, enabled=bf16):
             scores, hidden, raw, dropped = model(words, hidden, return_h=True)
         tracker.record_batch_fwd_pass()
+        # The penalty is added to the gradient only: the recorded loss gives the perplexity.
         loss = F.cross_entropy(scores.float(), next_words)
         penalty = regularization(dropped[-1].float(), raw[-1].float())
         tracker.record_batch_comp_loss()
         (loss + penalty).backward()
         tracker.record_batch_backprop()
+        # Batches have random lengths; a rate proportional to the length keeps short ones from weighing too much.
         with scaled_rate(optimizer, len(words) / text.bptt):
             optimizer.step(tracker=tracker)
         tracker.batch_end(samples=words.shape[1], tokens=words.numel())
@@ -126,7 +128,7 @@ def train(run: Run) -> None:
     tracker = run.track(metrics, goal, minimize=True)
 
     def validate() -> tuple[dict[Perplexity, float], float]:
-        """Return the perplexity of the whole validation text, of which each worker reads its streams."""
+        """Return the perplexity of the whole validation text. Each worker reads its own streams."""
         batches = (validation_text.get_batch(i) for i in range(validation_text.num_batches()))
         with averaging.averaged_weights():
             values, loss = validation_round(

@@ -60,19 +60,19 @@ def scores(dataset: str) -> list[BLEUScore]:
 
 
 def load_data(args: argparse.Namespace, folder: str) -> tuple[WMT16Dataset | Multi30k, WMT16Dataset | Multi30k]:
-    """Training and validation pairs; both data sets are validated on their test text, as published scores are."""
+    """Return training and validation pairs. Both data sets are validated on their test text, as published scores."""
     kind, for_training, validation_part = DATASETS[args.dataset]
     make = partial(kind, folder, math_precision=args.precision)
     return make(train=True, max_len=MAX_LEN_TRAIN, **for_training), make(max_len=MAX_LEN_VALIDATION, **validation_part)
 
 
 def sentence_loss(scores: Tensor, target: Tensor) -> Tensor:
-    """Label smoothing's loss, summed over the words of a sentence, as a mean over the sentences of a batch."""
+    """Return the loss with label smoothing, summed over the words of a sentence, as a mean over sentences."""
     return LabelSmoothing(0, SMOOTHING, fast_xentropy=True)(scores.transpose(0, 1), target) / target.shape[1]
 
 
 def make_optimizer(model: nn.Module, lr: float, world_size: int, gpu: bool, args: argparse.Namespace) -> Optimizer:
-    """Adam on averages of all workers' gradients; in half precision with float32 weights and a loss scale."""
+    """Return Adam on averages of all workers' gradients; in half precision with float32 weights and a loss scale."""
     adam = partial(Adam, lr=lr, betas=(0.9, 0.999), eps=1e-8)
     common = {"use_cuda": gpu, "grad_clip": GRAD_CLIP, "average_custom": True}
     if args.precision == "fp32":
@@ -91,7 +91,7 @@ def translate_and_score(
     metrics: Sequence[BLEUScore],
     tracker: Tracker,
 ) -> dict[BLEUScore, float]:
-    """Translate this worker's share of the validation text; return the scores of all workers' translations."""
+    """Translate this worker's share of the validation text and return the scores of all workers' translations."""
     tracker.validation_start()
     for metric in metrics:
         metric.reset()

@@ -1,4 +1,4 @@
-"""Task 4a's sizes, as arguments choose and change them."""
+"""Sizes of task 4a, and the arguments that select and change them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Preset:
     Attributes:
         global_batch: Sentences of all workers in an update.
         batch_size: Largest number of sentences in a worker's batch.
-        epochs: At most so many.
+        epochs: Largest number of epochs.
         lr: Rate after the warm-up.
         warmup_steps: Updates of the warm-up.
         remain_steps: Share of all updates after which the rate is halved.
-        decay_interval: It is halved again, at most 3 times, after every further share of them.
-        validate_every: Share of an epoch after which the model is validated; it is at the end of the epoch, too.
+        decay_interval: Share of all updates after which the rate is halved again, at most 3 times.
+        validate_every: Share of an epoch after which the model is validated; also at the end of the epoch.
     """
 
     global_batch: int
@@ -36,7 +36,7 @@ class Preset:
     validate_every: float = 0.3
 
     def divided(self, world_size: int) -> tuple[int, int]:
-        """Sentences in a worker's batch, and the number of batches that it accumulates before an update.
+        """Return the sentences in a worker's batch, and the number of batches that it accumulates before an update.
 
         Example:
             >>> [PRESETS["big"].divided(world_size) for world_size in (1, 4, 16, 32)]
@@ -55,13 +55,13 @@ PRESETS = {
 
 
 def chosen(args: argparse.Namespace) -> Preset:
-    """The preset of the arguments, with what they change in it."""
+    """Return the preset that the arguments select, with their changes."""
     given = {name: getattr(args, name) for name in ("global_batch", "batch_size", "epochs", "lr")}
     return replace(PRESETS[args.preset], **{name: value for name, value in given.items() if value is not None})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that choose a preset and change it."""
+    """Add the arguments that select a preset and change it."""
     add = parser.add_argument
     add("--preset", choices=sorted(PRESETS), default="big", help="size of model and batches (default: big)")
     add("--batch-size", type=count, metavar="N", help="largest number of sentences in a worker's batch (big: 128)")

@@ -54,7 +54,7 @@ def scores(dataset: str) -> list[BLEUScore]:
 
 
 def load_data(args: argparse.Namespace, folder: str) -> tuple[TransformerPairs, TransformerPairs]:
-    """The pairs to train on and those to be translated; in float16 batches have lengths that fit tensor cores."""
+    """Return the pairs for training and for translation; float16 batches have lengths that fit tensor cores."""
     multiple = {"seq_len_multiple": 8 if args.precision == "fp16" else 1}
     for_training = {"max_positions": (MAX_LEN_TRAIN + 1, MAX_LEN_TRAIN + 1), **multiple}  # a position is for the end
     if args.dataset == "wmt17":
@@ -67,7 +67,7 @@ def load_data(args: argparse.Namespace, folder: str) -> tuple[TransformerPairs, 
 def make_optimizer(
     model: TransformerModel, world_size: int, args: argparse.Namespace, gpu: bool
 ) -> CustomCentralizedOptimizer | FP16Optimizer:
-    """Adam on gradients that are summed over the workers and divided by what each step is told."""
+    """Return Adam on gradients that are summed over the workers and divided by the ``denom`` of each step."""
     adam = partial(Adam, lr=args.lr, betas=BETAS, eps=EPS, fused=True)
     if args.precision != "fp16":
         return CustomCentralizedOptimizer(model, world_size, adam, use_cuda=gpu, average_custom=True)

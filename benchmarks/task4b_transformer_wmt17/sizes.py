@@ -1,4 +1,4 @@
-"""Task 4b's sizes, as arguments choose and change them."""
+"""Sizes of task 4b, and the arguments that select and change them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["PRESETS", "Preset", "add_arguments", "take_defaults", "take_precisio
 
 @dataclass(frozen=True)
 class Preset:
-    """The batches and the rate of one size of the model; each is the default of an argument, but the last.
+    """The batches and the rate of one size of the model. All except the last are defaults of arguments.
 
     Attributes:
-        max_tokens: Tokens of one worker at a time.
+        max_tokens: Tokens in a batch of one worker.
         global_tokens: Tokens of all workers in an update.
         lr: Rate at the end of the warm-up.
         warmup_steps: Updates of the warm-up.
-        validate_every: Share of an epoch after which the model is validated; it is at the end of the epoch, too.
+        validate_every: Share of an epoch after which the model is validated; also at the end of the epoch.
     """
 
     max_tokens: int
@@ -35,25 +35,25 @@ PRESETS = {"big": FULL, "base": FULL, "small": SMALL}
 
 
 def take_defaults(args: argparse.Namespace) -> None:
-    """Fill in what the preset says and the command line does not."""
+    """Set the arguments that the command line does not give to the values of the preset."""
     for name, default in vars(PRESETS[args.preset]).items():
         if getattr(args, name, None) is None:
             setattr(args, name, default)
 
 
 def take_precision(args: argparse.Namespace, gpu: bool) -> None:
-    """Fill in the precision that the command line does not give: half precision on GPUs, as the task is described."""
+    """Set the precision if the command line does not give it: half precision on GPUs, as the task is described."""
     if args.precision is None:
         args.precision = "fp16" if gpu else "fp32"
 
 
 def update_freq(args: argparse.Namespace, world_size: int) -> int:
-    """Batches of each of k workers before an update: max(1, global tokens / (tokens at a time x k))."""
+    """Return the batches of each of k workers before an update: max(1, global tokens / (tokens per batch x k))."""
     return max(1, args.global_tokens // (args.max_tokens * world_size))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that choose a preset and change it, and the precision."""
+    """Add the arguments that select a preset and change it, and the precision."""
     add = parser.add_argument
     add("--preset", choices=sorted(PRESETS), default="big", help="size of the model (default: big)")
     add("--max-tokens", type=count, metavar="N", help="largest number of tokens in a worker's batch (big: 8192)")

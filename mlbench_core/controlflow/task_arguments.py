@@ -111,7 +111,7 @@ def task_main(
             **extra,
         )
     except MLBenchError as error:
-        # The backend's own error is the only place that names the operation in which a worker was lost.
+        # The cause is the backend's own error, which the line below does not include.
         if isinstance(error, WorkerError) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         message = " ".join(str(error).split())

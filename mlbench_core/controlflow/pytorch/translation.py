@@ -246,7 +246,7 @@ def translation_round(
     tokens = 0
     try:
         with evaluation_mode(model), torch.no_grad():
-            # A worker whose share is shorter has empty batches at the end.
+            # Shares may have empty batches; they are skipped, because a model cannot compute on them.
             for batch in filter(None, dataloader):
                 batch, _ = prepare_batch(batch, None, None, use_cuda=use_cuda)
                 output = _scores(model(**batch["net_input"]))
