@@ -2,8 +2,8 @@
 
 The operation is an all-reduce (or another one, see --collective) of random whole numbers, on at least 2 workers. Sizes
 are numpy.logspace(0, 8, num=80) elements, with 100 repetitions each. Types are float32, float16 and bfloat16, if the
-backend has them. The task reports mean, median, 99th percentile, algorithm and bus bandwidth, and a fit of latency and bandwidth.
-Every result is checked. README.md in this folder has the whole description.
+backend has them. The task reports mean, median, 99th percentile, algorithm and bus bandwidth, and a fit of latency and
+bandwidth. Every result is checked. README.md in this folder has the whole description.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ def main(
 
             files.append(draw([report], Path(output_dir) / f"{name}.png"))
         print("\n".join(f"written: {path}" for path in files), flush=True)
+    # The results are written before this error, because they show the sizes that are wrong.
     if wrong := report.wrong():
         raise BackendError(f"wrong results: {', '.join(f'{m.elements} elements of {m.dtype}' for m in wrong)}"[:500])
 

@@ -42,7 +42,7 @@ def load_data(run: Run, batch_size: int) -> tuple[ImageBatches, ImageBatches]:
     train, validation = (DATASETS[args.dataset](folder, train=is_train, **source) for is_train in (True, False))
     if run.gpu and fits_on_gpu(train.size_bytes + validation.size_bytes):
         train, validation = train.to("cuda"), validation.to("cuda")
-    # With --deal-anew each worker reads the whole set and selects its share of every step in the epoch's order.
+    # With --deal-anew, each worker reads the whole set and selects its share of every step in the epoch's order.
     memory_format = channels_last if args.channels_last else contiguous_format
     return (
         ImageBatches(
@@ -97,6 +97,7 @@ def train(run: Run) -> None:
             )  # fmt: skip
 
     for epoch in run.epochs(model, optimizer, scheduler, validate):
+        # Order and augmentation depend on seed, rank, epoch and batch only, so a resumed run sees the same batches.
         batches.set_epoch(epoch)
         train_round(
             batches, network, optimizer, loss_function, metrics, scheduler, args.precision,

@@ -180,7 +180,7 @@ def make_plan(args: argparse.Namespace, workers: int, batch_size: int, base_lr: 
     size = batch_size if args.batch_size is None else args.batch_size
     growth = workers * size / batch_size if variant.scales else 1.0
     lr = base_lr * variant.lr_factor
-    # log2 of the growth, so that a run without growth has no warm-up.
+    # log2 of the growth, so that a run without growth does not warm up.
     warmup_epochs = 5 if args.settings == "2018" else math.log2(max(1, growth))
     return Plan(size, lr * min(1, growth), lr * growth, warmup_epochs)
 
@@ -216,6 +216,7 @@ def make_optimizer(model: nn.Module, lr: float, args: argparse.Namespace, gpu: b
     if args.precision == "fp32":
         return VARIANTS[args.optimizer].make(model, lr)
     optimizer = FP16Optimizer(model, None, use_cuda=gpu, average_world=True)
+    # SGD updates the float32 master weights, which are then copied to the half-precision model.
     optimizer.set_optimizer(SGD([optimizer.fp32_params], lr=lr, **NESTEROV))
     return optimizer
 

@@ -100,6 +100,7 @@ def train(run: Run) -> None:
             full_values, full_loss = evaluate(all_batches, None)
             for name, value in {"loss": full_loss, **{m.name: v for m, v in full_values.items()}}.items():
                 tracker.record_stat(f"global_full_train_{name}", value, log_to_api=run.rank == 0)
+        # Recorded once: the time to the goal of the loss, which is in addition to the goal that ends the run.
         if args.dataset == TASK.dataset and loss <= TASK.goal_loss and "val_time_to_loss_s" not in tracker.records:
             tracker.record_stat("time_to_loss_s", tracker.get_total_train_time(), log_to_api=run.rank == 0)
         return values, loss

@@ -76,6 +76,7 @@ def train_epoch(
         words, next_words = text.get_batch(i, cuda=gpu)
         tracker.record_batch_load()
         optimizer.zero_grad()
+        # Truncated back-propagation: the state of the previous batch is kept, its graph is not.
         hidden = model.init_hidden(words.shape[1]) if hidden is None else detached(hidden)
         tracker.record_batch_init()
         with torch.autocast(words.device.type, torch.bfloat16, enabled=bf16):
@@ -130,6 +131,7 @@ def train(run: Run) -> None:
     def validate() -> tuple[dict[Perplexity, float], float]:
         """Return the perplexity of the whole validation text. Each worker reads its own streams."""
         batches = (validation_text.get_batch(i) for i in range(validation_text.num_batches()))
+        # After the trigger, the average of the weights is validated, but training continues with the weights.
         with averaging.averaged_weights():
             values, loss = validation_round(
                 batches, CarriedState(model), nn.CrossEntropyLoss(), metrics, None, tracker=tracker, use_cuda=run.gpu,

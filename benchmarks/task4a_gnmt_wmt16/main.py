@@ -80,6 +80,7 @@ def make_optimizer(model: nn.Module, lr: float, world_size: int, gpu: bool, args
     if args.overlap:
         raise ConfigurationError(f"--overlap needs --precision fp32, not {args.precision}: leave it out")
     optimizer = FP16Optimizer(model, world_size, **common, **LOSS_SCALE)
+    # Adam updates the float32 master weights, which are then copied to the half-precision model.
     optimizer.set_optimizer(adam([optimizer.fp32_params]))
     return optimizer
 
@@ -99,6 +100,7 @@ def translate_and_score(
         translations, _ = translator.translate((source, lengths))
         for metric in metrics:
             metric.update(metric(translations, texts), len(texts))
+    # average() sums the n-gram counts of all workers; a mean of their scores would not be the BLEU of the whole text.
     values = {metric: metric.average().item() for metric in metrics}
     tracker.validation_end()
     for metric, value in values.items():
@@ -125,11 +127,13 @@ def train(run: Run) -> None:
     teacher, metrics = TeacherForcedGNMT(model), scores(args.dataset)
     translator = Translator(model, train_pairs.tokenizer, **BEAM)
     optimizer = make_optimizer(model, preset.lr, world_size, run.gpu, args)
+    # The schedule is defined in shares of all updates, so it needs their number. The last one may have fewer batches.
     updates = math.ceil(min(len(batches), args.max_batches or len(batches)) / update_freq)
     scheduler = ExponentialWarmupMultiStepLR(
         optimizer, preset.epochs * updates, preset.warmup_steps, preset.remain_steps, preset.decay_interval,
         decay_steps=4,
     )  # fmt: skip
+    # The metric of the goal depends on the data set, see scores().
     goal = task4_time_to_bleu_goal(TASK.goal_on(args.dataset, run.light))
     tracker = run.track(metrics, replace(goal, metric=f"val_global_{metrics[0].name}"))
 

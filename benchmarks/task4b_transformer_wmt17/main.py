@@ -72,6 +72,7 @@ def make_optimizer(
     if args.precision != "fp16":
         return CustomCentralizedOptimizer(model, world_size, adam, use_cuda=gpu, average_custom=True)
     optimizer = FP16Optimizer(model.half(), world_size, use_cuda=gpu, average_custom=True, **LOSS_SCALING)
+    # Adam updates the float32 master weights, which are then copied to the half-precision model.
     optimizer.set_optimizer(adam([optimizer.fp32_params]))
     return optimizer
 
@@ -85,6 +86,7 @@ def translate(
 ) -> list[tuple[list[str], list[str]]]:
     """Return translations and references for each metric: sub-words against sub-words, or text against text."""
     divided, targets = generator.translate_batch(batch, remove_bpe=None, ignore_case=False)
+    # "@@ " marks a sub-word that continues in the next one.
     joined = [f"{text} ".replace("@@ ", "") for text in divided]
     cased = ([evaluated.detokenize(text) for text in joined], [references[i] for i in batch["id"].tolist()])
     return [(divided, targets) if metric.use_raw else cased for metric in metrics]
@@ -96,6 +98,7 @@ def train(run: Run) -> None:
     sizes.take_precision(args, run.gpu)
     pairs, evaluated = load_data(args, args.data or run.dataset_dir)
     references, metrics = evaluated.references(), scores(args.dataset)
+    # drop_last=False, because BLEU needs every sentence; in training, remaining batches (fewer than k) are left out.
     share = shard_batches(get_batches(evaluated, args.max_tokens, shuffle=False), rank, world_size, drop_last=False)
     frequency = sizes.update_freq(args, world_size)
 
@@ -123,6 +126,7 @@ def train(run: Run) -> None:
         return values, loss
 
     for epoch in run.epochs(model, optimizer, scheduler, validate):
+        # The seed changes with the epoch, so batches are resampled and other remaining batches are left out.
         batches = shard_batches(get_batches(pairs, args.max_tokens, seed=args.seed + epoch), rank, world_size)
         loader = DataLoader(pairs, batch_sampler=batches, collate_fn=pairs.collater)
         for part in run.parts(loader, args.validate_every, frequency):

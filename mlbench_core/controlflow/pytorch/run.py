@@ -173,6 +173,7 @@ class Run:
 
         def validate_and_record() -> bool:
             values, loss = validate()
+            # The loss is that of all workers, so their learning rates stay equal.
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(loss)
             return record_validation_stats(values, loss, tracker, self.rank)
@@ -191,6 +192,7 @@ class Run:
             yield epoch
             # parts() has already validated after the last part.
             is_best = validate_and_record() if self._is_best is None else self._is_best
+            # The epoch ends before it is saved, so that a resumed run begins with the next one.
             tracker.epoch_end()
             checkpointer.save(tracker, model, optimizer, scheduler, is_best, extra=extra)
         tracker.publish_summary(self.world_size)
