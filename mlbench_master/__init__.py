@@ -1,13 +1,13 @@
-"""The master: keeps runs and their metrics, starts and stops runs, and shows them.
+"""The master keeps runs and their metrics, starts and stops runs, and shows them.
 
-Importing this package loads neither FastAPI nor SQLAlchemy nor torch; :func:`create_app` does on first use
-(:pep:`562`)::
+Importing this package loads neither FastAPI nor SQLAlchemy nor torch. :func:`create_app` loads what it needs on first
+use (:pep:`562`)::
 
     mlbench master --port 5080                           # as a server
     mlbench_master.create_app(database_url="sqlite://")  # as an ASGI application, for a test
 
-How a request travels: ``security`` (who may) -> ``routes`` (HTTP) -> ``schemas`` (what is allowed) -> ``store``
-(the database) and ``scheduler`` (which run may start) -> ``launchers`` (processes).
+The path of a request: ``security`` (authentication) -> ``routes`` (HTTP) -> ``schemas`` (validation) -> ``store``
+(the database) and ``scheduler`` (the order of runs) -> ``launchers`` (processes).
 """
 
 from __future__ import annotations

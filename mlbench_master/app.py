@@ -1,4 +1,4 @@
-"""Puts the master together."""
+"""Assemble the master from its parts as an ASGI application."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def create_app(
 ) -> FastAPI:
     """Make the master as an ASGI application.
 
-    Nothing runs until the application's lifespan starts; when it ends, runs go on without the master.
+    Nothing runs until the application's lifespan starts. When the lifespan ends, runs continue without the master.
 
     Args:
-        database_url: SQLAlchemy URL; ``master.db`` in the data folder, where left out.
-        data_dir: Folder for logs and states; ``master`` in the user's folder, where left out.
-        token: Secret that every request must carry; None: nobody is asked, only loopback names are answered.
-        launcher: What starts runs; processes on this machine, where left out.
-        master_url: Where workers reach this master.
+        database_url: SQLAlchemy URL; by default ``master.db`` in the data folder.
+        data_dir: Folder for logs and states; by default ``master`` in the user's folder.
+        token: Secret that every request must carry. With None, only requests to a loopback name are answered.
+        launcher: The launcher that starts runs; by default it starts processes on this machine.
+        master_url: The URL under which workers reach this master.
 
     Returns:
         The application; ``app.state`` has ``store``, ``scheduler``, ``launcher``, ``events``.
@@ -75,7 +75,7 @@ def create_app(
         try:
             yield
         finally:
-            events.close()
+            events.close()  # first, since a dashboard that listens would keep its connection open
             await anyio.to_thread.run_sync(scheduler.close)
             launcher.close()
             store.close()
@@ -94,7 +94,7 @@ def create_app(
 
 
 class _PathMiddleware:
-    """Makes one path of all its spellings: without the final slash, and with a format as in ``/api/metrics/1.zip``."""
+    """A middleware that adds a missing final slash, and turns ``/api/metrics/1.zip`` into a path and ``format=zip``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

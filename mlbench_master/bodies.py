@@ -1,6 +1,6 @@
 """Read the body of a request: JSON or a URL-encoded form.
 
-There is no parser of multipart forms, whose cost an attacker chooses: no client of the master sends files.
+Multipart forms are refused: no client of the master sends files, and an attacker chooses what parsing them costs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fastapi import HTTPException, Request
 __all__ = ["parse_body", "read_body", "read_login"]
 
 _MAX_BODY_BYTES = 64 * 2**20
-# Two texts of 65,536 characters, the longest fields of a metric, with up to 12 bytes per encoded character.
+# A metric has at most two texts of 65,536 characters. URL encoding needs up to 12 bytes per character.
 _MAX_FORM_BYTES = 2 * 2**20
 _MAX_LOGIN_BYTES = 4096
 _MAX_FIELDS = 1000
@@ -22,7 +22,7 @@ _FORM = "application/x-www-form-urlencoded"
 
 
 async def read_body(request: Request) -> Any:
-    """Read and parse the body of a request; a dependency of the routes that take one.
+    """Read and parse the body of a request, as a dependency of routes.
 
     Args:
         request: The request.
@@ -40,7 +40,7 @@ async def read_body(request: Request) -> Any:
 
 
 async def read_login(request: Request) -> dict[str, str]:
-    """Read the form of the login page; a dependency of its route, which answers requests without a token.
+    """Read the form of the login page, as a dependency of its route, which needs no token.
 
     Args:
         request: The request.
@@ -71,7 +71,7 @@ def parse_body(body: bytes, kind: str) -> Any:
         The JSON value, or the fields of the form as a dictionary of texts.
 
     Raises:
-        ValueError: The body is neither.
+        ValueError: The body is neither JSON nor a form.
 
     Example:
         >>> parse_body(b"name=my-run&num_workers=2", "application/x-www-form-urlencoded")
@@ -103,5 +103,5 @@ async def _read(request: Request, kind: str, max_bytes: int) -> Any:
         chunks.append(chunk)
     try:
         return parse_body(b"".join(chunks), kind)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # deeply nested JSON exceeds the recursion limit
         raise HTTPException(400, f"body: {error}") from None

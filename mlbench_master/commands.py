@@ -1,4 +1,4 @@
-"""From what a user asks for (a task, an image, a command) to what is started."""
+"""Translate a request for a run (a task, an image, a command) into the command of its workers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _CUSTOM_IMAGE = "custom_image"
 
 
 def resolve_command(run: RunIn) -> tuple[str, str]:
-    """What a worker of the run executes.
+    """Return the image and the command of a run's workers.
 
     Args:
-        run: What was asked for.
+        run: The requested run.
 
     Returns:
         The image's name and a worker's command line.
@@ -46,16 +46,16 @@ def resolve_command(run: RunIn) -> tuple[str, str]:
 
 
 def resolve_backend(run: RunIn) -> str:
-    """The communication backend of a run.
+    """Return the communication backend of a run.
 
     Args:
-        run: What was asked for.
+        run: The requested run.
 
     Returns:
-        Its name in small letters; that of a custom backend as given.
+        The backend's name in small letters; the name of a custom backend as given.
 
     Raises:
-        ValueError: It is unknown; the message names the field.
+        ValueError: The backend is unknown; the message names the field.
     """
     backend = run.backend.lower()
     if backend in BACKENDS:
@@ -68,17 +68,17 @@ def resolve_backend(run: RunIn) -> str:
 
 
 def check_wishes(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
-    """Refuse what the launcher cannot do, and say what it does in another way.
+    """Refuse options that the launcher cannot fulfill, and note options that it fulfills differently.
 
     Args:
-        run: The run that was asked for.
-        launcher: What will start it.
+        run: The requested run.
+        launcher: The launcher that will start it.
 
     Returns:
-        Whether every worker runs the command (else only the first one does), and sentences for the run's log.
+        True if every worker runs the command, False if only the first one does; and sentences for the run's log.
 
     Raises:
-        ValueError: A wish cannot be fulfilled; the message names the field and what to do.
+        ValueError: An option cannot be fulfilled; the message names the field and a remedy.
     """
     notes = []
     if run.max_bandwidth < DEFAULT_BANDWIDTH and not launcher.limits_bandwidth:
@@ -93,7 +93,7 @@ def check_wishes(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
             f"note: the image {run.custom_image_name} is not used: the {launcher.name} launcher starts processes, not "
             "containers, so the command runs on this machine with its Python and its packages"
         )
-    # Backends with a name are started on all workers, as in version 3.0; only a custom one has the choice.
+    # As in version 3.0, only a custom backend may start a single worker; known backends start all of them.
     all_nodes = run.run_all_nodes or run.backend.lower() != _CUSTOM_BACKEND or run.num_workers == 1
     if not all_nodes:
         if run.command is None and run.custom_image_command is None:
@@ -108,7 +108,7 @@ def check_wishes(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
 
 
 def _task_command(task: Task, run: RunIn, of_image: Sequence[str] = ()) -> tuple[str, str]:
-    """Folder and command of a task; the arguments that the user gave come last and win."""
+    """Return folder and command of a task; the user's arguments follow those of the image and override them."""
     arguments = [shlex.quote(argument) for argument in (*of_image, *run.arguments)]
     arguments += _flags(run, run.arguments)
     try:
@@ -118,18 +118,18 @@ def _task_command(task: Task, run: RunIn, of_image: Sequence[str] = ()) -> tuple
 
 
 def _with_flags(command: str, run: RunIn) -> str:
-    """A command of the user's own, with the same flags at its end as in version 3.0."""
+    """Return the user's own command with the flags of :func:`_flags` at its end, as in version 3.0."""
     return " ".join([command, *_flags(run, shlex.split(command))])
 
 
 def _flags(run: RunIn, given: Sequence[str]) -> list[str]:
-    """What tells a script of the light goal and of GPUs, unless it was told already."""
+    """Return the flags for the light goal and for GPUs, except those that the user gave."""
     wanted = {"--light": run.light_target, "--gpu": run.gpu_enabled}
     return [flag for flag, is_wanted in wanted.items() if is_wanted and flag not in given]
 
 
 def _task_of_image(image: str) -> tuple[Task, tuple[str, ...]]:
-    """The task of an image of 3.0, or of a task's own name, and the arguments that make it the image's program."""
+    """Return the task of an image of version 3.0 or of a task's name, and the arguments that the image implies."""
     try:
         task, known = find_image(image)
         return task, known.arguments

@@ -1,6 +1,6 @@
-"""Points in time: ISO 8601 text in the API, microseconds since 1970 (UTC) in the database.
+"""Convert dates: ISO 8601 text in the API, microseconds since 1970 (UTC) in the database.
 
-An integer sorts and compares the same in SQLite and PostgreSQL and keeps every digit.
+An integer sorts and compares the same in SQLite and PostgreSQL, and keeps every digit.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def to_us(date: datetime) -> int:
 
 
 def format_date(us: int) -> str:
-    """Write a date as the API does.
+    """Format a date as the API writes it.
 
     Args:
-        us: Microseconds since 1970, UTC. A number outside the years 1 to 9999 is shown as the nearest date inside:
+        us: Microseconds since 1970, UTC. A number outside the years 1 to 9999 becomes the nearest date inside them:
             one entry of a database must not make the others unreadable.
 
     Returns:
@@ -46,7 +46,7 @@ def format_date(us: int) -> str:
 
 
 def _iso_text(value: object) -> str:
-    """Accept only text that begins with a year: pydantic would take numbers, in texts too, for seconds since 1970."""
+    """Accept only text that begins with a year; pydantic would read a number as seconds since 1970."""
     text = value.strip() if isinstance(value, str) else ""
     if text[4:5] != "-":
         raise ValueError("must be an ISO 8601 date such as 2026-01-31T12:00:00.5Z")
@@ -55,7 +55,7 @@ def _iso_text(value: object) -> str:
 
 
 def _utc(date: datetime) -> datetime:
-    """Convert a date to UTC; one without a zone is UTC."""
+    """Convert a date to UTC; a date without a zone is in UTC already."""
     if date.tzinfo is None:
         return date.replace(tzinfo=timezone.utc)
     try:

@@ -1,4 +1,4 @@
-"""Server-sent events: what happens in the master, pushed to whoever watches."""
+"""Server-sent events, which push changes in the master to subscribers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _CLOSE = ""
 
 
 class EventBus:
-    """Passes events from any thread to the subscribers of ``GET /api/events/``.
+    """A queue that passes events from any thread to the subscribers of ``GET /api/events/``.
 
-    A subscriber that does not keep up loses events instead of memory; it can always ask the API for the state.
+    A subscriber that does not keep up loses its oldest events, so memory stays bounded. The API still has the state.
 
     Args:
-        queue_size: How many events a subscriber may lag behind.
+        queue_size: Number of events that a subscriber may lag behind.
     """
 
     def __init__(self, queue_size: int = 1000) -> None:
@@ -30,30 +30,30 @@ class EventBus:
 
     @property
     def has_subscribers(self) -> bool:
-        """Whether anybody watches."""
+        """Return whether anybody is subscribed."""
         return bool(self._subscribers)
 
     def publish(self, kind: str, data: dict[str, Any]) -> None:
-        """Send an event to everybody who watches; never blocks.
+        """Send an event to all subscribers without blocking.
 
         Args:
             kind: ``"metric"``, ``"state"``, ``"log"`` or ``"deleted"``.
-            data: What happened; JSON.
+            data: The content of the event, as JSON-ready values.
         """
         if not self._subscribers:
             return
         self._send(f"event: {kind}\ndata: {json.dumps(data)}\n\n")
 
     def close(self) -> None:
-        """End every subscription; new ones end at once. Calling it twice does no harm."""
+        """End every subscription, now and in the future; a second call has no effect."""
         self._closed = True
         self._send(_CLOSE)
 
     async def subscribe(self, keep_alive_s: float = 15.0) -> AsyncIterator[str]:
-        """The events from now on, in the wire format of server-sent events.
+        """Yield the events from now on, in the wire format of server-sent events.
 
         Args:
-            keep_alive_s: After so many seconds of silence a comment goes out, so that proxies keep the line.
+            keep_alive_s: Seconds of silence after which a comment is sent, so that proxies keep the connection open.
 
         Yields:
             Event texts, each ending with an empty line.
@@ -79,6 +79,7 @@ class EventBus:
         with self._lock:
             subscribers = list(self._subscribers.items())
         for queue, loop in subscribers:
+            # asyncio's queues are not thread-safe: only the subscriber's own loop may touch its queue.
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_put, queue, text)
 

@@ -1,4 +1,4 @@
-"""Metrics on their way out: averaged, as JSON or as a zip archive, in pieces that fit in memory."""
+"""Export metrics, optionally averaged, as JSON or as a zip archive in pieces that fit in memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CHUNK_CHARACTERS = 65_536
 
 @dataclass(frozen=True)
 class Selection:
-    """Which entries are wanted.
+    """A selection of entries of metrics.
 
     Attributes:
-        since: Nothing older (microseconds since 1970).
+        since: Oldest date to include (microseconds since 1970).
         name: Only this metric.
-        last_n: Only the last so many of each metric.
-        summarize: At most so many of each metric.
+        last_n: Number of the latest entries of each metric to include.
+        summarize: Maximum number of entries of each metric; neighbors are averaged.
     """
 
     since: int | None = None
@@ -35,7 +35,7 @@ class Selection:
     summarize: int | None = None
 
     def of(self, store: Store, owner: str) -> Iterator[tuple[str, Iterator[Point]]]:
-        """Name and entries of each metric of an owner that is wanted."""
+        """Yield name and entries of each selected metric of an owner."""
         for name, count in store.metric_counts(owner, self.name, self.since):
             skip = max(0, count - self.last_n) if self.last_n is not None else 0
             points = store.points(owner, name, self.since, skip)
@@ -45,15 +45,15 @@ class Selection:
 
 
 def summarize(points: Iterable[Point], count: int, most: int) -> Iterator[Point]:
-    """Average neighbours, so that at most ``most`` entries remain.
+    """Average neighbors, so that at most ``most`` entries remain.
 
-    Entry i of n goes to group floor(i * most / n). A group's value is the average of its numbers (of its last text,
-    if it has none), its date the average of its dates, everything else that of its last entry.
+    Entry i of n goes to group floor(i * most / n). A group's value is the average of its numbers, or its last
+    text if it has none. Its date is the average of its dates. All other fields are those of its last entry.
 
     Args:
         points: The entries, by date.
-        count: How many they are (more that arrive meanwhile join the last group).
-        most: How many may remain, at least 1.
+        count: Number of entries. Further entries, which arrived in the meantime, join the last group.
+        most: Maximum number of groups, at least 1.
 
     Yields:
         The groups in order.
@@ -76,6 +76,7 @@ def _average(group: Sequence[Point]) -> Point:
         return group[0]
     numbers = [number for number in map(_number, group) if number is not None]
     finite = [number for number in numbers if math.isfinite(number)]
+    # Each number is divided before the sum, because the sum of large finite numbers can overflow.
     value = repr(math.fsum(number / len(finite) for number in finite)) if finite else group[-1].value
     return replace(group[-1], value=value, date=sum(point.date for point in group) // len(group))
 
@@ -88,12 +89,12 @@ def _number(point: Point) -> float | None:
 
 
 def metrics_json(store: Store, owner: str, selection: Selection) -> Iterator[str]:
-    """``{metric: [{date, value, cumulative}, ...]}`` in pieces."""
+    """Yield ``{metric: [{date, value, cumulative}, ...]}`` in pieces."""
     return _in_chunks(_object((name, _list(map(_short, points))) for name, points in selection.of(store, owner)))
 
 
 def all_metrics_json(store: Store) -> Iterator[str]:
-    """Every metric of every pod and run, as ``GET /api/metrics/`` answers, in pieces."""
+    """Yield every metric of every pod and run in pieces, in the format of ``GET /api/metrics/``."""
 
     def owners(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
         return _object((name, _metrics_of(store, owner)) for name, owner in pairs)
@@ -104,15 +105,15 @@ def all_metrics_json(store: Store) -> Iterator[str]:
 
 
 def metrics_zip(store: Store, owner: str, run: Run | None, selection: Selection) -> Iterator[bytes]:
-    """The download: a zip archive, in pieces, made while it is sent.
+    """Yield a zip archive of metrics in pieces, made while it is sent.
 
     Args:
         store: The database.
-        owner: Whose metrics.
+        owner: Owner of the metrics.
         run: The run, if the owner is one. Its record (state, number of workers, backend, command, ...) is the file
             ``run.json``, as the API shows it. Each metric of one of its workers has a file ``<worker>_<metric>.json``.
-            ``official_result.txt`` is the value of ``TaskResult @ 0``; it is there if the goal was reached.
-        selection: Which entries.
+            ``official_result.txt`` is the value of ``TaskResult @ 0``, which exists if the goal was reached.
+        selection: The entries to include.
 
     Yields:
         Bytes of the archive.
@@ -136,7 +137,7 @@ def metrics_zip(store: Store, owner: str, run: Run | None, selection: Selection)
 
 
 def safe_file_name(name: str, taken: set[str]) -> str:
-    """A file name that stays in its folder on every system.
+    """Return a file name that stays in its folder on every system.
 
     Args:
         name: Any text.
@@ -159,7 +160,7 @@ def safe_file_name(name: str, taken: set[str]) -> str:
 
 
 class _Sink:
-    """A file that cannot seek: keeps what was written until somebody takes it."""
+    """A file that cannot seek, and keeps the written bytes until they are taken."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -169,7 +170,7 @@ class _Sink:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing to do."""
+        """Do nothing; zipfile requires this method."""
 
     def take(self) -> bytes:
         data = b"".join(self._parts)

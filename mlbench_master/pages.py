@@ -1,4 +1,4 @@
-"""Render the dashboard's pages; the templates escape whatever users wrote."""
+"""Render the dashboard's pages; the templates escape all text from users."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def make_pages(store: Store, launcher: Launcher, token: str | None) -> APIRouter
 
     @router.get("/runs/{run_id}/")
     def run_page(run_id: str) -> HTMLResponse:
+        # 18 digits always fit into the database's 64-bit integers.
         known = run_id.isascii() and run_id.isdigit() and len(run_id) < 19
         run = store.run(int(run_id)) if known else None
         if run is None:

@@ -1,4 +1,4 @@
-"""The REST API. Paths end with a slash; the application adds one that is missing."""
+"""The REST API; paths end with a slash, and the application adds a missing one."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Body = Annotated[Any, Depends(read_body)]
 
 
 def make_router(store: Store, scheduler: Scheduler, launcher: Launcher, events: EventBus) -> APIRouter:
-    """The routes below ``/api``.
+    """Make the routes below ``/api``.
 
     Args:
-        store: Where runs and metrics are kept.
-        scheduler: What starts and stops runs.
-        launcher: What knows the logs.
-        events: Who is told.
+        store: The database of runs and metrics.
+        scheduler: The scheduler, which starts and stops runs.
+        launcher: The launcher, which has the logs.
+        events: The queue for notifications.
 
     Returns:
         The router.
@@ -93,7 +93,7 @@ def _add_metric_routes(router: APIRouter, store: Store, events: EventBus) -> Non
         items = body if many else [body]
         if len(items) > MAX_BATCH:
             raise HTTPException(400, f"body: {len(items)} metrics; at most {MAX_BATCH} in one request")
-        now = now_us()
+        now = now_us()  # one date for the whole batch
         parsed = [_validated(MetricIn, item, f"[{index}]." if many else "") for index, item in enumerate(items)]
         missing = {m.run_id for m in parsed if m.run_id is not None}
         missing -= store.existing_runs(i for i in missing if i is not None)
@@ -176,7 +176,7 @@ def _add_run_routes(
 
 
 class _StreamedResponse(StreamingResponse):
-    """Fetches the first piece before the status goes out: an error then still is an error."""
+    """A response that fetches its first piece before it sends the status, so that an early error is still reported."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         iterator = aiter(self.body_iterator)
@@ -263,7 +263,7 @@ def _entry(metric: MetricIn, new: NewMetric) -> dict[str, Any]:
 
 
 def _body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """The body's description in OpenAPI: it is parsed by hand, as JSON or as a form."""
+    """Describe the body in OpenAPI, since FastAPI does not parse it: it may be JSON or a form."""
     schema = model.model_json_schema()
     kinds = ("application/json", "application/x-www-form-urlencoded")
     return {"requestBody": {"required": True, "content": {kind: {"schema": schema} for kind in kinds}}}

@@ -1,7 +1,7 @@
 """The ``mlbench`` command.
 
-``cli_group`` is a :class:`click.Group` whose subcommands load when they are used, so ``mlbench --help`` imports
-click and nothing else. One file below this folder holds one group of commands.
+``cli_group`` is a :class:`click.Group`. A subcommand is imported when it is used, so ``mlbench --help`` imports only
+click. Each file in this folder holds one group of commands.
 
 Example:
     >>> from mlbench_core.cli import cli_group
@@ -18,5 +18,5 @@ __all__ = ["cli", "cli_group", "main"]
 
 
 def main() -> None:
-    """Entry point of the ``mlbench`` command; ends the process with the command's exit status."""
+    """Run the ``mlbench`` command and end the process with its exit status."""
     cli_group.main(prog_name="mlbench")

@@ -16,7 +16,7 @@ FINAL_STATES = frozenset({"finished", "failed", "stopped", "lost"})
 
 
 class MasterClient(RestClient):
-    """Send the command's requests; each method raises ``MasterRequestError`` with one clear line if it fails."""
+    """A client of the master; each method raises ``MasterRequestError`` with a one-line message if it fails."""
 
     def health(self) -> dict[str, Any]:
         """Return ``{"status": "ok", "version": ...}``."""
@@ -34,9 +34,10 @@ class MasterClient(RestClient):
         """Return the run with a name, or with an id if no run has the name.
 
         Raises:
-            MasterRequestError: There is none; the message lists the latest runs.
+            MasterRequestError: No such run exists; the message lists the latest runs.
         """
         runs = self.runs()
+        # Names come first: a run may have a name that is the id of another run.
         for key in ("name", "id"):
             found = [run for run in runs if str(run.get(key)) == name]
             if found:
@@ -53,7 +54,7 @@ class MasterClient(RestClient):
         self.send("POST", f"runs/{path_part(run_id)}/stop/")
 
     def delete(self, run_id: int | str) -> None:
-        """Stop a run and delete all of it."""
+        """Stop a run and delete its record, metrics and logs."""
         self.send("DELETE", f"runs/{path_part(run_id)}/")
 
     def logs(self, run_id: int | str, since_line: int = 0) -> tuple[list[dict[str, Any]], int]:
@@ -63,6 +64,7 @@ class MasterClient(RestClient):
             answer = self.json(dict, "GET", f"runs/{path_part(run_id)}/logs/", params={"since_line": since_line})
             page = answer.get("lines") or []
             lines += page
+            # A master that answers without progress must not keep this loop running.
             following = int(answer.get("next", since_line + len(page)))
             if not page or following <= since_line:
                 return lines, since_line

@@ -1,4 +1,4 @@
-"""Finding the master, and the embedded one: starting it in the background, stopping it.
+"""Find the master, and start or stop the embedded master, which runs in the background.
 
 A master is looked for in this order: ``--dashboard-url``, ``MLBENCH_MASTER_URL``, the settings file, the embedded
 master that this user started last.
@@ -39,7 +39,7 @@ _PORTS_TRIED = 50
 
 
 class Location(NamedTuple):
-    """Where a master is, and who said so."""
+    """The address of a master, its token, and the source of the address."""
 
     url: str
     token: str | None
@@ -65,7 +65,7 @@ def configured(dashboard_url: str | None = None) -> Location | None:
 
 
 def _known_token(url: str) -> str | None:
-    """Return the remembered token of a master, so that a user may also name the embedded one by its address."""
+    """Return the remembered token of a master, so that a user can name the embedded master by its address."""
     for name, key in ((_settings.SETTINGS, "master_url"), (_settings.MASTER, "url")):
         known = _settings.read(name)
         if known.get(key) and base_url(str(known[key])) == base_url(url):
@@ -89,10 +89,10 @@ def find(dashboard_url: str | None = None) -> Location:
         dashboard_url: Value of ``--dashboard-url``.
 
     Returns:
-        The location. Nothing checks that a master that the user named is running.
+        The location. A master that the user named is not contacted, so it may not be running.
 
     Raises:
-        MasterNotFoundError: None is named, and the embedded one does not run.
+        MasterNotFoundError: No master is named, and the embedded master is not running.
     """
     location = configured(dashboard_url) or embedded()
     if location is None:
@@ -110,15 +110,15 @@ def connect(dashboard_url: str | None = None) -> MasterClient:
 
 
 def find_or_start(dashboard_url: str | None = None) -> Location:
-    """Where the master is; with none named and none running, start the embedded one in the background.
+    """Return the location of the master, and start the embedded master if no master is named or running.
 
-    Two calls at the same time start one master.
+    The embedded master runs in the background. Two calls at the same time start only one.
 
     Args:
         dashboard_url: Value of ``--dashboard-url``.
 
     Raises:
-        MasterError: It did not start; the message has the end of its log.
+        MasterError: The master did not start; the message has the last line of its log.
         MissingDependencyError: The master's packages are not installed.
     """
     location = configured(dashboard_url) or embedded()
@@ -126,7 +126,7 @@ def find_or_start(dashboard_url: str | None = None) -> Location:
         return location
     check_installed()
     with files.lock(user_folder(_LOCK)):
-        location = embedded()
+        location = embedded()  # another command may have started it while this one waited for the lock
         if location is None:
             location = _start()
             remark(f"started the master: {location.url} (stop it with 'mlbench master --stop')")
@@ -134,10 +134,10 @@ def find_or_start(dashboard_url: str | None = None) -> Location:
 
 
 def check_installed() -> None:
-    """Raise unless the master and its packages can be imported.
+    """Raise an error unless the master and its packages can be imported.
 
     Raises:
-        MissingDependencyError: One of them is missing; the message has the pip line.
+        MissingDependencyError: A package is missing; the message has the pip command.
     """
     for package in ("fastapi", "jinja2", "uvicorn", "sqlalchemy", "psutil", "mlbench_master"):
         if importlib.util.find_spec(package) is None:
@@ -147,10 +147,10 @@ def check_installed() -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise unless a server can listen there.
+    """Raise an error unless a server can listen on this address and port.
 
     Raises:
-        ConfigurationError: The port is in use, or the address is none of this machine's.
+        ConfigurationError: The port is in use, or the address does not belong to this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -164,7 +164,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def master_command(host: str, port: int) -> list[str]:
-    """Return the command of a master process; its token goes through MLBENCH_TOKEN, because all users see arguments."""
+    """Return the command of a master process; MLBENCH_TOKEN passes the token, because all users can see arguments."""
     return [sys.executable, "-m", "mlbench_core.cli", "master", "--host", host, "--port", str(port)]
 
 
@@ -183,7 +183,7 @@ def _free_port() -> int:
 
 
 def _start() -> Location:
-    """Start a master; again where another program took the port between the look at it and the master's start."""
+    """Start a master, and retry if another program took the port between the check and the start."""
     while True:
         port = _free_port()
         try:
@@ -191,7 +191,7 @@ def _start() -> Location:
         except MasterError:
             with contextlib.suppress(ConfigurationError):
                 check_port(DEFAULT_HOST, port)
-                raise  # the port is free: it was something else
+                raise  # the port is free, so the failure has another cause
 
 
 def _start_at(port: int) -> Location:
@@ -214,7 +214,7 @@ def _start_at(port: int) -> Location:
         process.wait()
         raise
     record(location.url, process.pid, token)
-    process.returncode = 0  # it goes on without us: no warning that a child was left running
+    process.returncode = 0  # Popen must not warn that it left a child running: the master outlives this process
     return location
 
 
@@ -223,7 +223,7 @@ def _await_health(process: subprocess.Popen[bytes], location: Location, log: Pat
     pause = threading.Event()
     while True:
         healthy = _healthy(location)
-        if process.poll() is not None:  # asked second: whoever answered then was somebody else
+        if process.poll() is not None:  # checked after the answer: if ours has ended, another server answered
             raise MasterError(f"the master ended at its start: {_last_line(log)} (all of it: {log})")
         if healthy:
             return
@@ -259,14 +259,14 @@ def _alive(pid: object) -> bool:
 
 
 def stop_embedded() -> Mapping[str, Any]:
-    """Stop the embedded master. Runs that go on are taken up again by the next one.
+    """Stop the embedded master; its runs continue, and the next master takes them over.
 
     Returns:
-        What was known of it: ``url`` and ``pid``.
+        The ``url`` and the ``pid`` of the stopped master.
 
     Raises:
-        MasterNotFoundError: None is running.
-        MasterError: It did not end in time.
+        MasterNotFoundError: No embedded master is running.
+        MasterError: The master did not end in time.
     """
     with files.lock(user_folder(_LOCK)):
         known = _settings.read(_settings.MASTER)

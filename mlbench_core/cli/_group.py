@@ -1,6 +1,6 @@
-"""The command group: subcommands by name, loaded on first use; errors as one line and an exit status.
+"""The command group: it loads subcommands on first use and reports errors as one line and an exit status.
 
-Only click may be imported here: this module decides how fast ``mlbench --help`` is.
+Import only click here: this module determines how fast ``mlbench --help`` is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["COMMANDS", "MOVED", "LazyGroup", "cli_group"]
 
 
 class LazyCommand(NamedTuple):
-    """Where a subcommand lives, and the line that ``mlbench --help`` shows for it."""
+    """The location of a subcommand, and the line that ``mlbench --help`` shows for it."""
 
     module: str
     attribute: str
@@ -49,11 +49,11 @@ MOVED: dict[str, str] = {
     "list-clusters": f"{_ADDRESS}; 'mlbench get-dashboard-url' prints the address in use",
     "set-cluster": _ADDRESS,
 }
-"""Commands of version 3.0 that are gone, and what to do instead."""
+"""Removed commands of version 3.0, each with its replacement."""
 
 
 class CommandFailed(click.ClickException):
-    """A command failed for a reason the user can act on: one line on standard error, exit status 1."""
+    """A failure that the user can act on: one line on standard error, exit status 1."""
 
     exit_code = 1
 
@@ -66,15 +66,15 @@ class LazyGroup(click.Group):
     """A group that imports a subcommand's module when the subcommand is used.
 
     Expected errors (:class:`~mlbench_core.errors.MLBenchError`, :class:`OSError`) end as one line on standard error
-    and exit status 1, never as a traceback; wrong use ends with exit status 2, as click does it.
+    and exit status 1, never as a traceback. Wrong use ends with exit status 2, as in click.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of all subcommands, sorted."""
+        """Return the names of all subcommands, sorted."""
         return sorted({*COMMANDS, *self.commands})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Load the subcommand ``cmd_name``; ``None`` where there is none."""
+        """Load the subcommand ``cmd_name``; return ``None`` if it does not exist."""
         lazy = COMMANDS.get(cmd_name)
         if lazy is None:
             return super().get_command(ctx, cmd_name)
@@ -84,7 +84,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the subcommand; one that version 3.0 had says what to do instead."""
+        """Find the subcommand; for a removed command of version 3.0, fail with the name of its replacement."""
         if args and args[0] in MOVED:
             ctx.fail(f"'{args[0]}' was removed in version 4: {MOVED[args[0]]}.")
         return super().resolve_command(ctx, args)
@@ -102,7 +102,7 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except MLBenchError as error:
             raise CommandFailed(" ".join(str(error).split())) from error
-        except BrokenPipeError:
+        except BrokenPipeError:  # click handles this one: the reader of a pipe has ended
             raise
         except OSError as error:
             place = f": {error.filename}" if error.filename else ""

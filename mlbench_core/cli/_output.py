@@ -1,4 +1,4 @@
-"""How commands write: tables and JSON to standard output, remarks to standard error."""
+"""Output of commands: tables and JSON to standard output, remarks to standard error."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ __all__ = [
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+# Escape sequences of a terminal, then single control characters except tab and newline.
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
 
 
@@ -47,12 +48,12 @@ def print_json(value: object) -> None:
 
 
 def remark(text: str) -> None:
-    """Write a line for people to standard error, where it disturbs no pipe."""
+    """Write a line for people to standard error, which keeps standard output clean for pipes."""
     click.echo(text, err=True)
 
 
 def clean(text: object) -> str:
-    """A text from outside (a log, a name) without the control characters that would drive the terminal.
+    """Remove control characters, which could drive the terminal, from a text such as a log line or a name.
 
     Example:
         >>> clean("a\\x1b[31mred\\x1b[0m\\r")
@@ -62,7 +63,7 @@ def clean(text: object) -> str:
 
 
 def log_line(line: Mapping[str, Any]) -> str:
-    """A line of a run's log, after the rank of the worker that wrote it.
+    """Format a line of a run's log: the rank of the worker that wrote it, then the text.
 
     Example:
         >>> log_line({"rank": 1, "text": "epoch 2"}), log_line({"rank": None, "text": "started"})
@@ -73,7 +74,7 @@ def log_line(line: Mapping[str, Any]) -> str:
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """A number for a table, ``-`` where there is none.
+    """Format a number for a table; None becomes ``-``.
 
     Example:
         >>> number(12.345), number(None), number(0.5, 2)
@@ -83,7 +84,7 @@ def number(value: float | None, digits: int = 1) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration as people read it.
+    """Format a duration in seconds as ``M:SS`` or ``H:MM:SS``.
 
     Example:
         >>> seconds(5), seconds(75), seconds(3700)

@@ -7,7 +7,7 @@ workers and :math:`k_0` the fewest workers in the series::
     speed-up      S_k = T_{k_0} / T_k                       ideal: k / k_0
     price index   I_k = (price_k / price_{k_0}) / S_k       price_k proportional to k T_k
 
-so an index below 1 says that the additional workers pay for themselves.
+If the index is below 1, the additional workers pay for themselves.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _SERIES_COLORS = ("#3569a8", "#e0862b", "#6ea15a", "#8a6bb0", "#c0504d", "#4bacc
 
 @dataclass(frozen=True)
 class Point:
-    """The mean over all runs of one setup with one number of workers; times in seconds.
+    """The mean over all runs of one setup with one number of workers; times are in seconds.
 
     Attributes:
         workers: Number of workers.
-        runs: How many runs went into it.
-        total_s: Time to goal, or all training time.
-        without_communication_s: The same less exposed communication.
+        runs: Number of averaged runs.
+        total_s: Time to the goal if it was reached, or all training time.
+        without_communication_s: ``total_s`` without exposed communication.
         phases_s: Time by phase.
         steps_s: Time by step.
-        reached: Whether every run reached its goal, as far as known.
+        reached: True unless a run is known to have missed its goal.
     """
 
     workers: int
@@ -73,8 +73,8 @@ class Series:
 
     Attributes:
         label: The part of the setup that the other series do not share.
-        setup: All of the setup, in words.
-        points: One for each number of workers, fewest first.
+        setup: The whole setup as text.
+        points: One point for each number of workers, fewest workers first.
     """
 
     label: str
@@ -101,7 +101,7 @@ def in_series(results: Sequence[RunResult]) -> list[Series]:
 
 
 def summarize(results: Sequence[RunResult]) -> list[Point]:
-    """Average the runs of each number of workers, fewest workers first; all of them have the same setup.
+    """Average the runs of one setup for each number of workers, fewest workers first.
 
     Example:
         >>> a, b = RunResult("a-1", 1, train_s=8.0), RunResult("b-1", 1, train_s=10.0)
@@ -136,14 +136,17 @@ def _means(rows: Sequence[Mapping[str, float]], keys: Sequence[str]) -> dict[str
 
 
 def speedup(points: Sequence[Point], time: Callable[[Point], float | None]) -> list[float | None]:
-    """How many times faster each point is than the first one; ``None`` where a time is missing or zero."""
+    """Return how many times faster each point is than the first; ``None`` if a time is missing or zero."""
     base = time(points[0])
     times = [time(point) for point in points]
     return [base / t if base and t else None for t in times]
 
 
 def price_index(points: Sequence[Point]) -> list[float | None]:
-    """Price increase over performance increase, relative to the first point; see the module's formula."""
+    """Return the price increase over the performance increase, relative to the first point.
+
+    The formula is in the module's docstring.
+    """
     indices: list[float | None] = []
     for point, gain in zip(points, speedup(points, _total), strict=True):
         if gain is None or point.total_s is None or not points[0].total_s:
@@ -188,7 +191,7 @@ def draw_all(results: Sequence[RunResult], folder: Path, price_per_hour: float |
 
     Args:
         results: Runs to compare.
-        folder: Where to write.
+        folder: The folder to write to.
         price_per_hour: Price of one worker for an hour.
 
     Returns:
@@ -288,7 +291,7 @@ def _style(axes: Axes, title: str, y_label: str) -> None:
 
 
 def _blocks(axes: Axes, every: Sequence[Series]) -> list[tuple[int, Point]]:
-    """Place the bars: one block for each series, a gap between them, the label below the first bar of a block."""
+    """Place the bars in one block for each series, with a gap between blocks and the label below the first bar."""
     places: list[tuple[int, Point]] = []
     ticks: list[str] = []
     for series in every:
@@ -309,7 +312,7 @@ def _wrapped(label: str) -> str:
 
 
 def _draw_phases(axes: Axes, every: Sequence[Series]) -> None:
-    """Stacked bars: training time by phase for each number of workers."""
+    """Draw stacked bars: training time by phase for each number of workers."""
     places = _blocks(axes, every)
     bottom = [0.0] * len(places)
     for phase in PHASES:
@@ -325,7 +328,7 @@ def _draw_phases(axes: Axes, every: Sequence[Series]) -> None:
 
 
 def _draw_steps(axes: Axes, every: Sequence[Series]) -> None:
-    """Grouped bars: time of every step for each number of workers."""
+    """Draw grouped bars: time of every step for each number of workers."""
     places = _blocks(axes, every)
     steps = [step for step in STEPS if any(step in point.steps_s for _, point in places)]
     width = 0.8 / max(len(steps), 1)
@@ -340,7 +343,7 @@ def _draw_steps(axes: Axes, every: Sequence[Series]) -> None:
 
 
 def _draw_speedup(axes: Axes, every: Sequence[Series]) -> None:
-    """Lines: speed-up with and without communication, and the ideal one for each number to start from."""
+    """Draw the speed-up with and without communication, and the ideal speed-up for each first number of workers."""
     ticks = _shared_ticks(axes, every)
     starts = sorted({series.points[0].workers for series in every})
     for start in starts:
@@ -377,7 +380,7 @@ def _draw_speedup(axes: Axes, every: Sequence[Series]) -> None:
 
 
 def _draw_price(axes: Axes, every: Sequence[Series]) -> None:
-    """Line: the price index, with the limit below which more workers pay for themselves."""
+    """Draw the price index, with the limit below which more workers pay for themselves."""
     ticks = _shared_ticks(axes, every)
     axes.axhline(1.0, linestyle="--", color=_GREY, linewidth=1.2, label="workers pay for themselves below")
     for series, color in zip(every, _colors(len(every)), strict=True):
@@ -409,7 +412,7 @@ def _line(
     label: str | None,
     style: str,
 ) -> None:
-    """Draw a line through the values of a series; a full line has its values written below it."""
+    """Draw a line through the values of a series, and write the values below a solid line."""
     pairs = zip(series.points, values, strict=True)
     known = [(ticks[point.workers], value) for point, value in pairs if value is not None]
     if not known:

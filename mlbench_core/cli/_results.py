@@ -36,10 +36,10 @@ PHASES = ("compute", "communication", "metrics", "data")
 """Phases of the training time, in the order in which charts stack them."""
 
 UNKNOWN = "unknown"
-"""State of a run that came without its record: a zip file of an earlier version."""
+"""State of a run without its record, as in a zip file of an earlier version."""
 
 _NAME_IN_ZIP = re.compile(r"(?:^|/)result_(.+)\.json$")
-# Metrics of the workers themselves: of this master, of its earlier versions, and of version 3.0.
+# Metrics of single workers, as named by this master, by its earlier versions, and by version 3.0.
 _WORKER_IN_ZIP = re.compile(r"(?:pod_)?(.+-worker-\d+)(?:_.*)?\.json$")
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 # "80% Top 1 Validation Accuracy reached in 407.123 seconds, Compute: 300.000 seconds, Communication: 80.500 seconds"
@@ -49,22 +49,22 @@ _PHASE_IN_RESULT = re.compile(rf"\b(Compute|Communication|Metrics|Preprocess): {
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to. Times are in seconds; what the run did not report is ``None``.
+    """The result of a run; times are in seconds, and a value that the run did not report is ``None``.
 
     Attributes:
         name: The run's name.
         workers: Number of its workers.
         state: State in the master, ``"unknown"`` without the run's record.
-        setup: What it executed; only runs with equal setups can be compared.
-        goal_reached: Whether it reached its goal.
-        time_to_goal_s: Training time until then.
-        train_s: All training time, validation left out.
+        setup: The program and its resources; only runs with equal setups can be compared.
+        goal_reached: True if the run reached its goal.
+        time_to_goal_s: Training time until the goal was reached.
+        train_s: All training time, without validation.
         phases_s: Training time by phase, see :data:`PHASES`.
         exposed_communication_s: The part of the communication during which nothing was computed.
         validation_s: Time spent in validation.
         steps_s: Training time by step, see :data:`STEPS`.
         samples_per_s: Training samples a second, all workers together.
-        epochs: Epochs begun.
+        epochs: Number of epochs that the run began.
         best: Best value of the goal's metric.
         bytes_sent: Bytes that one worker sent.
     """
@@ -87,14 +87,14 @@ class RunResult:
 
     @property
     def total_s(self) -> float | None:
-        """The time to compare by: until the goal where it was reached, else all training time."""
+        """Return the time to compare runs by: until the goal if it was reached, else all training time."""
         if self.time_to_goal_s is not None:
             return self.time_to_goal_s
         return self.train_s if self.train_s is not None else (sum(self.phases_s.values()) or None)
 
     @property
     def without_communication_s(self) -> float | None:
-        """:attr:`total_s` less the communication that nothing hid."""
+        """Return :attr:`total_s` without the exposed communication."""
         communication = self.exposed_communication_s
         if communication is None:
             communication = self.phases_s.get("communication")
@@ -106,14 +106,14 @@ class RunResult:
     def from_metrics(cls, metrics: Metrics, run: Mapping[str, Any]) -> RunResult:
         """Read the result from a run's metrics.
 
-        The metric ``summary @ 0``, which a training script posts at its end, is believed first. A run without one has
-        reached its goal if there is a ``TaskResult @ 0``: its text names the times, and the cumulative times of the
-        steps at that moment fill in.
+        The metric ``summary @ 0``, which a training script posts at its end, takes precedence. A run without a
+        summary has reached its goal if it has the metric ``TaskResult @ 0``. The times then come from the text of that
+        metric, and missing times from the cumulative times of the steps.
 
         Args:
             metrics: Entries of every metric, oldest first: ``{name: [{"date", "value", ...}, ...]}``.
-            run: The run as the master describes it: ``name``, ``num_workers``, ``state``, and what :class:`Setup`
-                reads. A run without a state counts as unknown.
+            run: The run as the master describes it: ``name``, ``num_workers``, ``state``, and the fields that
+                :class:`Setup` reads. The state of a run without one is ``"unknown"``.
         """
         summary = _summary(metrics)
         times = _times(summary)
@@ -142,7 +142,7 @@ class RunResult:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as JSON-ready values, with the two derived times."""
+        """Return all fields and the two derived times as JSON-ready values."""
         derived = {"total_s": self.total_s, "without_communication_s": self.without_communication_s}
         return {**dataclasses.asdict(self), **derived}
 
@@ -159,7 +159,7 @@ def _summary(metrics: Metrics) -> dict[str, Any]:
 
 
 def _times(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Total times by name: from the entry ``total_s``, else from the fields of the tracker's own summary."""
+    """Return total times by name, from the entry ``total_s`` or else from the fields of the tracker's summary."""
     times = summary.get("total_s")
     if isinstance(times, dict):
         return times
@@ -199,10 +199,11 @@ def _times_in(result: str) -> dict[str, str]:
 
 
 def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], metrics: Metrics) -> int | None:
-    """Find the number of workers; the name of a run says nothing about it (``exp-2024``)."""
+    """Find the number of workers, but not from the name of the run: ``exp-2024`` need not have 2024 workers."""
     for value in (run.get("num_workers"), summary.get("workers")):
         if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1:
             return int(value)
+    # Metrics end with the rank that posted them. One rank proves nothing: rank 0 may be the only one that posts.
     ranks = {match[1] for metric in metrics if (match := re.search(r" @ (\d+)$", metric))}
     return len(ranks) if len(ranks) > 1 else None
 
@@ -219,7 +220,7 @@ def _last(metrics: Metrics, name: str) -> float | None:
 
 
 def _float(value: object) -> float | None:
-    """A finite number, given as a number or as text; anything else is ``None``."""
+    """Return a finite number that is given as a number or as text, and ``None`` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -241,7 +242,7 @@ def save(path: Path, run: Mapping[str, Any], metrics: Metrics) -> None:
     """Write a run and its metrics to a JSON file that :func:`load_folder` reads.
 
     Args:
-        path: The file; written atomically, its folder is created.
+        path: The file. It is written atomically, and its folder is created.
         run: The run as the master describes it.
         metrics: Entries of every metric.
     """
@@ -253,10 +254,10 @@ def load_folder(folder: Path) -> list[RunResult]:
     """Read every result in a folder: JSON files of ``run --wait`` and zip files of ``download``.
 
     Args:
-        folder: Where they lie; a folder that does not exist has none.
+        folder: The folder. One that does not exist has no results.
 
     Returns:
-        Results, fewest workers first, then by name. Files of another kind are passed over.
+        Results, fewest workers first, then by name. Other files are skipped.
 
     Raises:
         ConfigurationError: A zip file is damaged.
@@ -270,14 +271,14 @@ def load_folder(folder: Path) -> list[RunResult]:
 
 
 def matches(name: str, pattern: str | None) -> bool:
-    """Match a run's name with a pattern of the shell, or with a part of the name; no pattern matches all."""
+    """Return whether a name matches a shell pattern or contains a text; without a pattern every name matches."""
     if not pattern:
         return True
     return fnmatch.fnmatchcase(name, pattern) if any(c in pattern for c in "*?[") else pattern in name
 
 
 def comparable(results: Sequence[RunResult]) -> list[RunResult]:
-    """Select the results that charts may show; standard error gets the reason for each other one."""
+    """Select the results that charts may show, and write to standard error why each other result is left out."""
     kept = []
     for result in results:
         if result.state not in ("finished", UNKNOWN):
@@ -329,7 +330,7 @@ def _load_zip(path: Path) -> RunResult | None:
 
 
 def print_results(results: Sequence[RunResult]) -> None:
-    """Write the table of results: one row a run, ``-`` for what it did not report."""
+    """Write the table of results: one row per run, ``-`` for a value that it did not report."""
     rows = [
         (
             result.name,
@@ -346,7 +347,7 @@ def print_results(results: Sequence[RunResult]) -> None:
 
 
 def _outcome(result: RunResult) -> str:
-    """Say whether the goal was reached, or why that is unknown."""
+    """Return whether the goal was reached, or the state of the run if that is unknown."""
     if result.state != "finished" and not (result.state == UNKNOWN and result.goal_reached is not None):
         return result.state
     return {True: "yes", False: "no", None: "-"}[result.goal_reached]

@@ -1,6 +1,6 @@
-"""What the command remembers between calls: settings, the last answers, the embedded master.
+"""State that the command keeps between calls: settings, the last answers, the embedded master.
 
-All of it is JSON below :func:`mlbench_core.paths.user_folder`, written atomically and readable by its owner only.
+Each file is JSON in :func:`mlbench_core.paths.user_folder`, written atomically and readable by its owner only.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ SETTINGS = "settings.json"
 """Chosen by the user: ``{"master_url": ..., "token": ...}``."""
 
 LAST_RUN = "last-run.json"
-"""Answers of the last ``mlbench run``, the defaults of its questions."""
+"""Answers of the last ``mlbench run``: the defaults of its next questions."""
 
 MASTER = "master.json"
 """The embedded master: ``{"url": ..., "pid": ..., "token": ...}``."""
 
 
 def read(name: str) -> dict[str, Any]:
-    """Read one of the files; one that is missing or damaged counts as empty."""
+    """Read one of the files; a missing or damaged file counts as empty."""
     try:
         value = json.loads(user_folder(name).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -19,21 +19,21 @@ _PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run executed and with which resources, the number of workers left out.
+    """The program of a run and its resources, except the number of workers.
 
     Runs with equal setups and equal numbers of workers are repeats of each other. Runs with equal setups and different
     numbers of workers show how the setup scales. A seed is not part of a setup. ``None`` means unknown.
 
     Attributes:
         program: The task (``"task 1a"``), or the script or program of a custom command.
-        arguments: Its arguments, an option together with its value; optimizer and network are among them.
+        arguments: Its arguments, each option together with its value, for example the optimizer and the network.
         image: The container image of a custom command.
         backend: Communication backend.
-        gpu: Whether the workers use GPUs.
-        light: Whether the goal is the task's light one.
+        gpu: True if the workers use GPUs.
+        light: True if the goal is the light goal of the task.
         num_cpus: Cores of each worker.
         max_bandwidth: Bandwidth of each worker in Mbit/s.
-        series: Only for a run whose command is unknown: its name without the number of workers.
+        series: Name of the run without the number of workers, only if the command is unknown.
     """
 
     program: str | None = None
@@ -48,11 +48,11 @@ class Setup:
 
     @classmethod
     def of(cls, run: Mapping[str, Any], workers: int | None = None) -> Setup:
-        """Read the setup from a run as the master describes it.
+        """Read the setup from the master's description of a run.
 
         Args:
             run: The run.
-            workers: Its number of workers, to find the series of a run whose command is unknown.
+            workers: Its number of workers, which gives the series if the command is unknown.
         """
         job = run.get("job_metadata")
         command = run.get("command") or (job.get("command") if isinstance(job, Mapping) else None)
@@ -74,7 +74,7 @@ class Setup:
         )
 
     def parts(self) -> tuple[str, ...]:
-        """Describe the setup: one text for each thing in which two setups can differ."""
+        """Describe the setup with one text for each property in which two setups can differ."""
         program = self.program or ""
         known = (
             self.series,
@@ -100,7 +100,7 @@ def labels(setups: Iterable[Setup]) -> dict[Setup, str]:
         setups: The setups.
 
     Returns:
-        Labels, all different; the only setup, and one that has nothing of its own, is called ``"default"``.
+        Labels, all different. A setup without a part of its own, or the only setup, is called ``"default"``.
 
     Example:
         >>> plain, ddp = Setup("task 1a", backend="gloo"), Setup("task 1a", ("--optimizer ddp",), backend="gloo")
@@ -123,6 +123,7 @@ def _split(command: str) -> tuple[str, list[str]]:
         words = shlex.split(command)
     except ValueError:
         words = command.split()
+    # The program ends at the script, as in "python -u main.py"; without a script, it is the first word.
     start = next((i for i, word in enumerate(words[:4]) if word.endswith(".py")), 0)
     items: list[str] = []
     for word in words[start + 1 :]:

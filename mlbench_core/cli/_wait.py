@@ -1,4 +1,4 @@
-"""``mlbench run --wait``: watching runs until they end."""
+"""Watch runs until they end, for ``mlbench run --wait``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Goal", "Progress", "wait_for"]
 
 POLL_S = 1.0
 LOST_MASTER_S = 120.0
-"""How long a master may be away (it is being restarted, the network is down) before waiting ends."""
+"""Seconds that a master may be unreachable (a restart, a network failure) before waiting ends."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The value that a run is to reach, for the display alone: the training script decides."""
+    """The value that a run should reach, used only for the display: the training script decides."""
 
     metric: str
     threshold: float | None
@@ -32,7 +32,7 @@ class Goal:
 
 @dataclass
 class Progress:
-    """What is known of a run while it runs."""
+    """The progress of a run while it runs."""
 
     name: str
     state: str = "initialized"
@@ -43,7 +43,7 @@ class Progress:
 
     @property
     def fraction(self) -> float:
-        """How near the metric is to the goal, from 0 to 1; 1 once the run has finished."""
+        """Return how near the metric is to the goal, from 0 to 1; 1 once the run has finished."""
         if self.state == "finished":
             return 1.0
         threshold = self.goal.threshold if self.goal else None
@@ -53,7 +53,7 @@ class Progress:
         return min(threshold / self.value if minimize else self.value / threshold, 1.0)
 
     def describe(self) -> str:
-        """State, epoch and metric in one line."""
+        """Return state, epoch and metric in one line."""
         parts = [self.state]
         if self.epoch:
             parts.append(f"epoch {self.epoch}")
@@ -64,20 +64,20 @@ class Progress:
 
 
 def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal | None) -> list[dict[str, Any]]:
-    """Watch runs until all have ended, showing how far they are on standard error.
+    """Watch runs until all have ended, and show their progress on standard error.
 
-    On a terminal one line a run is drawn anew; elsewhere a line is written when something changes.
+    On a terminal, one line per run is updated in place. Elsewhere, a line is written when something changes.
 
     Args:
-        client: The master that has them.
+        client: The master of the runs.
         runs: The runs, as the master described them at their start.
-        goal: What they are to reach, if known.
+        goal: The value that they should reach, if known.
 
     Returns:
-        The runs, in the same order, as the master describes them now.
+        The runs in the same order, as the master describes them at their end.
 
     Raises:
-        MasterRequestError: The master was away for too long.
+        MasterRequestError: The master was unreachable for too long.
     """
     watched = {run["id"]: Progress(name=str(run["name"]), goal=goal) for run in runs}
     latest = {run["id"]: dict(run) for run in runs}
@@ -86,6 +86,7 @@ def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal
     with _display() as show:
         while True:
             for run_id, progress in watched.items():
+                # The second condition repeats a request for metrics that failed after the run had ended.
                 if latest[run_id].get("state") not in FINAL_STATES or progress.state not in FINAL_STATES:
                     with patience:
                         latest[run_id] = client.run(run_id)
@@ -97,7 +98,7 @@ def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal
 
 
 class _Patience:
-    """Forgives a master that is away, for a while: training goes on without it."""
+    """A context that ignores an unreachable master for a while, because training continues without it."""
 
     def __init__(self) -> None:
         self._away_since: float | None = None
@@ -129,7 +130,7 @@ def _update(client: MasterClient, progress: Progress, run: Mapping[str, Any]) ->
 
 
 def _metric_name(client: MasterClient, progress: Progress, run_id: int | str) -> str | None:
-    """The full name of the metric to show: the goal's, else the first global validation metric there is."""
+    """Return the full name of the metric to show: the goal's, or else the first global validation metric."""
     prefix, suffix = "val_global_", " @ 0"
     if progress.metric is None:
         if progress.goal is not None:
@@ -156,7 +157,7 @@ def _display() -> Iterator[Show]:
 
 
 class _Lines:
-    """Writes a plain line for each run that has changed."""
+    """A display that writes a plain line for each run that has changed."""
 
     def __init__(self) -> None:
         self._shown: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""``mlbench charts``: PNG and CSV from downloaded results, or from the runs of a master."""
+"""``mlbench charts``: draw PNG and CSV charts of downloaded results or of the runs of a master."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The path under which version 3.0 had the command; see :mod:`mlbench_core.cli`."""
+"""Import path of the command in version 3.0; see :mod:`mlbench_core.cli`."""
 
 from __future__ import annotations
 

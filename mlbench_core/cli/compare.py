@@ -1,4 +1,4 @@
-"""``mlbench compare``: runs side by side, repeats summed up with their spread."""
+"""``mlbench compare``: compare runs, with mean and spread of repeats."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ MEASURES: dict[str, Callable[[RunResult], float | None]] = {
 
 
 def confidence_95(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % confidence interval of the mean, by Student's t distribution.
+    """Return the 95 % confidence interval of the mean, by Student's t distribution.
 
     Args:
         values: Independent measurements; fewer than two have no interval.
 
     Returns:
-        Lower and upper end, or ``None``.
+        Lower and upper end, or ``None`` without an interval.
 
     Example:
         >>> [round(end, 2) for end in confidence_95([9.0, 10.0, 11.0])]
@@ -51,6 +51,7 @@ def confidence_95(values: Sequence[float]) -> tuple[float, float] | None:
     if len(values) < 2:
         return None
     freedom = len(values) - 1
+    # Above 30 degrees of freedom, the normal quantile 1.96 plus 2.5 / freedom is close (for 31: 2.041, exact 2.040).
     quantile = _T_975[freedom - 1] if freedom <= len(_T_975) else 1.96 + 2.5 / freedom
     half = quantile * statistics.stdev(values) / math.sqrt(len(values))
     mean = statistics.fmean(values)
@@ -64,7 +65,7 @@ def confidence_95(values: Sequence[float]) -> tuple[float, float] | None:
 def compare(names: tuple[str, ...], dashboard_url: str | None, as_json: bool) -> None:
     """Compare the runs NAME..., which may be shell patterns.
 
-    Runs of the same task or command with the same arguments (but for the seed), workers, backend, resources and target
+    Runs of the same task or command with the same arguments (except the seed), workers, backend, resources and target
     are repeats: their mean, standard deviation and the 95 % confidence interval of the mean are shown.
     """
     with connect(dashboard_url) as client:

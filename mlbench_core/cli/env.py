@@ -1,4 +1,4 @@
-"""``mlbench env``: hardware, versions and backends, what a bug report needs."""
+"""``mlbench env``: describe hardware, versions and backends for a bug report."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ PACKAGES = (
     "kubernetes",
 )
 
+# This runs in a process of its own: a torch that cannot load, or hangs while it loads, must not break the command.
 _ASK_TORCH = """
 import json, torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ _TORCH_TIMEOUT_S = 120.0
 
 
 def describe() -> dict[str, Any]:
-    """Return everything that ``mlbench env`` prints, as JSON-ready values. torch is asked in a process of its own."""
+    """Return everything that ``mlbench env`` prints, as JSON-ready values."""
     import psutil
 
     return {

@@ -41,7 +41,7 @@ def master(
 ) -> None:
     """Start the master in the foreground, or stop the one that 'mlbench run' started.
 
-    Ctrl-C ends it. Runs that go on are taken over by the next one.
+    Ctrl-C ends it. Its runs continue, and the next master takes them over.
     """
     if stop:
         known = _embedded.stop_embedded()
@@ -52,6 +52,7 @@ def master(
             f"--host {host} can be reached from other machines: give a token with --token or MLBENCH_TOKEN, "
             "or stay on 127.0.0.1"
         )
+    # Two masters with the same data would look after the same runs; another folder or database makes a second safe.
     running = _embedded.embedded()
     if running is not None and not (data_dir or database_url):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""``mlbench run``: start runs, and with ``--wait`` watch them and show what they came to."""
+"""``mlbench run``: start runs, and with ``--wait`` watch them and show their results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _TaskType(click.ParamType):
 
 
 class _RunCommand(click.Command):
-    """Keeps what follows ``--`` for the training script; click itself would take it for numbers of workers."""
+    """A command that keeps the words after ``--`` for the script; click would parse them as numbers of workers."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)
@@ -90,7 +90,7 @@ def run(
     \b
         mlbench run demo 1 2 --task 1a --wait -- --dataset digits
 
-    What is missing is asked for on a terminal. Where no master is configured, one is started on this machine.
+    On a terminal, missing values are asked for. If no master is configured, one is started on this machine.
     """
     if task is not None and (image or command):
         raise click.UsageError("--task excludes --image and --command: a task brings its own")
@@ -138,7 +138,7 @@ def _interactive() -> bool:
 
 
 def _ask(what: str, option: str, default: str | None) -> str:
-    """Ask on a terminal; elsewhere the command was used wrongly."""
+    """Ask for a missing value on a terminal, and raise a usage error elsewhere."""
     if not _interactive():
         raise click.UsageError(f"{what} is missing: give {option}")
     answer: str = click.prompt(what.removeprefix("the ").capitalize(), default=default, type=str, err=True)
@@ -146,7 +146,7 @@ def _ask(what: str, option: str, default: str | None) -> str:
 
 
 def _ask_task(ctx: click.Context, default: str | None) -> Task | None:
-    """Let the user choose a task by its number or its key; None is a command of one's own."""
+    """Let the user choose a task by its number or key; return None for the user's own command."""
     if _interactive():
         for index, task in enumerate(TASKS.values()):
             remark(f"  [{index}] task {task.key:3} {task.title} ({task.model}, {task.data})")
@@ -203,7 +203,7 @@ def _request(
     num_cpus: float | None,
     light: bool,
 ) -> dict[str, Any]:
-    """The body of ``POST /api/runs/``, less the name and the number of workers."""
+    """Return the body of ``POST /api/runs/`` without the name and the number of workers."""
     # --gpu and --light are passed on for every kind of run: the master adds them to the workers' command line.
     request: dict[str, Any] = {"backend": backend, "gpu_enabled": gpu, "light_target": light}
     if num_cpus is not None:
@@ -221,7 +221,7 @@ def _request(
 
 
 def _with_absolute_script(words: list[str]) -> list[str]:
-    """The words of a command, its Python script by its whole path: workers run in a folder of their own."""
+    """Make the path of a command's Python script absolute, because workers run in their own folder."""
     for position, word in enumerate(words[:2]):
         if word.endswith(".py") and Path(word).is_file():
             words[position] = str(Path(word).absolute())
@@ -231,7 +231,7 @@ def _with_absolute_script(words: list[str]) -> list[str]:
 def _start(
     client: MasterClient, name: str, num_workers: Sequence[int], request: Mapping[str, Any], replace: bool
 ) -> list[dict[str, Any]]:
-    """Start all runs; names in use are found before the first one starts, or deleted with ``--replace``."""
+    """Start all runs, after a check of all names; with ``replace``, delete earlier runs of the same names."""
     names = {f"{name}-{workers}": workers for workers in num_workers}
     for item in client.runs():
         if item.get("name") in names:
@@ -254,14 +254,14 @@ def _start(
 
 
 def _show_notes(item: Mapping[str, Any]) -> None:
-    """Write what the master cannot do as it was asked for."""
+    """Write the master's notes on options that it cannot fulfill as requested."""
     job = item.get("job_metadata")
     for note in (job.get("notes") if isinstance(job, Mapping) else None) or ():
         remark(f"{clean(item['name'])}: {clean(note)}")
 
 
 def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goal | None:
-    """What the progress display compares with; none where the data set is not one the task knows."""
+    """Return the goal for the progress display; its threshold is None if the task does not know the data set."""
     if task is None or task.metric is None:
         return None
     dataset, preset = _option(arguments, "--dataset"), _option(arguments, "--preset")
@@ -312,7 +312,7 @@ def _follow(
 
 
 def _draw(folder: Path, results: Sequence[_results.RunResult]) -> Path | None:
-    """Draw the overview of the runs that came to something; without matplotlib only say so."""
+    """Draw the overview of the runs that have results; without matplotlib, write a remark instead."""
     drawable = [result for result in _results.comparable(results) if result.phases_s]
     if not drawable:
         return None
@@ -326,7 +326,7 @@ def _draw(folder: Path, results: Sequence[_results.RunResult]) -> Path | None:
 
 
 def _show_log(client: MasterClient, item: Mapping[str, Any]) -> None:
-    """Write the last lines of the workers, who know the cause, and what the launcher said of it at the end."""
+    """Write the last lines of the workers, which show the cause, and the launcher's final message."""
     lines, _ = client.logs(item["id"])
     workers = [line for line in lines if line.get("rank") is not None][-LOG_LINES_SHOWN:]
     others = [line for line in lines if line.get("rank") is None]

@@ -1,4 +1,4 @@
-"""Commands about runs that exist: status, logs, stop, delete, download."""
+"""Commands on existing runs: status, logs, stop, delete, download."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _show_metric(client: MasterClient, run: Mapping[str, Any], metric: str, as_j
 def _full_name(metric: str, known: Sequence[str], run: str) -> str:
     """Find the name of a metric at the master, with or without its prefix and its rank.
 
-    A validation metric over all workers comes before the others of the same name: that is the one with the goal.
+    The validation metric over all workers comes before others of the same name, because the goal refers to it.
     """
     for name in (metric, f"{metric} @ 0", f"val_global_{metric} @ 0"):
         if name in known:
@@ -98,7 +98,7 @@ def _full_name(metric: str, known: Sequence[str], run: str) -> str:
 
 
 def _cell(value: object) -> str:
-    """A value for a table; dates lose their fraction of a second."""
+    """Format a value for a table; a date loses its fraction of a second."""
     text = "-" if value is None else str(value)
     return text[:19].replace("T", " ") if len(text) > 19 and text[4:5] == text[7:8] == "-" else text
 
@@ -115,7 +115,7 @@ def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool) -> N
         pause = threading.Event()
         position = 0
         while True:
-            ended = client.run(run_id).get("state") in FINAL_STATES  # asked first: then no line comes after these
+            ended = client.run(run_id).get("state") in FINAL_STATES  # read before the log, so that no line can follow
             lines, position = client.logs(run_id, position)
             for line in lines:
                 click.echo(json.dumps(line, ensure_ascii=False) if as_json else log_line(line))
@@ -143,7 +143,7 @@ def stop(names: tuple[str, ...], dashboard_url: str | None) -> None:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @dashboard_option
 def delete(names: tuple[str, ...], yes: bool, dashboard_url: str | None) -> None:
-    """Delete the runs NAME... with their metrics and logs; runs that go on are stopped."""
+    """Delete the runs NAME... with their metrics and logs, and stop those that are running."""
     with connect(dashboard_url) as client:
         runs = [client.find(name) for name in names]
         if not yes and not _confirmed([str(run["name"]) for run in runs]):
@@ -158,7 +158,7 @@ def _confirmed(names: Sequence[str]) -> bool:
     try:
         return click.confirm(f"Delete {clean(', '.join(names))} with all metrics?", err=True)
     except click.Abort as abort:
-        # A script, which has no answer to give, deletes as with version 3.0; Ctrl-C and Ctrl-D do not.
+        # Without a terminal nobody can answer: delete, as version 3.0 did. Ctrl-C and Ctrl-D still cancel.
         if sys.stdin.isatty() or not isinstance(abort.__context__, EOFError):
             raise
         click.echo(err=True)
@@ -179,7 +179,7 @@ def _confirmed(names: Sequence[str]) -> bool:
 def download(name: str, output: Path | None, dashboard_url: str | None, as_json: bool) -> None:
     """Download the metrics of the run NAME as a zip file.
 
-    The file is there once it is complete; an old one of the same name stays until then.
+    The file appears when it is complete; an older file of the same name stays until then.
     """
     with connect(dashboard_url) as client:
         run = client.find(name)
