@@ -75,7 +75,7 @@ def create_app(
         try:
             yield
         finally:
-            events.close()  # first, since a dashboard that listens would keep its connection open
+            events.close()
             await anyio.to_thread.run_sync(scheduler.close)
             launcher.close()
             store.close()

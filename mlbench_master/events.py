@@ -14,7 +14,7 @@ _CLOSE = ""
 
 
 class EventBus:
-    """A queue that passes events from any thread to the subscribers of ``GET /api/events/``.
+    """A bus that passes events from any thread to the subscribers of ``GET /api/events/``.
 
     A subscriber that does not keep up loses its oldest events, so memory stays bounded. The API still has the state.
 

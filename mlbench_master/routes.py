@@ -36,7 +36,7 @@ def make_router(store: Store, scheduler: Scheduler, launcher: Launcher, events: 
         store: The database of runs and metrics.
         scheduler: The scheduler, which starts and stops runs.
         launcher: The launcher, which has the logs.
-        events: The queue for notifications.
+        events: The bus that notifies subscribers.
 
     Returns:
         The router.
@@ -93,7 +93,7 @@ def _add_metric_routes(router: APIRouter, store: Store, events: EventBus) -> Non
         items = body if many else [body]
         if len(items) > MAX_BATCH:
             raise HTTPException(400, f"body: {len(items)} metrics; at most {MAX_BATCH} in one request")
-        now = now_us()  # one date for the whole batch
+        now = now_us()  # metrics without a date share this one
         parsed = [_validated(MetricIn, item, f"[{index}]." if many else "") for index, item in enumerate(items)]
         missing = {m.run_id for m in parsed if m.run_id is not None}
         missing -= store.existing_runs(i for i in missing if i is not None)

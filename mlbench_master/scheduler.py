@@ -1,4 +1,4 @@
-"""Which run may start, and what became of those that did."""
+"""Decide which run may start, and record how runs end."""
 
 from __future__ import annotations
 
@@ -23,22 +23,29 @@ _TAIL_CHARACTERS = 16_384
 
 
 class Scheduler:
-    """Starts waiting runs, smallest first, as soon as enough workers are free, and records how they end.
+    """A thread that starts waiting runs, smallest first, when enough cores are free, and records how they end.
 
-    A run that needs more cores than there are starts when nothing else runs, with a warning in its log: else it
-    would wait for ever. After a restart of the master, runs that go on are watched again; those that are gone
-    without a word are marked as lost.
+    A run that needs more cores than the machine has starts when nothing else runs, with a warning in its log.
+    Otherwise it would wait indefinitely. After a restart of the master, runs that continue are watched again. Runs that
+    disappeared without a status are marked as lost.
 
-    An exception while looking after a run ends that run, with the exception as its reason, and no other. Errors of the
-    operating system and of the database (a full disk, too many open files) concern the machine and pass: the next look
+    An exception in the handling of a run ends only that run, with the exception as its reason. Errors of the operating
+    system and of the database (a full disk, too many open files) concern the machine and may pass, so the next poll
     tries again.
 
+    The states of a run and their transitions::
+
+        initialized -- enough cores are free --> started
+        initialized -- stopped by a user ------> failed
+        started ------ exit status 0 ----------> finished
+        started ------ failed, lost, stopped --> failed
+
     Args:
-        store: Where runs are kept.
-        launcher: What starts them.
-        events: Who is told.
-        worker_env: Environment for all workers, for example where the master is.
-        poll_s: Seconds between two looks.
+        store: The database of runs.
+        launcher: The launcher that starts them.
+        events: The bus that notifies subscribers.
+        worker_env: Environment variables for all workers, for example the URL of the master.
+        poll_s: Seconds between two polls.
     """
 
     def __init__(
@@ -56,13 +63,13 @@ class Scheduler:
         self._log_lines: dict[int, int] = {}
 
     def start(self) -> None:
-        """Begin to look after the runs, those of an earlier master included."""
+        """Start the thread, which also watches the runs of an earlier master."""
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="mlbench-scheduler", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking; the runs go on."""
+        """Stop the thread; the runs continue."""
         self._closed = True
         self._wake.set()
         if self._thread is not None:
@@ -70,17 +77,17 @@ class Scheduler:
             self._thread = None
 
     def wake(self) -> None:
-        """Look now: something has changed."""
+        """Poll now, because something has changed."""
         self._wake.set()
 
     def stop_run(self, run_id: int) -> Run | None:
-        """End a run that waits or runs; it is then ``failed`` and keeps its metrics.
+        """End a run that waits or runs; its state becomes ``failed``, and it keeps its metrics.
 
         Args:
             run_id: The run.
 
         Returns:
-            The run as it is now, None if there is none.
+            The run as it is now, or None if it does not exist.
         """
         with self._lock:
             run = self._store.run(run_id)
@@ -93,7 +100,7 @@ class Scheduler:
         return run
 
     def delete_run(self, run_id: int) -> None:
-        """End a run if it runs, and forget it with its metrics and logs."""
+        """End a run if it runs, and delete it with its metrics and logs."""
         with self._lock:
             run = self.stop_run(run_id)
             self._store.delete_run(run_id)
@@ -108,6 +115,7 @@ class Scheduler:
             used = sum(_cores(run) for run in running)
             for run in sorted(self._store.runs("initialized"), key=lambda run: (_cores(run), run.id)):
                 fits = used + _cores(run) <= self._launcher.capacity
+                # The runs are sorted by their cores, so none of the others fits either.
                 if not fits and running:
                     break
                 if self._goes_on(self._launch, run):
@@ -119,12 +127,12 @@ class Scheduler:
             self._wake.clear()
             try:
                 self.tick()
-            except Exception:  # the thread must outlive a database that is away
+            except Exception:  # the thread must outlive an unreachable database
                 _log.exception("looking after the runs failed; trying again")
             self._wake.wait(self._poll_s)
 
     def _goes_on(self, step: Callable[[Run], bool], run: Run) -> bool:
-        """Take a step of a run, which ends the run if it raises; return whether the run goes on."""
+        """Run a step, which ends the run if it raises an exception; return whether the run continues."""
         try:
             return step(run)
         except SQLAlchemyError:
@@ -141,7 +149,7 @@ class Scheduler:
             return False
 
     def _watch(self, run: Run) -> bool:
-        """Record what a started run does; return whether it goes on."""
+        """Record the status of a started run; return whether it continues."""
         status = (
             JobStatus("lost", "lost: it was never started") if run.job_id is None else self._launcher.poll(run.job_id)
         )
@@ -154,7 +162,7 @@ class Scheduler:
         return False
 
     def _launch(self, run: Run) -> bool:
-        """Start a run; return whether it goes on."""
+        """Start a run; return whether it continues."""
         notes = list(run.metadata_dict().get("notes", ()))
         capacity = self._launcher.capacity
         if _cores(run) > capacity:
@@ -175,7 +183,7 @@ class Scheduler:
             env={**self._worker_env, "MLBENCH_RUN_ID": str(run.id)},
             notes=tuple(notes),
         )
-        # Recorded before it starts: a master that dies in between finds it again, and marks it as lost.
+        # Record the job before it starts: if the master dies in between, the next master finds it and marks it as lost.
         job_id = f"{self._launcher.name}-{run.id}"
         started = self._store.update_run(run.id, state="started", job_id=job_id, started_at=now_us())
         if started is None:
@@ -203,13 +211,13 @@ class Scheduler:
         return changed
 
     def tails(self, run: Run) -> dict[str, list[str]]:
-        """The last lines a run's workers wrote.
+        """Return the last lines that a run's workers wrote.
 
         Args:
             run: The run.
 
         Returns:
-            ``stdout`` and ``stderr``; the master's own lines count as the latter.
+            ``stdout`` and ``stderr``, which includes the lines of the master itself.
         """
         lines = [] if run.job_id is None else self._launcher.log_tail(run.job_id)
         out = [line["text"] for line in lines if line["stream"] == "stdout"]
@@ -226,7 +234,7 @@ class Scheduler:
 
 
 def _last_lines(lines: list[str]) -> list[str]:
-    """As many of the last lines as a run's record may hold; of a single longer one its end."""
+    """Return as many last lines as a run's record may hold, or the end of a single longer line."""
     size, first = 0, len(lines)
     while first > 0 and size + len(lines[first - 1]) < _TAIL_CHARACTERS:
         first -= 1

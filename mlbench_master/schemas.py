@@ -1,6 +1,6 @@
-"""What the API accepts, as pydantic models; every limit is here.
+"""Pydantic models of the requests that the API accepts; every limit is defined here.
 
-Bodies come as JSON or as a form, so numbers and truth values may be text.
+Bodies are JSON or a form, so numbers and truth values may be text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def _plain_text(text: str) -> str:
-    """Refuse what no database keeps: NUL and halves of surrogate pairs."""
+    """Refuse text that a database cannot keep: NUL and halves of surrogate pairs."""
     if "\x00" in text:
         raise ValueError("must not contain a NUL character")
     try:
@@ -68,7 +68,7 @@ def _pod_name(text: str) -> str:
 
 
 def _number_to_text(value: object) -> object:
-    """Values are kept as text; ``nan`` and ``inf`` are values a diverging run has."""
+    """Convert a number to text, which also keeps the ``nan`` and ``inf`` of a diverging run."""
     if isinstance(value, (bool, int, float)):
         return repr(value)
     return value
@@ -83,7 +83,7 @@ def _json_to_text(value: object) -> object:
 
 
 def _split(value: object) -> object:
-    """Arguments come as a list, or as one text that is split as a shell would."""
+    """Split arguments that are one text, as a shell would; a list stays as it is."""
     if isinstance(value, str):
         return shlex.split(value)
     return value
@@ -105,7 +105,7 @@ Command = Annotated[Line, Field(max_length=16_384), AfterValidator(_command)]
 
 
 class _Body(BaseModel):
-    """A body: empty form fields count as left out; unknown fields are ignored, as 3.0 did."""
+    """A body, of which empty form fields count as left out and unknown fields are ignored, as in version 3.0."""
 
     model_config = ConfigDict(extra="ignore", str_max_length=262_144)
 
@@ -121,14 +121,14 @@ class MetricIn(_Body):
     """One value of one metric of a run or of a pod.
 
     Attributes:
-        run_id: The run it belongs to; this or ``pod_name``.
-        pod_name: The pod it belongs to.
+        run_id: The run of the metric; give this or ``pod_name``.
+        pod_name: The pod of the metric.
         name: For example ``"train_loss @ 0"``.
-        date: When it was measured; now if left out.
-        value: Text; numbers are welcome.
-        cumulative: Whether it grows over time, like a counter.
-        metadata: Anything the client wants back; text or JSON.
-        id: Made by the client: the same id for the same run or pod is stored once, however often it is delivered.
+        date: Time of the measurement; now if left out.
+        value: The value as text or number; it is kept as text.
+        cumulative: True if it grows over time, like a counter.
+        metadata: Any text or JSON, returned unchanged.
+        id: An id from the client. A repeated delivery of the same id for the same run or pod is stored once.
     """
 
     run_id: Identifier | None = None
@@ -154,19 +154,19 @@ class RunIn(_Body):
         name: A DNS label, not in use.
         num_workers: Number of worker processes.
         num_cpus: Cores of each worker.
-        max_bandwidth: Mbit/s of each worker; less than the default is refused if the launcher cannot limit it.
-        task: Key of a task (``"1a"``); this, or ``image_name``, or ``command``.
+        max_bandwidth: Mbit/s of each worker. Less than the default is refused if the launcher cannot limit it.
+        task: Key of a task (``"1a"``); give this, ``image_name`` or ``command``.
         arguments: Further arguments of the task's script.
         command: A worker's command line.
-        image_name: A task's image, or ``"custom_image"`` with the next two.
+        image_name: A task's image, or ``"custom_image"`` together with the next two fields.
         custom_image_name: Name of the image; a launcher without containers runs the command on its machine.
         custom_image_command: A worker's command line in it.
-        backend: ``gloo``, ``nccl``, ``mpi``, or ``"custom_backend"`` with the next two.
-        custom_backend: Its name.
-        run_all_nodes: Whether every worker runs the command; else, with a custom backend, only the first one does, and
-            starts the others itself.
-        gpu_enabled: Whether the workers use GPUs: the command gets ``--gpu``.
-        light_target: Whether the goal is the task's light one: the command gets ``--light``.
+        backend: ``gloo``, ``nccl``, ``mpi``, or ``"custom_backend"`` together with the next two fields.
+        custom_backend: Name of a custom backend.
+        run_all_nodes: True if every worker runs the command. With False and a custom backend, only the first one does,
+            and starts the others itself.
+        gpu_enabled: True if the workers use GPUs: the command gets ``--gpu``.
+        light_target: True for the light goal of the task: the command gets ``--light``.
     """
 
     name: Annotated[Text, AfterValidator(_dns_label)]
@@ -189,14 +189,14 @@ class RunIn(_Body):
 
 
 class MetricQuery(_Body):
-    """How ``GET /api/metrics/{id}/`` is asked.
+    """The query parameters of ``GET /api/metrics/{id}/``.
 
     Attributes:
-        metric_type: Whether the id is a pod's name or a run's id.
-        since: Nothing older than this.
-        summarize: At most this many entries of each metric, by averaging neighbours.
-        metric_filter: Only the metric of exactly this name.
-        last_n: Only the last so many entries of each metric.
+        metric_type: ``"pod"`` if the id is a pod's name, ``"run"`` if it is a run's id.
+        since: Oldest date to include.
+        summarize: Maximum number of entries of each metric; neighbors are averaged.
+        metric_filter: Name of the only metric to include.
+        last_n: Number of the latest entries of each metric to include.
         format: ``"json"``, or ``"zip"`` for a download.
     """
 
@@ -209,11 +209,11 @@ class MetricQuery(_Body):
 
 
 def describe_error(error: ValidationError, prefix: str = "") -> str:
-    """One line for people that names each wrong field, what it was and what is allowed.
+    """Describe an error in one line that names each wrong field, its value and the allowed values.
 
     Args:
-        error: What pydantic raised.
-        prefix: Goes before each field's name, for example ``"[3]."``.
+        error: The error of pydantic.
+        prefix: Text before each field's name, for example ``"[3]."``.
 
     Returns:
         For example ``"num_workers: Input should be greater than or equal to 1 (got 0)"``.
@@ -237,5 +237,5 @@ def _short(value: object, limit: int = 80) -> str:
 
 
 def allowed(values: Iterable[str]) -> str:
-    """A list of allowed words for a message."""
+    """Join allowed values for a message."""
     return ", ".join(values)

@@ -1,9 +1,11 @@
-"""Who may talk to the master.
+"""Authenticate requests to the master.
 
-The master runs commands that its users post, so it must know them: with a token each request carries it
-(``Authorization: Bearer``; a browser gets a cookie from the login page). Without one the master listens on
-loopback only, and then a foreign web page in the user's own browser is the danger: a page that rebinds its name to
-127.0.0.1 is refused by the ``Host`` header, a page that posts across origins by the ``Origin`` header.
+The master runs commands that its users post, so it must authenticate them. If it has a token, each request carries it
+in ``Authorization: Bearer``, and a browser gets a cookie from the login page. Without a token, the master listens on
+loopback only. The remaining danger is then a foreign web page in the user's own browser:
+
+* A page that rebinds its name to 127.0.0.1 is refused by its ``Host`` header.
+* A page that posts across origins is refused by its ``Origin`` header.
 """
 
 from __future__ import annotations
@@ -31,16 +33,16 @@ def token_matches(given: str, token: str) -> bool:
 
 
 def session_cookie(token: str) -> str:
-    """The cookie of a browser that has shown the token; the token itself cannot be read from it."""
+    """Return the cookie of a browser that has sent the token; the token cannot be derived from it."""
     return hmac.new(token.encode(), b"mlbench dashboard session", hashlib.sha256).hexdigest()
 
 
 class GuardMiddleware:
-    """Refuses requests that must not reach the API (see the module's description).
+    """A middleware that refuses requests which must not reach the API; see the module's docstring.
 
     Args:
         app: The application behind it.
-        token: The secret, or None where the master listens on loopback only.
+        token: The secret, or None if the master listens on loopback only.
     """
 
     def __init__(self, app: ASGIApp, token: str | None = None) -> None:
@@ -74,6 +76,7 @@ class GuardMiddleware:
                 "Authorization: send the master's token as 'Bearer TOKEN'",
                 {"WWW-Authenticate": "Bearer"},
             )
+        # Any web page can make a browser send a request, so only the master's own pages may write.
         origin = headers.get("origin")
         if scope["method"] not in _SAFE_METHODS and origin is not None and not _same_origin(origin, headers):
             return _refuse(403, "Forbidden", f"Origin: {origin[:80]!r} may not write to this master")
@@ -92,7 +95,7 @@ class GuardMiddleware:
 
 
 def _is_local_name(host: str) -> bool:
-    """Loopback, or a name without a dot: no public DNS server answers for those, so nobody can rebind them."""
+    """Accept loopback and names without a dot, which no public DNS server resolves and nobody can rebind."""
     name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
     return bool(name) and (is_loopback(name) or ("." not in name and ":" not in name))
 

@@ -1,4 +1,4 @@
-"""The master as a server: its socket, its data folder, and its orderly end."""
+"""Run the master as a server: its socket, its data folder, and its shutdown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def serve(
     data_dir: Path | None = None,
     launcher: str = "local",
 ) -> None:
-    """Run the master in this process until SIGINT or SIGTERM ends it; the next master takes over its runs.
+    """Run the master in this process until SIGINT or SIGTERM; the next master takes over its runs.
 
     Args:
         host: Address to listen on.
@@ -51,10 +51,10 @@ def serve(
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """End at a signal. uvicorn's own version raises the signal again, which would skip our callers' cleanup."""
+            """End at a signal, without uvicorn's second raise of the signal, which would skip the callers' cleanup."""
             _log.info("the master is ending")
             events: EventBus = app.state.events
-            events.close()  # else it would wait for the dashboards that watch
+            events.close()  # otherwise the server would wait for open dashboards
             self.force_exit = self.should_exit and sig == signal.SIGINT
             self.should_exit = True
 
@@ -62,7 +62,7 @@ def serve(
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
         folder = (data_dir or user_folder("master")).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:  # two masters would both look after the same runs
+        try:  # two masters would both handle the same runs
             stack.enter_context(files.lock(folder / "master.lock", wait=False))
         except TimeoutError:
             raise ConfigurationError(
@@ -79,7 +79,7 @@ def serve(
 def _listen(host: str, port: int) -> socket.socket:
     """Return the listening socket."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With its protocol named, asyncio sends small answers at once (TCP_NODELAY): 40 ms less for each.
+    # asyncio sets TCP_NODELAY only if the protocol is named. It saves 40 ms for each small answer.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

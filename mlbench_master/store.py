@@ -1,7 +1,7 @@
 """The database: runs and metrics, in SQLite (WAL) or PostgreSQL.
 
-Long answers are read page by page, each page a short query, so that neither memory nor a transaction grows with
-the length of a run. All writers take one lock: SQLite has one writer anyway, and waiting here is fair.
+Long answers are read page by page, and each page is a short query. So neither memory nor a transaction grows with the
+length of a run. All writers take one lock: SQLite allows one writer at a time anyway, and waiting for a lock is fair.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MANY = 500
 
 
 class NameInUseError(Exception):
-    """A run of this name exists."""
+    """The name of a new run is already in use."""
 
 
 class _Base(DeclarativeBase):
@@ -65,7 +65,7 @@ class Run(_Base):
     goal_result: Mapped[str | None] = mapped_column(sa.Text)
 
     def metadata_dict(self) -> dict[str, Any]:
-        """The job's metadata as a dictionary."""
+        """Return the job's metadata as a dictionary."""
         loaded: dict[str, Any] = json.loads(self.job_metadata)
         for stream in ("stdout", "stderr"):
             if isinstance(loaded.get(stream), str):  # written by a development version
@@ -73,7 +73,7 @@ class Run(_Base):
         return loaded
 
     def to_json(self) -> dict[str, Any]:
-        """The run as the API shows it."""
+        """Return the run as the API shows it."""
         return {
             "id": self.id,
             "name": self.name,
@@ -96,7 +96,7 @@ class Run(_Base):
         }
 
     def worker_names(self) -> list[str]:
-        """Names of the run's workers, by rank."""
+        """Return the names of the run's workers, by rank."""
         return [f"{self.name}-worker-{rank}" for rank in range(self.num_workers)]
 
 
@@ -123,7 +123,7 @@ class Metric(_Base):
 
 @dataclass(frozen=True)
 class NewMetric:
-    """A metric on its way into the database; see :class:`Metric`."""
+    """A metric that is not in the database yet; see :class:`Metric`."""
 
     owner: str
     name: str
@@ -136,7 +136,7 @@ class NewMetric:
 
 @dataclass(frozen=True)
 class Point:
-    """One entry of a metric, read."""
+    """One entry of a metric, as read from the database."""
 
     id: int
     date: int
@@ -146,17 +146,17 @@ class Point:
 
 
 def run_owner(run_id: int) -> str:
-    """The owner text of a run's metrics."""
+    """Return the owner text of a run's metrics."""
     return f"run:{run_id}"
 
 
 def pod_owner(name: str) -> str:
-    """The owner text of a pod's metrics."""
+    """Return the owner text of a pod's metrics."""
     return f"pod:{name}"
 
 
 class Store:
-    """Runs and metrics, kept.
+    """The database of runs and metrics.
 
     Args:
         database_url: SQLAlchemy URL, for example ``sqlite:////home/me/master.db``, ``sqlite://`` (in memory) or
@@ -186,16 +186,16 @@ class Store:
     # Runs
 
     def add_run(self, run: Run) -> Run:
-        """Keep a new run.
+        """Add a new run.
 
         Args:
-            run: Without an id.
+            run: The run, without an id.
 
         Returns:
             The run with its id.
 
         Raises:
-            NameInUseError: There is a run of this name.
+            NameInUseError: A run of this name exists.
         """
         try:
             with self._writing() as session:
@@ -205,12 +205,12 @@ class Store:
         return run
 
     def run(self, run_id: int) -> Run | None:
-        """The run of this id, or None."""
+        """Return the run with this id, or None."""
         with self._reading() as session:
             return session.get(Run, run_id)
 
     def runs(self, *states: str) -> list[Run]:
-        """All runs by id; only those in ``states``, where given."""
+        """Return all runs by id, or only those in ``states`` if any are given."""
         query = sa.select(Run).order_by(Run.id)
         if states:
             query = query.where(Run.state.in_(states))
@@ -221,12 +221,12 @@ class Store:
         """Change columns of a run.
 
         Args:
-            run_id: Which one.
+            run_id: Id of the run.
             job_metadata: Entries to add to its metadata.
             values: New values by column.
 
         Returns:
-            The changed run, or None if it is gone.
+            The changed run, or None if it does not exist.
         """
         with self._writing() as session:
             run = session.get(Run, run_id)
@@ -239,11 +239,12 @@ class Store:
         return run
 
     def delete_run(self, run_id: int) -> None:
-        """Forget a run, its metrics and those of its workers."""
+        """Delete a run, its metrics and those of its workers."""
         with self._writing() as session:
             run = session.get(Run, run_id)
             if run is None:
                 return
+            # Databases limit the number of parameters of a statement, so many owners are deleted in parts.
             owners = [run_owner(run_id), *map(pod_owner, run.worker_names())]
             for start in range(0, len(owners), _MANY):
                 session.execute(sa.delete(Metric).where(Metric.owner.in_(owners[start : start + _MANY])))
@@ -252,14 +253,14 @@ class Store:
     # Metrics
 
     def add_metrics(self, metrics: Sequence[NewMetric]) -> int:
-        """Keep metrics in one transaction: all of them or none.
+        """Add metrics in one transaction: all of them or none.
 
         Args:
-            metrics: In the order in which they were measured. One whose ``client_id`` its owner has delivered
-                before is skipped.
+            metrics: The metrics in the order in which they were measured. A metric is skipped if its owner has
+                delivered its ``client_id`` before.
 
         Returns:
-            How many were new.
+            The number of new metrics.
         """
         insert = postgresql.insert if self._engine.dialect.name == "postgresql" else sqlite.insert
         rows = [
@@ -288,7 +289,7 @@ class Store:
         return added
 
     def existing_runs(self, ids: Iterable[int]) -> set[int]:
-        """Those of the ids that are runs."""
+        """Return those of the ids that belong to runs."""
         wanted = list(set(ids))
         found: set[int] = set()
         with self._reading() as session:
@@ -298,13 +299,13 @@ class Store:
         return found
 
     def pods_with_metrics(self) -> list[str]:
-        """Names of all pods that have metrics, sorted."""
+        """Return the names of all pods that have metrics, sorted."""
         query = sa.select(Metric.owner).where(Metric.owner.startswith("pod:")).distinct().order_by(Metric.owner)
         with self._reading() as session:
             return [owner[4:] for owner in session.scalars(query)]
 
     def metric_counts(self, owner: str, name: str | None = None, since: int | None = None) -> list[tuple[str, int]]:
-        """The metrics of an owner.
+        """Count the entries of each metric of an owner.
 
         Args:
             owner: From :func:`run_owner` or :func:`pod_owner`.
@@ -323,16 +324,16 @@ class Store:
             return [(row[0], row[1]) for row in session.execute(query.group_by(Metric.name).order_by(Metric.name))]
 
     def points(self, owner: str, name: str, since: int | None = None, skip: int = 0) -> Iterator[Point]:
-        """The entries of one metric by date, those of the same date in the order of their arrival.
+        """Yield the entries of one metric by date; entries of the same date come in the order of their arrival.
 
         Args:
             owner: From :func:`run_owner` or :func:`pod_owner`.
             name: The metric.
             since: Only entries from this date on (microseconds since 1970).
-            skip: Leave out the first so many.
+            skip: Number of first entries to leave out.
 
         Yields:
-            The entries; memory holds one page of them.
+            The entries. Memory holds one page of them.
         """
         columns = (Metric.id, Metric.date, Metric.value, Metric.cumulative, Metric.extra)
         base = sa.select(*columns).where(Metric.owner == owner, Metric.name == name)
@@ -346,10 +347,11 @@ class Store:
             yield from rows
             if len(rows) < _PAGE:
                 return
+            # Continue after the last row read: an offset would shift when entries arrive in the meantime.
             query = page.where(sa.tuple_(Metric.date, Metric.id) > sa.tuple_(rows[-1].date, rows[-1].id))
 
     def latest(self, owner: str) -> list[tuple[str, Point]]:
-        """Name and latest entry of each metric of an owner, by name."""
+        """Return name and latest entry of each metric of an owner, by name."""
         latest: list[tuple[str, Point]] = []
         for name, count in self.metric_counts(owner):
             latest.extend((name, point) for point in self.points(owner, name, skip=count - 1))
@@ -357,7 +359,7 @@ class Store:
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
-        if self._in_memory:  # one connection for everybody
+        if self._in_memory:  # all threads share one connection
             with self._write_lock, Session(self._engine, expire_on_commit=False) as session:
                 yield session
             return
@@ -371,7 +373,7 @@ class Store:
 
 
 def new_run(**values: Any) -> Run:
-    """A run that waits to be started.
+    """Make a run that waits for its start.
 
     Args:
         values: Columns of :class:`Run`.

@@ -1,4 +1,4 @@
-"""Launchers start, watch and stop the workers of a run."""
+"""Launchers, which start, watch and stop the workers of a run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def make_launcher(name: str, data_dir: Path) -> Launcher:
 
     Args:
         name: One of :data:`LAUNCHERS`.
-        data_dir: Where it keeps logs and states.
+        data_dir: Folder in which it keeps logs and states.
 
     Returns:
         The launcher.
 
     Raises:
-        ValueError: There is no launcher of this name.
-        ConfigurationError: It cannot be used yet.
+        ValueError: No launcher has this name.
+        ConfigurationError: The launcher cannot be used yet.
     """
     if name == "local":
         from mlbench_master.launchers.local import LocalLauncher

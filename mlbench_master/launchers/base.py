@@ -1,4 +1,4 @@
-"""What the master needs of a launcher."""
+"""The interface between the master and a launcher."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["Job", "JobStatus", "Launcher", "LogLine", "LogPage"]
 
 @dataclass(frozen=True)
 class Job:
-    """A run, as a launcher sees it.
+    """The data of a run that a launcher needs.
 
     Attributes:
         run_id: The run's id.
         name: The run's name.
-        command: A worker's command line; ``{run_id} {rank} {hosts} {backend}`` are to be filled in.
+        command: A worker's command line; the launcher fills in ``{run_id} {rank} {hosts} {backend}``.
         num_workers: Number of workers.
         num_cpus: Cores of each worker.
         backend: Communication backend.
-        gpu_enabled: Whether workers use GPUs.
-        all_nodes: Whether every worker runs the command; else only the first one does, and starts the others itself.
+        gpu_enabled: True if workers use GPUs.
+        all_nodes: True if every worker runs the command; else only the first one does, and starts the others itself.
         image: Container image, for launchers that use one.
-        env: Environment of the workers, on top of the master's own.
+        env: Environment variables of the workers, in addition to those of the master.
         notes: Lines for the beginning of the run's log.
     """
 
@@ -43,12 +43,11 @@ class Job:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """Where a job stands.
+    """The status of a job.
 
     Attributes:
-        state: ``"running"``, ``"finished"``, ``"failed"``, or ``"lost"``: it is neither running nor did it say how
-            it ended.
-        reason: Why it failed, one line.
+        state: ``"running"``, ``"finished"``, ``"failed"``, or ``"lost"``: it is not running and left no status.
+        reason: The reason of a failure, in one line.
         returncode: The exit status, negative for a signal.
     """
 
@@ -61,10 +60,10 @@ class LogLine(TypedDict):
     """One line of a log.
 
     Attributes:
-        rank: The worker that wrote it; None for the launcher itself.
-        stream: ``"stdout"``, ``"stderr"``, or ``"system"`` for a line of the master's own.
+        rank: Rank of the worker that wrote it; None for the launcher itself.
+        stream: ``"stdout"``, ``"stderr"``, or ``"system"`` for a line of the master.
         text: The line.
-        date: When it was written, as the API writes dates; empty if that is not known.
+        date: The date of the line, as the API writes dates; empty if unknown.
     """
 
     rank: int | None
@@ -75,7 +74,7 @@ class LogLine(TypedDict):
 
 @dataclass(frozen=True)
 class LogPage:
-    """Some lines of a log.
+    """A range of lines of a log.
 
     Attributes:
         lines: The lines.
@@ -87,12 +86,12 @@ class LogPage:
 
 
 class Launcher(ABC):
-    """Starts, watches and stops jobs; a job outlives the master that started it.
+    """A launcher starts, watches and stops jobs; a job outlives the master that started it.
 
     Attributes:
         name: Short name for messages.
-        limits_bandwidth: Whether it can limit the bandwidth of a worker.
-        starts_containers: Whether a run's image is what its workers run in.
+        limits_bandwidth: True if it can limit the bandwidth of a worker.
+        starts_containers: True if workers run in a container of the run's image.
     """
 
     name: str
@@ -102,38 +101,38 @@ class Launcher(ABC):
     @property
     @abstractmethod
     def capacity(self) -> float:
-        """Cores for workers, all together."""
+        """Return the number of cores for all workers together."""
 
     @abstractmethod
     def start(self, job: Job) -> str:
         """Start a job.
 
         Args:
-            job: What to start.
+            job: The job to start.
 
         Returns:
             The job's id, which a later master can use as well.
 
         Raises:
-            MLBenchError: It cannot be started; the message says why.
+            MLBenchError: The job cannot be started; the message has the reason.
         """
 
     @abstractmethod
     def poll(self, job_id: str) -> JobStatus:
-        """Where a job stands, without waiting."""
+        """Return the status of a job without waiting."""
 
     @abstractmethod
     def stop(self, job_id: str) -> None:
-        """End a job and every process of it; returns when they are gone. Does nothing if it has ended."""
+        """End a job with all its processes and wait until they are gone; do nothing if it has ended."""
 
     @abstractmethod
     def logs(self, job_id: str, since_line: int = 0, limit: int = 5000) -> LogPage:
-        """Lines of a job's log.
+        """Return lines of a job's log.
 
         Args:
             job_id: The job.
             since_line: Number of the first line wanted, from 0.
-            limit: At most so many lines.
+            limit: Maximum number of lines.
 
         Returns:
             The lines; none for a job without a log.
@@ -141,16 +140,16 @@ class Launcher(ABC):
 
     @abstractmethod
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[LogLine]:
-        """The last lines of a job's log, as many as lie in its last ``max_bytes`` bytes."""
+        """Return the lines in the last ``max_bytes`` bytes of a job's log."""
 
     @abstractmethod
     def note(self, job_id: str, text: str) -> None:
-        """Add a line of the master's own to a job's log."""
+        """Add a line of the master to a job's log."""
 
     @abstractmethod
     def remove(self, job_id: str) -> None:
-        """Delete what is kept of a job that has ended: logs and states."""
+        """Delete the logs and states of a job that has ended."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything but the jobs, which go on."""
+        """Release all resources except the jobs, which continue."""

@@ -1,12 +1,17 @@
-"""Workers as processes of this machine.
+"""Run workers as processes of this machine.
 
-The command is started once for each rank, with ``{rank}`` and ``{hosts}`` filled in and torchrun's variables (RANK,
-WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) set; a Python script (``main.py --run_id {run_id}``)
-runs in this Python. With the backend ``mpi`` one ``mpirun`` starts all ranks, because MPI's workers know each other
-from it. There is no shell: the command line is split as a shell would split it, and run.
+The command is started once for each rank, with ``{rank}`` and ``{hosts}`` filled in. The variables of torchrun (RANK,
+WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are set. A Python script
+(``main.py --run_id {run_id}``) runs in this Python. With the backend ``mpi``, one ``mpirun`` starts all ranks, because
+MPI workers find each other through it. The command line is split as a shell would split it, but no shell runs it.
 
-A run's folder holds ``job.json`` (what was started), ``supervisor.json`` (who looks after it), ``log.jsonl``,
-``status.json`` (how it ended) and ``work/``, the folder in which the workers run.
+Each run has a supervisor process, which outlives the master. The files in the run's folder carry its state::
+
+    job.json         written by the master before the start: commands, environment
+    supervisor.json  written by the master after the start: process id and start time of the supervisor
+    log.jsonl        lines of the workers (from the supervisor) and notes (from the master)
+    status.json      written by the supervisor at the end; without it and without a supervisor, the run is lost
+    work/            the folder in which the workers run
 """
 
 from __future__ import annotations
@@ -42,17 +47,17 @@ _JOB_ID = re.compile(r"local-(\d+)")
 _INDEX_STEP = 500
 _log_line = TypeAdapter(LogLine)
 _FOLDER_VARIABLE = "MLBENCH_RUN_DIR"
-# Supervisors this process started: a child must be waited for by its parent, whichever launcher object asks.
+# Supervisors that this process started. Only a parent can wait for a child, so all launcher objects share them.
 _children: dict[int, subprocess.Popen[bytes]] = {}
 
 
 class LocalLauncher(Launcher):
-    """Starts the workers of a run on this machine.
+    """A launcher that starts the workers of a run on this machine.
 
     Args:
-        folder: Where the runs' folders lie; made if missing.
-        cores: Cores for workers; those this process may use, where left out.
-        grace_s: Seconds between asking a worker to end and killing it.
+        folder: Folder for the folders of runs; it is created if missing.
+        cores: Number of cores for workers; by default those that this process may use.
+        grace_s: Seconds between SIGTERM and SIGKILL for a worker.
     """
 
     name = "local"
@@ -66,24 +71,25 @@ class LocalLauncher(Launcher):
 
     @property
     def capacity(self) -> float:
-        """Cores that this process may use."""
+        """Return the number of cores for workers."""
         return float(self._cores)
 
     def start(self, job: Job) -> str:
         """Start a job; see :meth:`Launcher.start`."""
         job_id = f"local-{job.run_id}"
         folder = self._job_folder(job_id)
-        self.stop(job_id)  # a database that was thrown away gives the ids of runs that still go on again
+        self.stop(job_id)  # a new database reuses the ids of runs that may still be running
         self.remove(job_id)
         held: socket.socket | None = None
         try:
             (folder / "work").mkdir(parents=True)
+            # More threads than cores slow down all workers, so a run that shares the cores gets fewer per worker.
             threads = max(1, int(min(job.num_cpus, self._cores / min(job.num_workers, self._cores))))
             env = {"OMP_NUM_THREADS": str(threads), **job.env, **_python_environment(), _FOLDER_VARIABLE: str(folder)}
             held = _hold_port()
             commands = worker_commands(job, held.getsockname()[1])
             content = {"commands": commands, "env": env, "grace_s": self._grace_s}
-            (folder / "job.json").touch(mode=0o600)  # it may hold a token
+            (folder / "job.json").touch(mode=0o600)  # only for its owner: it may hold a token
             (folder / "job.json").write_text(json.dumps(content))
             for note in (*job.notes, f"command: {shlex.join(commands[0]['argv'])}"):
                 append_log(folder / "log.jsonl", None, "system", note)
@@ -92,15 +98,15 @@ class LocalLauncher(Launcher):
             raise ConfigurationError(f"cannot start run {job.run_id} in {folder}: {error}") from error
         finally:
             if held is not None:
-                held.close()  # the supervisor has it
+                held.close()  # the supervisor has inherited it
         _children[supervisor.pid] = supervisor
         write_json(folder / "supervisor.json", {"pid": supervisor.pid, "create_time": _create_time(supervisor.pid)})
         return job_id
 
     def poll(self, job_id: str) -> JobStatus:
-        """Where a job stands; see :meth:`Launcher.poll`."""
+        """Return the status of a job; see :meth:`Launcher.poll`."""
         folder = self._job_folder(job_id)
-        alive = self._supervisor(folder) is not None  # asked first: the status is written before it ends
+        alive = self._supervisor(folder) is not None  # checked first: the supervisor writes the status before it ends
         try:
             status = json.loads((folder / "status.json").read_text())
         except FileNotFoundError:
@@ -127,12 +133,12 @@ class LocalLauncher(Launcher):
             _end_marked(folder, self._grace_s)
 
     def logs(self, job_id: str, since_line: int = 0, limit: int = 5000) -> LogPage:
-        """Lines of a job's log; see :meth:`Launcher.logs`."""
+        """Return lines of a job's log; see :meth:`Launcher.logs`."""
         index = self._indexes.setdefault(job_id, LogIndex(self._job_folder(job_id) / "log.jsonl"))
         return index.read(since_line, limit)
 
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[LogLine]:
-        """The last lines of a job's log; see :meth:`Launcher.log_tail`."""
+        """Return the last lines of a job's log; see :meth:`Launcher.log_tail`."""
         try:
             with (self._job_folder(job_id) / "log.jsonl").open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -144,7 +150,7 @@ class LocalLauncher(Launcher):
         return [_decode(line) for line in (lines[1:] if size > max_bytes else lines)]
 
     def note(self, job_id: str, text: str) -> None:
-        """Add a line of the master's own to a job's log; see :meth:`Launcher.note`."""
+        """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
         folder = self._job_folder(job_id)
         if folder.is_dir():
             append_log(folder / "log.jsonl", None, "system", text)
@@ -155,7 +161,7 @@ class LocalLauncher(Launcher):
         shutil.rmtree(self._job_folder(job_id), ignore_errors=True)
 
     def close(self) -> None:
-        """Nothing to let go of: supervisors run on their own."""
+        """Forget the indexes of logs; supervisors run independently of this process."""
         self._indexes.clear()
 
     def _job_folder(self, job_id: str) -> Path:
@@ -165,7 +171,7 @@ class LocalLauncher(Launcher):
         return self._folder / match.group(1)
 
     def _start_supervisor(self, folder: Path, held: socket.socket) -> subprocess.Popen[bytes]:
-        """Start the run's supervisor, which keeps the port held as long as it lives."""
+        """Start the run's supervisor, which keeps the port reserved until it ends."""
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         with (folder / "supervisor.log").open("ab") as log:
@@ -181,7 +187,7 @@ class LocalLauncher(Launcher):
             )
 
     def _supervisor(self, folder: Path) -> psutil.Process | None:
-        """The supervisor, if it lives. A process id alone proves nothing: the system uses it again."""
+        """Return the supervisor if it is alive, identified by its start time too, because process ids are reused."""
         try:
             known = json.loads((folder / "supervisor.json").read_text())
             pid, created = int(known["pid"]), float(known["create_time"])
@@ -196,10 +202,10 @@ class LocalLauncher(Launcher):
 
 
 class LogIndex:
-    """Reads a growing file of JSON lines from any line on without starting over.
+    """An index of a growing file of JSON lines, which reads from any line without a scan of the whole file.
 
     Args:
-        path: The file; it may not be there yet.
+        path: The file, which may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -208,7 +214,7 @@ class LogIndex:
         self._marks: list[tuple[int, int]] = [(0, 0)]  # (line number, offset), every few hundred lines
 
     def read(self, since_line: int, limit: int) -> LogPage:
-        """Lines from ``since_line`` on, at most ``limit``; a line still being written is left for later."""
+        """Read at most ``limit`` lines from ``since_line`` on, without a line that is still being written."""
         lines: list[LogLine] = []
         with self._lock:
             number, offset = self._marks[bisect_right(self._marks, (since_line, sys.maxsize)) - 1]
@@ -234,14 +240,14 @@ def worker_commands(job: Job, port: int = 29500) -> list[dict[str, Any]]:
 
     Args:
         job: The job.
-        port: Port of the rendezvous, where rank 0 listens.
+        port: Port of the rendezvous, on which rank 0 listens.
 
     Returns:
-        Each with ``argv``, ``env`` and ``rank``. The rank is None for an ``mpirun``, which may have ``prefix``: a
-        regular expression that matches the beginning of a worker's line, with the rank as its group.
+        One dictionary per process, with ``argv``, ``env`` and ``rank``. The rank of an ``mpirun`` is None. It may also
+        have ``prefix``: a regular expression for the beginning of a worker's line, with the rank as its group.
 
     Raises:
-        ConfigurationError: The backend is ``mpi`` and there is no ``mpirun``.
+        ConfigurationError: The backend is ``mpi``, and ``mpirun`` is not installed.
     """
     hosts = ",".join(["127.0.0.1"] * job.num_workers)
     words = {"{run_id}": str(job.run_id), "{hosts}": hosts, "{backend}": job.backend}
@@ -263,8 +269,8 @@ def worker_commands(job: Job, port: int = 29500) -> list[dict[str, Any]]:
 
 
 def _mpi_command(job: Job, argv: list[str]) -> dict[str, Any]:
-    """Return the one command that starts all workers of a job with the backend ``mpi``; ranks come from MPI."""
-    if is_mpirun(argv[0]):  # the user's own
+    """Return the single command that starts all workers of a job with the backend ``mpi``; MPI assigns ranks."""
+    if is_mpirun(argv[0]):  # the user's own mpirun, with its own options
         return {"argv": argv}
     has_rank = any("{rank}" in word for word in argv)
     workers = [_ranked(argv, rank) for rank in range(job.num_workers)] if has_rank else [argv]
@@ -283,14 +289,14 @@ def _fill(word: str, values: dict[str, str]) -> str:
 
 
 def _script_path(word: str, position: int) -> str:
-    """Workers run in a folder of their own: a script next to the master needs its whole path."""
+    """Make the path of an existing script absolute, because workers run in their own folder."""
     if position < 2 and word.endswith(".py") and Path(word).is_file():
         return str(Path(word).absolute())
     return word
 
 
 def _python_environment() -> dict[str, str]:
-    """``python`` means this Python, and this package is found even where it is not installed."""
+    """Return variables with which ``python`` is this Python, and imports find this package even if not installed."""
     env = {
         "PYTHONUNBUFFERED": "1",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
@@ -303,10 +309,10 @@ def _python_environment() -> dict[str, str]:
 
 
 def _hold_port() -> socket.socket:
-    """Take a free port, and keep it from every other program until the socket is closed in all processes.
+    """Reserve a free port, which no other program gets until the socket is closed in all processes.
 
-    The socket does not listen, and lets addresses be reused as torch's store does: so rank 0 can listen on the port,
-    while the system gives it to nobody who asks for a free one.
+    The socket does not listen, and it has SO_REUSEADDR, as torch's store has. So rank 0 can listen on the port, and the
+    system does not assign it to a program that asks for a free port.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -328,7 +334,7 @@ def _create_time(pid: int) -> float:
 
 
 def _end_marked(folder: Path, grace_s: float) -> None:
-    """End what a supervisor that was killed left behind: processes carry their run's folder in the environment."""
+    """End processes that a killed supervisor left behind, found by the run's folder in their environment."""
     left = []
     for process in psutil.process_iter():
         try:
@@ -340,7 +346,7 @@ def _end_marked(folder: Path, grace_s: float) -> None:
 
 
 def _decode(line: bytes) -> LogLine:
-    """Read a line of a log; one that is not the supervisor's own is text, because workers may write into the file."""
+    """Read a line of a log; keep a line of another format as text, because workers may write into the file."""
     try:
         return _log_line.validate_json(line)
     except ValidationError:

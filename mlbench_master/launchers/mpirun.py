@@ -1,7 +1,7 @@
-"""The ``mpirun`` of this machine: where it is, whose it is, and what it is to be told.
+"""Find the ``mpirun`` of this machine and build its command line.
 
-Open MPI and MPICH (and Intel's MPI, which comes of it) take different options for the same wishes: more workers than
-cores, no binding to cores (the master has divided them already), and each line marked with the worker's rank.
+Open MPI and MPICH (and Intel MPI, which is based on MPICH) have different options for the same settings: more workers
+than cores, no binding to cores (the master has divided them already), and the worker's rank before each line.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from mlbench_core.errors import ConfigurationError
 __all__ = ["MPICH_PREFIX", "OPEN_MPI_PREFIX", "is_mpirun", "mpirun_command", "mpirun_options"]
 
 OPEN_MPI_PREFIX = r"^\[[^\]]*,(\d+)\]<std(?:out|err)>: ?"
-"""How a line of a worker begins after ``--tag-output``: ``[1,0]<stdout>:``."""
+"""The beginning of a worker's line with ``--tag-output``: ``[1,0]<stdout>:``."""
 
 MPICH_PREFIX = r"^\[(\d+)\] "
-"""How a line of a worker begins after ``-prepend-rank``: ``[0]``."""
+"""The beginning of a worker's line with ``-prepend-rank``: ``[0]``."""
 
 _VERSION_TIMEOUT_S = 30
 
 
 def mpirun_command(num_workers: int, workers: Sequence[Sequence[str]]) -> tuple[list[str], str]:
-    """The command that starts workers through the ``mpirun`` of this machine.
+    """Return the command that starts workers through the ``mpirun`` of this machine.
 
     Args:
         num_workers: Number of workers.
-        workers: A worker's command line, or one for each worker where they differ, by rank.
+        workers: One command line for all workers, or one for each worker by rank if they differ.
 
     Returns:
-        The command line, and the regular expression of what its lines begin with; its group is the rank.
+        The command line, and a regular expression for the beginning of its lines, with the rank as its group.
 
     Raises:
-        ConfigurationError: There is no ``mpirun``, or it does not run.
+        ConfigurationError: ``mpirun`` was not found, or it does not run.
     """
     program = _find_mpirun()
     options, prefix = mpirun_options(_version(program), as_root=hasattr(os, "geteuid") and os.geteuid() == 0)
@@ -49,14 +49,14 @@ def mpirun_command(num_workers: int, workers: Sequence[Sequence[str]]) -> tuple[
 
 
 def mpirun_options(version: str, *, as_root: bool) -> tuple[list[str], str]:
-    """Options of an ``mpirun``, and what it then begins each worker's lines with.
+    """Return options of an ``mpirun``, and a regular expression for the beginning of each worker's lines.
 
     Args:
-        version: What ``mpirun --version`` says.
-        as_root: Whether root runs it, which Open MPI does not do unless told so.
+        version: Output of ``mpirun --version``.
+        as_root: True if root runs it, which Open MPI refuses without an option.
 
     Returns:
-        Options that hold for all workers, and a regular expression.
+        Options for all workers, and the regular expression.
 
     Example:
         >>> mpirun_options("mpirun (Open MPI) 5.0.11", as_root=False)[0]
@@ -71,7 +71,7 @@ def mpirun_options(version: str, *, as_root: bool) -> tuple[list[str], str]:
 
 
 def is_mpirun(word: str) -> bool:
-    """Whether a command already begins with a launcher of MPI programs.
+    """Return whether a word is the name of a launcher of MPI programs.
 
     Example:
         >>> is_mpirun("/usr/bin/mpirun"), is_mpirun("main.py")
@@ -81,7 +81,7 @@ def is_mpirun(word: str) -> bool:
 
 
 def _find_mpirun() -> str:
-    """Path of ``mpirun``; that of this Python's environment comes first, as mpi4py loads its library."""
+    """Return the path of ``mpirun``; this Python's environment comes first, because mpi4py loads its library."""
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     program = shutil.which("mpirun", path=places) or shutil.which("mpiexec", path=places)
     if program is None:

@@ -1,8 +1,15 @@
 """The process between the master and the workers of a local run: ``python -m mlbench_master.launchers.supervise DIR``.
 
-It outlives the master, so a run goes on while the master restarts. It starts what ``DIR/job.json`` says, writes
-every line of the workers to ``DIR/log.jsonl``, ends all workers when one dies, leaves no process behind, and says
-how it ended in ``DIR/status.json``. It needs nothing of the package but psutil, so it starts quickly.
+It outlives the master, so a run continues while the master restarts. Its only import outside the standard library is
+psutil, so it starts quickly. Its steps are::
+
+    start the commands of DIR/job.json; if one cannot start, go on with the clean-up
+    -> wait until all processes have ended, one has failed, or SIGTERM arrives
+       (after a failure the others have grace_s seconds to end by themselves)
+    -> clean up: end every descendant, orphans included
+    -> write DIR/status.json: exit status and reason
+
+All along, every line of the workers is written to ``DIR/log.jsonl``.
 """
 
 from __future__ import annotations
@@ -34,14 +41,14 @@ _SHELL_SIGNAL = 128  # mpirun and shells report a signal as 128 plus its number
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file so that a reader sees all of it or nothing."""
+    """Write a file so that a reader sees either all of it or nothing."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(json.dumps(content))
     part.replace(path)
 
 
 def append_log(path: Path, rank: int | None, stream: str, text: str) -> None:
-    """Add one line to a run's log; lines of several processes do not mix."""
+    """Add one line to a run's log, in one write, so that lines of several processes do not mix."""
     date = datetime.now(timezone.utc).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
     line = json.dumps({"rank": rank, "stream": stream, "text": text, "date": date}) + "\n"
     with path.open("ab", buffering=0) as file:
@@ -49,7 +56,7 @@ def append_log(path: Path, rank: int | None, stream: str, text: str) -> None:
 
 
 def describe_exit(rank: int | None, returncode: int) -> str:
-    """Say how a process ended.
+    """Describe how a process ended.
 
     Args:
         rank: The worker's rank, or None for mpirun itself.
@@ -75,7 +82,7 @@ def describe_exit(rank: int | None, returncode: int) -> str:
 
 
 def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> None:
-    """End processes: ask first, kill after ``grace_s`` seconds; returns when they are gone."""
+    """End processes with SIGTERM, or SIGKILL after ``grace_s`` seconds, and wait until they are gone."""
     alive = list(processes)
     for process in alive:
         _signal(process, signal.SIGTERM)
@@ -91,7 +98,7 @@ def _signal(process: psutil.Process, number: signal.Signals) -> None:
 
 
 class _Supervisor:
-    """Runs the processes of one job to their end."""
+    """A supervisor, which runs the processes of one job to their end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -101,7 +108,7 @@ class _Supervisor:
         self._env: dict[str, str] = job["env"]
         self._grace_s = float(job["grace_s"])
         self._lock = threading.Lock()
-        # Rank and status of each process that ended, in the order of their ends; None: this process was asked to stop.
+        # Rank and exit status of each process in the order of their ends; None is a request to stop.
         self._ended: queue.SimpleQueue[tuple[int | None, int] | None] = queue.SimpleQueue()
         self._stopping = False
         self._reason = ""
@@ -109,7 +116,7 @@ class _Supervisor:
         self._readers: list[threading.Thread] = []
 
     def run(self) -> None:
-        """Start the processes, wait for their end, clean up, and write how it went."""
+        """Start the processes, wait for their end, clean up, and write the status."""
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -156,14 +163,14 @@ class _Supervisor:
             reader = threading.Thread(target=self._read, args=(pipe, rank, stream, prefix), daemon=True)
             reader.start()
             self._readers.append(reader)
-        # One thread per process: polling would not tell which of two that end together was the first.
+        # One thread per process: polling would not show which of two processes ended first.
         threading.Thread(target=lambda: self._ended.put((rank, process.wait())), daemon=True).start()
 
     def _wait(self) -> int:
-        """Wait until all have ended, or one has failed and the others had their time to notice.
+        """Wait until all have ended, or until one has failed and the others had time to notice.
 
         Returns:
-            The status of the first that failed, 0 if none did.
+            The exit status of the first process that failed, or 0.
         """
         status = 0
         deadline: float | None = None
@@ -182,10 +189,10 @@ class _Supervisor:
         return status
 
     def _read(self, pipe: IO[bytes], rank: int | None, stream: str, prefix: str | None) -> None:
-        """Log the lines of a process; those of an mpirun belong to its workers, or say which of them failed."""
+        """Log the lines of a process; lines of an mpirun come from its workers, or name the worker that failed."""
         with pipe:
             while raw := pipe.readline(_MAX_LINE_BYTES):
-                # A progress bar draws over itself with carriage returns: its last state counts.
+                # A progress bar overwrites itself with carriage returns: log only its last state.
                 text = raw.rstrip(b"\r\n").rpartition(b"\r")[2].decode("utf-8", "replace")
                 marked = re.match(prefix, text) if prefix else None
                 if marked is not None:
@@ -201,8 +208,8 @@ class _Supervisor:
             append_log(self._log_path, rank, stream, text)
 
     def _clean_up(self) -> None:
-        """End every descendant, orphans included, and collect them."""
-        for _ in range(3):
+        """End every descendant, including orphans."""
+        for _ in range(3):  # a process that is ended may start another one first
             children = psutil.Process().children(recursive=True)
             if not children:
                 break
@@ -210,7 +217,7 @@ class _Supervisor:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of grandchildren whose parent dies (Linux): then none can be lost sight of."""
+    """Adopt grandchildren whose parent dies (Linux), so that the clean-up finds them."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -222,7 +229,7 @@ def main(arguments: list[str]) -> int:
         arguments: The folder.
 
     Returns:
-        Exit status: 0 if it could do its work, however the job went.
+        Exit status: always 0, because ``status.json`` has the result of the job.
     """
     _Supervisor(Path(arguments[0])).run()
     return 0
