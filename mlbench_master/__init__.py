@@ -1,7 +1,7 @@
 """The master keeps runs and their metrics, starts and stops runs, and shows them.
 
-Importing this package loads neither FastAPI nor SQLAlchemy nor torch. :func:`create_app` loads what it needs on first
-use (:pep:`562`)::
+Importing this package loads neither FastAPI nor SQLAlchemy nor torch. :func:`create_app` loads them on first use
+(:pep:`562`)::
 
     mlbench master --port 5080                           # as a server
     mlbench_master.create_app(database_url="sqlite://")  # as an ASGI application, for a test

@@ -1,6 +1,6 @@
 """Read the body of a request: JSON or a URL-encoded form.
 
-Multipart forms are refused: no client of the master sends files, and an attacker chooses what parsing them costs.
+Multipart forms are refused: no client of the master sends files, and a crafted form is costly to parse.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 def token_matches(given: str, token: str) -> bool:
-    """Compare two secrets in a time that does not depend on where they differ."""
+    """Compare two secrets in constant time, so that an attacker cannot find a secret byte by byte."""
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode("utf-8", "surrogateescape"))
 
 

@@ -244,7 +244,7 @@ class Store:
             run = session.get(Run, run_id)
             if run is None:
                 return
-            # Databases limit the number of parameters of a statement, so many owners are deleted in parts.
+            # Databases limit the number of parameters of a statement, so the owners are deleted in parts.
             owners = [run_owner(run_id), *map(pod_owner, run.worker_names())]
             for start in range(0, len(owners), _MANY):
                 session.execute(sa.delete(Metric).where(Metric.owner.in_(owners[start : start + _MANY])))
