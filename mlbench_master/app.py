@@ -62,6 +62,7 @@ def create_app(
     if token is not None and not token.strip():
         raise ValueError("token: must not be empty; leave it out for a master on loopback without one")
     folder = Path(data_dir).expanduser().absolute() if data_dir is not None else user_folder("master")
+    # Only the owner may read the folder: it holds logs, and jobs with the token in their environment.
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     store = Store(database_url or f"sqlite:///{folder / 'master.db'}")
     launcher = launcher or make_launcher("local", folder)
@@ -76,6 +77,7 @@ def create_app(
             yield
         finally:
             events.close()
+            # close() waits for the scheduler's thread, which would block the event loop.
             await anyio.to_thread.run_sync(scheduler.close)
             launcher.close()
             store.close()
@@ -89,6 +91,7 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(SQLAlchemyError, _database_error)
     app.add_middleware(GuardMiddleware, token=token)
+    # The middleware that is added last runs first, so the guard sees only normalized paths.
     app.add_middleware(_PathMiddleware)
     return app
 

@@ -42,6 +42,7 @@ class EventBus:
         """
         if not self._subscribers:
             return
+        # JSON has no line break here: a line break would end the field of the event.
         self._send(f"event: {kind}\ndata: {json.dumps(data)}\n\n")
 
     def close(self) -> None:
@@ -85,6 +86,7 @@ class EventBus:
 
 
 def _put(queue: asyncio.Queue[str], text: str) -> None:
+    # A subscriber that is too slow loses its oldest event.
     if queue.full():
         queue.get_nowait()
     queue.put_nowait(text)

@@ -126,6 +126,7 @@ def metrics_zip(store: Store, owner: str, run: Run | None, selection: Selection)
             archive.writestr("run.json", json.dumps(run.to_json(), indent=1))
         for prefix, source in (("result", owner), *((pod, pod_owner(pod)) for pod in pods)):
             for name, points in selection.of(store, source):
+                # The size of an entry is unknown before its data, so it has to allow for more than 4 GiB.
                 with archive.open(safe_file_name(f"{prefix}_{name}", names) + ".json", "w", force_zip64=True) as file:
                     for text in _in_chunks(_list(map(_short, points))):
                         file.write(text.encode())
@@ -214,6 +215,7 @@ def _list(entries: Iterable[dict[str, Any]]) -> Iterator[str]:
 
 
 def _in_chunks(pieces: Iterable[str]) -> Iterator[str]:
+    # Every piece becomes one message of the server, so small ones are joined.
     buffer: list[str] = []
     size = 0
     for piece in pieces:

@@ -18,6 +18,7 @@ from mlbench_master.store import Run, Store, run_owner
 __all__ = ["make_pages"]
 
 _LOG_LINES = 200
+# The pages load nothing from other servers, cannot be framed, and are not cached, since they show users' data.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
     "X-Content-Type-Options": "nosniff",

@@ -147,6 +147,7 @@ def _add_run_routes(
     def get_run(run_id: str) -> dict[str, Any]:
         run = _run_or_404(store, run_id)
         shown = run.to_json()
+        # A run's record gets the last lines of its output only at its end.
         if run.state == "started":
             shown["job_metadata"].update(scheduler.tails(run))
         return shown

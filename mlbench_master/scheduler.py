@@ -56,6 +56,7 @@ class Scheduler:
         self._events = events
         self._worker_env = worker_env
         self._poll_s = poll_s
+        # Reentrant, because delete_run calls stop_run.
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._closed = False
@@ -136,12 +137,13 @@ class Scheduler:
         try:
             return step(run)
         except SQLAlchemyError:
-            raise
+            raise  # nothing can be recorded now, and the next poll tries again
         except OSError as error:
             _log.warning("run %s: %s; trying again", run.id, error)
             return True
         except Exception as error:
             _log.exception("looking after run %s failed; it is ended", run.id)
+            # The run is recorded as failed even if its processes cannot be stopped.
             with contextlib.suppress(Exception):
                 self._launcher.stop(f"{self._launcher.name}-{run.id}")
             reason = f"the master cannot look after the run: {type(error).__name__}: {error}"

@@ -114,6 +114,7 @@ class _Body(BaseModel):
     def _drop_empty(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             raise ValueError("must be an object with named fields")
+        # HTML forms send the fields that the user left empty.
         return {k: v for k, v in data.items() if v is not None and (v != "" or k in _MAY_BE_EMPTY)}
 
 
@@ -219,6 +220,7 @@ def describe_error(error: ValidationError, prefix: str = "") -> str:
         For example ``"num_workers: Input should be greater than or equal to 1 (got 0)"``.
     """
     parts = []
+    # A wrong body can have thousands of errors; the first five are enough to correct it.
     for item in error.errors(include_url=False, include_context=False)[:5]:
         field = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")

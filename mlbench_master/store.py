@@ -43,6 +43,7 @@ class Run(_Base):
     """One run of the benchmark."""
 
     __tablename__ = "runs"
+    # Without AUTOINCREMENT, SQLite gives a new run the id of a deleted one, and metrics would go to the wrong run.
     __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012 - SQLAlchemy's form
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -110,6 +111,7 @@ class Metric(_Base):
         {"sqlite_autoincrement": True},
     )
 
+    # SQLite numbers rows by itself only in a column of the type INTEGER.
     id: Mapped[int] = mapped_column(sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True)
     owner: Mapped[str] = mapped_column(sa.String(300))
     client_id: Mapped[str | None] = mapped_column(sa.String(128))
@@ -279,6 +281,7 @@ class Store:
         with self._writing() as session:
             if rows:
                 statement = insert(Metric.__table__).on_conflict_do_nothing()  # type: ignore[arg-type]
+                # By default, SQLAlchemy does not keep the row count of an insert of many rows.
                 connection = session.connection(execution_options={"preserve_rowcount": True})
                 added = connection.execute(statement, rows).rowcount
             for metric in metrics:
@@ -384,7 +387,9 @@ def new_run(**values: Any) -> Run:
 def _make_engine(database_url: str) -> sa.Engine:
     url = sa.make_url(database_url)
     if url.get_backend_name() != "sqlite":
+        # The server may have closed a connection since its last use.
         return sa.create_engine(url, pool_pre_ping=True)
+    # The pool lends a connection to one thread after another.
     arguments = {"check_same_thread": False, "timeout": 30}
     if url.database in (None, "", ":memory:"):
         engine = sa.create_engine(url, poolclass=StaticPool, connect_args=arguments)
@@ -397,6 +402,7 @@ def _make_engine(database_url: str) -> sa.Engine:
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     cursor = connection.cursor()
+    # In WAL mode, readers continue while one connection writes.
     for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()

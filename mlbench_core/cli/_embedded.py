@@ -155,6 +155,7 @@ def check_port(host: str, port: int) -> None:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As the master's own socket: without this option, old connections in TIME_WAIT make a free port look used.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except OSError as error:
@@ -198,17 +199,19 @@ def _start_at(port: int) -> Location:
     log = user_folder("master.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     token = os.environ.get("MLBENCH_TOKEN") or None
+    # The new process inherits MLBENCH_TOKEN, so both sides have the same token.
     with log.open("ab") as output:
         process = subprocess.Popen(
             master_command(DEFAULT_HOST, port),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C in this terminal must not end the master
         )
     location = Location(f"http://{DEFAULT_HOST}:{port}", token, "the embedded master")
     try:
         _await_health(process, location, log)
+    # Ctrl-C too must not leave a master behind that nobody knows of.
     except BaseException:
         process.kill()
         process.wait()
@@ -251,6 +254,7 @@ def _alive(pid: object) -> bool:
     if not isinstance(pid, int) or pid <= 0:
         return False
     try:
+        # A zombie has ended, but its parent has not read its exit status yet.
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
@@ -276,6 +280,7 @@ def stop_embedded() -> Mapping[str, Any]:
                 _settings.forget(_settings.MASTER)
             raise MasterNotFoundError("no embedded master is running")
         pid = int(known["pid"])
+        # The lock keeps other commands from starting a master while this one ends.
         os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         pause = threading.Event()

@@ -103,6 +103,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]], right: 
         rows: Cells, written with ``str``; control characters are dropped.
         right: Columns to align on the right.
     """
+    # A line break in a cell would break the table.
     cells = [[clean(cell).replace("\n", " ") for cell in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     for index, row in enumerate(cells):

@@ -152,6 +152,7 @@ def price_index(points: Sequence[Point]) -> list[float | None]:
         if gain is None or point.total_s is None or not points[0].total_s:
             indices.append(None)
         else:
+            # The price of an hour cancels out.
             price = point.workers * point.total_s / (points[0].workers * points[0].total_s)
             indices.append(price / gain)
     return indices
@@ -269,6 +270,7 @@ def _figure(width: float) -> Figure:
     require("matplotlib", "charts")
     from matplotlib.figure import Figure
 
+    # A figure without pyplot needs no display and leaves no global state.
     return Figure(figsize=(width, 4.4), dpi=150, layout="constrained")
 
 
@@ -287,6 +289,7 @@ def _style(axes: Axes, title: str, y_label: str) -> None:
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+    # Bars are compared by their lengths, so the axis begins at zero.
     axes.set_ylim(bottom=0)
 
 
@@ -323,6 +326,7 @@ def _draw_phases(axes: Axes, every: Sequence[Series]) -> None:
     for (x, _), top in zip(places, bottom, strict=True):
         axes.annotate(f"{top:,.1f} s", (x, top), (0, 3), textcoords="offset points", ha="center", fontsize=9)
     _style(axes, "Training time by phase", "seconds")
+    # Leave room for the numbers above the bars.
     axes.margins(y=0.12)
     _legend(axes)
 
@@ -372,6 +376,7 @@ def _draw_speedup(axes: Axes, every: Sequence[Series]) -> None:
             "o-",
         )
     if not single:
+        # An empty line gives the dotted style its entry in the legend.
         axes.plot([], [], "s:", color=_GREY, label="without communication")
     over = _count(starts[0]) if len(starts) == 1 else "the fewest workers of each series"
     _style(axes, f"Speed-up over {over}", "times faster")

@@ -173,6 +173,7 @@ def _phases(times: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, f
     found = {phase: value for phase, raw in named.items() if (value := _float(raw)) is not None}
     if found:
         return found
+    # Without total times, the times of the steps add up to those of the phases.
     phases: dict[str, float] = {}
     for step, value in steps.items():
         phases[STEPS[step]] = phases.get(STEPS[step], 0.0) + value
@@ -221,6 +222,7 @@ def _last(metrics: Metrics, name: str) -> float | None:
 
 def _float(value: object) -> float | None:
     """Return a finite number that is given as a number or as text, and ``None`` for anything else."""
+    # In Python a bool is an int, but it is not a measurement.
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -314,6 +316,7 @@ def _load_zip(path: Path) -> RunResult | None:
                     run.update(record if isinstance(record, dict) else {})
                 elif name == "official_result.txt":
                     text = archive.read(name).decode("utf-8", errors="replace")
+                    # The file of the metric itself, if the archive has one, takes precedence.
                     metrics.setdefault("TaskResult @ 0", [{"value": text}])
                 elif match := _NAME_IN_ZIP.search(name):
                     content = json.loads(archive.read(name))
@@ -325,6 +328,7 @@ def _load_zip(path: Path) -> RunResult | None:
     if not any(_NAME_IN_ZIP.search(name) or name == "run.json" for name in names):
         return None
     if workers:
+        # Archives of earlier versions have no run.json, but one file or more for each worker.
         run.setdefault("num_workers", len(workers))
     return RunResult.from_metrics(metrics, run)
 

@@ -35,6 +35,7 @@ def read(name: str) -> dict[str, Any]:
 def remember(name: str, value: dict[str, Any]) -> None:
     """Write one of the files so that only its owner can read it, because it may hold a token."""
     with files.replacing(user_folder(name)) as temporary:
+        # Set the mode before the content, so that no other user can read a token in between.
         temporary.touch(mode=0o600)
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 

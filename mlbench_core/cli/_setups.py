@@ -122,11 +122,13 @@ def _split(command: str) -> tuple[str, list[str]]:
     try:
         words = shlex.split(command)
     except ValueError:
+        # The quotes are not balanced.
         words = command.split()
     # The program ends at the script, as in "python -u main.py"; without a script, it is the first word.
     start = next((i for i, word in enumerate(words[:4]) if word.endswith(".py")), 0)
     items: list[str] = []
     for word in words[start + 1 :]:
+        # A word that follows an option is the value of the option.
         if items and items[-1].startswith("-") and " " not in items[-1] and "=" not in items[-1] and word[:1] != "-":
             items[-1] += f" {word}"
         else:
@@ -136,6 +138,7 @@ def _split(command: str) -> tuple[str, list[str]]:
 
 
 def _program(words: Sequence[str], script: int) -> str:
+    # A task is recognized by its folder, because the rest of the path depends on the installation.
     path = Path(words[script])
     task = next((task for task in TASKS.values() if (task.folder, "main.py") == (path.parent.name, path.name)), None)
     return f"task {task.key}" if task else " ".join(words[: script + 1])

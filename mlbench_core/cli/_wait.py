@@ -110,6 +110,7 @@ class _Patience:
         if error is None:
             self._away_since = None
             return False
+        # A refusal (a status below 500) does not go away by waiting.
         if not isinstance(error, MasterRequestError) or (error.status is not None and error.status < 500):
             return False
         if self._away_since is None:

@@ -116,6 +116,7 @@ def _torch() -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S
         )
+        # Libraries may print while torch loads, so the answer is the last line.
         answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         return {"problem": f"did not load within {_TORCH_TIMEOUT_S:g} s"}

@@ -222,6 +222,7 @@ def _request(
 
 def _with_absolute_script(words: list[str]) -> list[str]:
     """Make the path of a command's Python script absolute, because workers run in their own folder."""
+    # The script is the first word, or it follows an interpreter.
     for position, word in enumerate(words[:2]):
         if word.endswith(".py") and Path(word).is_file():
             words[position] = str(Path(word).absolute())

@@ -123,6 +123,7 @@ class LocalLauncher(Launcher):
         supervisor = self._supervisor(folder)
         if supervisor is not None:
             supervisor.send_signal(signal.SIGTERM)
+            # The supervisor waits grace_s after SIGTERM, and up to 5 s after SIGKILL.
             deadline = time.monotonic() + self._grace_s + 7
             while self._supervisor(folder) is not None:
                 if time.monotonic() > deadline:
@@ -146,6 +147,7 @@ class LocalLauncher(Launcher):
                 content = file.read(max_bytes)
         except OSError:
             return []
+        # The last piece is empty or an unfinished line, and the first line may have lost its beginning.
         lines = content.split(b"\n")[:-1]
         return [_decode(line) for line in (lines[1:] if size > max_bytes else lines)]
 
@@ -195,6 +197,7 @@ class LocalLauncher(Launcher):
             if child is not None and child.poll() is not None:
                 _children.pop(pid, None)
             process = psutil.Process(pid)
+            # Start times are rounded, so they are compared with a tolerance.
             alive = abs(process.create_time() - created) < 1 and process.status() != psutil.STATUS_ZOMBIE
         except (FileNotFoundError, ValueError, KeyError, TypeError, psutil.Error):
             return None

@@ -118,6 +118,7 @@ class _Supervisor:
     def run(self) -> None:
         """Start the processes, wait for their end, clean up, and write the status."""
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
+        # The run outlives the master and its terminal.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         _adopt_orphans()
@@ -131,6 +132,7 @@ class _Supervisor:
         else:
             returncode = self._wait()
         self._clean_up()
+        # A reader does not end while a process outside this tree keeps the pipe open.
         for reader in self._readers:
             reader.join(timeout=5)
         if self._stopping:
@@ -191,6 +193,7 @@ class _Supervisor:
     def _read(self, pipe: IO[bytes], rank: int | None, stream: str, prefix: str | None) -> None:
         """Log the lines of a process; lines of an mpirun come from its workers, or name the worker that failed."""
         with pipe:
+            # The limit keeps a line that never ends from filling the memory.
             while raw := pipe.readline(_MAX_LINE_BYTES):
                 # A progress bar overwrites itself with carriage returns: log only its last state.
                 text = raw.rstrip(b"\r\n").rpartition(b"\r")[2].decode("utf-8", "replace")
