@@ -85,6 +85,7 @@ class LocalLauncher(Launcher):
             (folder / "work").mkdir(parents=True)
             # More threads than cores slow down all workers, so a run that shares the cores gets fewer per worker.
             threads = max(1, int(min(job.num_cpus, self._cores / min(job.num_workers, self._cores))))
+            # A job may set its own number of threads, but not the folder, by which its processes are found.
             env = {"OMP_NUM_THREADS": str(threads), **job.env, **_python_environment(), _FOLDER_VARIABLE: str(folder)}
             held = _hold_port()
             commands = worker_commands(job, held.getsockname()[1])
@@ -130,6 +131,7 @@ class LocalLauncher(Launcher):
                     supervisor.kill()
                     break
                 threading.Event().wait(0.05)
+        # A supervisor that was killed leaves its workers behind.
         if folder.exists() and not (folder / "status.json").exists():
             _end_marked(folder, self._grace_s)
 
@@ -174,6 +176,7 @@ class LocalLauncher(Launcher):
 
     def _start_supervisor(self, folder: Path, held: socket.socket) -> subprocess.Popen[bytes]:
         """Start the run's supervisor, which keeps the port reserved until it ends."""
+        # The supervisor runs in the run's folder, where Python would not find a package that is not installed.
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         with (folder / "supervisor.log").open("ab") as log:
@@ -184,7 +187,7 @@ class LocalLauncher(Launcher):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                start_new_session=True,  # signals to the master's group must not end the run
                 pass_fds=[held.fileno()],
             )
 

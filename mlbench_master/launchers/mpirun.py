@@ -41,6 +41,7 @@ def mpirun_command(num_workers: int, workers: Sequence[Sequence[str]]) -> tuple[
     """
     program = _find_mpirun()
     options, prefix = mpirun_options(_version(program), as_root=hasattr(os, "geteuid") and os.geteuid() == 0)
+    # A line with ':' between its sections gives every worker its own arguments.
     each = num_workers // len(workers)
     parts: list[str] = []
     for worker in workers:

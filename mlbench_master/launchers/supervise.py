@@ -93,7 +93,7 @@ def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> None:
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error):  # the process may have ended in the meantime
         process.send_signal(number)
 
 
@@ -122,6 +122,7 @@ class _Supervisor:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         _adopt_orphans()
+        # The status of a command that cannot start, as in a shell.
         returncode = 127
         for command in self._commands:
             try:
