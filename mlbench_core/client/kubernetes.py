@@ -86,7 +86,7 @@ def _outside(core: Any, namespace: str, label_selector: str) -> str:
 
 
 def _master_service(core: Any, namespace: str, label_selector: str) -> Any:
-    """The one service with the labels; of several, the one in the namespace that was asked for."""
+    """Return the one service with the labels; of several, the one in the requested namespace."""
     services = _first_allowed(
         lambda: core.list_service_for_all_namespaces(label_selector=label_selector).items,
         lambda: core.list_namespaced_service(namespace, label_selector=label_selector).items,
@@ -100,7 +100,7 @@ def _master_service(core: Any, namespace: str, label_selector: str) -> Any:
 
 
 def _port(service: Any) -> Any:
-    """The port of HTTP if the service has it, else its first one."""
+    """Return the port of HTTP if the service has it, otherwise its first port."""
     ports = _entries(service.spec.ports)
     if not ports:
         raise MasterNotFoundError("its service has no port")
@@ -117,7 +117,7 @@ def _namespace_of(entry: Any) -> str | None:
 
 
 def _master_pod(core: Any, namespaces: tuple[str | None, ...], label_selector: str) -> Any:
-    """The master's pod: in the first of the namespaces that has it, else in any."""
+    """Return the master's pod from the first of the namespaces that has it, otherwise from any."""
     pods = _first_allowed(
         *(partial(_pods_in, core, namespace, label_selector) for namespace in dict.fromkeys(filter(None, namespaces))),
         lambda: core.list_pod_for_all_namespaces(label_selector=label_selector).items,
@@ -136,7 +136,7 @@ def _pods_in(core: Any, namespace: str, label_selector: str) -> Any:
 
 
 def _first_allowed(*queries: Callable[[], Any], until_found: bool = False) -> list[Any]:
-    """The entries of the first query that this user may make; many users may look into one namespace only.
+    """Return the result of the first query that this user may make; many may query one namespace only.
 
     Args:
         queries: Each asks the cluster.
@@ -167,7 +167,7 @@ def _refuse_several(entries: list[Any], kind: str) -> None:
 
 
 def _own_namespace() -> str | None:
-    """The namespace of the pod in which this process runs, if it runs in one."""
+    """Return the namespace of the pod in which this process runs, if it runs in one."""
     try:
         return _OWN_NAMESPACE_FILE.read_text().strip() or None
     except OSError:
@@ -175,7 +175,7 @@ def _own_namespace() -> str | None:
 
 
 def _load_balancer_address(service: Any) -> str:
-    """The address of the first entrance of a load balancer; ``ingress`` is a list, or None while it is being made."""
+    """Return the first address of a load balancer; ``ingress`` is a list, or None while it is created."""
     ingress = service.status.load_balancer.ingress
     for entrance in (ingress, *_entries(ingress)):
         for address in (getattr(entrance, "ip", None), getattr(entrance, "hostname", None)):
@@ -185,7 +185,7 @@ def _load_balancer_address(service: Any) -> str:
 
 
 def _node_address(core: Any, pod: Any) -> str:
-    """An address of the node on which a pod runs, from outside the cluster where there is one.
+    """Return an address of the node on which a pod runs, preferably one from outside the cluster.
 
     Whoever may not list nodes may still read one, or knows the node's inner address from the pod itself.
     """
@@ -217,7 +217,7 @@ def _address_of(node: Any) -> Any:
 
 
 def _entries(items: Any) -> list[Any]:
-    """A list of the cluster's answer: a list, None, or an object that can only be indexed."""
+    """Return the cluster's answer as a list; it is a list, None, or an object that can only be indexed."""
     if items is None:
         return []
     entries = list(items) if isinstance(items, Iterable) else []
@@ -230,5 +230,5 @@ def _entries(items: Any) -> list[Any]:
 
 
 def _bracketed(host: str) -> str:
-    """An IPv6 address in the brackets that a URL wants; anything else as it is."""
+    """Put an IPv6 address into the brackets that a URL needs; return anything else unchanged."""
     return f"[{host}]" if ":" in str(host) else host

@@ -50,7 +50,7 @@ class _SharedClient:
         self._lost = 0
 
     def get(self) -> ApiClient | None:
-        """The client, or None where no master is named or none can be located."""
+        """Return the client, or None if no master is named or none can be located."""
         url = os.environ.get("MLBENCH_MASTER_URL") or None
         if url is None and not os.environ.get("KUBERNETES_SERVICE_HOST"):
             return None

@@ -105,10 +105,13 @@ class RestClient:
         return response
 
     def json(self, kind: type[_Json], method: str, path: str, **options: Any) -> _Json:
-        """Send a request that must succeed and return its JSON answer; see :meth:`request` for the other arguments.
+        """Send a request that must succeed and return its JSON answer.
 
         Args:
             kind: The expected type of the answer, ``dict`` or ``list``.
+            method: See :meth:`request`.
+            path: See :meth:`request`.
+            **options: See :meth:`request`.
 
         Returns:
             The decoded answer.
@@ -125,10 +128,12 @@ class RestClient:
         return answer
 
     def download(self, path: str, target: Path, **options: Any) -> int:
-        """Stream an answer into a file; see :meth:`request` for the other arguments.
+        """Stream an answer into a file.
 
         Args:
+            path: See :meth:`request`.
             target: The file to write.
+            **options: See :meth:`request`.
 
         Returns:
             The file's size in bytes.
