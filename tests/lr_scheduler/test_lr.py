@@ -302,3 +302,11 @@ def test_wrong_arguments_are_named(make, message, optimizer) -> None:
         make(optimizer)
     assert message in str(error.value)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.4]
+
+
+def test_plateau_without_a_warm_up_has_nothing_to_do_after_a_batch() -> None:
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    schedule = ReduceLROnPlateauWithWarmup(optimizer, warmup_init_lr=0.5, scaled_lr=0.5, warmup_epochs=0)
+    for _ in range(3):
+        schedule.batch_step()
+    assert optimizer.param_groups[0]["lr"] == 0.5

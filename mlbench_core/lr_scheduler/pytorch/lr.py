@@ -322,9 +322,9 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
         """Advance the warm-up by one batch; do nothing after its end. Call it after each batch.
 
         Raises:
-            ValueError: ``batches_per_epoch`` was not given, so that the warm-up goes by epochs.
+            ValueError: ``batches_per_epoch`` was not given, and a warm-up by epochs is not over.
         """
-        if self.batches_per_epoch is None:
+        if self.batches_per_epoch is None and self.is_warming_up:
             raise ValueError(
                 "batch_step() needs batches_per_epoch, which is None: pass batches_per_epoch= to warm up by batches, "
                 "or call only step(metrics) once an epoch"
