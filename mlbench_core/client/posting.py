@@ -14,7 +14,8 @@ up no other::
 
 A status 500 does not say whose fault it is: the master of version 3.0 answers so to a metric of a deleted run, and
 any master whose database is broken answers so to everything. A line is dropped only after three attempts, and only if
-the master accepts another line after the last of them. If it accepts none, it counts as away.
+the master accepts another line after the last of them. If it accepts none, it counts as away. If such a master
+recovers between two attempts, lines that were put aside arrive after later ones, each once.
 """
 
 from __future__ import annotations

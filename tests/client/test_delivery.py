@@ -593,7 +593,8 @@ def test_a_master_that_answers_500_to_everything_is_away_and_nothing_is_lost(
     assert old.posts() < 100  # a few attempts with a few requests each
     old.is_broken = False
     assert client.flush(20)
-    assert master.values == list(range(200))
+    # Each once. Lines that were put aside when the master recovered arrive after later ones.
+    assert sorted(master.values) == list(range(200))
     assert len(master.deliveries) == 200
 
 
