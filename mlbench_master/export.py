@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlbench_master.dates import format_date
-from mlbench_master.store import GOAL_METRIC, Point, Run, Store, pod_owner, run_owner
+from mlbench_master.store import Point, Run, Store, pod_owner, run_owner
 
 __all__ = ["Selection", "all_metrics_json", "metrics_json", "metrics_zip", "safe_file_name", "summarize"]
 
@@ -34,14 +35,14 @@ class Selection:
     last_n: int | None = None
     summarize: int | None = None
 
-    def of(self, store: Store, owner: str) -> Iterator[tuple[str, Iterator[Point]]]:
-        """Yield name and entries of each selected metric of an owner."""
-        for name, count in store.metric_counts(owner, self.name, self.since):
-            skip = max(0, count - self.last_n) if self.last_n is not None else 0
-            points = store.points(owner, name, self.since, skip)
-            if self.summarize is not None and count - skip > self.summarize:
-                points = summarize(points, count - skip, self.summarize)
-            yield name, points
+    def of(self, store: Store, *owners: str) -> Iterator[tuple[str, str, Iterable[Point]]]:
+        """Yield owner, name and entries of each selected metric of some owners."""
+        counts = store.metric_counts(owners, self.name, self.since)
+        for owner, name, points in store.entries(counts, self.since, self.last_n):
+            count = counts[owner, name] if self.last_n is None else min(counts[owner, name], self.last_n)
+            if self.summarize is not None and count > self.summarize:
+                points = summarize(points, count, self.summarize)
+            yield owner, name, points
 
 
 def summarize(points: Iterable[Point], count: int, most: int) -> Iterator[Point]:
@@ -90,18 +91,18 @@ def _number(point: Point) -> float | None:
 
 def metrics_json(store: Store, owner: str, selection: Selection) -> Iterator[str]:
     """Yield ``{metric: [{date, value, cumulative}, ...]}`` in pieces."""
-    return _in_chunks(_object((name, _list(map(_short, points))) for name, points in selection.of(store, owner)))
+    return _in_chunks(_object((name, _list(map(_short, points))) for _, name, points in selection.of(store, owner)))
 
 
 def all_metrics_json(store: Store) -> Iterator[str]:
     """Yield every metric of every pod and run in pieces, in the format of ``GET /api/metrics/``."""
-
-    def owners(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
-        return _object((name, _metrics_of(store, owner)) for name, owner in pairs)
-
-    pods = ((name, pod_owner(name)) for name in store.pods_with_metrics())
-    runs = ((run.name, run_owner(run.id)) for run in store.runs())
-    return _in_chunks(_object((("pod_metrics", owners(pods)), ("run_metrics", owners(runs)))))
+    pods = {pod_owner(name): name for name in store.pods_with_metrics()}
+    runs = {run_owner(run.id): run.name for run in store.runs()}
+    return _in_chunks(
+        _object(
+            (kind, _object(_by_owner(store, names))) for kind, names in (("pod_metrics", pods), ("run_metrics", runs))
+        )
+    )
 
 
 def metrics_zip(store: Store, owner: str, run: Run | None, selection: Selection) -> Iterator[bytes]:
@@ -120,20 +121,19 @@ def metrics_zip(store: Store, owner: str, run: Run | None, selection: Selection)
     """
     sink = _Sink()
     names: set[str] = set()
-    pods = [] if run is None else run.worker_names()
+    pods = [] if run is None else map(pod_owner, run.worker_names())
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as archive:  # type: ignore[call-overload]
         if run is not None:
             archive.writestr("run.json", json.dumps(run.to_json(), indent=1))
-        for prefix, source in (("result", owner), *((pod, pod_owner(pod)) for pod in pods)):
-            for name, points in selection.of(store, source):
-                # The size of an entry is unknown before its data, so it has to allow for more than 4 GiB.
-                with archive.open(safe_file_name(f"{prefix}_{name}", names) + ".json", "w", force_zip64=True) as file:
-                    for text in _in_chunks(_list(map(_short, points))):
-                        file.write(text.encode())
-                        yield sink.take()
-        result = None if run is None else _last_value(store, owner, GOAL_METRIC)
-        if result is not None:
-            archive.writestr("official_result.txt", result)
+        for source, name, points in selection.of(store, owner, *pods):
+            prefix = "result" if source == owner else source.removeprefix("pod:")
+            # The size of an entry is unknown before its data, so it has to allow for more than 4 GiB.
+            with archive.open(safe_file_name(f"{prefix}_{name}", names) + ".json", "w", force_zip64=True) as file:
+                for text in _in_chunks(_list(map(_short, points))):
+                    file.write(text.encode())
+                    yield sink.take()
+        if run is not None and run.goal_result is not None:
+            archive.writestr("official_result.txt", run.goal_result)
     yield sink.take()
 
 
@@ -183,18 +183,18 @@ def _short(point: Point) -> dict[str, Any]:
     return {"date": format_date(point.date), "value": point.value, "cumulative": point.cumulative}
 
 
-def _metrics_of(store: Store, owner: str) -> Iterator[str]:
-    return _object(
-        (name, _list({"name": name, **_short(point), "metadata": point.extra} for point in points))
-        for name, points in Selection().of(store, owner)
-    )
+def _by_owner(store: Store, names: dict[str, str]) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yield the name of each owner and its metrics in pieces of JSON."""
+    left = dict(names)
+    for owner, metrics in itertools.groupby(Selection().of(store, *names), key=lambda metric: metric[0]):
+        yield left.pop(owner), _object((name, _list(_full(name, points))) for _, name, points in metrics)
+    # A run that has no metrics yet is part of the answer.
+    for name in left.values():
+        yield name, "{}"
 
 
-def _last_value(store: Store, owner: str, name: str) -> str | None:
-    for _, points in Selection(name=name, last_n=1).of(store, owner):
-        for point in points:
-            return point.value
-    return None
+def _full(name: str, points: Iterable[Point]) -> Iterator[dict[str, Any]]:
+    return ({"name": name, **_short(point), "metadata": point.extra} for point in points)
 
 
 def _object(pairs: Iterable[tuple[str, Iterable[str]]]) -> Iterator[str]:

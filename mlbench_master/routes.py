@@ -218,7 +218,7 @@ def _run_or_404(store: Store, run_id: str) -> Run:
 
 def _pod_or_404(store: Store, name: str) -> None:
     if "\x00" not in name and len(name) <= 253:
-        if store.metric_counts(pod_owner(name)):
+        if store.metric_counts([pod_owner(name)]):
             return
         if any(name in run.worker_names() for run in store.runs()):
             return

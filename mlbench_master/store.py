@@ -6,9 +6,10 @@ length of a run. All writers take one lock: SQLite allows one writer at a time a
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column
 from sqlalchemy.pool import StaticPool
 
 from mlbench_core.errors import ConfigurationError
@@ -27,7 +28,9 @@ from mlbench_master.dates import format_date, now_us
 __all__ = ["GOAL_METRIC", "Metric", "NameInUseError", "NewMetric", "Point", "Run", "Store", "pod_owner", "run_owner"]
 
 GOAL_METRIC = "TaskResult @ 0"
+# Entries that one statement reads: about 1 MB of memory if values are numbers.
 _PAGE = 2000
+# SQLite joins at most 500 SELECTs by UNION, and old versions of it take 999 parameters in a list.
 _MANY = 500
 
 
@@ -145,6 +148,10 @@ class Point:
     value: str
     cumulative: bool
     extra: str
+
+
+# The columns of a Point, in its order.
+_POINT = (Metric.id, Metric.date, Metric.value, Metric.cumulative, Metric.extra)
 
 
 def run_owner(run_id: int) -> str:
@@ -307,24 +314,82 @@ class Store:
         with self._reading() as session:
             return [owner[4:] for owner in session.scalars(query)]
 
-    def metric_counts(self, owner: str, name: str | None = None, since: int | None = None) -> list[tuple[str, int]]:
-        """Count the entries of each metric of an owner.
+    def metric_counts(
+        self, owners: Sequence[str], name: str | None = None, since: int | None = None
+    ) -> dict[tuple[str, str], int]:
+        """Count the entries of each metric of some owners.
 
         Args:
-            owner: From :func:`run_owner` or :func:`pod_owner`.
+            owners: From :func:`run_owner` or :func:`pod_owner`.
             name: Only this metric.
             since: Count only entries from this date on (microseconds since 1970).
 
         Returns:
-            Name and number of entries of each metric, by name.
+            Number of entries by owner and name, in the order of the owners and then of the names.
         """
-        query = sa.select(Metric.name, sa.func.count()).where(Metric.owner == owner)
+        query = sa.select(Metric.owner, Metric.name, sa.func.count()).group_by(Metric.owner, Metric.name)
         if name is not None:
             query = query.where(Metric.name == name)
         if since is not None:
             query = query.where(Metric.date >= since)
+        counts: dict[tuple[str, str], int] = {}
         with self._reading() as session:
-            return [(row[0], row[1]) for row in session.execute(query.group_by(Metric.name).order_by(Metric.name))]
+            for start in range(0, len(owners), _MANY):
+                part = owners[start : start + _MANY]
+                rows = session.execute(query.where(Metric.owner.in_(part)).order_by(Metric.name))
+                counts.update({(owner, metric): count for owner, metric, count in rows})
+        # A database sorts owners by its own rules, so their order is restored here.
+        place = {owner: index for index, owner in enumerate(owners)}
+        return dict(sorted(counts.items(), key=lambda item: place[item[0][0]]))
+
+    def entries(
+        self, counts: Mapping[tuple[str, str], int], since: int | None = None, last_n: int | None = None
+    ) -> Iterator[tuple[str, str, Iterable[Point]]]:
+        """Yield the entries of metrics: those of small metrics from one statement, those of large ones page by page.
+
+        The number of statements grows with the number of entries, but not with the number of metrics (up to 500), of
+        which a run has one for each value and rank.
+
+        Args:
+            counts: From :meth:`metric_counts`.
+            since: Only entries from this date on (microseconds since 1970).
+            last_n: Only this number of latest entries of each metric.
+
+        Yields:
+            Owner, name and entries of each metric, in the order of ``counts``; entries as :meth:`points` has them.
+        """
+        small: list[tuple[str, str]] = []
+        size = 0
+        for (owner, name), count in counts.items():
+            wanted = count if last_n is None else min(count, last_n)
+            if small and (size + wanted > _PAGE or len(small) == _MANY):
+                yield from self._read_together(small, since, last_n)
+                small, size = [], 0
+            if wanted > _PAGE:
+                yield owner, name, self.points(owner, name, since, skip=count - wanted)
+            else:
+                small.append((owner, name))
+                size += wanted
+        if small:
+            yield from self._read_together(small, since, last_n)
+
+    def _read_together(
+        self, metrics: Sequence[tuple[str, str]], since: int | None, last_n: int | None
+    ) -> Iterator[tuple[str, str, list[Point]]]:
+        parts = []
+        # One SELECT per metric, because each then reads only its own end of the index metrics_by_name.
+        for index, (owner, name) in enumerate(metrics):
+            part = sa.select(sa.literal(index).label("part"), *_POINT).where(Metric.owner == owner, Metric.name == name)
+            if since is not None:
+                part = part.where(Metric.date >= since)
+            part = part.order_by(Metric.date.desc(), Metric.id.desc()).limit(last_n)
+            # SQLite allows ORDER BY and LIMIT in a part of a UNION only inside a subquery.
+            parts.append(sa.select(part.subquery()))
+        whole = sa.union_all(*parts).subquery()
+        with self._reading() as session:
+            rows = session.execute(sa.select(whole).order_by(whole.c.part, whole.c.date, whole.c.id)).all()
+        for index, group in itertools.groupby(rows, key=lambda row: row[0]):
+            yield *metrics[index], [Point(*row[1:]) for row in group]
 
     def points(self, owner: str, name: str, since: int | None = None, skip: int = 0) -> Iterator[Point]:
         """Yield the entries of one metric by date; entries of the same date come in the order of their arrival.
@@ -338,8 +403,7 @@ class Store:
         Yields:
             The entries. Memory holds one page of them.
         """
-        columns = (Metric.id, Metric.date, Metric.value, Metric.cumulative, Metric.extra)
-        base = sa.select(*columns).where(Metric.owner == owner, Metric.name == name)
+        base = sa.select(*_POINT).where(Metric.owner == owner, Metric.name == name)
         if since is not None:
             base = base.where(Metric.date >= since)
         page = base.order_by(Metric.date, Metric.id).limit(_PAGE)
@@ -354,11 +418,15 @@ class Store:
             query = page.where(sa.tuple_(Metric.date, Metric.id) > sa.tuple_(rows[-1].date, rows[-1].id))
 
     def latest(self, owner: str) -> list[tuple[str, Point]]:
-        """Return name and latest entry of each metric of an owner, by name."""
-        latest: list[tuple[str, Point]] = []
-        for name, count in self.metric_counts(owner):
-            latest.extend((name, point) for point in self.points(owner, name, skip=count - 1))
-        return latest
+        """Return name and latest entry of each metric of an owner, by name, with one statement."""
+        names = sa.select(Metric.name).where(Metric.owner == owner).distinct().subquery()
+        entry = aliased(Metric)
+        # The index metrics_by_name ends with date and id, so the database reads one entry of each metric.
+        newest = sa.select(entry.id).where(entry.owner == owner, entry.name == names.c.name)
+        newest = newest.order_by(entry.date.desc(), entry.id.desc()).limit(1)
+        query = sa.select(Metric.name, *_POINT).join_from(names, Metric, Metric.id == newest.scalar_subquery())
+        with self._reading() as session:
+            return [(row[0], Point(*row[1:])) for row in session.execute(query.order_by(Metric.name))]
 
     @contextmanager
     def _reading(self) -> Iterator[Session]:
