@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
-from mlbench_master.launchers.base import Launcher
+from mlbench_master.launchers.interface import Launcher
 from mlbench_master.schemas import DEFAULT_BANDWIDTH, RunIn, allowed
 
 __all__ = ["check_wishes", "resolve_backend", "resolve_command"]

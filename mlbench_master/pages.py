@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from mlbench_master.bodies import read_login
 from mlbench_master.dates import format_date
-from mlbench_master.launchers.base import Launcher, LogLine
+from mlbench_master.launchers.interface import Launcher, LogLine
 from mlbench_master.security import COOKIE, session_cookie, token_matches
 from mlbench_master.store import Run, Store, run_owner
 

@@ -17,7 +17,7 @@ from mlbench_master.bodies import read_body
 from mlbench_master.commands import check_wishes, resolve_backend, resolve_command
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
-from mlbench_master.launchers.base import Launcher
+from mlbench_master.launchers.interface import Launcher
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.schemas import MAX_BATCH, MAX_ID, MetricIn, MetricQuery, RunIn, describe_error
 from mlbench_master.store import NameInUseError, NewMetric, Run, Store, new_run, pod_owner, run_owner

@@ -13,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from mlbench_core.errors import MLBenchError
 from mlbench_master.dates import now_us
 from mlbench_master.events import EventBus
-from mlbench_master.launchers.base import Job, JobStatus, Launcher
+from mlbench_master.launchers.interface import Job, JobStatus, Launcher
 from mlbench_master.store import Run, Store
 
 __all__ = ["Scheduler"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.launchers.base import Job, JobStatus, Launcher, LogPage
+from mlbench_master.launchers.interface import Job, JobStatus, Launcher, LogPage
 
 __all__ = ["LAUNCHERS", "Job", "JobStatus", "Launcher", "LogPage", "make_launcher"]
 

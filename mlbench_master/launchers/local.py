@@ -37,7 +37,7 @@ from pydantic import TypeAdapter, ValidationError
 
 import mlbench_core
 from mlbench_core.errors import ConfigurationError
-from mlbench_master.launchers.base import Job, JobStatus, Launcher, LogLine, LogPage
+from mlbench_master.launchers.interface import Job, JobStatus, Launcher, LogLine, LogPage
 from mlbench_master.launchers.mpirun import is_mpirun, mpirun_command
 from mlbench_master.launchers.supervise import append_log, end_processes, write_json
 
