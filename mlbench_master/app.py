@@ -23,7 +23,7 @@ from mlbench_core.paths import user_folder
 from mlbench_master.events import EventBus
 from mlbench_master.launchers import Launcher, make_launcher
 from mlbench_master.pages import make_pages
-from mlbench_master.routes import make_router
+from mlbench_master.routes import router
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.security import GuardMiddleware
 from mlbench_master.store import Store
@@ -84,7 +84,7 @@ def create_app(
 
     app = FastAPI(title="MLBench master", version=mlbench_core.__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.store, app.state.scheduler, app.state.launcher, app.state.events = store, scheduler, launcher, events
-    app.include_router(make_router(store, scheduler, launcher, events))
+    app.include_router(router)
     app.include_router(make_pages(store, launcher, token))
     app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
     app.add_exception_handler(StarletteHTTPException, _http_error)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
 from mlbench_master.launchers.interface import Launcher
-from mlbench_master.schemas import DEFAULT_BANDWIDTH, RunIn, allowed
+from mlbench_master.schemas import DEFAULT_BANDWIDTH, RunIn
 
 __all__ = ["check_wishes", "resolve_backend", "resolve_command"]
 
@@ -36,7 +36,7 @@ def resolve_command(run: RunIn) -> tuple[str, str]:
     if run.command is not None:
         return run.image_name or run.custom_image_name or _CUSTOM_IMAGE, _with_flags(run.command, run)
     if run.image_name is None:
-        raise ValueError(f"task: give a task ({allowed(sorted(TASKS))}), a command, or an image_name")
+        raise ValueError(f"task: give a task ({', '.join(sorted(TASKS))}), a command, or an image_name")
     if run.image_name.startswith(_CUSTOM_IMAGE):
         if run.custom_image_command is None:
             raise ValueError("custom_image_command: is required with image_name=custom_image")
@@ -64,7 +64,7 @@ def resolve_backend(run: RunIn) -> str:
         if run.custom_backend is None:
             raise ValueError("custom_backend: is required with backend=custom_backend")
         return run.custom_backend
-    raise ValueError(f"backend: unknown backend {run.backend!r}; known: {allowed(BACKENDS)}, {_CUSTOM_BACKEND}")
+    raise ValueError(f"backend: unknown backend {run.backend!r}; known: {', '.join(BACKENDS)}, {_CUSTOM_BACKEND}")
 
 
 def check_wishes(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
@@ -135,12 +135,14 @@ def _task_of_image(image: str) -> tuple[Task, tuple[str, ...]]:
         return task, known.arguments
     except ValueError:
         pass
+    # An image that is not in the list may be named after a task: "registry/pytorch-task1a-resnet20-cifar10:1".
     name = image.rsplit("/", 1)[-1].partition(":")[0].lower()
     try:
         return get_task(name.replace("-", "_").removeprefix("pytorch_")), ()
     except ValueError:
+        folders = ", ".join(task.folder for task in TASKS.values())
+        images = ", ".join(image.reference for task in TASKS.values() for image in task.images)
         raise ValueError(
-            f"image_name: unknown image {image[:80]!r}; known: {allowed(t.folder for t in TASKS.values())}, "
-            f"{allowed(i.reference for t in TASKS.values() for i in t.images)}, "
-            "or custom_image with custom_image_name and custom_image_command"
+            f"image_name: unknown image {image[:80]!r}; known: {folders}, {images}, or "
+            "custom_image with custom_image_name and custom_image_command"
         ) from None

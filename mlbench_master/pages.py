@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jinja2
-from fastapi import APIRouter, Depends, HTTPException
+from fastapi import APIRouter, Depends
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from mlbench_master.bodies import read_login
 from mlbench_master.dates import format_date
 from mlbench_master.launchers.interface import Launcher, LogLine
+from mlbench_master.routes import run_or_404
 from mlbench_master.security import COOKIE, session_cookie, token_matches
 from mlbench_master.store import Run, Store, run_owner
 
@@ -53,11 +54,7 @@ def make_pages(store: Store, launcher: Launcher, token: str | None) -> APIRouter
 
     @router.get("/runs/{run_id}/")
     def run_page(run_id: str) -> HTMLResponse:
-        # 18 digits always fit into the database's 64-bit integers.
-        known = run_id.isascii() and run_id.isdigit() and len(run_id) < 19
-        run = store.run(int(run_id)) if known else None
-        if run is None:
-            raise HTTPException(404, f"id: there is no run {run_id[:80]!r}")
+        run = run_or_404(store, run_id)
         lines = [] if run.job_id is None else launcher.log_tail(run.job_id)[-_LOG_LINES:]
         return _page(
             "run.html",
@@ -76,6 +73,7 @@ def make_pages(store: Store, launcher: Launcher, token: str | None) -> APIRouter
         if token is None or token_matches(form.get("token", ""), token):
             response = RedirectResponse("/", status_code=303)
             if token is not None:
+                # Scripts cannot read the cookie, and links from other sites do not send it.
                 response.set_cookie(COOKIE, session_cookie(token), httponly=True, samesite="strict")
             return response
         return _page("login.html", status=401, message="This is not the master's token.")
@@ -84,6 +82,7 @@ def make_pages(store: Store, launcher: Launcher, token: str | None) -> APIRouter
 
 
 def _page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
+    # A text may hold half of a surrogate pair, which UTF-8 cannot encode.
     html = _templates.get_template(template).render(values)
     return HTMLResponse(html.encode("utf-8", "replace"), status_code=status, headers=_HEADERS)
 

@@ -22,158 +22,175 @@ from mlbench_master.scheduler import Scheduler
 from mlbench_master.schemas import MAX_BATCH, MAX_ID, MetricIn, MetricQuery, RunIn, describe_error
 from mlbench_master.store import NameInUseError, NewMetric, Run, Store, new_run, pod_owner, run_owner
 
-__all__ = ["make_router"]
+__all__ = ["router", "run_or_404"]
 
 _PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
 _MAX_LINE = 2**31
+_RUN_FIELDS = {"name", "num_workers", "num_cpus", "max_bandwidth", "gpu_enabled", "light_target"}
+
+
+def _part(name: str) -> Any:
+    """Make the dependency on a part of the application, which :func:`~mlbench_master.app.create_app` has set."""
+
+    # FastAPI runs a function that is not async in a thread, which costs more than this lookup.
+    async def part(request: Request) -> Any:
+        return getattr(request.app.state, name)
+
+    return Depends(part)
+
+
+StorePart = Annotated[Store, _part("store")]
+SchedulerPart = Annotated[Scheduler, _part("scheduler")]
+LauncherPart = Annotated[Launcher, _part("launcher")]
+EventsPart = Annotated[EventBus, _part("events")]
 Body = Annotated[Any, Depends(read_body)]
 
 
-def make_router(store: Store, scheduler: Scheduler, launcher: Launcher, events: EventBus) -> APIRouter:
-    """Make the routes below ``/api``.
-
-    Args:
-        store: The database of runs and metrics.
-        scheduler: The scheduler, which starts and stops runs.
-        launcher: The launcher, which has the logs.
-        events: The bus that notifies subscribers.
-
-    Returns:
-        The router.
-    """
-    router = APIRouter(prefix="/api")
-    _add_general_routes(router, store, events)
-    _add_metric_routes(router, store, events)
-    _add_run_routes(router, store, scheduler, launcher, events)
-    return router
+def _body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Describe the body in OpenAPI, since FastAPI does not parse it: it may be JSON or a form."""
+    schema = model.model_json_schema()
+    kinds = ("application/json", "application/x-www-form-urlencoded")
+    return {"requestBody": {"required": True, "content": {kind: {"schema": schema} for kind in kinds}}}
 
 
-def _add_general_routes(router: APIRouter, store: Store, events: EventBus) -> None:
-    @router.get("/health/", summary="Whether the master answers")
-    def health() -> dict[str, str]:
-        return {"status": "ok", "version": mlbench_core.__version__}
-
-    @router.get("/pods/", summary="The workers of all runs")
-    def pods() -> list[dict[str, Any]]:
-        return [pod for run in store.runs() for pod in _pods(run)]
-
-    @router.get("/events/", summary="Server-sent events: metric, state, log, deleted")
-    async def stream_events() -> StreamingResponse:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_encoded(events.subscribe()), media_type="text/event-stream", headers=headers)
+metrics_router = APIRouter(prefix="/metrics")
+runs_router = APIRouter(prefix="/runs")
+router = APIRouter(prefix="/api")
+"""The routes below ``/api``."""
 
 
-def _add_metric_routes(router: APIRouter, store: Store, events: EventBus) -> None:
-    @router.get("/metrics/", summary="Every metric of every pod and run")
-    def all_metrics() -> StreamingResponse:
-        return _StreamedResponse(export.all_metrics_json(store), media_type="application/json")
-
-    @router.get("/metrics/{owner_id}/", summary="The metrics of a pod or a run")
-    def metrics(owner_id: str, request: Request) -> StreamingResponse:
-        query = _validated(MetricQuery, dict(request.query_params))
-        run: Run | None = None
-        if query.metric_type == "run":
-            run = _run_or_404(store, owner_id)
-            owner = run_owner(run.id)
-        else:
-            owner = pod_owner(owner_id)
-            _pod_or_404(store, owner_id)
-        since = None if query.since is None else to_us(query.since)
-        selection = export.Selection(since, query.metric_filter, query.last_n, query.summarize)
-        if query.format != "zip":
-            return _StreamedResponse(export.metrics_json(store, owner, selection), media_type="application/json")
-        archive = export.metrics_zip(store, owner, run, selection)
-        name = export.safe_file_name(owner.replace(":", "_"), set())
-        headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
-        return _StreamedResponse(archive, media_type="application/zip", headers=headers)
-
-    @router.post("/metrics/", status_code=201, summary="Keep one metric or many", openapi_extra=_body_of(MetricIn))
-    def add_metrics(body: Body) -> dict[str, Any]:
-        many = isinstance(body, list)
-        items = body if many else [body]
-        if len(items) > MAX_BATCH:
-            raise HTTPException(400, f"body: {len(items)} metrics; at most {MAX_BATCH} in one request")
-        now = now_us()  # metrics without a date share this one
-        parsed = [_validated(MetricIn, item, f"[{index}]." if many else "") for index, item in enumerate(items)]
-        missing = {m.run_id for m in parsed if m.run_id is not None}
-        missing -= store.existing_runs(i for i in missing if i is not None)
-        if missing:
-            raise HTTPException(404, f"run_id: there is no run {min(i for i in missing if i is not None)}")
-        fresh = [_new_metric(metric, now) for metric in parsed]
-        added = store.add_metrics(fresh)
-        if events.has_subscribers:
-            for metric, new in zip(parsed, fresh, strict=True):
-                events.publish("metric", _entry(metric, new))
-        if many:
-            return {"status": "ok", "received": len(fresh), "added": added}
-        return _entry(parsed[0], fresh[0])
+@router.get("/health/", summary="Whether the master answers")
+def health() -> dict[str, str]:
+    return {"status": "ok", "version": mlbench_core.__version__}
 
 
-def _add_run_routes(
-    router: APIRouter, store: Store, scheduler: Scheduler, launcher: Launcher, events: EventBus
-) -> None:
-    @router.get("/runs/", summary="All runs")
-    def runs() -> list[dict[str, Any]]:
-        return [run.to_json() for run in store.runs()]
+@router.get("/pods/", summary="The workers of all runs")
+def pods(store: StorePart) -> list[dict[str, Any]]:
+    return [pod for run in store.runs() for pod in _pods(run)]
 
-    @router.post("/runs/", status_code=201, summary="Start a run", openapi_extra=_body_of(RunIn))
-    def create_run(body: Body) -> dict[str, Any]:
-        wanted = _validated(RunIn, body)
-        try:
-            image, command = resolve_command(wanted)
-            backend = resolve_backend(wanted)
-            all_nodes, notes = check_wishes(wanted, launcher)
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from None
-        keep = ("name", "num_workers", "num_cpus", "max_bandwidth", "gpu_enabled", "light_target")
-        run = new_run(
-            image=image,
-            command=command,
-            backend=backend,
-            run_all_nodes=all_nodes,
-            job_metadata=json.dumps({"notes": notes}),
-            **wanted.model_dump(include=set(keep)),
-        )
-        try:
-            run = store.add_run(run)
-        except NameInUseError:
-            message = f"name: there is a run named {wanted.name!r}; choose another name or delete that run"
-            raise HTTPException(409, message) from None
-        events.publish("state", {"id": run.id, "name": run.name, "state": run.state})
-        scheduler.wake()
-        return run.to_json()
 
-    @router.get("/runs/{run_id}/", summary="One run")
-    def get_run(run_id: str) -> dict[str, Any]:
-        run = _run_or_404(store, run_id)
-        shown = run.to_json()
-        # A run's record gets the last lines of its output only at its end.
-        if run.state == "started":
-            shown["job_metadata"].update(scheduler.tails(run))
-        return shown
+@router.get("/events/", summary="Server-sent events: metric, state, log, deleted")
+async def stream_events(events: EventsPart) -> StreamingResponse:
+    # nginx would collect events in a buffer, unless this header of its own asks it not to.
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(events.subscribe(), media_type="text/event-stream", headers=headers)
 
-    @router.delete("/runs/{run_id}/", status_code=204, summary="Stop a run and forget it")
-    def delete_run(run_id: str) -> Response:
-        scheduler.delete_run(_run_or_404(store, run_id).id)
-        return Response(status_code=204)
 
-    @router.post("/runs/{run_id}/stop/", summary="Stop a run, keep its metrics")
-    def stop_run(run_id: str) -> dict[str, Any]:
-        run = scheduler.stop_run(_run_or_404(store, run_id).id)
-        if run is None:
-            raise HTTPException(404, f"id: there is no run {run_id[:80]!r}")
-        return run.to_json()
+@metrics_router.get("/", summary="Every metric of every pod and run")
+def all_metrics(store: StorePart) -> StreamingResponse:
+    return _StreamedResponse(export.all_metrics_json(store), media_type="application/json")
 
-    @router.get("/runs/{run_id}/logs/", summary="Lines of a run's log")
-    def logs(run_id: str, since_line: str = "0") -> dict[str, Any]:
-        run = _run_or_404(store, run_id)
-        if not (since_line.isascii() and since_line.isdigit() and len(since_line) < 20):
-            raise HTTPException(400, f"since_line: must be a whole number from 0 on (got {since_line[:80]!r})")
-        first = min(int(since_line), _MAX_LINE)
-        if run.job_id is None:
-            return {"lines": [], "next": first}
-        page = launcher.logs(run.job_id, first)
-        return {"lines": page.lines, "next": page.next}
+
+@metrics_router.get("/{owner_id}/", summary="The metrics of a pod or a run")
+def metrics(owner_id: str, request: Request, store: StorePart) -> StreamingResponse:
+    query = _validated(MetricQuery, dict(request.query_params))
+    run: Run | None = None
+    if query.metric_type == "run":
+        run = run_or_404(store, owner_id)
+        owner = run_owner(run.id)
+    else:
+        owner = pod_owner(owner_id)
+        _pod_or_404(store, owner_id)
+    since = None if query.since is None else to_us(query.since)
+    selection = export.Selection(since, query.metric_filter, query.last_n, query.summarize)
+    if query.format != "zip":
+        return _StreamedResponse(export.metrics_json(store, owner, selection), media_type="application/json")
+    archive = export.metrics_zip(store, owner, run, selection)
+    name = export.safe_file_name(owner.replace(":", "_"), set())
+    headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
+    return _StreamedResponse(archive, media_type="application/zip", headers=headers)
+
+
+@metrics_router.post("/", status_code=201, summary="Keep one metric or many", openapi_extra=_body_of(MetricIn))
+def add_metrics(body: Body, store: StorePart, events: EventsPart) -> dict[str, Any]:
+    many = isinstance(body, list)
+    items = body if many else [body]
+    if len(items) > MAX_BATCH:
+        raise HTTPException(400, f"body: {len(items)} metrics; at most {MAX_BATCH} in one request")
+    now = now_us()  # metrics without a date share this one
+    parsed = [_validated(MetricIn, item, f"[{index}]." if many else "") for index, item in enumerate(items)]
+    missing = {metric.run_id for metric in parsed} - {None}
+    missing -= store.existing_runs(missing)
+    if missing:
+        raise HTTPException(404, f"run_id: there is no run {min(missing)}")
+    new_metrics = [_new_metric(metric, now) for metric in parsed]
+    added = store.add_metrics(new_metrics)
+    if events.has_subscribers:
+        for metric, new in zip(parsed, new_metrics, strict=True):
+            events.publish("metric", _entry(metric, new))
+    if many:
+        return {"status": "ok", "received": len(new_metrics), "added": added}
+    return _entry(parsed[0], new_metrics[0])
+
+
+@runs_router.get("/", summary="All runs")
+def runs(store: StorePart) -> list[dict[str, Any]]:
+    return [run.to_json() for run in store.runs()]
+
+
+@runs_router.post("/", status_code=201, summary="Start a run", openapi_extra=_body_of(RunIn))
+def create_run(
+    body: Body, store: StorePart, scheduler: SchedulerPart, launcher: LauncherPart, events: EventsPart
+) -> dict[str, Any]:
+    wanted = _validated(RunIn, body)
+    try:
+        image, command = resolve_command(wanted)
+        backend = resolve_backend(wanted)
+        all_nodes, notes = check_wishes(wanted, launcher)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from None
+    run = new_run(
+        image=image,
+        command=command,
+        backend=backend,
+        run_all_nodes=all_nodes,
+        job_metadata=json.dumps({"notes": notes}),
+        **wanted.model_dump(include=_RUN_FIELDS),
+    )
+    try:
+        run = store.add_run(run)
+    except NameInUseError:
+        message = f"name: there is a run named {wanted.name!r}; choose another name or delete that run"
+        raise HTTPException(409, message) from None
+    events.publish("state", {"id": run.id, "name": run.name, "state": run.state})
+    scheduler.wake()
+    return run.to_json()
+
+
+@runs_router.get("/{run_id}/", summary="One run")
+def get_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[str, Any]:
+    run = run_or_404(store, run_id)
+    shown = run.to_json()
+    # A run's record gets the last lines of its output only at its end.
+    if run.state == "started":
+        shown["job_metadata"].update(scheduler.tails(run))
+    return shown
+
+
+@runs_router.delete("/{run_id}/", status_code=204, summary="Stop a run and forget it")
+def delete_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> Response:
+    scheduler.delete_run(run_or_404(store, run_id).id)
+    return Response(status_code=204)
+
+
+@runs_router.post("/{run_id}/stop/", summary="Stop a run, keep its metrics")
+def stop_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[str, Any]:
+    run = scheduler.stop_run(run_or_404(store, run_id).id)
+    if run is None:  # another request has deleted it in the meantime
+        raise HTTPException(404, f"id: there is no run {run_id[:80]!r}")
+    return run.to_json()
+
+
+@runs_router.get("/{run_id}/logs/", summary="Lines of a run's log")
+def logs(run_id: str, store: StorePart, launcher: LauncherPart, since_line: str = "0") -> dict[str, Any]:
+    run = run_or_404(store, run_id)
+    if not (since_line.isascii() and since_line.isdigit() and len(since_line) < 20):
+        raise HTTPException(400, f"since_line: must be a whole number from 0 on (got {since_line[:80]!r})")
+    first = min(int(since_line), _MAX_LINE)
+    if run.job_id is None:
+        return {"lines": [], "next": first}
+    page = launcher.logs(run.job_id, first)
+    return {"lines": page.lines, "next": page.next}
 
 
 class _StreamedResponse(StreamingResponse):
@@ -195,11 +212,6 @@ class _StreamedResponse(StreamingResponse):
         await super().__call__(scope, receive, send)
 
 
-async def _encoded(texts: AsyncIterator[str]) -> AsyncIterator[bytes]:
-    async for text in texts:
-        yield text.encode()
-
-
 def _validated(model: type[Any], data: Any, prefix: str = "") -> Any:
     try:
         return model.model_validate(data)
@@ -207,21 +219,22 @@ def _validated(model: type[Any], data: Any, prefix: str = "") -> Any:
         raise HTTPException(400, describe_error(error, prefix)) from None
 
 
-def _run_or_404(store: Store, run_id: str) -> Run:
-    run = None
-    if run_id.isascii() and run_id.isdigit() and len(run_id) < 20 and int(run_id) <= MAX_ID:
-        run = store.run(int(run_id))
+def run_or_404(store: Store, run_id: str) -> Run:
+    """Return the run with the id in a path, or raise an HTTPException with status 404."""
+    # isdigit alone accepts digits of other scripts, and int of thousands of digits is slow.
+    is_id = run_id.isascii() and run_id.isdigit() and len(run_id) < 20 and int(run_id) <= MAX_ID
+    run = store.run(int(run_id)) if is_id else None
     if run is None:
         raise HTTPException(404, f"id: there is no run {run_id[:80]!r}")
     return run
 
 
 def _pod_or_404(store: Store, name: str) -> None:
-    if "\x00" not in name and len(name) <= 253:
-        if store.metric_counts([pod_owner(name)]):
-            return
-        if any(name in run.worker_names() for run in store.runs()):
-            return
+    # PostgreSQL refuses NUL in a parameter. A worker that has not posted yet is a pod without metrics.
+    is_name = "\x00" not in name and len(name) <= 253
+    has_metrics = is_name and store.metric_counts([pod_owner(name)])
+    if has_metrics or any(name in run.worker_names() for run in store.runs()):
+        return
     raise HTTPException(404, f"id: there is no pod {name[:80]!r}; for a run's metrics add metric_type=run")
 
 
@@ -263,8 +276,5 @@ def _entry(metric: MetricIn, new: NewMetric) -> dict[str, Any]:
     }
 
 
-def _body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Describe the body in OpenAPI, since FastAPI does not parse it: it may be JSON or a form."""
-    schema = model.model_json_schema()
-    kinds = ("application/json", "application/x-www-form-urlencoded")
-    return {"requestBody": {"required": True, "content": {kind: {"schema": schema} for kind in kinds}}}
+router.include_router(metrics_router)
+router.include_router(runs_router)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -26,7 +25,9 @@ __all__ = [
     "describe_error",
 ]
 
+# A client sends at most this number in one request; see mlbench_core.client.delivery.
 MAX_BATCH = 10_000
+# Databases store ids as signed integers of 64 bits.
 MAX_ID = 2**63 - 1
 DEFAULT_BANDWIDTH = 1000.0
 _POD_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
@@ -38,6 +39,7 @@ def _plain_text(text: str) -> str:
     """Refuse text that a database cannot keep: NUL and halves of surrogate pairs."""
     if "\x00" in text:
         raise ValueError("must not contain a NUL character")
+    # JSON can escape half of a surrogate pair, which neither SQLite nor PostgreSQL stores.
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -69,24 +71,18 @@ def _pod_name(text: str) -> str:
 
 def _number_to_text(value: object) -> object:
     """Convert a number to text, which also keeps the ``nan`` and ``inf`` of a diverging run."""
-    if isinstance(value, (bool, int, float)):
-        return repr(value)
-    return value
+    return repr(value) if isinstance(value, (bool, int, float)) else value
 
 
 def _json_to_text(value: object) -> object:
     if value is None:
         return ""
-    if isinstance(value, (dict, list, int, float)):
-        return json.dumps(value)
-    return value
+    return json.dumps(value) if isinstance(value, (dict, list, int, float)) else value
 
 
 def _split(value: object) -> object:
     """Split arguments that are one text, as a shell would; a list stays as it is."""
-    if isinstance(value, str):
-        return shlex.split(value)
-    return value
+    return shlex.split(value) if isinstance(value, str) else value
 
 
 def _command(text: str) -> str:
@@ -234,10 +230,6 @@ def describe_error(error: ValidationError, prefix: str = "") -> str:
 
 
 def _short(value: object, limit: int = 80) -> str:
+    # ascii() of a body of megabytes would take long, so the text is cut first.
     text = ascii(value if not isinstance(value, (str, bytes)) else value[:limit])
     return text if len(text) <= limit else text[:limit] + "..."
-
-
-def allowed(values: Iterable[str]) -> str:
-    """Join allowed values for a message."""
-    return ", ".join(values)

@@ -68,7 +68,9 @@ def serve(
             raise ConfigurationError(
                 f"another master uses the folder {folder}; choose another with --data-dir"
             ) from None
-        url = _url(host, listener.getsockname()[1])
+        # A worker on this machine cannot connect to the address that stands for all addresses.
+        name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
+        url = f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
         app = create_app(database_url, folder, token, make_launcher(launcher, folder), url)
         started(url)
         _log.info("MLBench master on %s (data in %s)", url, folder)
@@ -90,10 +92,3 @@ def _listen(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or error
         raise ConfigurationError(f"cannot listen on {host} port {port}: {reason}; choose another with --port") from None
     return listener
-
-
-def _url(host: str, port: int) -> str:
-    """Return the address under which this machine reaches a server that listens on ``host``."""
-    if host in ("0.0.0.0", "::", "[::]"):
-        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-    return f"http://[{host.strip('[]')}]:{port}" if ":" in host else f"http://{host}:{port}"

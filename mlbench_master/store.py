@@ -6,12 +6,12 @@ length of a run. All writers take one lock: SQLite allows one writer at a time a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from mlbench_master.dates import format_date, now_us
 
 __all__ = ["GOAL_METRIC", "Metric", "NameInUseError", "NewMetric", "Point", "Run", "Store", "pod_owner", "run_owner"]
 
+# The first worker of a task sends this metric when it reaches the goal.
 GOAL_METRIC = "TaskResult @ 0"
 # Entries that one statement reads: about 1 MB of memory if values are numbers.
 _PAGE = 2000
@@ -71,34 +72,18 @@ class Run(_Base):
 
     def metadata_dict(self) -> dict[str, Any]:
         """Return the job's metadata as a dictionary."""
-        loaded: dict[str, Any] = json.loads(self.job_metadata)
-        for stream in ("stdout", "stderr"):
-            if isinstance(loaded.get(stream), str):  # written by a development version
-                loaded[stream] = loaded[stream].splitlines()
-        return loaded
+        metadata: dict[str, Any] = json.loads(self.job_metadata)
+        return metadata
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as the API shows it."""
-        return {
-            "id": self.id,
-            "name": self.name,
-            "created_at": format_date(self.created_at),
-            "started_at": None if self.started_at is None else format_date(self.started_at),
-            "finished_at": None if self.finished_at is None else format_date(self.finished_at),
-            "state": self.state,
-            "job_id": self.job_id or "",
-            "job_metadata": {"stdout": [], "stderr": [], "notes": [], **self.metadata_dict(), "command": self.command},
-            "num_workers": self.num_workers,
-            "num_cpus": self.num_cpus,
-            "max_bandwidth": self.max_bandwidth,
-            "backend": self.backend,
-            "run_all_nodes": self.run_all_nodes,
-            "image": self.image,
-            "command": self.command,
-            "gpu_enabled": self.gpu_enabled,
-            "light_target": self.light_target,
-            "goal_result": self.goal_result,
-        }
+        shown = {column.key: getattr(self, column.key) for column in sa.inspect(Run).columns}
+        for name in ("created_at", "started_at", "finished_at"):
+            shown[name] = None if shown[name] is None else format_date(shown[name])
+        shown["job_id"] = self.job_id or ""
+        lists: dict[str, Any] = {"stdout": [], "stderr": [], "notes": []}
+        shown["job_metadata"] = {**lists, **self.metadata_dict(), "command": self.command}
+        return shown
 
     def worker_names(self) -> list[str]:
         """Return the names of the run's workers, by rank."""
@@ -109,6 +94,7 @@ class Metric(_Base):
     """One value of one metric; ``owner`` is ``run:ID`` or ``pod:NAME``."""
 
     __tablename__ = "metrics"
+    # NULLs are never equal in SQL, so metrics without a client_id do not collide.
     __table_args__ = (
         sa.UniqueConstraint("owner", "client_id"),
         sa.Index("metrics_by_name", "owner", "name", "date", "id"),
@@ -124,7 +110,7 @@ class Metric(_Base):
     value: Mapped[str] = mapped_column(sa.Text)
     cumulative: Mapped[bool] = mapped_column(default=False)
     # The attribute cannot be called `metadata`: SQLAlchemy has one of that name.
-    extra: Mapped[str] = mapped_column("metadata", sa.Text, default="")
+    extra: Mapped[str] = mapped_column("metadata", sa.Text, key="extra", default="")
 
 
 @dataclass(frozen=True)
@@ -184,8 +170,12 @@ class Store:
             _Base.metadata.create_all(self._engine)
         except (SQLAlchemyError, ImportError, OSError) as error:
             reason = str(error).splitlines()[0]
+            shown = repr(database_url)
+            # An URL may hold a password, which must not reach a log.
+            with contextlib.suppress(SQLAlchemyError):
+                shown = sa.make_url(database_url).render_as_string(hide_password=True)
             raise ConfigurationError(
-                f"cannot open the database {_without_password(database_url)}: {reason}; "
+                f"cannot open the database {shown}: {reason}; "
                 "give one with --database-url, for example sqlite:////path/to/master.db"
             ) from error
 
@@ -272,26 +262,17 @@ class Store:
         Returns:
             The number of new metrics.
         """
+        # "Insert unless it exists" is not standard SQL: SQLAlchemy has it for each database separately.
         insert = postgresql.insert if self._engine.dialect.name == "postgresql" else sqlite.insert
-        rows = [
-            {
-                "owner": m.owner,
-                "client_id": m.client_id,
-                "name": m.name,
-                "date": m.date,
-                "value": m.value,
-                "cumulative": m.cumulative,
-                "metadata": m.extra,
-            }
-            for m in metrics
-        ]
         added = 0
         with self._writing() as session:
-            if rows:
+            # An insert without rows would be an insert of one row of defaults.
+            if metrics:
                 statement = insert(Metric.__table__).on_conflict_do_nothing()  # type: ignore[arg-type]
                 # By default, SQLAlchemy does not keep the row count of an insert of many rows.
                 connection = session.connection(execution_options={"preserve_rowcount": True})
-                added = connection.execute(statement, rows).rowcount
+                added = connection.execute(statement, [vars(metric) for metric in metrics]).rowcount
+            # The pages show whether a run reached its goal, so the result is part of the run's record.
             for metric in metrics:
                 if metric.name == GOAL_METRIC and metric.owner.startswith("run:"):
                     run = session.get(Run, int(metric.owner[4:]))
@@ -305,8 +286,7 @@ class Store:
         found: set[int] = set()
         with self._reading() as session:
             for start in range(0, len(wanted), _MANY):
-                query = sa.select(Run.id).where(Run.id.in_(wanted[start : start + _MANY]))
-                found.update(session.scalars(query))
+                found.update(session.scalars(sa.select(Run.id).where(Run.id.in_(wanted[start : start + _MANY]))))
         return found
 
     def pods_with_metrics(self) -> list[str]:
@@ -435,7 +415,7 @@ class Store:
         with self._reading() as session:
             return [(row[0], Point(*row[1:])) for row in session.execute(query.order_by(Metric.name))]
 
-    @contextmanager
+    @contextlib.contextmanager
     def _reading(self) -> Iterator[Session]:
         if self._in_memory:  # all threads share one connection
             with self._write_lock, Session(self._engine, expire_on_commit=False) as session:
@@ -444,8 +424,9 @@ class Store:
         with Session(self._engine, expire_on_commit=False) as session:
             yield session
 
-    @contextmanager
+    @contextlib.contextmanager
     def _writing(self) -> Iterator[Session]:
+        # expire_on_commit=False: callers read the attributes of a Run after its session has ended.
         with self._write_lock, Session(self._engine, expire_on_commit=False) as session, session.begin():
             yield session
 
@@ -466,10 +447,12 @@ def _make_engine(database_url: str) -> sa.Engine:
         return sa.create_engine(url, pool_pre_ping=True)
     # The pool lends a connection to one thread after another.
     arguments = {"check_same_thread": False, "timeout": 30}
+    # A database in memory exists as long as its one connection.
     if url.database in (None, "", ":memory:"):
         engine = sa.create_engine(url, poolclass=StaticPool, connect_args=arguments)
     else:
         Path(url.database or "").expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
+        # FastAPI answers requests in up to 40 threads.
         engine = sa.create_engine(url, connect_args=arguments, pool_size=10, max_overflow=40)
     event.listen(engine, "connect", _prepare_sqlite)
     return engine
@@ -481,10 +464,3 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
     for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
-
-
-def _without_password(database_url: str) -> str:
-    try:
-        return sa.make_url(database_url).render_as_string(hide_password=True)
-    except SQLAlchemyError:
-        return repr(database_url)

@@ -44,6 +44,7 @@ from mlbench_master.launchers.supervise import append_log, end_processes, write_
 __all__ = ["LocalLauncher", "LogIndex", "worker_commands"]
 
 _JOB_ID = re.compile(r"local-(\d+)")
+# A reader of a log skips at most this number of lines after a mark of the index.
 _INDEX_STEP = 500
 _log_line = TypeAdapter(LogLine)
 _FOLDER_VARIABLE = "MLBENCH_RUN_DIR"
@@ -65,7 +66,10 @@ class LocalLauncher(Launcher):
     def __init__(self, folder: Path, cores: int | None = None, grace_s: float = 3.0) -> None:
         self._folder = folder.expanduser().absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._cores = cores or _usable_cores()
+        if cores is None:
+            # A container or taskset may leave this process fewer cores than the machine has; macOS cannot say.
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._cores = cores
         self._grace_s = grace_s
         self._indexes: dict[str, LogIndex] = {}
 
@@ -100,8 +104,10 @@ class LocalLauncher(Launcher):
         finally:
             if held is not None:
                 held.close()  # the supervisor has inherited it
+        # Nothing has waited for this child yet, so its process id exists even if it has ended.
+        created = psutil.Process(supervisor.pid).create_time()
         _children[supervisor.pid] = supervisor
-        write_json(folder / "supervisor.json", {"pid": supervisor.pid, "create_time": _create_time(supervisor.pid)})
+        write_json(folder / "supervisor.json", {"pid": supervisor.pid, "create_time": created})
         return job_id
 
     def poll(self, job_id: str) -> JobStatus:
@@ -113,8 +119,9 @@ class LocalLauncher(Launcher):
         except FileNotFoundError:
             if alive:
                 return JobStatus("running")
+            # A supervisor that was killed leaves its workers behind.
             _end_marked(folder, self._grace_s)
-            return JobStatus("lost", "lost: the run was neither running nor did it say how it ended")
+            return JobStatus("lost", "lost: the run is not running, and it left no status")
         returncode = int(status["returncode"])
         return JobStatus("failed" if returncode else "finished", str(status["reason"]), returncode)
 
@@ -130,7 +137,7 @@ class LocalLauncher(Launcher):
                 if time.monotonic() > deadline:
                     supervisor.kill()
                     break
-                threading.Event().wait(0.05)
+                time.sleep(0.05)
         # A supervisor that was killed leaves its workers behind.
         if folder.exists() and not (folder / "status.json").exists():
             _end_marked(folder, self._grace_s)
@@ -171,7 +178,7 @@ class LocalLauncher(Launcher):
     def _job_folder(self, job_id: str) -> Path:
         match = _JOB_ID.fullmatch(job_id)
         if match is None:
-            raise ValueError(f"{job_id!r} is no job of the local launcher (local-NUMBER)")
+            raise ValueError(f"job_id must be local-NUMBER, not {job_id!r}: give the id that start returned")
         return self._folder / match.group(1)
 
     def _start_supervisor(self, folder: Path, held: socket.socket) -> subprocess.Popen[bytes]:
@@ -324,19 +331,6 @@ def _hold_port() -> socket.socket:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
     return held
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _create_time(pid: int) -> float:
-    try:
-        return float(psutil.Process(pid).create_time())
-    except psutil.Error:
-        return 0.0
 
 
 def _end_marked(folder: Path, grace_s: float) -> None:

@@ -1,7 +1,7 @@
 """The process between the master and the workers of a local run: ``python -m mlbench_master.launchers.supervise DIR``.
 
-It outlives the master, so a run continues while the master restarts. Its only import outside the standard library is
-psutil, so it starts quickly. Its steps are::
+It outlives the master, so a run continues while the master restarts. It imports little, so it starts quickly. Its steps
+are::
 
     start the commands of DIR/job.json; if one cannot start, go on with the clean-up
     -> wait until all processes have ended, one has failed, or SIGTERM arrives
@@ -32,6 +32,8 @@ from typing import IO, Any
 
 import psutil
 
+from mlbench_core import files
+
 __all__ = ["append_log", "describe_exit", "end_processes", "main", "write_json"]
 
 _MAX_LINE_BYTES = 65_536
@@ -42,9 +44,8 @@ _SHELL_SIGNAL = 128  # mpirun and shells report a signal as 128 plus its number
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a file so that a reader sees either all of it or nothing."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(content))
-    part.replace(path)
+    with files.replacing(path) as part:
+        part.write_text(json.dumps(content))
 
 
 def append_log(path: Path, rank: int | None, stream: str, text: str) -> None:
@@ -112,7 +113,7 @@ class _Supervisor:
         self._ended: queue.SimpleQueue[tuple[int | None, int] | None] = queue.SimpleQueue()
         self._stopping = False
         self._reason = ""
-        self._blamed: int | None = None
+        self._failed_rank: int | None = None
         self._readers: list[threading.Thread] = []
 
     def run(self) -> None:
@@ -121,7 +122,9 @@ class _Supervisor:
         # The run outlives the master and its terminal.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        _adopt_orphans()
+        if sys.platform.startswith("linux"):
+            # Adopt grandchildren whose parent dies, so that they are ended, too.
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # The status of a command that cannot start, as in a shell.
         returncode = 127
         for command in self._commands:
@@ -132,15 +135,16 @@ class _Supervisor:
                 break
         else:
             returncode = self._wait()
-        self._clean_up()
+        for _ in range(3):  # a process that is ended may start another one first
+            end_processes(psutil.Process().children(recursive=True), self._grace_s)
         # A reader does not end while a process outside this tree keeps the pipe open.
         for reader in self._readers:
             reader.join(timeout=5)
         if self._stopping:
             self._reason, returncode = "stopped", returncode or -signal.SIGTERM
         if returncode and not self._reason:
-            by_signal = self._blamed is not None and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
-            self._reason = describe_exit(self._blamed, _SHELL_SIGNAL - returncode if by_signal else returncode)
+            by_signal = self._failed_rank is not None and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
+            self._reason = describe_exit(self._failed_rank, _SHELL_SIGNAL - returncode if by_signal else returncode)
         self._log(None, "system", self._reason or "finished")
         write_json(
             self._folder / "status.json",
@@ -156,6 +160,7 @@ class _Supervisor:
             argv,
             cwd=self._folder / "work",
             env={**os.environ, **self._env, **env},
+            # A worker that asks for input must fail, not wait indefinitely.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -203,27 +208,15 @@ class _Supervisor:
                     self._log(int(marked[1]), stream, text[marked.end() :])
                     continue
                 self._log(rank, stream, text)
-                blamed = _MPIRUN_FAILURE.search(text) if rank is None and self._blamed is None else None
-                if blamed is not None:
-                    self._blamed = int(blamed[1] or blamed[2])
+                # Open MPI and MPICH report the failed rank nowhere but in their output.
+                failure = _MPIRUN_FAILURE.search(text) if rank is None and self._failed_rank is None else None
+                if failure is not None:
+                    self._failed_rank = int(failure[1] or failure[2])
 
     def _log(self, rank: int | None, stream: str, text: str) -> None:
+        # The readers of all processes write into one file.
         with self._lock:
             append_log(self._log_path, rank, stream, text)
-
-    def _clean_up(self) -> None:
-        """End every descendant, including orphans."""
-        for _ in range(3):  # a process that is ended may start another one first
-            children = psutil.Process().children(recursive=True)
-            if not children:
-                break
-            end_processes(children, self._grace_s)
-
-
-def _adopt_orphans() -> None:
-    """Adopt grandchildren whose parent dies (Linux), so that the clean-up finds them."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def main(arguments: list[str]) -> int:

@@ -171,10 +171,6 @@ def test_the_last_lines_of_the_output_are_lines_and_few(
     monkeypatch.setattr(IdleLauncher, "log_tail", lambda *_: [*written, long])
     shown = client.get(f"/api/runs/{run['id']}/").json()["job_metadata"]["stdout"]
     assert shown == ["x" * 16_384]
-    # A development version wrote text.
-    client.app.state.store.update_run(run["id"], {"stdout": "one\ntwo", "stderr": ""})
-    (listed,) = client.get("/api/runs/").json()
-    assert (listed["job_metadata"]["stdout"], listed["job_metadata"]["stderr"]) == (["one", "two"], [])
 
 
 @pytest.mark.parametrize(

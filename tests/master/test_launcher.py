@@ -253,7 +253,7 @@ def test_launchers_to_come_say_so(tmp_path: Path) -> None:
         make_launcher("slurm", tmp_path)
     with pytest.raises(ValueError, match="unknown launcher 'x'; known: local, kubernetes, slurm"):
         make_launcher("x", tmp_path)
-    with pytest.raises(ValueError, match="no job of the local launcher"):
+    with pytest.raises(ValueError, match="job_id must be local-NUMBER"):
         LocalLauncher(tmp_path).logs("../../etc")
 
 
