@@ -1,7 +1,7 @@
-"""The master's REST interface for programs: runs, workers and metrics.
+"""Ask the master for runs, workers and metrics, and send metrics to it.
 
-:class:`ApiClient` returns futures, so that nothing waits for the network unless it wants to. Importing this module
-loads neither ``requests`` nor ``kubernetes``; making a client opens no connection to the master.
+The methods of :class:`ApiClient` return futures, so a caller waits for the network only if it asks for a result.
+Importing this module loads neither ``requests`` nor ``kubernetes``. Making a client does not connect to the master.
 
 Example:
     >>> with ApiClient(url="127.0.0.1:5080") as client:
@@ -14,10 +14,10 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import datetime
+import functools
 import json
 import math
 import os
-import threading
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mlbench_core.client.delivery import MetricDelivery, Receipt
+from mlbench_core.client.delivery import MetricDelivery
 from mlbench_core.client.kubernetes import find_master
 from mlbench_core.client.outbox import Outbox
 from mlbench_core.client.rest import RestClient, message_of, path_part
@@ -45,7 +45,7 @@ MLBENCH_IMAGES: dict[str, tuple[str, str]] = {
     **{image.title: (image.reference, task.key) for task in TASKS.values() for image in task.images},
     "Custom Image": ("custom_image", ""),
 }
-"""Official images of version 3.0: a name for people -> (the image, which is what the master takes; its task)."""
+"""Official images of version 3.0: title -> (name of the image, as the master accepts it; key of its task)."""
 
 MLBENCH_BACKENDS: list[str] = ["MPI", "GLOO", "NCCL", "Custom Backend"]
 """Communication backends, as :meth:`ApiClient.create_run` takes them."""
@@ -54,6 +54,7 @@ _CUSTOM_IMAGE = "custom_image"
 _CUSTOM_BACKEND = "custom_backend"
 _DEFAULT_BACKEND = "gloo"
 _FLUSH_AT_CLOSE_S = 5.0
+# Shorter than at close(): a process that exits must not seem to hang while the master is away.
 _FLUSH_AT_EXIT_S = 3.0
 _RETRIES = 3
 _JSON = {"Content-Type": "application/json"}
@@ -62,26 +63,25 @@ _JSON = {"Content-Type": "application/json"}
 class ApiClient:
     """Ask one master for runs, workers and metrics, and send metrics to it.
 
-    Methods return a :class:`concurrent.futures.Future` of the ``requests`` response at once. ``result()`` raises the
-    error of the request (``requests.RequestException``); an answer with an error status is a response like any other.
-    Every request has a time limit, and reading is repeated with back-off when the connection fails.
+    Methods return at once, with a :class:`concurrent.futures.Future` of the ``requests`` response. ``result()`` raises
+    ``requests.RequestException`` if the request failed. An answer with an error status is a response, not an
+    exception. Every request has a time limit. A GET request is repeated with back-off if the connection fails.
 
-    Metrics (:meth:`post_metric`, :meth:`post_metrics`) are delivered in order and in batches. While the master is
-    away they are kept on disk below the user's folder, and delivered when it is back: by this client, or, should the
-    process end before, by the next client for the same address that posts or flushes. Each metric carries an id, so
-    that nothing is stored twice. What a killed process loses is at most what it logged in the moment before a request
-    was answered or had failed; a batch is normally in the master's hands a few milliseconds after it was posted.
+    Metrics (:meth:`post_metric`, :meth:`post_metrics`) are delivered in order and in batches. If the master does not
+    answer, they are kept on disk in the user's folder and delivered later. If the process has ended by then, the next
+    client for the same address that posts or flushes delivers them. Each metric has an id, so the master stores it
+    once. A killed process loses only metrics whose first request was neither answered nor failed; this normally takes
+    a few milliseconds.
 
     Use it as a context manager or call :meth:`close`. A client left open is closed when the process exits.
 
     Args:
-        max_workers: Threads for requests; metrics have one of their own.
+        max_workers: Number of threads for requests. Metrics are sent by an additional thread.
         in_cluster: True if this process runs in the master's Kubernetes cluster.
         label_selector: Labels of the master's pod and service in Kubernetes.
-        k8s_namespace: Namespace of the master in Kubernetes. It is preferred if there are several masters;
-            ``"default"`` stands for any namespace.
-        url: Address of the master (``"host:port"`` or ``"http://host:port"``); without it the master is located
-            through Kubernetes.
+        k8s_namespace: Namespace of the master in Kubernetes, preferred if there are several masters. ``"default"``
+            means any namespace.
+        url: Address of the master (``"host:port"`` or ``"http://host:port"``). By default, Kubernetes is asked for it.
         load_config: Load the cluster's configuration; False if the caller has loaded one.
         token: Sent as ``Authorization: Bearer``; by default the value of ``MLBENCH_TOKEN``.
         timeout_s: Time limit for connecting and for each wait for an answer, in seconds.
@@ -93,9 +93,9 @@ class ApiClient:
 
     Raises:
         ValueError: An argument is out of its range.
-        MasterAddressError: ``url`` is not an address; it is a ``ValueError`` too.
-        MasterNotFoundError: Kubernetes knows of no master, or of several; it is a ``ValueError`` too.
-        MissingDependencyError: There is no ``url`` and the package ``kubernetes`` is not installed.
+        MasterAddressError: ``url`` is not an address. The error is also a ``ValueError``.
+        MasterNotFoundError: Kubernetes has no master, or several. The error is also a ``ValueError``.
+        MissingDependencyError: ``url`` is missing and the package ``kubernetes`` is not installed.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ApiClient:
         token = token or os.environ.get("MLBENCH_TOKEN")
         self._rest = RestClient(url, token, timeout_s, _RETRIES)
         self.endpoint = f"{self._rest.url}/api/"
-        # The delivery of metrics decides itself when to repeat a request.
+        # A second client without retries, because MetricDelivery decides when to repeat a request.
         rest = RestClient(url, token, timeout_s)
         self._delivery = MetricDelivery(
             lambda body, limit_s: rest.request("POST", "metrics/", data=body.encode(), headers=_JSON, timeout=limit_s),
@@ -131,13 +131,14 @@ class ApiClient:
             Outbox(user_folder("spool") if spill_dir is None else Path(spill_dir).absolute(), self.endpoint),
             timeout_s,
         )
-        # Looked up here, not at import, so that it can be replaced. Metrics have a thread of their own: a request that
-        # hangs must not delay them, nor they it.
+        # The class is looked up here, not at import, so that a test can replace it. Metrics have their own thread,
+        # because a request that hangs must not delay metrics, and metrics must not delay requests.
         self.executor = concurrent.futures.ThreadPoolExecutor(max_workers=max_workers)
         self._metric_executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         self._finalizer = weakref.finalize(self, _abandon, self._delivery, self._rest, rest)
         self._finalizer.atexit = False  # at exit _close_open_clients tries to deliver first
-        _remember(self)
+        _register_at_exit()
+        _open_clients.add(self)
 
     # ------------------------------------------------------------------ metrics
 
@@ -217,13 +218,14 @@ class ApiClient:
             name: Name of the metric, for example ``"train_loss @ 0"``.
             value: A number, a text, or a tensor or array of one element. Infinities and NaN are sent as text.
             cumulative: True if the metric grows over time, like a counter.
-            metadata: Anything to keep with it: a text, or a mapping that is sent as JSON text.
-            date: Date of the measurement, a ``datetime`` or ISO 8601 text; without a zone it is UTC. Default: now.
+            metadata: Text to keep with the metric, or a mapping, which is sent as JSON text.
+            date: Date of the measurement, a ``datetime`` or ISO 8601 text. A date without a zone is in UTC. Default:
+                now.
 
         Returns:
-            Future of the answer to the request that held the metric. It raises
-            :class:`~mlbench_core.errors.MasterNotFoundError` if the master does not answer, and the metric is kept and
-            delivered later. It raises :class:`~mlbench_core.errors.MasterRequestError` if the master refused it.
+            Future of the answer to the request that contained the metric. ``result()`` raises
+            :class:`~mlbench_core.errors.MasterNotFoundError` if the master does not answer; the metric is then kept
+            and delivered later. It raises :class:`~mlbench_core.errors.MasterRequestError` if the master refuses it.
 
         Raises:
             ValueError: The name or the run is empty, or the value has several elements.
@@ -237,14 +239,14 @@ class ApiClient:
 
         Args:
             metrics: Mappings with the arguments of :meth:`post_metric`: ``name``, ``value``, ``run_id`` (or
-                ``pod_name``), and optionally ``cumulative``, ``metadata``, ``date``, ``id``. Two metrics with the same
-                ``id`` are one.
+                ``pod_name``), and optionally ``cumulative``, ``metadata``, ``date``, ``id``. Of two metrics with the
+                same ``id``, the master stores the first.
 
         Returns:
-            Future of the answer to the request that held the last one; see :meth:`post_metric`.
+            Future of the answer to the request that contained the last metric; see :meth:`post_metric`.
 
         Raises:
-            ValueError: ``metrics`` is empty, or one of them is wrong; then none is sent.
+            ValueError: ``metrics`` is empty, or one of them is invalid. None of them is sent.
         """
         lines = [_metric_line(metric) for metric in metrics]
         if not lines:
@@ -255,7 +257,7 @@ class ApiClient:
         """Wait until the master has every metric that was posted so far.
 
         Args:
-            timeout_s: The longest to wait, in seconds.
+            timeout_s: Time limit, in seconds.
 
         Returns:
             True if nothing is left to deliver.
@@ -300,12 +302,12 @@ class ApiClient:
             name: Name of the run, a DNS label that is not in use.
             num_workers: Number of workers.
             num_cpus: Cores of each worker.
-            max_bandwidth: Bandwidth of each worker in Mbit/s; a master that cannot limit it refuses less than 1000.
+            max_bandwidth: Bandwidth of each worker in Mbit/s. A master that cannot limit it refuses less than 1000.
             image: A key of :data:`MLBENCH_IMAGES`, or the name of one of its images.
             backend: One of :data:`MLBENCH_BACKENDS` in any case; Gloo if left out.
             custom_image_name: Name of a custom image, with ``custom_image_command``. A master without containers runs
                 the command on its machine, and says so in ``job_metadata.notes``.
-            custom_image_command: The command of a worker in it.
+            custom_image_command: The command of a worker in the custom image.
             custom_backend: Name of a custom backend.
             run_all_nodes: With ``custom_backend``: run the command in every worker. If False, only the first worker
                 runs it and has to start the others.
@@ -318,7 +320,7 @@ class ApiClient:
             Future of the run with status 201; 400 if the name is not a DNS label, 409 if it is in use.
 
         Raises:
-            ValueError: An image or backend is unknown, or arguments are missing or contradict one another.
+            ValueError: An image or backend is unknown, or an argument is missing or contradicts another one.
         """
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, not {num_workers}")
@@ -353,8 +355,8 @@ class ApiClient:
             run_id: Id of the run.
 
         Returns:
-            Future of the run. It raises :class:`~mlbench_core.errors.MasterRequestError` if the master is of version
-            3.0, which cannot do this.
+            Future of the run. ``result()`` raises :class:`~mlbench_core.errors.MasterRequestError` if the master is of
+            version 3.0, which can only delete a run.
         """
         advice = "cannot stop a run and keep its metrics; delete_run stops it and deletes them"
         return self.executor.submit(
@@ -366,11 +368,11 @@ class ApiClient:
 
         Args:
             run_id: Id of the run.
-            since_line: Leave out this many lines; the answer's ``next`` continues.
+            since_line: Number of the first line wanted, from 0. Pass the answer's ``next`` to continue.
 
         Returns:
-            Future of ``{"lines": [...], "next": N}``. It raises :class:`~mlbench_core.errors.MasterRequestError` if
-            the master is of version 3.0, which cannot do this.
+            Future of ``{"lines": [...], "next": N}``. ``result()`` raises
+            :class:`~mlbench_core.errors.MasterRequestError` if the master is of version 3.0, which has no logs.
         """
         advice = "has no logs; the last lines are in job_metadata of get_run"
         path, params = f"runs/{_id(run_id, 'run_id')}/logs/", {"since_line": since_line}
@@ -380,20 +382,19 @@ class ApiClient:
         """Return a future of the list of workers: ``name``, ``labels`` (JSON text), ``phase`` and ``ip`` of each."""
         return self._get("pods/")
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ closing
 
     def close(self, timeout_s: float = _FLUSH_AT_CLOSE_S) -> bool:
-        """Deliver waiting metrics, keep on disk those that cannot be delivered, and end the threads.
-
-        Closing again does nothing.
+        """Deliver waiting metrics, keep undelivered ones on disk, and end the threads; a second call does nothing.
 
         Args:
-            timeout_s: The longest to try to deliver, in seconds.
+            timeout_s: Time limit for the delivery, in seconds.
 
         Returns:
             True if all metrics were delivered.
         """
         delivered = self._delivery.close(timeout_s)
+        # A request of an undelivered metric may hang for the whole time limit, so it is not waited for.
         self._metric_executor.shutdown(wait=delivered)
         self.executor.shutdown(wait=True)
         self._finalizer()
@@ -407,14 +408,11 @@ class ApiClient:
     ) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ private methods
 
     def _post(self, lines: list[str]) -> Answer:
         receipts = [self._delivery.put(line) for line in lines]
-        return self._metric_executor.submit(self._settle, receipts[-1])
-
-    def _settle(self, receipt: Receipt) -> requests.Response:
-        return self._delivery.settle(receipt)
+        return self._metric_executor.submit(self._delivery.settle, receipts[-1])
 
     def _get(self, path: str, **params: Any) -> Answer:
         return self._request("GET", path, params=params)  # requests leaves out parameters that are None
@@ -456,17 +454,11 @@ def _request_unknown_to_3_0(rest: RestClient, advice: str, method: str, path: st
 # ---------------------------------------------------------------------- clients that nobody closed
 
 _open_clients: weakref.WeakSet[ApiClient] = weakref.WeakSet()
-_remember_lock = threading.Lock()
-_closes_at_exit = False
 
 
-def _remember(client: ApiClient) -> None:
-    global _closes_at_exit
-    with _remember_lock:
-        if not _closes_at_exit:
-            atexit.register(_close_open_clients)
-            _closes_at_exit = True
-        _open_clients.add(client)
+@functools.cache  # registered once, and not at import
+def _register_at_exit() -> None:
+    atexit.register(_close_open_clients)
 
 
 def _close_open_clients() -> None:
@@ -505,6 +497,7 @@ def _plain_value(value: Any) -> str | int | float:
     """Return a metric's value as a type that JSON has, or as text."""
     if hasattr(value, "item") and callable(value.item):
         value = value.item()  # a tensor, an array or a scalar of numpy; raises ValueError for several elements
+    # JSON has neither infinities nor NaN, and a diverged run must still be able to report its loss.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, (str, int, float)):
@@ -540,7 +533,8 @@ def _metric_line(metric: Mapping[str, Any]) -> str:
 
 
 def _truth(value: bool) -> str:
-    """Return a truth value as text, because the master of version 3.0 compares with "true"."""
+    """Return ``"true"`` or ``"false"``."""
+    # The master of version 3.0 compares with the text "true".
     return "true" if value else "false"
 
 
@@ -557,12 +551,6 @@ def _image(value: str) -> str:
         ) from None
 
 
-def _backend(value: str) -> str | None:
-    """Return the master's name of a backend, or None if it is unknown."""
-    name = value.lower().replace(" ", "_")
-    return name if name in (backend.lower().replace(" ", "_") for backend in MLBENCH_BACKENDS) else None
-
-
 def _what_to_run(
     image: str | None,
     custom_image_name: str | None,
@@ -571,6 +559,7 @@ def _what_to_run(
     arguments: Sequence[str],
 ) -> dict[str, Any]:
     """Return the fields of a run that name its task, image or command."""
+    # A text is a sequence, too: each of its characters would become an argument.
     if isinstance(arguments, str):
         raise ValueError(f"arguments is the text {arguments!r}, it must be a list: {arguments.split()!r}")
     if task is not None:
@@ -600,8 +589,8 @@ def _what_to_run(
 
 def _backend_fields(backend: str | None, custom_backend: str | None, run_all_nodes: bool) -> dict[str, Any]:
     """Return the fields of a run that name its communication backend."""
-    chosen = None if backend is None else _backend(backend)
-    if backend is not None and chosen is None:
+    chosen = None if backend is None else backend.lower().replace(" ", "_")
+    if chosen is not None and chosen not in [known.lower().replace(" ", "_") for known in MLBENCH_BACKENDS]:
         raise ValueError(
             f"backend {backend!r} is unknown; known are {', '.join(MLBENCH_BACKENDS)}; "
             "for another one give custom_backend"

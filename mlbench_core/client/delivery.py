@@ -273,7 +273,7 @@ class MetricDelivery:
         lines = [receipt.line for receipt in batch]
         failure: str | None = None  # not the exception: its traceback would keep the client alive
         try:
-            self._poster.deliver(lines, results.__setitem__, lambda: self._borrow(batch[-1].key), deadline)
+            self._poster.deliver(lines, results.__setitem__, lambda: self._peek_behind(batch[-1].key), deadline)
         except Exception as error:
             failure = str(error)
             if not isinstance(error, NoAnswer):
@@ -300,7 +300,7 @@ class MetricDelivery:
             logger.warning("%s %s and delivered when it is back", said, self._outbox.path)
         return False
 
-    def _borrow(self, after: str) -> str | None:
+    def _peek_behind(self, after: str) -> str | None:
         """Return a line of the batch behind this key."""
         with self._moving:
             behind = [line for _, line in self._outbox.read(MAX_BATCH, after)] if not self._in_flight else []

@@ -1,21 +1,24 @@
-"""Posting metrics to one master, and finding those that it will never take.
+"""Post metrics to one master, and find the metrics that it will never accept.
 
-Lines go out together. A list that is not accepted is divided until the cause is found, so that one bad metric holds
-up no other::
+A list of lines goes out as one request. A list that is not accepted is divided until the cause is found, so that one
+bad metric delays no other. The states of a list and of a line::
 
-    list  -- accepted --> delivered
-          -- refused, or 500 --> each half
+    list  -- accepted --------> delivered
+          -- refused, or 500 -> each half is a list
 
-    one line  -- accepted --> delivered
-              -- refused (4xx) --> dropped with a warning; after a 404 with all others of its run
-              -- 500 --> its run is not in the list of runs: dropped with all others of the run
-                     --> else put aside, and the next one is tried
-              -- anything else, or no answer --> the master is away: everything is kept
+    line  -- accepted ------> delivered
+          -- refused (4xx) -> dropped with a warning; after a 404 all other lines of its run, too
+          -- 500 -----------> the list of runs lacks its run: dropped with all other lines of the run
+                              otherwise SUSPECT, and the next line is posted
+          -- anything else, or no answer -> the master is away: every line is kept
 
-A status 500 does not say whose fault it is: the master of version 3.0 answers so to a metric of a deleted run, and
-any master whose database is broken answers so to everything. A line is dropped only after three attempts, and only if
-the master accepts another line after the last of them. If it accepts none, it counts as away. If such a master
-recovers between two attempts, lines that were put aside arrive after later ones, each once.
+    suspect -- accepted at the second or third attempt -> delivered
+            -- three times 500, then the master accepts another line -> dropped with a warning
+            -- three times 500, and the master accepts no other line -> the master is away
+
+The suspects exist because a status 500 does not show the cause. The master of version 3.0 answers 500 to a metric of a
+deleted run, and a master whose database is broken answers 500 to everything. If such a master recovers between two
+attempts, suspects arrive after later lines, each once.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -38,26 +42,33 @@ if TYPE_CHECKING:
 __all__ = ["ListRuns", "NoAnswer", "Post", "Poster"]
 
 logger = logging.getLogger(__name__)
+# A generator of its own: a draw from the global one would change the results of a seeded run.
+_random = random.Random()
 
+# A request gets this time even if the deadline has passed, so that a short flush still posts something.
 _SHORTEST_TIMEOUT_S = 0.05
+# Pauses before the second and the third attempt; a restarting database is often back within a second.
 _PAUSES_S = (0.25, 0.5)
-_ASIDE_IN_A_ROW = 3
-_OTHERS_TRIED = 5
-_PAIRS_THAT_TELL = 2
+# After this number of suspects in a row the master itself may be broken.
+_SUSPECTS_IN_A_ROW = 3
+_PROBES = 5
+# One pair may be accepted line by line by chance, because a master recovered between the requests.
+_PAIRS_THAT_SHOW_NO_LISTS = 2
 _INTERNAL_ERROR = "it answers 500 Internal Server Error"
 _TOKEN_NEEDED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
-_NOT_FOR_GOOD = _TOKEN_NEEDED | {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
+_TEMPORARY = _TOKEN_NEEDED | {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
 
 Post = Callable[[str, float], "requests.Response"]
 ListRuns = Callable[[float], "requests.Response"]
 Settle = Callable[[int, "requests.Response | MasterRequestError"], None]
-Borrow = Callable[[], "str | None"]
+PeekWaiting = Callable[[], "str | None"]
 
 
 class NoAnswer(Exception):
-    """Raised if the master is away, broken, or refuses our token: keep everything and try again."""
+    """Raised if the master is away, broken, or refuses the token: every line must be kept and sent again."""
 
 
+@dataclass
 class Poster:
     """Deliver lines to one master; used by one thread at a time.
 
@@ -65,255 +76,242 @@ class Poster:
         post: Sends a JSON text within a time limit in seconds and returns the answer.
         list_runs: Asks for the list of runs within a time limit in seconds.
         timeout_s: Time limit of one request, in seconds.
-        stop: Set when the client is closed: no more pauses.
+        stop: Set when the client is closed, which ends pauses.
+
+    Attributes:
+        unknown_runs: Ids of runs that the master does not have; their metrics are dropped.
+        early_answers: Answers to lines that were posted before their turn, by the id of the metric.
+        pairs_accepted_singly: Number of pairs of lines that the master refused together and then accepted one by one.
     """
 
-    def __init__(self, post: Post, list_runs: ListRuns, timeout_s: float, stop: threading.Event) -> None:
-        self._post = post
-        self._list_runs = list_runs
-        self._timeout_s = timeout_s
-        self._stop = stop
-        self.gone_runs: set[str] = set()
-        self.early: dict[str, requests.Response] = {}  # answers to lines that were delivered before their turn, by id
-        self._pairs_accepted_apart = 0
+    post: Post
+    list_runs: ListRuns
+    timeout_s: float
+    stop: threading.Event
+    unknown_runs: set[str] = field(default_factory=set)
+    early_answers: dict[str, requests.Response] = field(default_factory=dict)
+    pairs_accepted_singly: int = 0
 
-    def deliver(self, lines: list[str], settle: Settle, borrow: Borrow, deadline: float | None) -> None:
+    def deliver(
+        self, lines: list[str], settle: Settle, peek_waiting: PeekWaiting, deadline: float | None = None
+    ) -> None:
         """Post lines in order.
 
         Args:
             lines: JSON texts, each with an ``id``.
             settle: Called with the index of each line and the answer to it, or the reason why it is dropped. A line
-                for which it was not called is to be delivered again.
-            borrow: Returns a line that waits behind these ones, or None. It may be posted before its turn.
+                for which it was not called must be delivered again.
+            peek_waiting: Returns a line that waits behind these ones, or None. It may be posted before its turn.
             deadline: End of the time limit on the monotonic clock, or None.
 
         Raises:
             NoAnswer: The master does not answer.
         """
-        _Delivery(self, lines, settle, borrow, deadline).run()
+        _Delivery(self, lines, settle, peek_waiting, deadline).run()
 
-    @property
-    def takes_lists(self) -> bool:
-        """True if the master takes several metrics in one request; that of version 3.0 does not."""
-        return self._pairs_accepted_apart < _PAIRS_THAT_TELL
 
-    def saw_pair_accepted_apart(self) -> None:
-        """Note that the master took two lines one by one after it had refused both together."""
-        self._pairs_accepted_apart += 1
+@dataclass
+class _Delivery:
+    """The delivery of some lines, as the module's docstring describes it."""
 
-    def take_early(self, line: str, deadline: float | None) -> bool:
-        """Post a line before its turn and return True if it is accepted.
+    poster: Poster
+    lines: list[str]
+    settle: Settle
+    peek_waiting: PeekWaiting
+    deadline: float | None
+    todo: list[list[int]] = field(default_factory=list)  # indexes of lines; the list to post next is the last one
+    suspects: list[int] = field(default_factory=list)
+    in_a_row: int = 0
+    most_in_a_row: int = _SUSPECTS_IN_A_ROW
+    held_back: list[int] = field(default_factory=list)  # the last line, to be posted after the suspects' attempts
+    known_runs: set[str] = field(default_factory=set)
+    refused_pair: set[int] = field(default_factory=set)
+    any_accepted: bool = False
 
-        Raises:
-            NoAnswer: The master does not answer.
-        """
-        response = self.ask([line], deadline)
+    def run(self) -> None:
+        self.todo = [self.without_early(list(range(len(self.lines))))]
+        while self.todo:
+            part = self.without_unknown_runs(self.todo.pop())
+            # The master of version 3.0 takes one metric in a request: do not try lists again and again.
+            if len(part) > 1 and self.poster.pairs_accepted_singly >= _PAIRS_THAT_SHOW_NO_LISTS:
+                self.todo += [[index] for index in reversed(part)]
+            elif part:
+                self.deliver(part)
+            if self.in_a_row >= self.most_in_a_row:
+                self.require_an_accepted_line()
+                # The master works and there are many bad lines, so later checks can be rarer.
+                self.most_in_a_row *= 2
+        if self.suspects:
+            self.retry_suspects()
+
+    def deliver(self, part: list[int]) -> None:
+        """Post lines together; if they are not accepted, divide them, or suspect or drop a single one."""
+        response = self.post(part)
+        is_doubtful = response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
         if response.ok:
-            self.early[_id_of(line)] = response
-        return response.ok
+            self.accept(part, response)
+        elif len(part) > 1:
+            if len(part) == 2:
+                self.refused_pair = set(part)
+            # A broken master shows it on the first line, so dividing the whole list would waste requests.
+            cut = 1 if is_doubtful and not self.any_accepted else len(part) // 2
+            self.todo += [part[cut:], part[:cut]]
+        elif is_doubtful:
+            self.suspect(part[0])
+        else:
+            line = self.lines[part[0]]
+            error = MasterRequestError(
+                f"the master refused a metric with status {response.status_code}, it is dropped: "
+                f"{line[:300]} (answer: {response.text[:300]})",
+                response.status_code,
+            )
+            logger.warning("%s", error)
+            self.settle(part[0], error)
+            if response.status_code == HTTPStatus.NOT_FOUND:
+                self.forget_run(_run_of(line))
 
-    def ask(self, lines: list[str], deadline: float | None) -> requests.Response:
-        """Post lines as one request and return an answer that is final, or a 500.
+    def accept(self, part: list[int], response: requests.Response) -> None:
+        for index in part:
+            self.settle(index, response)
+        self.any_accepted = True
+        self.in_a_row = 0
+        if len(part) == 1 and self.refused_pair:
+            self.refused_pair -= set(part)
+            self.poster.pairs_accepted_singly += not self.refused_pair
+
+    def suspect(self, index: int) -> None:
+        run = _run_of(self.lines[index])
+        if run is not None and run not in self.known_runs:
+            if self.is_deleted(run):
+                self.forget_run(run)
+                self.without_unknown_runs([index])
+                return
+            self.known_runs.add(run)
+        self.suspects.append(index)
+        self.in_a_row += 1
+        if not self.held_back and self.todo:
+            self.held_back.append(self.todo[0].pop())
+            if not self.todo[0]:
+                del self.todo[0]
+
+    def retry_suspects(self) -> None:
+        """Post the suspects two more times; drop them if the master accepts another line after that."""
+        # Without any other line, nothing could show that the master works.
+        if not self.held_back and self.peek_waiting() is None:
+            raise NoAnswer(_INTERNAL_ERROR)
+        for pause_s in _PAUSES_S:
+            too_late = self.deadline is not None and time.monotonic() + pause_s > self.deadline
+            if too_late or self.poster.stop.wait(pause_s):
+                raise NoAnswer(_INTERNAL_ERROR)
+            for index in list(self.suspects):
+                response = self.post([index])
+                if response.ok:
+                    self.suspects.remove(index)
+                    self.accept([index], response)
+        self.require_an_accepted_line()
+        if not self.suspects:
+            return
+        error = MasterRequestError(
+            f"the master answers 500 to {len(self.suspects)} metric(s) and takes others; after three attempts they are "
+            f"dropped, the first is {self.lines[self.suspects[0]][:300]}",
+            HTTPStatus.INTERNAL_SERVER_ERROR,
+        )
+        logger.warning("%s", error)
+        for index in self.suspects:
+            self.settle(index, error)
+
+    def require_an_accepted_line(self) -> None:
+        """Post other lines until one is accepted, to distinguish bad lines from a broken master.
 
         Raises:
-            NoAnswer: There is none.
+            NoAnswer: Several of them are not accepted either, or nothing else waits.
         """
-        body = lines[0] if len(lines) == 1 else f"[{','.join(lines)}]"
-        response = self._request(lambda limit_s: self._post(body, limit_s), deadline)
+        limit = len(self.suspects) + _PROBES
+        while waiting := self.todo or ([self.held_back] if self.held_back else []):
+            # Bad lines often follow one another, so the lines to probe with are chosen at random.
+            part = _random.choice(waiting)
+            index = part.pop(_random.randrange(len(part)))
+            self.todo = [part for part in self.todo if part]
+            if self.without_unknown_runs([index]):
+                self.any_accepted = False
+                self.deliver([index])
+            if self.any_accepted:
+                return
+            if len(self.suspects) >= limit:
+                raise NoAnswer(_INTERNAL_ERROR)
+        line = self.peek_waiting()
+        response = None if line is None else self.ask(line)
+        if line is None or response is None or not response.ok:
+            raise NoAnswer(_INTERNAL_ERROR)
+        # The master of version 3.0 knows no ids and would store the line twice if it were sent again in its turn.
+        self.poster.early_answers[_id_of(line)] = response
+        self.in_a_row = 0
+
+    def without_early(self, part: list[int]) -> list[int]:
+        """Settle the lines that were posted before their turn, and return the other ones."""
+        early = self.poster.early_answers
+        if not early:  # which spares decoding every line
+            return part
+        left = []
+        for index in part:
+            answer = early.pop(_id_of(self.lines[index]), None)
+            if answer is None:
+                left.append(index)
+            else:
+                self.settle(index, answer)
+        return left
+
+    def without_unknown_runs(self, part: list[int]) -> list[int]:
+        """Settle the metrics of runs that the master does not have as dropped, and return the other ones."""
+        if not self.poster.unknown_runs:
+            return part
+        error = MasterRequestError("the master does not know the metric's run", HTTPStatus.NOT_FOUND)
+        left = []
+        for index in part:
+            if _run_of(self.lines[index]) in self.poster.unknown_runs:
+                self.settle(index, error)
+            else:
+                left.append(index)
+        return left
+
+    def forget_run(self, run: str | None) -> None:
+        if run is not None:
+            self.poster.unknown_runs.add(run)
+            logger.warning("the master has no run %s: the run's metrics are dropped", run)
+
+    def is_deleted(self, run: str) -> bool:
+        """Return True if the master lists its runs and this one is not among them."""
+        response = self.request(self.poster.list_runs)
+        try:
+            runs = response.json() if response.ok else None
+        except ValueError:
+            runs = None
+        return isinstance(runs, list) and run not in {str(known.get("id")) for known in runs if isinstance(known, dict)}
+
+    def post(self, part: list[int]) -> requests.Response:
+        lines = [self.lines[index] for index in part]
+        return self.ask(lines[0] if len(lines) == 1 else f"[{','.join(lines)}]")
+
+    def ask(self, body: str) -> requests.Response:
+        """Post a body and return an answer that is final, or a 500.
+
+        Raises:
+            NoAnswer: The master gives no such answer.
+        """
+        response = self.request(lambda limit_s: self.poster.post(body, limit_s))
         if response.ok or _is_refused(response) or response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR:
             return response
         advice = f": {TOKEN_ADVICE}" if response.status_code in _TOKEN_NEEDED else ""
         raise NoAnswer(f"it answers {response.status_code} {response.reason}{advice}")
 
-    def is_gone(self, run_id: str, deadline: float | None) -> bool:
-        """Return True if the master lists its runs and this one is not among them.
-
-        Raises:
-            NoAnswer: The master does not answer.
-        """
-        response = self._request(self._list_runs, deadline)
-        try:
-            runs = response.json() if response.ok else None
-        except ValueError:
-            runs = None
-        return isinstance(runs, list) and run_id not in {str(run.get("id")) for run in runs if isinstance(run, dict)}
-
-    def pause(self, pause_s: float, deadline: float | None) -> None:
-        """Wait before the next attempt.
-
-        Raises:
-            NoAnswer: There is no time for it.
-        """
-        too_late = deadline is not None and time.monotonic() + pause_s > deadline
-        if too_late or self._stop.wait(pause_s):
-            raise NoAnswer(_INTERNAL_ERROR)
-
-    def _request(self, send: Callable[[float], requests.Response], deadline: float | None) -> requests.Response:
-        limit_s = self._timeout_s
-        if deadline is not None:
-            limit_s = max(min(limit_s, deadline - time.monotonic()), _SHORTEST_TIMEOUT_S)
+    def request(self, send: Callable[[float], requests.Response]) -> requests.Response:
+        limit_s = self.poster.timeout_s
+        if self.deadline is not None:
+            limit_s = max(min(limit_s, self.deadline - time.monotonic()), _SHORTEST_TIMEOUT_S)
         try:
             return send(limit_s)
         except OSError as error:  # each requests.RequestException is one
             raise NoAnswer(reason(error)) from error
-
-
-class _Delivery:
-    """Deliver some lines as the module's description says."""
-
-    def __init__(
-        self, poster: Poster, lines: list[str], settle: Settle, borrow: Borrow, deadline: float | None
-    ) -> None:
-        self._poster = poster
-        self._lines = lines
-        self._settle = settle
-        self._borrow = borrow
-        self._deadline = deadline
-        self._todo: list[list[int]] = [list(range(len(lines)))]  # indexes of lines, the next ones at the end
-        self._aside: list[int] = []
-        self._aside_in_a_row = 0
-        self._most_in_a_row = _ASIDE_IN_A_ROW
-        self._witness: list[int] = []  # the last line, kept back once a line is put aside
-        self._known_runs: set[str] = set()
-        self._refused_pair: set[int] = set()
-        self._any_accepted = False
-
-    def run(self) -> None:
-        self._skip_early()
-        while self._todo:
-            part = self._without_gone(self._todo.pop())
-            if len(part) > 1 and not self._poster.takes_lists:
-                self._todo += [[index] for index in reversed(part)]
-            elif part:
-                self._try(part)
-            if self._aside_in_a_row >= self._most_in_a_row:
-                self._see_one_accepted()
-                self._most_in_a_row *= 2  # many bad lines, then, and a master that works
-        if self._aside:
-            self._try_again_or_drop()
-
-    def _try(self, part: list[int]) -> None:
-        """Post lines together; divide them, put one aside or drop it if they are not accepted."""
-        response = self._ask(part)
-        is_doubtful = response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
-        if response.ok:
-            self._accepted(part, response)
-        elif len(part) > 1:
-            if len(part) == 2:
-                self._refused_pair = set(part)
-            # A master that is broken shows it on the first line; no need to divide everything.
-            cut = 1 if is_doubtful and not self._any_accepted else len(part) // 2
-            self._todo += [part[cut:], part[:cut]]
-        elif is_doubtful:
-            self._put_aside(part[0])
-        else:
-            error = _refusal(self._lines[part[0]], response)
-            logger.warning("%s", error)
-            self._settle(part[0], error)
-            if response.status_code == HTTPStatus.NOT_FOUND:
-                self._forget_run(_run_of(self._lines[part[0]]))
-
-    def _ask(self, part: list[int]) -> requests.Response:
-        return self._poster.ask([self._lines[index] for index in part], self._deadline)
-
-    def _accepted(self, part: list[int], response: requests.Response) -> None:
-        for index in part:
-            self._settle(index, response)
-        self._any_accepted = True
-        self._aside_in_a_row = 0
-        if len(part) == 1 and self._refused_pair:
-            self._refused_pair -= set(part)
-            if not self._refused_pair:
-                self._poster.saw_pair_accepted_apart()
-
-    def _put_aside(self, index: int) -> None:
-        run = _run_of(self._lines[index])
-        if run is not None and run not in self._known_runs:
-            if self._poster.is_gone(run, self._deadline):
-                self._forget_run(run)
-                self._without_gone([index])
-                return
-            self._known_runs.add(run)
-        self._aside.append(index)
-        self._aside_in_a_row += 1
-        if not self._witness and self._todo:
-            self._witness.append(self._todo[0].pop())
-            if not self._todo[0]:
-                del self._todo[0]
-
-    def _try_again_or_drop(self) -> None:
-        """Give the lines put aside two more chances; drop them if the master takes another one after that."""
-        if not self._witness and self._borrow() is None:
-            raise NoAnswer(_INTERNAL_ERROR)
-        for pause_s in _PAUSES_S:
-            self._poster.pause(pause_s, self._deadline)
-            for index in list(self._aside):
-                response = self._ask([index])
-                if response.ok:
-                    self._aside.remove(index)
-                    self._accepted([index], response)
-        self._see_one_accepted()
-        if not self._aside:
-            return
-        error = MasterRequestError(
-            f"the master answers 500 to {len(self._aside)} metric(s) and takes others; after three attempts they are "
-            f"dropped, the first is {self._lines[self._aside[0]][:300]}",
-            HTTPStatus.INTERNAL_SERVER_ERROR,
-        )
-        logger.warning("%s", error)
-        for index in self._aside:
-            self._settle(index, error)
-
-    def _see_one_accepted(self) -> None:
-        """Post other lines until one is accepted, to tell bad lines from a broken master.
-
-        Raises:
-            NoAnswer: Several of them are not accepted either, or nothing else waits.
-        """
-        limit = len(self._aside) + _OTHERS_TRIED
-        while waiting := self._todo or ([self._witness] if self._witness else []):
-            part = random.choice(waiting)
-            index = part.pop(random.randrange(len(part)))
-            self._todo = [part for part in self._todo if part]
-            if self._without_gone([index]):
-                self._any_accepted = False
-                self._try([index])
-            if self._any_accepted:
-                return
-            if len(self._aside) >= limit:
-                raise NoAnswer(_INTERNAL_ERROR)
-        line = self._borrow()
-        if line is None or not self._poster.take_early(line, self._deadline):
-            raise NoAnswer(_INTERNAL_ERROR)
-        self._aside_in_a_row = 0
-
-    def _skip_early(self) -> None:
-        """Settle the lines that were delivered before their turn."""
-        early = self._poster.early
-        if early:
-            ids = [_id_of(line) for line in self._lines]
-            for index in [index for index, known in enumerate(ids) if known in early]:
-                self._settle(index, early.pop(ids[index]))
-                self._todo[0].remove(index)
-
-    def _forget_run(self, run: str | None) -> None:
-        if run is not None:
-            self._poster.gone_runs.add(run)
-            logger.warning("the master has no run %s: the run's metrics are dropped", run)
-
-    def _without_gone(self, part: list[int]) -> list[int]:
-        """Leave out the metrics of runs that the master does not have, and say so to those who wait for them."""
-        gone = self._poster.gone_runs
-        if not gone:
-            return part
-        error = MasterRequestError("the master does not know the metric's run", HTTPStatus.NOT_FOUND)
-        left = []
-        for index in part:
-            if _run_of(self._lines[index]) in gone:
-                self._settle(index, error)
-            else:
-                left.append(index)
-        return left
 
 
 def _run_of(line: str) -> str | None:
@@ -327,22 +325,12 @@ def _id_of(line: str) -> str:
 
 
 def _is_refused(response: requests.Response) -> bool:
-    """Return True if the master itself says that it can never accept this.
-
-    A 404 without a JSON body comes from a proxy in front of a master that is away; a missing or wrong token can be
-    put right while the metrics wait.
-    """
+    """Return True if the master itself says that it can never accept this."""
     status = response.status_code
-    if not 400 <= status < 500 or status in _NOT_FOR_GOOD:
+    # A user can correct a missing or wrong token while the metrics wait.
+    if not 400 <= status < 500 or status in _TEMPORARY:
         return False
     if status == HTTPStatus.NOT_FOUND:
+        # A proxy in front of a master that is away answers 404 with a page of HTML.
         return response.headers.get("Content-Type", "").startswith("application/json")
     return True
-
-
-def _refusal(line: str, response: requests.Response) -> MasterRequestError:
-    return MasterRequestError(
-        f"the master refused a metric with status {response.status_code}, it is dropped: "
-        f"{line[:300]} (answer: {response.text[:300]})",
-        response.status_code,
-    )
