@@ -1,1 +1,1 @@
-"""The client of the master."""
+"""Talk to the master: ask it for runs and metrics, and deliver metrics to it."""

@@ -11,17 +11,17 @@ The states of a metric and its transitions::
      |                                                        +-------- no answer -------+
      +-----> LOST with an error: the disk fails, and the memory is full
 
-Metrics are queued only for the moment between two requests; a slow master makes the batches larger, not more numerous.
-If the master does not answer, all queued metrics become rows, later metrics follow them, and a background thread tries
-again with growing pauses. Rows are sent before the queue, oldest first, by any process that comes first; these may be
-rows of a process that has ended. A killed process loses only the metrics that are queued.
+Metrics stay in the queue only until the request before them is answered. If the master is slow, batches become larger,
+not more numerous. If the master does not answer, all queued metrics become rows, and later metrics follow them. A
+background thread then tries again with growing pauses. Rows are sent before the queue, oldest first, by whichever
+process is first, even if the process that inserted them has ended. A killed process loses only its queued metrics.
 
-Each metric has an id made by the client. A request whose answer was lost is sent again, and the master recognizes the
-ids; so the order and the content of its records are the same as without the outage.
+Each metric has an id from the client. If an answer is lost, the request is sent again, and the master ignores the ids
+that it has. So its records have the same content and order as without the outage.
 
 Locks, in the order in which they are acquired: ``_sending`` while batches are sent, ``_moving`` while metrics change
-their state, ``_state`` for moments. :meth:`MetricDelivery.put` needs only the last one, so training waits neither for
-the network nor for the disk.
+their state, and ``_state`` while attributes change. :meth:`MetricDelivery.put` acquires only the last one, so training
+waits neither for the network nor for the disk.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ logger = logging.getLogger(__name__)
 MAX_BATCH = 10_000
 """Most metrics in one request."""
 
-_MAX_IN_MEMORY = 10 * MAX_BATCH  # if more are posted at once, put itself makes them rows
-_GATHER_S = 0.02  # between two insertions, so that processes that log all the time leave the database to one another
+# If more are posted during one request, put itself makes them rows, so that memory stays bounded.
+_MAX_IN_MEMORY = 10 * MAX_BATCH
+# Pause before an insertion: processes that log continuously must leave the database to one another.
+_GATHER_S = 0.02
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
 _DISK_ERRORS = (OSError, sqlite3.Error)
@@ -64,12 +66,12 @@ class Receipt:
     """A metric, and the result of delivering it.
 
     Args:
-        key: The metric's place in the order of all.
-        line: Its JSON text.
+        key: Sorts the metric by the time at which it was logged.
+        line: The metric as JSON text.
 
     Attributes:
-        result: The master's answer to the request that held the metric, or why it is not delivered at the first
-            attempt, or never will be; None at first.
+        result: The master's answer to the request that contained the metric, or an error if the metric is kept for
+            later, refused or lost. None before the first attempt.
     """
 
     __slots__ = ("key", "line", "result")
@@ -81,15 +83,15 @@ class Receipt:
 
 
 class MetricDelivery:
-    """Deliver the metrics of one client; see the module's description.
+    """Deliver the metrics of one client; see the module's docstring.
 
-    No thread is started before the master first fails to answer.
+    The background thread starts when the master fails to answer for the first time.
 
     Args:
         post: Sends a JSON text within a time limit in seconds and returns the answer.
         list_runs: Asks the master for its runs within a time limit in seconds.
         endpoint: The master's address, for messages.
-        outbox: Keeps the metrics that the master does not take now.
+        outbox: Keeps undelivered metrics on disk.
         timeout_s: Time limit of one request, in seconds.
     """
 
@@ -100,7 +102,7 @@ class MetricDelivery:
         self._pid = os.getpid()
         self._sending = threading.Lock()
         self._moving = threading.Lock()
-        self._state = threading.Lock()  # guards what follows
+        self._state = threading.Lock()  # guards the attributes below
         self._queue: deque[Receipt] = deque()
         self._in_flight: list[Receipt] = []  # the batch that was taken from the queue
         self._last_ns = 0
@@ -119,10 +121,10 @@ class MetricDelivery:
         """Queue one metric.
 
         Args:
-            line: Its JSON text, with an ``id``.
+            line: The metric as JSON text, with an ``id``.
 
         Returns:
-            Its receipt, for :meth:`settle`.
+            The receipt, for :meth:`settle`.
 
         Raises:
             RuntimeError: The client is closed.
@@ -132,7 +134,8 @@ class MetricDelivery:
         with self._state:
             if self._closed:
                 raise RuntimeError(f"the client for {self._endpoint} is closed: make a new one")
-            self._last_ns = max(self._last_ns + 1, time.time_ns())  # the clock may be set back
+            # The clock may be set back, or return the same time twice, but keys must grow.
+            self._last_ns = max(self._last_ns + 1, time.time_ns())
             receipt = Receipt(f"{self._last_ns:020d}-{self._owner}", line)
             if self._in_memory < _MAX_IN_MEMORY:
                 self._queue.append(receipt)
@@ -147,7 +150,7 @@ class MetricDelivery:
         return receipt
 
     def settle(self, receipt: Receipt) -> requests.Response:
-        """Send or keep what is queued, and return the master's answer to the metric of ``receipt``.
+        """Send or keep the queued metrics, and return the master's answer to the metric of ``receipt``.
 
         Raises:
             MasterNotFoundError: The master does not answer; the metric is kept and delivered later.
@@ -163,10 +166,10 @@ class MetricDelivery:
     # ------------------------------------------------------------------ sending
 
     def drain(self, timeout_s: float = math.inf) -> bool:
-        """Send everything that waits, oldest first, until nothing is left or the master does not answer.
+        """Send all waiting metrics, oldest first, until none is left or the master does not answer.
 
         Args:
-            timeout_s: Longest time to spend, in seconds; each request has its own limit as well.
+            timeout_s: Time limit in seconds, in addition to the limit of each request.
 
         Returns:
             True if nothing is left.
@@ -180,10 +183,10 @@ class MetricDelivery:
             self._sending.release()
 
     def flush(self, timeout_s: float) -> bool:
-        """Send everything that waits, trying again with growing pauses until it is through or the time is up.
+        """Send all waiting metrics, and try again with growing pauses until none is left or the time is over.
 
         Args:
-            timeout_s: Longest time to spend, in seconds.
+            timeout_s: Time limit, in seconds.
 
         Returns:
             True if nothing is left.
@@ -192,6 +195,7 @@ class MetricDelivery:
         pause_s = _FIRST_PAUSE_S
         while not self.drain(deadline - time.monotonic()):
             left_s = deadline - time.monotonic()
+            # Random pauses, because all workers of a run lose their master at the same moment.
             if left_s <= 0 or self._stop.wait(min(pause_s * self._random.uniform(0.75, 1.25), left_s)):
                 return self.pending == 0
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -199,7 +203,10 @@ class MetricDelivery:
 
     @property
     def pending(self) -> int:
-        """Number of this client's metrics that the master has not confirmed; not 0 if rows cannot be counted."""
+        """Return the number of this client's metrics that the master has not confirmed.
+
+        If the rows cannot be counted, all of them count as one.
+        """
         with self._moving:
             rows = int(self._has_rows)
             with contextlib.suppress(*_DISK_ERRORS):
@@ -207,15 +214,16 @@ class MetricDelivery:
             return self._in_memory + rows
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """Deliver what can be delivered, keep the rest on disk, and end the thread.
+        """Try to deliver the waiting metrics, keep the others on disk, and end the thread.
 
         Args:
-            timeout_s: Longest time to try, in seconds.
+            timeout_s: Time limit of the delivery, in seconds.
 
         Returns:
-            True if nothing is left. What is left is on disk, for any client of this endpoint.
+            True if none is left. Those on disk can be delivered by any client of this endpoint.
         """
-        if self._pid != os.getpid():  # a forked child's copy: the metrics are the parent's
+        # In a forked child this object is a copy. The metrics belong to the parent, which delivers them.
+        if self._pid != os.getpid():
             return True
         with self._state:
             was_closed, self._closed = self._closed, True
@@ -232,19 +240,19 @@ class MetricDelivery:
 
     def _drain(self, deadline: float) -> bool:
         while time.monotonic() <= deadline:
-            # Without a deadline it is better to make rows now than to wait for another client's turn to end.
+            # Without a deadline, keep the queue on disk now instead of waiting for another client's turn to end.
             wait_s = max(deadline - time.monotonic(), 0) if deadline < math.inf else 0
             turn = self._outbox.delivering(wait_s) if self._may_have_rows else contextlib.nullcontext(True)
             try:
-                with turn as is_ours:
-                    batch = self._take() if is_ours else None
+                with turn as has_turn:
+                    batch = self._take() if has_turn else None
                     if batch is None or (batch and not self._send(batch, deadline)):
                         return False
             except _DISK_ERRORS as error:
                 self._report_disk(error)
                 if self._has_rows:
                     return False
-                self._may_have_rows = False  # those of others wait for the next client
+                self._may_have_rows = False  # rows of other clients wait for the next client
                 continue
             if not batch:
                 if self._away:
@@ -254,7 +262,7 @@ class MetricDelivery:
         return self.pending == 0
 
     def _take(self) -> list[Receipt]:
-        """Take the next batch: rows first, for they are older than the queue."""
+        """Take the next batch: rows first, because they are older than the queue."""
         with self._moving:
             batch = [Receipt(*row) for row in self._outbox.read(MAX_BATCH)] if self._may_have_rows else []
             with self._state:
@@ -268,7 +276,7 @@ class MetricDelivery:
             return batch
 
     def _send(self, batch: list[Receipt], deadline: float) -> bool:
-        """Send a batch; if the master does not answer, make what is left of it, and the whole queue, rows."""
+        """Send a batch; if the master does not answer, make its undelivered lines and the whole queue rows."""
         results: dict[int, requests.Response | MasterRequestError] = {}
         lines = [receipt.line for receipt in batch]
         failure: str | None = None  # not the exception: its traceback would keep the client alive
@@ -283,7 +291,8 @@ class MetricDelivery:
                 batch[index].result = result
             with self._state:
                 are_rows = self._has_rows or not self._in_flight
-                if self._in_flight and not self._stop.is_set():  # else close has made them rows
+                # If the client was closed during the request, close has made the batch rows already.
+                if self._in_flight and not self._stop.is_set():
                     self._queue.extendleft(batch[i] for i in reversed(range(len(batch))) if i not in results)
                 self._in_flight = []
             if are_rows:
@@ -296,12 +305,12 @@ class MetricDelivery:
         was_away, self._away = self._away, True
         self._keep()
         if not was_away:
-            said = f"the master at {self._endpoint} does not answer ({failure}): metrics are kept in"
-            logger.warning("%s %s and delivered when it is back", said, self._outbox.path)
+            problem = f"the master at {self._endpoint} does not answer ({failure})"
+            logger.warning("%s: metrics are kept in %s and delivered when it is back", problem, self._outbox.path)
         return False
 
     def _peek_behind(self, after: str) -> str | None:
-        """Return a line of the batch behind this key."""
+        """Return a line that waits behind the row with this key, or None."""
         with self._moving:
             behind = [line for _, line in self._outbox.read(MAX_BATCH, after)] if not self._in_flight else []
             behind = behind or [receipt.line for receipt in itertools.islice(self._queue, MAX_BATCH)]
@@ -312,7 +321,7 @@ class MetricDelivery:
         return len(self._queue) + len(self._in_flight)
 
     def _keep(self) -> None:
-        """Make every metric in memory a row, tell those who wait that it takes longer, and start the thread."""
+        """Make every metric in memory a row, settle the receipts with an error, and start the thread."""
         kept = MasterNotFoundError(f"no answer from {self._endpoint}: the metric is kept and delivered later")
         with self._moving:
             with self._state:
@@ -332,20 +341,23 @@ class MetricDelivery:
         with self._state:
             if (self._has_rows or self._queue) and self._retrier is None and not self._closed:
                 thread = threading.Thread(target=self._try_again, name="mlbench-delivery", daemon=True)
-                with contextlib.suppress(RuntimeError):  # the interpreter is going down: the disk has everything
+                # The interpreter starts no threads while it exits; the metrics are on disk.
+                with contextlib.suppress(RuntimeError):
                     thread.start()
                     self._retrier = thread
 
     def _try_again(self) -> None:
-        """Send again until nothing waits any more."""
+        """Send again until no metric waits."""
         while not self._stop.wait(_FIRST_PAUSE_S):
-            is_through = self.flush(math.inf)
+            is_done = self.flush(math.inf)
             with self._state:
-                if is_through and not self._has_rows and not self._queue:
+                # _keep starts no second thread, so metrics that it kept since the flush are this thread's.
+                if is_done and not self._has_rows and not self._queue:
                     self._retrier = None
                     return
 
     def _report_disk(self, error: Exception) -> None:
+        # Said once and not for each metric, until the disk works again.
         if not self._disk_fails:
             self._disk_fails = True
             logger.warning("metrics for %s cannot be kept on disk: %s: %s", self._endpoint, self._outbox.path, error)

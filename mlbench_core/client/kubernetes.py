@@ -1,4 +1,4 @@
-"""Where the master is, asked of Kubernetes."""
+"""Find the address of the master through Kubernetes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _OWN_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namesp
 def find_master(label_selector: str, namespace: str, in_cluster: bool, load_config: bool) -> str:
     """Find the master's address.
 
-    Inside the cluster that is the address of its pod, port 80; outside, the address that its service offers: a port
-    of a node (``NodePort``), an address of the cluster (``ClusterIP``), or a load balancer. All namespaces are
-    searched; a master in ``namespace`` is preferred, unless that is ``"default"``, which stands for any.
+    Inside the cluster, the address is that of the master's pod, with port 80. Outside, it is the address that the
+    master's service offers: a port of a node (``NodePort``), an address of the cluster (``ClusterIP``), or a load
+    balancer. All namespaces are searched, and a master in ``namespace`` is preferred.
 
     Args:
         label_selector: Labels of the master's pod and service.
-        namespace: Namespace in which it runs; ``"default"`` if it may be in any.
-        in_cluster: Whether this process runs in the cluster.
-        load_config: Whether to load the cluster's configuration first; False where the caller did.
+        namespace: Namespace in which the master runs. ``"default"`` means any namespace.
+        in_cluster: True if this process runs in the cluster.
+        load_config: True to load the cluster's configuration first; False if the caller has loaded it.
 
     Returns:
         ``"HOST:PORT"``.
 
     Raises:
-        MasterNotFoundError: There is no such pod or service, or there are several services, or the cluster does not
-            answer. It is a ``ValueError`` too.
+        MasterNotFoundError: No pod or service has the labels, several services have them, or the cluster does not
+            answer. The error is also a ``ValueError``.
         MissingDependencyError: The package ``kubernetes`` is not installed.
     """
     client: Any = require("kubernetes.client", "kubernetes")
@@ -53,7 +53,8 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
         raise MasterNotFoundError(
             f"no master found through Kubernetes ({where}): {error}; start one, correct the labels, or give its url"
         ) from None
-    except Exception as error:  # the client raises urllib3's, its own and the configuration's errors
+    # The kubernetes package raises its own errors, those of urllib3 and those of the configuration.
+    except Exception as error:
         raise MasterNotFoundError(
             f"no master found through Kubernetes ({where}): {type(error).__name__}: {str(error)[:300]}; "
             "check the cluster's configuration or give the master's url"
@@ -61,7 +62,8 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
 
 
 def _in_cluster(core: Any, namespace: str, label_selector: str) -> str:
-    own = _own_namespace()  # a run's workers are in the namespace of its master
+    # The workers of a run are in the namespace of their master.
+    own = _own_namespace()
     pod = _master_pod(core, (own, namespace) if namespace == _ANY_NAMESPACE else (namespace, own), label_selector)
     if not pod.status.pod_ip:
         raise MasterNotFoundError("its pod has no address yet")
@@ -77,7 +79,9 @@ def _outside(core: Any, namespace: str, label_selector: str) -> str:
     if kind == "LoadBalancer":
         return f"{_bracketed(_load_balancer_address(service))}:{port.port}"
     if kind == "NodePort":
-        external = [address for address in _entries(_external_ips(service)) if isinstance(address, str)]
+        # The Python client turns the name externalIPs into external_i_ps.
+        addresses = _entries(getattr(service.spec, "external_i_ps", None))
+        external = [address for address in addresses if isinstance(address, str)]
         if external:
             return f"{_bracketed(external[0])}:{port.node_port}"
         pod = _master_pod(core, (_namespace_of(service) or namespace,), label_selector)
@@ -86,7 +90,7 @@ def _outside(core: Any, namespace: str, label_selector: str) -> str:
 
 
 def _master_service(core: Any, namespace: str, label_selector: str) -> Any:
-    """Return the one service with the labels; of several, the one in the requested namespace."""
+    """Return the service with the labels; of several services, the one in the requested namespace."""
     services = _first_allowed(
         lambda: core.list_service_for_all_namespaces(label_selector=label_selector).items,
         lambda: core.list_namespaced_service(namespace, label_selector=label_selector).items,
@@ -105,10 +109,6 @@ def _port(service: Any) -> Any:
     if not ports:
         raise MasterNotFoundError("its service has no port")
     return next((port for port in ports if port.port == _PORT_IN_POD), ports[0])
-
-
-def _external_ips(service: Any) -> Any:
-    return getattr(service.spec, "external_i_ps", None)  # the name that the Python client makes of externalIPs
 
 
 def _namespace_of(entry: Any) -> str | None:
@@ -136,12 +136,13 @@ def _pods_in(core: Any, namespace: str, label_selector: str) -> Any:
 
 
 def _first_allowed(*queries: Callable[[], Any], until_found: bool = False) -> list[Any]:
-    """Return the result of the first query that this user may make; many may query one namespace only.
+    """Return the result of the first query that this user may make.
 
     Args:
-        queries: Each asks the cluster.
-        until_found: Go on until a query finds something.
+        queries: The functions that query the cluster.
+        until_found: True to continue until a query has a result that is not empty.
     """
+    # Many users may query only their own namespace, so one refusal does not mean that all queries are refused.
     refusal: Exception | None = None
     answered = False
     for query in queries:
@@ -185,10 +186,8 @@ def _load_balancer_address(service: Any) -> str:
 
 
 def _node_address(core: Any, pod: Any) -> str:
-    """Return an address of the node on which a pod runs, preferably one from outside the cluster.
-
-    Whoever may not list nodes may still read one, or knows the node's inner address from the pod itself.
-    """
+    """Return an address of the node on which a pod runs, preferably an external one."""
+    # A user who may not list nodes may be allowed to read one. The pod itself has the node's internal address.
     name = pod.spec.node_name
     sources: tuple[Callable[[], Any], ...] = (
         lambda: _address_of(_entries(core.list_node(field_selector=f"metadata.name={name}").items)[0]),
@@ -217,7 +216,7 @@ def _address_of(node: Any) -> Any:
 
 
 def _entries(items: Any) -> list[Any]:
-    """Return the cluster's answer as a list; it is a list, None, or an object that can only be indexed."""
+    """Return the cluster's answer (a list, None, or an object that supports only indexing) as a list."""
     if items is None:
         return []
     entries = list(items) if isinstance(items, Iterable) else []

@@ -1,7 +1,7 @@
-"""Metrics of a worker, sent to whichever master the environment names.
+"""Send metrics of a worker to the master that the environment names.
 
-A training script, and :class:`~mlbench_core.tracking.tracker.Tracker` on its behalf, calls
-:meth:`LogMetrics.log`; the client behind it is made on first use and never makes training wait or fail.
+A training script or :class:`~mlbench_core.tracking.tracker.Tracker` calls :meth:`LogMetrics.log`. The client is created
+on first use. Training neither waits for it nor fails because of it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _Key = tuple[int, "str | None", "str | None"]
 
 
 class _SharedClient:
-    """The process's client for the master that the environment names now.
+    """The process's client for the master that the environment names at the moment.
 
-    A fork and a change of ``MLBENCH_MASTER_URL`` or ``MLBENCH_TOKEN`` lead to a client of their own: threads do not
-    survive a fork, and metrics belong to the master that was named when they were logged.
+    A forked child gets a new client, because threads do not survive a fork. A new client is also made if
+    ``MLBENCH_MASTER_URL`` or ``MLBENCH_TOKEN`` changes, because a metric belongs to the master that was named when it
+    was logged.
     """
 
     def __init__(self) -> None:
@@ -43,14 +44,15 @@ class _SharedClient:
         self._problem = ""
 
     def _forget(self) -> None:
-        """In a forked child: the parent's client, its threads and its queue are the parent's."""
+        """Forget the parent's client in a forked child, without closing it: its metrics are the parent's."""
+        # Another thread of the parent may have held the lock during the fork.
         self._lock = threading.Lock()
         self._client = None
         self._key = None
         self._lost = 0
 
     def get(self) -> ApiClient | None:
-        """Return the client, or None if no master is named or none can be located."""
+        """Return the client, or None if the environment names no master or the master cannot be found."""
         url = os.environ.get("MLBENCH_MASTER_URL") or None
         if url is None and not os.environ.get("KUBERNETES_SERVICE_HOST"):
             return None
@@ -59,9 +61,8 @@ class _SharedClient:
             if key != self._key:
                 if self._client is not None:
                     self._client.close()
-                self._client = None
-                self._key = key
-                self._client = self._make(url)
+                # A failure is remembered too: searching the cluster for each metric would slow training.
+                self._client, self._key = self._make(url), key
             self._lost += self._client is None
             return self._client
 
@@ -85,20 +86,20 @@ class _SharedClient:
         return None
 
     def _report_lost(self) -> None:
-        """Say once more, where it is read, at the end of the output, that metrics are missing."""
+        """Log the number of missing metrics at the end of the output, where a user sees it."""
         atexit.unregister(self._report_lost)
         lost, self._lost = self._lost, 0
         if lost:
             logger.error("%d metric(s) of this process were not reported: %s", lost, self._problem)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until what was logged is with the master; True where it is, or there is nothing to deliver."""
+        """Wait until the master has every logged metric; return True if none is left to deliver."""
         with self._lock:
             client = self._client
         return client is None or client.flush(timeout_s)
 
     def close(self) -> None:
-        """Deliver what can be delivered within a few seconds, keep the rest on disk, and end the threads."""
+        """Try for a few seconds to deliver, keep the other metrics on disk, and end the threads."""
         with self._lock:
             client, self._client, self._key = self._client, None, None
         self._report_lost()
@@ -110,11 +111,11 @@ _shared = _SharedClient()
 
 
 class LogMetrics:
-    """Sends metrics of this worker to the master that the environment names.
+    """Send metrics of this worker to the master that the environment names.
 
-    The master is the one at ``MLBENCH_MASTER_URL``, else the one found through Kubernetes where the process runs in
-    a cluster (``KUBERNETES_SERVICE_HOST`` is set). Where there is neither, nothing happens. The first metric makes
-    the client; metrics are delivered in order in the background, see :class:`~mlbench_core.client.api.ApiClient`.
+    ``MLBENCH_MASTER_URL`` names the master. If it is not set and the process runs in a Kubernetes cluster
+    (``KUBERNETES_SERVICE_HOST`` is set), the master is found through Kubernetes. Otherwise nothing happens. Metrics are
+    delivered in order in the background, see :class:`~mlbench_core.client.api.ApiClient`.
     """
 
     @staticmethod
@@ -123,13 +124,13 @@ class LogMetrics:
 
         Args:
             run_id: Id of the run, as the master gave it.
-            rank: Rank of this worker; the metric is named ``"<metric_name> @ <rank>"``.
-            epoch: Current epoch; sent with the rank as JSON metadata.
+            rank: Rank of this worker. The name of the metric is ``"<metric_name> @ <rank>"``.
+            epoch: Current epoch, sent with the rank as JSON metadata.
             metric_name: Name of the metric without the rank.
             value: A number, a text, or a tensor or array of one element.
 
         Example:
-            >>> LogMetrics.log(run_id=1, rank=0, epoch=2, metric_name="val_loss", value=0.25)  # no master: nothing
+            >>> LogMetrics.log(run_id=1, rank=0, epoch=2, metric_name="val_loss", value=0.25)  # no master: ignored
         """
         client = _shared.get()
         if client is None:
@@ -147,17 +148,17 @@ class LogMetrics:
 
     @staticmethod
     def flush(timeout_s: float = _FLUSH_AT_CLOSE_S) -> bool:
-        """Wait until all that was logged is with the master.
+        """Wait until the master has every logged metric.
 
         Args:
-            timeout_s: The longest to wait, in seconds.
+            timeout_s: Time limit, in seconds.
 
         Returns:
-            Whether nothing is left to deliver (True where there is no master).
+            True if no metric is left to deliver, or if no master is named.
         """
         return _shared.flush(timeout_s)
 
     @staticmethod
     def close() -> None:
-        """Deliver what can be delivered, keep the rest on disk for the next client, and end the threads."""
+        """Deliver waiting metrics, keep undelivered ones on disk for the next client, and end the threads."""
         _shared.close()

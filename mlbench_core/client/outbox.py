@@ -1,12 +1,13 @@
 """Keep undelivered metrics in a SQLite database until the master has them.
 
-All clients of a user for one master share one database in the user's folder. Each metric is a row, and rows are in the
-order in which they were logged. A process inserts a row if the master does not answer. Any process then reads the
-oldest rows, posts them and deletes them, one process at a time. So a process that ends leaves nothing to hand over.
+All clients of a user for one master share one database in the user's folder. Each metric is a row, and rows are sorted
+by the time at which they were logged. A process inserts rows if the master does not answer. Any process can then read
+the oldest rows, post them and delete them; one process does so at a time. So no metric depends on the process that
+logged it.
 
-SQLite's rollback journal, and not its write-ahead log, protects the database, because home folders are often on
-network file systems, where the latter does not work. Each operation opens a connection of its own: connections must be
-shared neither by threads nor with a forked process, and this is rarely used.
+SQLite protects the database with a rollback journal. Its write-ahead log does not work on network file systems, on
+which home folders often are. Each operation opens its own connection, because neither threads nor a forked process may
+share one. This costs little, because operations are rare.
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_BATCH_BYTES = 8 * 2**20
-"""About the longest request, in bytes."""
+"""Approximate limit of a request, in bytes."""
 
-_MAX_PAGES = 2**18  # of 4 KiB, so 1 GiB
+# Pages have 4 KiB, so the database has at most 1 GiB.
+_MAX_PAGES = 2**18
 
 
 class Outbox:
     """The undelivered metrics for one master; used by any number of processes and threads.
 
-    A row is a key and the metric's JSON text. Keys are in the order in which metrics were logged, and end with the id
-    of the client that logged it.
+    A row is a key and the metric's JSON text. Keys sort rows by the time at which the metrics were logged, and end with
+    the id of the client.
 
-    Every method raises ``OSError`` or ``sqlite3.Error`` if the disk is full, not readable or not writable, or if the
-    database has 1 GiB, or other processes occupy it for several seconds. It then has changed nothing. A damaged
-    database is set aside with a warning, and the method continues with a new one.
+    Every method raises ``OSError`` or ``sqlite3.Error`` if the disk is full, not readable or not writable. The same
+    happens if the database has reached 1 GiB, or if other processes occupy it for several seconds. The database is
+    then unchanged. A damaged database is renamed with a warning, and the method continues with a new one.
 
     Args:
-        folder: The folder of all outboxes; created when the first row is inserted.
+        folder: The folder of all outboxes, created when the first row is inserted.
         endpoint: Address of the master's REST interface.
 
     Attributes:
@@ -57,10 +59,11 @@ class Outbox:
 
     def __init__(self, folder: Path, endpoint: str) -> None:
         self.path = folder / (re.sub(r"[^A-Za-z0-9.-]+", "_", endpoint).strip("_") + ".sqlite3")
-        self._delivered: set[str] = set()  # could not be deleted: a full disk has no room for the journal
+        # Delivered rows that could not be deleted: a full disk has no room for the journal.
+        self._delivered: set[str] = set()
 
     def insert(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Insert rows, all or none of them. A row whose key is there already stays as it is.
+        """Insert all rows or none. A row whose key exists stays unchanged.
 
         Args:
             rows: Keys and JSON texts.
@@ -70,14 +73,14 @@ class Outbox:
         self._run(lambda connection: connection.executemany("INSERT OR IGNORE INTO metrics VALUES (?, ?)", rows))
 
     def read(self, limit: int, after: str = "") -> list[tuple[str, str]]:
-        """Read the oldest rows, at most as many as fit into one request.
+        """Read the oldest rows that fit into one request.
 
         Args:
-            limit: Number of rows at most.
-            after: Only rows behind this key.
+            limit: Maximum number of rows.
+            after: Read only rows after this key.
 
         Returns:
-            Keys and JSON texts in order; empty if there are none.
+            Keys and JSON texts, by key; empty if no row is left.
         """
 
         def select(connection: sqlite3.Connection) -> list[tuple[str, str]]:
@@ -104,10 +107,10 @@ class Outbox:
         return left - sum(key.endswith(owner) for key in self._delivered)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete rows that are delivered. If the disk does not allow it, this object leaves them out from now on.
+        """Delete delivered rows. If the disk does not allow it, this object no longer reads or counts them.
 
         Args:
-            keys: Keys of the rows; those that are not there are ignored.
+            keys: Keys of the rows; unknown keys are ignored.
         """
         self._delivered.update(keys)
         query, values = "DELETE FROM metrics WHERE key = ?", [(key,) for key in self._delivered]
@@ -116,13 +119,13 @@ class Outbox:
 
     @contextlib.contextmanager
     def delivering(self, timeout_s: float) -> Iterator[bool]:
-        """Take the turn at delivering rows, which one client has at a time. Inserting needs none.
+        """Acquire the right to deliver rows, which one client has at a time. Inserting does not need it.
 
         Args:
-            timeout_s: The longest to wait for another client that delivers, in seconds.
+            timeout_s: Longest time to wait for another client that delivers, in seconds.
 
         Yields:
-            True if the turn is ours.
+            True if it was acquired.
         """
         # The lock of an empty second database: the system releases it when its holder ends, even by a kill.
         path = self.path.with_suffix(".lock")
@@ -130,28 +133,32 @@ class Outbox:
         with contextlib.closing(sqlite3.connect(path, timeout=timeout_s, isolation_level=None)) as connection:
             try:
                 connection.execute("BEGIN EXCLUSIVE")
-                is_ours = True
+                has_turn = True
             except sqlite3.OperationalError:
-                is_ours = False
-            yield is_ours
+                has_turn = False
+            yield has_turn
 
     def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Run one transaction; with a new database if this one turns out to be damaged."""
+        """Run one transaction, with a new database if this one is damaged."""
         inode = self.path.stat().st_ino
         try:
             return self._attempt(work)
         except sqlite3.DatabaseError as error:
-            if type(error) is not sqlite3.DatabaseError:  # a subclass: busy, full, not writable
+            # Subclasses mean busy, full or not writable; the class itself means damaged.
+            if type(error) is not sqlite3.DatabaseError:
                 raise
-            if self.path.stat().st_ino == inode:  # else another process was faster
+            # Another inode means that another process was faster.
+            if self.path.stat().st_ino == inode:
                 self._set_aside(error)
             return self._attempt(work)
 
     def _attempt(self, work: Callable[[sqlite3.Connection], T]) -> T:
         connection = sqlite3.connect(self.path, isolation_level="IMMEDIATE")
         with contextlib.closing(connection), connection:
-            connection.text_factory = lambda data: data.decode(errors="replace")  # the master refuses a damaged one
-            connection.execute("PRAGMA auto_vacuum = FULL")  # deleted rows give their space back
+            # The master refuses a line with damaged text; an exception here would block all lines after it.
+            connection.text_factory = lambda data: data.decode(errors="replace")
+            # Without auto_vacuum the file would keep its largest size.
+            connection.execute("PRAGMA auto_vacuum = FULL")
             connection.execute(f"PRAGMA max_page_count = {_MAX_PAGES}")
             connection.execute("CREATE TABLE IF NOT EXISTS metrics (key TEXT PRIMARY KEY, line TEXT) WITHOUT ROWID")
             return work(connection)

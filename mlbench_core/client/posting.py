@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 # A generator of its own: a draw from the global one would change the results of a seeded run.
 _random = random.Random()
 
-# A request gets this time even if the deadline has passed, so that a short flush still posts something.
+# requests does not accept a time limit of 0 or less.
 _SHORTEST_TIMEOUT_S = 0.05
-# Pauses before the second and the third attempt; a restarting database is often back within a second.
+# Before the second and the third attempt.
 _PAUSES_S = (0.25, 0.5)
 # After this number of suspects in a row the master itself may be broken.
 _SUSPECTS_IN_A_ROW = 3

@@ -34,8 +34,8 @@ class RestClient:
     """Send requests to one master, from any number of threads.
 
     The token travels in a header and never in a URL. Proxies of the environment are not used for a master on this
-    machine. Only GET requests follow redirects: a redirected POST or DELETE would become a GET, which changes nothing
-    and answers 200.
+    machine. Only GET requests follow redirects. A redirected POST or DELETE would become a GET, which changes nothing
+    but succeeds.
 
     Args:
         url: Address of the master, see :func:`base_url`.
@@ -57,8 +57,8 @@ class RestClient:
         self.timeout_s = timeout_s
         self._token = token
         self._retries = retries
-        # requests promises nothing about a session that several threads share. The sessions of threads that have
-        # ended close with them.
+        # The sessions of requests are not documented as thread-safe, so each thread has its own. A weak reference lets
+        # the session of a thread that has ended be closed with it.
         self._local = threading.local()
         self._sessions: weakref.WeakSet[requests.Session] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -68,7 +68,7 @@ class RestClient:
 
         Args:
             method: For example ``"GET"``.
-            path: Path below ``/api/``; parts that users choose pass through :func:`path_part`.
+            path: Path below ``/api/``. Parts that users choose must be quoted by :func:`path_part`.
             **options: Options of ``requests.Session.request``.
 
         Returns:
@@ -100,6 +100,7 @@ class RestClient:
         except requests.RequestException as error:
             raise MasterRequestError(f"the request to the master at {self.url} failed: {error}") from error
         if response.status_code >= 300:
+            # The body of a streamed response is not read yet; leaving the block frees its connection.
             with response:
                 raise MasterRequestError(self._refusal(response), response.status_code)
         return response
@@ -117,7 +118,7 @@ class RestClient:
             The decoded answer.
 
         Raises:
-            MasterRequestError: The request failed, was refused, or something else than a master answered it.
+            MasterRequestError: The request failed or was refused, or the server that answered is not a master.
         """
         answer = _decoded(self.send(method, path, **options))
         if not isinstance(answer, kind):
@@ -181,8 +182,10 @@ class RestClient:
 
         session = requests.Session()
         session.trust_env = not is_loopback(urlsplit(self.url).hostname or "")
-        session.auth = self._sign  # a function, because a .netrc entry would replace a header that is set directly
-        if self._retries:  # a policy of 0 retries would turn each timeout into a ConnectionError
+        # A function, because an entry in .netrc would replace a header that is set directly.
+        session.auth = self._sign
+        # A policy of 0 retries would turn each timeout into a ConnectionError.
+        if self._retries:
             policy = Retry(
                 total=self._retries,
                 backoff_factor=_RETRY_BACKOFF_S,
@@ -253,7 +256,7 @@ def _decoded(response: requests.Response) -> Any:
 
 
 def message_of(response: requests.Response) -> str | None:
-    """Return the text with which this version's master refuses a request, or None if something else answered."""
+    """Return the reason that this version's master gives for a refusal, or None if another server answered."""
     answer = _decoded(response)
     message = answer.get("message") if isinstance(answer, dict) else None
     return None if message is None else str(message)
@@ -265,7 +268,7 @@ def path_part(value: str | int) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the reason of a failed request without the layers that requests and urllib3 put around it."""
+    """Return the reason of a failed request without the text that requests and urllib3 add to it."""
     text = str(error)
     if "refused" in text:
         return "connection refused; is it running?"

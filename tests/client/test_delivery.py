@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import logging
+import random
 import sqlite3
 import stat
 import subprocess
@@ -542,12 +543,14 @@ def test_a_metric_that_an_old_master_cannot_take_is_dropped_after_three_attempts
     old.lists_runs = lists_runs
     client = connect()
     names = ["good"] * 3 + ["bad"] * 2 + ["good"] * 3 + ["bad"] * 2 + ["good"]
+    users_generator = random.getstate()
     client.post_metrics([{"run_id": 1, "name": name, "value": i} for i, name in enumerate(names)])
     assert client.flush(20)
     assert sorted(master.values) == [i for i, name in enumerate(names) if name == "good"]
     assert [old.tried.count(i) for i, name in enumerate(names) if name == "good"] == [1] * 7
     assert [old.tried.count(i) for i, name in enumerate(names) if name == "bad"] == [3] * 4
     assert caplog.text.count("the master answers 500 to 4 metric(s) and takes others") == 1
+    assert random.getstate() == users_generator
 
 
 def test_a_bad_metric_alone_is_kept_until_another_one_is_accepted(
