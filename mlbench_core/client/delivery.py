@@ -37,6 +37,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mlbench_core.client.outbox import MAX_BATCH_BYTES, Outbox
@@ -62,6 +63,7 @@ _LONGEST_PAUSE_S = 5.0
 _DISK_ERRORS = (OSError, sqlite3.Error)
 
 
+@dataclass(eq=False, slots=True)
 class Receipt:
     """A metric, and the result of delivering it.
 
@@ -74,12 +76,9 @@ class Receipt:
             later, refused or lost. None before the first attempt.
     """
 
-    __slots__ = ("key", "line", "result")
-
-    def __init__(self, key: str, line: str) -> None:
-        self.key = key
-        self.line = line
-        self.result: requests.Response | MasterError | None = None
+    key: str
+    line: str
+    result: requests.Response | MasterError | None = None
 
 
 class MetricDelivery:

@@ -168,14 +168,10 @@ class RestClient:
 
     def _session(self) -> requests.Session:
         """Return the session of this thread."""
-        session: requests.Session | None = getattr(self._local, "session", None)
-        if session is None:
-            session = self._local.session = self._new_session()
-            with self._lock:
-                self._sessions.add(session)
-        return session
-
-    def _new_session(self) -> requests.Session:
+        known: requests.Session | None = getattr(self._local, "session", None)
+        if known is not None:
+            return known
+        # Importing this module must not load requests; see the docstring of the module.
         import requests
         from requests.adapters import HTTPAdapter
         from urllib3.util.retry import Retry
@@ -195,6 +191,9 @@ class RestClient:
             )
             for scheme in ("http://", "https://"):
                 session.mount(scheme, HTTPAdapter(max_retries=policy))
+        self._local.session = session
+        with self._lock:
+            self._sessions.add(session)
         return session
 
     def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:

@@ -1,8 +1,13 @@
 """Emulate several hosts on one machine: network namespaces behind a bridge, with links of a chosen bandwidth.
 
-Slow links show the gain of a compressed optimizer, and links that can be cut show how a run reacts to a pulled cable.
-Linux can do both on one machine, as root, with the programs ``ip`` and ``tc`` (package iproute2). Nothing outside the
-namespaces created here is changed.
+Slow links show the gain of a compressed optimizer. Links that can be cut show how a run reacts to a broken cable. Both
+need Linux, root, and the programs ``ip`` and ``tc`` (package iproute2). Only the namespaces created here are changed.
+
+The devices of a network with two hosts::
+
+    namespace mlbench-PID-START-N-h0      namespace ...-switch      namespace ...-h1
+    eth0 10.77.0.1 <------ veth pair ----> p0   br0   p1 <---- veth pair ----> eth0 10.77.0.2
+    token bucket                          token buckets                       token bucket
 """
 
 from __future__ import annotations
@@ -27,8 +32,9 @@ PREFIX = "mlbench"
 INTERFACE = "eth0"
 SUBNET = "10.77.0"
 MAX_HOSTS = 250
-# The token bucket holds the data of this time by default. A bucket below one packet would let nothing through.
+# By default, the token bucket holds the data of this time.
 BURST_S = 0.005
+# A bucket that is smaller than a packet would let no packet through.
 SMALLEST_BURST_BYTES = 4096
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
@@ -40,13 +46,13 @@ def bits_per_second(bandwidth: str | float) -> int:
 
     Args:
         bandwidth: Bits per second as a number, or a number with the unit ``bit``, ``kbit``, ``mbit`` or ``gbit``
-            (powers of 1000, as ``tc`` has them).
+            (powers of 1000, as in ``tc``).
 
     Returns:
         Bits per second.
 
     Raises:
-        ValueError: It is neither, or is outside of 8 kbit/s (less than one packet a second) to 1000 Gbit/s.
+        ValueError: It is neither, or it is not between 8 kbit/s (less than one packet per second) and 1000 Gbit/s.
 
     Example:
         >>> bits_per_second("100mbit")
@@ -65,12 +71,12 @@ def bits_per_second(bandwidth: str | float) -> int:
 
 
 class EmulatedNetwork:
-    """Hosts with links of equal bandwidth to one switch, on this machine.
+    """Hosts on this machine, each connected to one switch by a link of limited bandwidth.
 
     Every host is a network namespace with one interface, ``eth0``. The switch is a bridge in another namespace. Each
     link is shaped in both directions by a token bucket filter. A transfer of :math:`b` bits over a link of rate
-    :math:`r` takes :math:`b / r` and 6 to 7 percent more, 5 of them for the packets' headers. Memory, disks and
-    processors are those of this machine and shared.
+    :math:`r` takes :math:`b / r` and 6 to 7 percent more; 5 percent are the packets' headers. All hosts share the
+    memory, disks and processors of this machine.
 
     The namespaces exist inside the ``with`` block. Leaving it, also by an exception, ends the processes that still run
     in them and removes them. A process that is killed inside the block leaves its namespaces behind; :meth:`cleanup`
@@ -79,12 +85,13 @@ class EmulatedNetwork:
     Args:
         hosts: Number of hosts, from 1 to 250.
         bandwidth: Bandwidth of every link in each direction; see :func:`bits_per_second`.
-        burst: Size of the token bucket in bytes: the data that an idle link takes at once. None: 5 ms' worth.
+        burst: Size of the token bucket in bytes: the data that an idle link passes on at once. By default, the data of
+            5 ms.
         queue_ms: Longest time that a packet may wait before a link drops packets, in milliseconds.
 
     Raises:
         ValueError: An argument is out of range.
-        ConfigurationError: On entering, this machine cannot do it (see :meth:`why_not`).
+        ConfigurationError: On entering, this machine cannot emulate a network (see :meth:`why_not`).
 
     Example:
         >>> network = EmulatedNetwork(hosts=2, bandwidth="100mbit")
@@ -189,6 +196,7 @@ class EmulatedNetwork:
         ours = {self._switch, *(self.namespace(host) for host in range(self.hosts))}
         for name in ours.intersection(_namespaces()):
             _remove(name)
+        # Every child was ended or killed; waiting for it removes its zombie.
         for process in self._processes:
             process.wait()
         self._processes.clear()
@@ -205,8 +213,8 @@ class EmulatedNetwork:
         """Return the environment variables for a run with one worker on each host.
 
         Args:
-            host: The host; its worker has the same number as rank.
-            port: The port on which worker 0 listens. Every network has all ports for itself.
+            host: The host; the rank of its worker is the same number.
+            port: The port on which worker 0 listens. Every network has its own ports, so all of them are free.
 
         Returns:
             The variables that torch, Gloo and NCCL read: the master's address and port, rank, world size, and the
@@ -236,9 +244,9 @@ class EmulatedNetwork:
         Args:
             host: The host.
             argv: Program and arguments.
-            env: Variables on top of this process's own and :meth:`environment`.
-            as_worker: True to set :meth:`environment`. Use False for programs that get their rank in another way, as
-                torchrun and scripts with ``--hosts`` do.
+            env: Variables in addition to those of this process and of :meth:`environment`.
+            as_worker: True to set the variables of :meth:`environment`. Use False for programs that get their rank in
+                another way, such as torchrun and scripts with ``--hosts``.
             **options: Further arguments of :class:`subprocess.Popen`.
 
         Returns:
@@ -246,11 +254,10 @@ class EmulatedNetwork:
 
         Raises:
             ValueError: The host does not exist.
-            ConfigurationError: The network is not up: use ``with``.
+            ConfigurationError: The network is not up, because this is not inside its ``with`` block.
         """
         command = [_program("ip"), "netns", "exec", self._up(host), *argv]
-        place = self.environment(host) if as_worker else {}
-        variables = {**os.environ, **place, **(env or {})}
+        variables = {**os.environ, **(self.environment(host) if as_worker else {}), **(env or {})}
         process = subprocess.Popen(command, env=variables, **options)
         self._processes.append(process)
         return process
@@ -258,7 +265,8 @@ class EmulatedNetwork:
     def cut(self, host: int) -> None:
         """Cut the link of a host: its packets are lost, and its connections stay open until they time out."""
         self._up(host)
-        # Down at the switch's end: packets are lost in both directions, and the host keeps its address.
+        # Only the switch's end goes down. Packets are lost in both directions, but the host keeps its address, so its
+        # programs see a silent network and no error.
         _run("ip", "-n", self._switch, "link", "set", f"p{host}", "down")
 
     def restore(self, host: int) -> None:
@@ -292,6 +300,7 @@ class EmulatedNetwork:
         return name
 
     def _set_up(self) -> None:
+        # The bridge has its own namespace, so that nothing else changes and one command removes it with its ports.
         _run("ip", "netns", "add", self._switch)
         _run("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", self._switch, "link", "set", "br0", "up")
@@ -303,11 +312,14 @@ class EmulatedNetwork:
     def _add_host(self, host: int) -> None:
         name, port = self.namespace(host), f"p{host}"
         _run("ip", "netns", "add", name)
-        # A veth pair is a cable: one end is the host's eth0, the other a port of the switch.
+        # A veth pair is a cable: one end is the host's eth0, the other one a port of the switch. Both ends are created
+        # inside their namespaces, so their names cannot collide with interfaces of this machine.
         pair = ("type", "veth", "peer", "name", port, "netns", self._switch)
         _run("ip", "link", "add", INTERFACE, "netns", name, *pair)
         _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
+        # Programs on a host also connect to 127.0.0.1, and a new namespace's loopback interface is down.
         _run("ip", "-n", name, "link", "set", "lo", "up")
+        # The /24 makes all other hosts reachable through eth0 without a route of their own.
         _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
         _run("ip", "-n", name, "link", "set", INTERFACE, "up")
 
@@ -315,13 +327,15 @@ class EmulatedNetwork:
         """Shape a link at both ends, because a filter acts on the packets that an interface sends."""
         rate = self._rates[host]
         burst = self._burst or max(SMALLEST_BURST_BYTES, int(rate / 8 * BURST_S))
+        # "replace" works for a link without a filter and for one in use, whose bandwidth changes.
         bucket = ("tbf", "rate", f"{rate}bit", "burst", f"{burst}b", "latency", f"{self._queue_ms}ms")
         for namespace, device in ((self.namespace(host), INTERFACE), (self._switch, f"p{host}")):
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
 
 
 def _find(program: str) -> str | None:
-    """Return the path of a system administration program, whose folder may not be in PATH."""
+    """Return the path of ``ip`` or ``tc``, or None."""
+    # The folders of system administration programs are not in every user's PATH.
     return shutil.which(program, path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin")))
 
 
@@ -342,13 +356,15 @@ def _run(program: str, *arguments: str) -> str:
 
 def _namespaces() -> list[str]:
     """Return the names of all network namespaces."""
+    # cleanup() may be called on any machine; without ip it has no networks.
     if _find("ip") is None:
         return []
     return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.strip()]
 
 
 def _remove(namespace: str) -> None:
-    """Remove a namespace, and first kill the processes in it, which would keep it alive."""
+    """Kill the processes in a namespace and remove it."""
+    # Removing takes away only the name: the namespace and its devices exist as long as a process is in it.
     for pid in _run("ip", "netns", "pids", namespace).split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
@@ -358,10 +374,11 @@ def _remove(namespace: str) -> None:
 def _start_time(pid: int) -> int:
     """Return the start time of a process, in the kernel's ticks since boot; 0 if it does not exist.
 
-    Process id and start time together identify a process, because ids are reused.
+    Process ids are reused, but id and start time together identify a process.
     """
     try:
-        # The command's name, in parentheses, may have spaces and parentheses: the fields are counted from its end.
+        # The second field is the command's name in parentheses, which may contain spaces and parentheses itself. Field
+        # 22 of proc(5), the start time, is therefore counted from the last parenthesis.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
         return 0

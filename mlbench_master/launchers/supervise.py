@@ -34,7 +34,7 @@ import psutil
 
 from mlbench_core import files
 
-__all__ = ["append_log", "describe_exit", "end_processes", "main", "write_json"]
+__all__ = ["append_log", "describe_exit", "end_processes", "write_json"]
 
 _MAX_LINE_BYTES = 65_536
 _PR_SET_CHILD_SUBREAPER = 36
@@ -219,18 +219,5 @@ class _Supervisor:
             append_log(self._log_path, rank, stream, text)
 
 
-def main(arguments: list[str]) -> int:
-    """Supervise the job in a folder.
-
-    Args:
-        arguments: The folder.
-
-    Returns:
-        Exit status: always 0, because ``status.json`` has the result of the job.
-    """
-    _Supervisor(Path(arguments[0])).run()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    _Supervisor(Path(sys.argv[1])).run()
