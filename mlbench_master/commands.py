@@ -10,7 +10,7 @@ from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.schemas import DEFAULT_BANDWIDTH, RunIn
 
-__all__ = ["check_wishes", "resolve_backend", "resolve_command"]
+__all__ = ["check_options", "resolve_backend", "resolve_command"]
 
 _CUSTOM_BACKEND = "custom_backend"
 _CUSTOM_IMAGE = "custom_image"
@@ -67,7 +67,7 @@ def resolve_backend(run: RunIn) -> str:
     raise ValueError(f"backend: unknown backend {run.backend!r}; known: {', '.join(BACKENDS)}, {_CUSTOM_BACKEND}")
 
 
-def check_wishes(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
+def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
     """Refuse options that the launcher cannot fulfill, and note options that it fulfills differently.
 
     Args:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 import mlbench_core
 from mlbench_master import export
 from mlbench_master.bodies import read_body
-from mlbench_master.commands import check_wishes, resolve_backend, resolve_command
+from mlbench_master.commands import check_options, resolve_backend, resolve_command
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Launcher
@@ -106,7 +106,9 @@ def add_metrics(body: Body, store: StorePart, events: EventsPart) -> dict[str, A
     many = isinstance(body, list)
     items = body if many else [body]
     if len(items) > MAX_BATCH:
-        raise HTTPException(400, f"body: {len(items)} metrics; at most {MAX_BATCH} in one request")
+        raise HTTPException(
+            400, f"body: must have at most {MAX_BATCH} metrics, not {len(items)}: send them in several requests"
+        )
     now = now_us()  # metrics without a date share this one
     parsed = [_validated(MetricIn, item, f"[{index}]." if many else "") for index, item in enumerate(items)]
     missing = {metric.run_id for metric in parsed} - {None}
@@ -136,7 +138,7 @@ def create_run(
     try:
         image, command = resolve_command(wanted)
         backend = resolve_backend(wanted)
-        all_nodes, notes = check_wishes(wanted, launcher)
+        all_nodes, notes = check_options(wanted, launcher)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
     run = new_run(

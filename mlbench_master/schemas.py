@@ -43,7 +43,7 @@ def _plain_text(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError("is no valid Unicode text (a lone surrogate)") from None
+        raise ValueError("must be valid Unicode text, without half of a surrogate pair") from None
     return text
 
 
@@ -88,9 +88,9 @@ def _split(value: object) -> object:
 def _command(text: str) -> str:
     try:
         if not shlex.split(text):
-            raise ValueError("is empty")
+            raise ValueError("it is empty")
     except ValueError as error:
-        raise ValueError(f"is no command line: {error}") from None
+        raise ValueError(f"must be a command line that a shell can split: {error}") from None
     return text
 
 
@@ -140,7 +140,7 @@ class MetricIn(_Body):
     @model_validator(mode="after")
     def _one_owner(self) -> MetricIn:
         if (self.run_id is None) == (self.pod_name is None):
-            raise ValueError("run_id, pod_name: give one of them, not both and not none")
+            raise ValueError("run_id, pod_name: give exactly one of them")
         return self
 
 

@@ -1,7 +1,7 @@
 """The process between the master and the workers of a local run: ``python -m mlbench_master.launchers.supervise DIR``.
 
-It outlives the master, so a run continues while the master restarts. It imports little, so it starts quickly. Its steps
-are::
+It outlives the master, so a run continues while the master restarts. Its only import outside the standard library is
+psutil, so it starts quickly. Its steps are::
 
     start the commands of DIR/job.json; if one cannot start, go on with the clean-up
     -> wait until all processes have ended, one has failed, or SIGTERM arrives
@@ -32,8 +32,6 @@ from typing import IO, Any
 
 import psutil
 
-from mlbench_core import files
-
 __all__ = ["append_log", "describe_exit", "end_processes", "write_json"]
 
 _MAX_LINE_BYTES = 65_536
@@ -44,8 +42,10 @@ _SHELL_SIGNAL = 128  # mpirun and shells report a signal as 128 plus its number
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a file so that a reader sees either all of it or nothing."""
-    with files.replacing(path) as part:
-        part.write_text(json.dumps(content))
+    # Not files.replacing, which waits for the disk: after a power cut, the processes of the run are lost anyway.
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(content))
+    part.replace(path)
 
 
 def append_log(path: Path, rank: int | None, stream: str, text: str) -> None:
