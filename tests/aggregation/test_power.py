@@ -29,34 +29,6 @@ def step(aggregation: PowerAggregation, seed: int = 0) -> Tensor:
     return model.weight.grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.parametrize("kind", ["random", "equal", "nearly equal", "zero first", "zero last", "tiny", "huge"])
-def test_rows_become_orthonormal(kind: str, count: int, dtype: torch.dtype) -> None:
-    precision = torch.finfo(dtype).eps
-    for seed in range(20):
-        for length in (6, 7, 300):
-            rows = draw(count, length, seed=seed, dtype=dtype)
-            if kind in ("equal", "nearly equal"):
-                rows = rows[:1] + (kind == "nearly equal") * 10 * precision * rows
-                rows = rows.expand(count, length).clone()
-            scales = {"tiny": 1e-30, "huge": 1e30}
-            rows *= scales.get(kind, 1)
-            zero = {"zero first": 0, "zero last": -1}.get(kind)
-            if zero is not None:
-                rows[zero] = 0
-            given = rows.clone()
-            basis = power._orthonormal_rows(rows)
-            assert torch.equal(rows, given)
-            products = basis @ basis.T
-            is_there = products.diagonal() > 0.5
-            expected = torch.diag(is_there.to(dtype))
-            torch.testing.assert_close(products, expected, rtol=0, atol=40 * precision)
-            assert not is_there[zero] if zero is not None else is_there[0]
-            scaled = rows / rows.abs().amax(1, keepdim=True).clamp_min(1e-38)
-            torch.testing.assert_close(scaled @ basis.T @ basis, scaled, rtol=0, atol=100 * precision)
-
-
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
 def test_a_warm_start_goes_on_from_a_query_that_says_nothing(bad: float) -> None:
     aggregation = PowerAggregation(make_model(), rank=2, reuse_query=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlbench_core.aggregation.pytorch.tensors import orthogonalize, pack_tensors, unpack_tensors
+from mlbench_core.aggregation.pytorch.tensors import orthogonalize, orthonormal_rows, pack_tensors, unpack_tensors
 
 
 def _random(rows: int, columns: int, rank: int | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -28,6 +28,8 @@ MATRICES = {
     "square": _random(5, 5),
     "float64": _random(30, 4, rank=2, dtype=torch.float64),
     "one row": torch.tensor([[2.0]]),
+    "zero columns, square": torch.tensor([[0.0, 0, 3], [0, 0, 4], [0, 0, 0]]),
+    "no rows": torch.zeros(0, 0),
 }
 
 
@@ -43,7 +45,7 @@ def test_columns_become_orthonormal_and_span_the_matrix(name: str) -> None:
     assert error <= 10 * tolerance * matrix.norm()
 
 
-def test_agrees_with_qr_on_a_well_conditioned_matrix() -> None:
+def test_columns_are_those_of_qr_on_a_well_conditioned_matrix() -> None:
     matrix = _random(50, 5, dtype=torch.float64)
     basis = matrix.clone()
     orthogonalize(basis)
@@ -105,6 +107,47 @@ def test_orthogonalize_refuses_what_is_no_matrix() -> None:
         orthogonalize(torch.ones(3))
     with pytest.raises(ValueError, match="eps is -1"):
         orthogonalize(torch.ones(2, 2), -1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["random", "equal", "nearly equal", "zero first", "zero last", "tiny", "huge"])
+def test_rows_become_orthonormal(kind: str, count: int, dtype: torch.dtype) -> None:
+    precision = torch.finfo(dtype).eps
+    for seed in range(20):
+        for length in (6, 7, 300):
+            generator = torch.Generator().manual_seed(seed)
+            rows = torch.randn(count, length, generator=generator, dtype=dtype)
+            if kind in ("equal", "nearly equal"):
+                rows = rows[:1] + (kind == "nearly equal") * 10 * precision * rows
+                rows = rows.expand(count, length).clone()
+            scales = {"tiny": 1e-30, "huge": 1e30}
+            rows *= scales.get(kind, 1)
+            zero = {"zero first": 0, "zero last": -1}.get(kind)
+            if zero is not None:
+                rows[zero] = 0
+            given = rows.clone()
+            basis = orthonormal_rows(rows)
+            assert torch.equal(rows, given)
+            products = basis @ basis.T
+            is_there = products.diagonal() > 0.5
+            expected = torch.diag(is_there.to(dtype))
+            torch.testing.assert_close(products, expected, rtol=0, atol=40 * precision)
+            assert not is_there[zero] if zero is not None else is_there[0]
+            scaled = rows / rows.abs().amax(1, keepdim=True).clamp_min(1e-38)
+            torch.testing.assert_close(scaled @ basis.T @ basis, scaled, rtol=0, atol=100 * precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_have_the_span_that_qr_finds(dtype: torch.dtype) -> None:
+    rows = _random(5, 40, dtype=dtype)
+    rows[3] = rows[0] - 2 * rows[1]  # depends on the others, to rounding
+    basis, independent = orthonormal_rows(rows), [0, 1, 2, 4]
+    q = torch.linalg.qr(rows[independent].T.double()).Q.T.to(dtype)
+    tolerance = 40 * torch.finfo(dtype).eps
+    torch.testing.assert_close(basis[independent[:3]].T @ basis[:3], q[:3].T @ q[:3], rtol=0, atol=tolerance)
+    torch.testing.assert_close(q @ basis.T @ basis, q, rtol=0, atol=tolerance)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(5, dtype=dtype), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64])

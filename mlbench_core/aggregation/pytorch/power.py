@@ -20,6 +20,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_names, plain_name
+from mlbench_core.aggregation.pytorch.tensors import orthonormal_rows
 from mlbench_core.arguments import check_int
 
 __all__ = ["PowerAggregation"]
@@ -152,7 +153,7 @@ class PowerAggregation(LossyAggregation):
         left = {matrix.name: self._to_send(matrix.accumulate(self._query(matrix))) for matrix in matrices}
         self._delegate(self._uncompressed, {**tensors, **left}, op, denom)
 
-        bases = [_orthonormal_rows(left[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
+        bases = [orthonormal_rows(left[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
         right = {matrix.name: self._to_send(p @ matrix.delta) for matrix, p in zip(matrices, bases, strict=True)}
         # Q is always averaged: P has no scale, so a sum or a denominator is applied once, to the product.
         self._delegate(self._uncompressed, right, AVG_WORLD)
@@ -262,7 +263,7 @@ class PowerAggregation(LossyAggregation):
         if remembered is None:
             return drawn
         self._check_shape("queries", matrix.name, remembered, matrix.tensor)
-        basis = _orthonormal_rows(remembered.to(drawn))
+        basis = orthonormal_rows(remembered.to(drawn))
         return torch.where(basis.square().sum(dim=1, keepdim=True) > 0.5, basis, drawn)
 
     def _to_send(self, factor: Tensor) -> Tensor:
@@ -356,42 +357,6 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     torch.mul(left[0].unsqueeze(1), right[0], out=out)  # on a CPU faster than a product with so few columns
     for column, row in zip(left[1:], right[1:], strict=True):
         out.addcmul_(column.unsqueeze(1), row)
-
-
-def _orthonormal_rows(rows: Tensor) -> Tensor:
-    """Orthonormalize the rows of a matrix by Gram-Schmidt, in fewer operations than for the columns of its transpose.
-
-    In contrast to :func:`~mlbench_core.aggregation.pytorch.tensors.orthogonalize`, which completes a basis, this
-    leaves out dependent rows.
-
-    Every row is projected three times. If a row depends on those before it, the first projection leaves rounding noise,
-    which still points into their span. The next one removes this part. The noise is then a unit vector like any other,
-    and harmless, since Q is computed from the P that results. A row that even the last projection shrinks lies in the
-    span of those before it and becomes zero.
-
-    Args:
-        rows: Shape (r, n), float32 or float64.
-
-    Returns:
-        Shape (r, n). Values that are not finite stay so, so that an overflow can be seen.
-    """
-    peak = rows.abs().amax(dim=1, keepdim=True)  # keeps squares in range
-    rows = rows / torch.where(peak == 0, 1, peak)
-    for i, row in enumerate(rows):
-        norm = _normalize(row)
-        for _ in range(3 if i else 0):
-            row -= (rows[:i] @ row) @ rows[:i]
-            norm = _normalize(row)
-        if i:
-            row.masked_fill_(norm < 0.5, 0)
-    return rows
-
-
-def _normalize(vector: Tensor) -> Tensor:
-    """Divide a vector by its norm, in place, unless that is zero; return the norm."""
-    norm = torch.linalg.vector_norm(vector)
-    vector /= torch.where(norm == 0, 1, norm)
-    return norm
 
 
 def _check_model(model: Any) -> nn.Module:
