@@ -242,6 +242,6 @@ def other_graph(rank: int, world_size: int) -> dict[str, Any]:
             "moved": float((average(resumed_model) - before[0]).norm()),
             "apart": (before[1], consensus_distance(resumed_model)),
             "warnings": warned.messages,
-            "agreed": resumed.aggregation.gossip.topology.edges,  # type: ignore[attr-defined]
+            "agreed": resumed.aggregation.topology.edges,  # type: ignore[attr-defined]
         }
     return result

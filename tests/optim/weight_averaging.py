@@ -125,7 +125,7 @@ def decentralized(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
         model = Weights(x=start())
         optimizer = DecentralizedSGD(model=model, lr=0.1, topology=graph)
         result[name, "topology"] = descend(rank, model, optimizer)
-        assert optimizer.aggregation.spectral_gap == graph.spectral_gap
+        assert optimizer.aggregation.topology.spectral_gap == graph.spectral_gap
     return result
 
 

@@ -14,15 +14,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator
+from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Denominator
 from mlbench_core.aggregation.pytorch.decentralized import (
+    TAG_BYTES,
     DecentralizedAggregation,
-    check_gossip_operation,
-    computing_dtype,
+    check_average,
     refuse_gradients,
 )
 from mlbench_core.aggregation.pytorch.messages import as_bytes, as_real, from_bytes, in_blocks
-from mlbench_core.aggregation.pytorch.names import by_plain_name
+from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.aggregation.pytorch.sign import pack_bits, scaled_signs, unpack_bits
 from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_coordinates
 from mlbench_core.aggregation.pytorch.topology import Topology
@@ -137,14 +137,6 @@ class RandomK(Compression):
         """Restore the generator's state."""
         self._generator.set_state(state_dict["generator"].cpu())
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"ratio": self.ratio, "generator": self._generator.get_state()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.ratio = state["ratio"]
-        self._generator = torch.Generator()
-        self._generator.set_state(state["generator"])
-
 
 class ScaledSign(Compression):
     r"""One bit per entry and the mean magnitude: :math:`Q(x) = \frac{\|x\|_1}{n} \operatorname{sign}(x)`.
@@ -156,7 +148,7 @@ class ScaledSign(Compression):
     def compress(self, x: Tensor) -> Compressed:
         """Keep the signs of a tensor of shape (n,), eight to a byte, and the mean magnitude."""
         x = as_real(x)
-        scale = x.abs().to(computing_dtype(x.dtype)).mean().to(x.dtype)
+        scale = x.abs().to(torch.promote_types(x.dtype, torch.float32)).mean().to(x.dtype)
         return Compressed((pack_bits(x >= 0), scale.view(1)))
 
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
@@ -172,7 +164,7 @@ COMPRESSIONS = ("top_k", "random_k", "sign", "identity")
 """Names of the compressions, as given in configurations."""
 
 
-class ChocoAggregation(Aggregation):
+class ChocoAggregation(DecentralizedAggregation):
     r"""Average with the neighbors, sending compressed differences (CHOCO-Gossip).
 
     Every worker keeps a public copy :math:`\hat x_i` of its tensor, zero at first. Its neighbors know this copy from
@@ -203,7 +195,6 @@ class ChocoAggregation(Aggregation):
     toward agreement and nothing else.
 
     Attributes:
-        gossip: The exchange with the neighbors, with its ``topology`` and ``spectral_gap``.
         compression: The compression Q.
         gamma: Consensus step size.
 
@@ -250,12 +241,9 @@ class ChocoAggregation(Aggregation):
         seed: int = 0,
         process_group: Any = None,
     ) -> None:
-        super().__init__(use_cuda=use_cuda, process_group=process_group)
+        super().__init__(rank, neighbors, use_cuda, topology=topology, process_group=process_group)
         if not 0 < gamma <= 1:
             raise ValueError(f"gamma is {gamma}; the consensus step size must be in (0, 1]")
-        self.gossip = DecentralizedAggregation(
-            rank, neighbors, use_cuda=use_cuda, topology=topology, process_group=process_group
-        )
         self.compression = _make_compression(compression, ratio, seed)
         self.gamma = gamma
         self._copies: dict[str, Tensor] = {}  # x_hat_i by name, flat
@@ -266,11 +254,6 @@ class ChocoAggregation(Aggregation):
         # The state to return to if the workers' states do not fit: generators must be in the same state on all.
         self._first_compression = copy.deepcopy(self.compression.state_dict())
         self._raw_bytes = self._compressed_bytes = 0
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers in the graph."""
-        return self.gossip.world_size
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
@@ -298,61 +281,55 @@ class ChocoAggregation(Aggregation):
             ValueError: A tensor does not have the size of its copy, or the workers' lists of neighbors do not fit
                 together.
         """
-        check_gossip_operation(op)
-        bookkeeping = {name: tensor for name, tensor in tensors.items() if name.startswith(BOOKKEEPING)}
-        compressed = {n: t for n, t in tensors.items() if n not in bookkeeping and t.numel()}
+        check_average(op)
+        compressed = {n: t for n, t in tensors.items() if not n.startswith(BOOKKEEPING) and t.numel()}
         if self.world_size > 1 and compressed:
-            self._gossip_compressed(compressed)
-        self._delegate(self.gossip, bookkeeping, op, denom)
+            self._mix_compressed(compressed)
+        super().aggregate({n: t for n, t in tensors.items() if n.startswith(BOOKKEEPING)}, op, denom)
 
-    def _gossip_compressed(self, tensors: Mapping[str, Tensor]) -> None:
+    def _mix_compressed(self, tensors: Mapping[str, Tensor]) -> None:
         if self._must_agree:
             self._agree_on_state()
         own = {name: self._compress(name, x_i) for name, x_i in tensors.items()}
-        received = self._exchange(own)
+        parts = [part for q_i in own.values() for part in q_i.sent]
+        message = as_bytes(*(part.to(parts[0].device) for part in parts))
+        received = [_unpack_like(own, theirs) for theirs in self._exchange(message)]
         self._calls += 1
         self._raw_bytes += sum(x_i.numel() * x_i.element_size() for x_i in tensors.values())
-        weights = self.gossip.weights
+        self._compressed_bytes += message.numel()
+        weights = self._connect()
         for name, x_i in tensors.items():
             x_hat, s_i, q_i = self._copies[name], self._sums[name], own[name]
             # s_i gains sum_j W_ij (q_j - q_i), so the neighbors' copies themselves need not be stored.
             self.compression.add_to(x_hat, q_i, 1.0)
             self.compression.add_to(s_i, q_i, -sum(weights))
-            for w_ij, message in zip(weights, received, strict=True):
-                self.compression.add_to(s_i, message[name], w_ij)
+            for w_ij, q_j in zip(weights, received, strict=True):
+                self.compression.add_to(s_i, q_j[name], w_ij)
             x_i.copy_((x_i.reshape(-1) + self.gamma * s_i).view(x_i.shape))
 
     def _compress(self, name: str, x_i: Tensor) -> Compressed:
         """Return q_i = Q(x_i - x_hat_i), in the tensor's dtype; a new tensor's copy and sum start from zero."""
-        dtype = computing_dtype(x_i.dtype)
+        # Adding many small q in half precision would lose them, and the copies of neighbors would differ.
+        dtype = torch.promote_types(x_i.dtype, torch.float32)
         for memory in (self._copies, self._sums):
             remembered = memory.get(name)
             if remembered is None:
-                memory[name] = torch.zeros(x_i.numel(), dtype=dtype, device=x_i.device)
+                remembered = torch.zeros(x_i.numel(), dtype=dtype, device=x_i.device)
             elif remembered.numel() != x_i.numel():
                 raise ValueError(
                     f"{name!r} has {x_i.numel()} elements, but its state has {remembered.numel()}: the state is "
                     "of another model"
                 )
-            else:
-                memory[name] = remembered.to(device=x_i.device, dtype=dtype)
+            memory[name] = remembered.to(device=x_i.device, dtype=dtype)
         return self.compression.compress((x_i.reshape(-1) - self._copies[name]).to(x_i.dtype))
-
-    def _exchange(self, own: Mapping[str, Compressed]) -> list[dict[str, Compressed]]:
-        """Send the compressed tensors to every neighbor as one message of bytes; return theirs."""
-        parts = [part for q_i in own.values() for part in q_i.sent]
-        message = as_bytes(*(part.to(parts[0].device) for part in parts))
-        received = self.gossip.exchange(message)
-        for _ in received:  # one message per neighbor
-            self._count_bytes(message)
-        self._compressed_bytes += message.numel()
-        return [_unpack_like(own, theirs) for theirs in received]
 
     def _agree_on_state(self) -> None:
         """Keep copies and sums if those of all workers belong together, or else start from zero on all workers."""
         sizes = {name: len(x_hat) for name, x_hat in self._copies.items()}
-        fits = self.gossip.agree(_tag(self._calls, self._edges_of_state, sizes))
-        if not fits or self._edges_of_state not in (None, _as_lists(self.gossip.connect())):
+        # repr orders and prints these values alike on every worker; Python's own hash differs between processes.
+        values = repr((self._calls, self._edges_of_state, sizes)).encode()
+        fits = self._compare_neighbors(hashlib.blake2b(values, digest_size=TAG_BYTES).digest())
+        if not fits or self._edges_of_state not in (None, self._edges()):
             if self._copies:
                 _log.warning(
                     "the restored public copies of ChocoSGD do not belong to these workers and their graph: "
@@ -365,6 +342,10 @@ class ChocoAggregation(Aggregation):
         self._edges_of_state = None
         self._must_agree = False
 
+    def _edges(self) -> list[list[int]] | None:
+        """Return the edges of the graph as lists, which a checkpoint can hold; None before they are known."""
+        return None if self.topology is None else [list(edge) for edge in self.topology.edges]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs.
 
@@ -372,17 +353,15 @@ class ChocoAggregation(Aggregation):
             The public copies and the sums by parameter name under ``"copies"`` and ``"sums"``, the compression's state
             under ``"compression"``, and their worker, graph and number of calls under ``"origin"``.
         """
-        edges = self._edges_of_state
-        if edges is None and self.gossip.topology is not None:
-            edges = _as_lists(self.gossip.topology)
         return {
             "copies": dict(self._copies),
             "sums": dict(self._sums),
             "compression": self.compression.state_dict(),
             "origin": {
-                "rank": self.gossip.rank,
+                "rank": self.rank,
                 "world_size": self.world_size,
-                "edges": edges,
+                # A state that is saved before its first use keeps its own graph.
+                "edges": self._edges_of_state or self._edges(),
                 "calls": self._calls,
             },
         }
@@ -396,24 +375,24 @@ class ChocoAggregation(Aggregation):
         Raises:
             ValueError: It is another aggregation's or another compression's state.
         """
-        state = {"copies": {}, "sums": {}, "compression": self._first_compression, "origin": None, **state_dict}
-        if set(state) != {"copies", "sums", "compression", "origin"} or set(state["copies"]) != set(state["sums"]):
-            raise ValueError(
-                f"ChocoAggregation needs a state with copies, sums and compression, not {sorted(state_dict)}: the "
-                "checkpoint was written with another aggregation; build the optimizer with that one"
-            )
-        if set(state["compression"]) != set(self.compression.state_dict()):
+        start = {"rank": self.rank, "world_size": self.world_size, "edges": None, "calls": 0}
+        empty = {"copies": {}, "sums": {}, "compression": self._first_compression, "origin": start}
+        if state_dict:
+            check_keys(self, state_dict, empty.keys())
+        state = {**empty, **state_dict}
+        if set(state["compression"]) != set(self._first_compression):
             raise ValueError(
                 f"the state is of a compression that keeps {sorted(state['compression'])}, but "
-                f"{type(self.compression).__name__} keeps {sorted(self.compression.state_dict())}: build the optimizer "
+                f"{type(self.compression).__name__} keeps {sorted(self._first_compression)}: build the optimizer "
                 "with the compression of the checkpoint"
             )
-        origin = state["origin"] or {"rank": None, "world_size": None, "edges": None, "calls": 0}
-        if state["copies"] and (origin["rank"], origin["world_size"]) != (self.gossip.rank, self.world_size):
+        origin = state["origin"]
+        if state["copies"] and (origin["rank"], origin["world_size"]) != (self.rank, self.world_size):
             _log.warning(
                 "the public copies of ChocoSGD belong to worker %s of %s, not to worker %d of %d: they start from zero",
-                *("unknown" if origin[key] is None else origin[key] for key in ("rank", "world_size")),
-                self.gossip.rank,
+                origin["rank"],
+                origin["world_size"],
+                self.rank,
                 self.world_size,
             )
             state["copies"] = state["sums"] = {}
@@ -423,16 +402,6 @@ class ChocoAggregation(Aggregation):
         self._calls = int(origin["calls"])
         self._edges_of_state = [list(edge) for edge in origin["edges"] or ()] if self._copies else None
         self._must_agree = True
-
-
-def _as_lists(topology: Topology) -> list[list[int]]:
-    """Return the edges of a graph as lists, which a checkpoint can hold."""
-    return [list(edge) for edge in topology.edges]
-
-
-def _tag(*values: Any) -> int:
-    """Return a hash of values, a number from 0 to 2^62 - 1."""
-    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 2
 
 
 def _unpack_like(own: Mapping[str, Compressed], message: Tensor) -> dict[str, Compressed]:

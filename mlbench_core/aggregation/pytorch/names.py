@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["by_plain_name", "check_names", "plain_name"]
+__all__ = ["by_plain_name", "check_keys", "check_names", "plain_name"]
 
 
 def plain_name(name: str) -> str:
@@ -35,6 +35,26 @@ def by_plain_name(values: Mapping[str, Any]) -> dict[str, Any]:
         {'weight': 3}
     """
     return {plain_name(name): value for name, value in values.items()}
+
+
+def check_keys(owner: object, state: Mapping[str, Any], needed: Iterable[str], optional: Iterable[str] = ()) -> None:
+    """Refuse the state of another aggregation.
+
+    Args:
+        owner: The aggregation to which the state is given, for the message.
+        state: The state.
+        needed: The keys that its state has.
+        optional: Keys that it may have.
+
+    Raises:
+        ValueError: A key is missing or unknown.
+    """
+    needed, known = set(needed), {*needed, *optional}
+    if not needed <= set(state) <= known:
+        raise ValueError(
+            f"{type(owner).__name__} remembers {sorted(known)} but was given {sorted(state)}: the checkpoint was "
+            "written with another aggregation; build the optimizer with that one"
+        )
 
 
 def check_names(remembered: Iterable[str], known: Iterable[str]) -> None:

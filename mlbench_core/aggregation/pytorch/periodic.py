@@ -13,12 +13,8 @@ from torch.optim import SGD, Optimizer
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
-from mlbench_core.aggregation.pytorch.decentralized import (
-    check_gossip_operation,
-    computing_dtype,
-    refuse_gradients,
-)
-from mlbench_core.aggregation.pytorch.names import by_plain_name
+from mlbench_core.aggregation.pytorch.decentralized import check_average, refuse_gradients
+from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.arguments import check_int
 
 __all__ = ["DiLoCoAggregation", "PeriodicAggregation"]
@@ -110,11 +106,7 @@ class PeriodicAggregation(Aggregation):
         Raises:
             ValueError: It is another aggregation's state.
         """
-        if set(state_dict) - {"counts", "inside"}:
-            raise ValueError(
-                f"PeriodicAggregation needs a state with counts, not {sorted(state_dict)}: the checkpoint was written "
-                "with another aggregation; build the optimizer with that one"
-            )
+        check_keys(self, state_dict, (), ("counts", "inside"))
         self.inside.load_state_dict(state_dict.get("inside", {}))
         self._counts = {name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()}
 
@@ -225,7 +217,7 @@ class DiLoCoAggregation(Aggregation):
             UnknownOperationError: ``op`` is another one.
             ValueError: A tensor does not have the shape of the shared one.
         """
-        check_gossip_operation(op)
+        check_average(op)
         steps = {name: tensor for name, tensor in tensors.items() if name in self._shared}
         outer_gradients = {name: self._difference(name, theta_i) for name, theta_i in steps.items()}
         averages = {name: tensor for name, tensor in tensors.items() if name not in steps}
@@ -254,7 +246,7 @@ class DiLoCoAggregation(Aggregation):
 
     def _share(self, name: str, weights: Tensor) -> None:
         """Remember weights as shared ones and have the outer optimizer step along their outer gradients."""
-        theta = nn.Parameter(weights.detach().to(computing_dtype(weights.dtype), copy=True))
+        theta = nn.Parameter(weights.detach().to(torch.promote_types(weights.dtype, torch.float32), copy=True))
         self._shared[name] = theta
         self.outer_optimizer.param_groups[0]["params"].append(theta)
 
@@ -275,12 +267,8 @@ class DiLoCoAggregation(Aggregation):
         Raises:
             ValueError: It is another aggregation's state.
         """
-        keys = {"shared", "outer_state", "outer_options"}
-        if state_dict and set(state_dict) != keys:
-            raise ValueError(
-                f"DiLoCoAggregation needs a state with {', '.join(sorted(keys))}, not {sorted(state_dict)}: the "
-                "checkpoint was written with another aggregation; build the optimizer with that one"
-            )
+        if state_dict:
+            check_keys(self, state_dict, ("shared", "outer_state", "outer_options"))
         # The outer optimizer stays the same object, so that references to it and its schedulers remain valid.
         self._shared.clear()
         self.outer_optimizer.state.clear()
