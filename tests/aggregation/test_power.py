@@ -130,7 +130,7 @@ def test_arguments_are_checked() -> None:
         PowerAggregation(model, rank=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="start_after_steps must be at least 0, not -1"):
         PowerAggregation(model, start_after_steps=-1)
-    with pytest.raises(ValueError, match=r"comm_dtype must be None or one of torch\.float16, .*, not torch\.int8"):
+    with pytest.raises(ValueError, match=r"comm_dtype must be one of None, torch\.float16, .*, not torch\.int8"):
         PowerAggregation(model, comm_dtype=torch.int8)
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not list"):
         PowerAggregation([])  # type: ignore[arg-type]

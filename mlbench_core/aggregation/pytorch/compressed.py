@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     check_denominator,
 )
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.names import by_plain_name
+from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["CompressedAggregation", "LossyAggregation"]
@@ -87,7 +88,7 @@ class LossyAggregation(Aggregation):
         """Aggregate, then restore the memory of tensors for which no worker had a gradient."""
         missing = [name for name, parameter in parameters.items() if parameter.grad is None]
         before = [
-            {name: _copy(remembered[name]) for name in missing if name in remembered}
+            copy.deepcopy({name: remembered[name] for name in missing if name in remembered})
             for remembered in self._remembered_by_name()
         ]
         super()._aggregate_some_gradients(parameters, op, denom)
@@ -97,9 +98,18 @@ class LossyAggregation(Aggregation):
                 if name not in kept:
                     remembered.pop(name, None)
                 elif isinstance(kept[name], Tensor):
+                    # In place, because a state_dict() that the caller holds shares the tensor.
                     remembered[name].copy_(kept[name])
                 else:
                     remembered[name] = kept[name]
+
+    def _divisor(self, op: str, denom: Denominator | None) -> Denominator:
+        """Return the number by which ``op`` divides a sum over workers."""
+        if op == AVG_WORLD:
+            return self.world_size
+        if op == AVG_CUSTOM:
+            return check_denominator(denom)
+        raise UnknownOperationError(f"op must be '{AVG_WORLD}' or '{AVG_CUSTOM}', not {op!r}")
 
 
 class CompressedAggregation(LossyAggregation):
@@ -142,7 +152,10 @@ class CompressedAggregation(LossyAggregation):
         kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if not name.startswith(BOOKKEEPING) and tensor.numel() > 0:
-                _check_real(name, tensor)
+                if not tensor.is_floating_point():
+                    raise TypeError(
+                        f"{name!r} has dtype {tensor.dtype}; only real floating-point tensors can be compressed"
+                    )
                 kinds.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
         for kind in kinds.values():
             before = self.bytes_sent
@@ -167,7 +180,7 @@ class CompressedAggregation(LossyAggregation):
         Raises:
             ValueError: The state is that of another aggregation.
         """
-        self._check_keys(state_dict, {"memory"})
+        check_keys(self, state_dict, (), ("memory",))
         memory = by_plain_name(state_dict.get("memory", {}))
         self._memory = {name: error.clone() for name, error in memory.items()}
 
@@ -195,28 +208,3 @@ class CompressedAggregation(LossyAggregation):
         process_groups.dist.all_gather(list(gathered), sent, group=self.group)
         self._count_bytes(sent)
         return gathered.to(message.device)
-
-    def _check_keys(self, state_dict: Mapping[str, Any], known: set[str]) -> None:
-        """Refuse the state of another aggregation."""
-        unknown = sorted(set(state_dict) - known)
-        if unknown:
-            raise ValueError(
-                f"{type(self).__name__} remembers {sorted(known)} but was given {unknown}: the checkpoint was written "
-                "with another aggregation; build the optimizer with that one"
-            )
-
-    def _divisor(self, op: str, denom: Denominator | None) -> Denominator:
-        if op == AVG_WORLD:
-            return self.world_size
-        if op == AVG_CUSTOM:
-            return check_denominator(denom)
-        raise UnknownOperationError(f"op must be '{AVG_WORLD}' or '{AVG_CUSTOM}', not {op!r}")
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _check_real(name: str, tensor: Tensor) -> None:
-    if not tensor.is_floating_point():
-        raise TypeError(f"{name!r} has dtype {tensor.dtype}; only real floating-point tensors can be compressed")

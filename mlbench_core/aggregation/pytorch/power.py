@@ -11,21 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mlbench_core.aggregation.pytorch.aggregation import (
-    BOOKKEEPING,
-    Denominator,
-    UnknownOperationError,
-    check_denominator,
-)
+from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_names, plain_name
+from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys, check_names, plain_name
 from mlbench_core.aggregation.pytorch.tensors import orthonormal_rows
 from mlbench_core.arguments import check_int
 
 __all__ = ["PowerAggregation"]
 
-COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMM_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _OUTSIDE_MODEL = re.compile(r"group\d+\.\d+")
 
@@ -117,17 +112,23 @@ class PowerAggregation(LossyAggregation):
         seed: int = 0,
         process_group: Any = None,
     ) -> None:
-        # half precision has room for an average of many workers' numbers, but not for their sum
+        if model is None:
+            raise ValueError("model is missing: give model=, the torch.nn.Module to train")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        if comm_dtype not in COMM_DTYPES:
+            raise ValueError(f"comm_dtype must be one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype!r}")
+        # Half precision has room for an average of many workers' numbers, but not for their sum.
         halves = comm_dtype is not None
         uncompressed = AllReduceAggregation(
             world_size, divide_before=halves, use_cuda=use_cuda, process_group=process_group
         )
         super().__init__(uncompressed, use_cuda)
-        self.model = _check_model(model)
+        self.model = model
         self.rank = check_int("rank", rank)
         self.reuse_query = reuse_query
         self.error_feedback = error_feedback
-        self.comm_dtype = _check_comm_dtype(comm_dtype)
+        self.comm_dtype = comm_dtype
         self.start_after_steps = check_int("start_after_steps", start_after_steps, least=0)
         self._generator = torch.Generator().manual_seed(check_int("seed", seed, least=0))
         self._queries: dict[str, Tensor] = {}
@@ -145,7 +146,7 @@ class PowerAggregation(LossyAggregation):
             UnknownOperationError: ``op`` is neither. It is a ValueError and a NotImplementedError.
             ValueError: ``denom`` is missing or not positive, or a restored state does not fit a tensor.
         """
-        scale = self._scale(op, denom)
+        divisor = self._divisor(op, denom)
         bytes_before = self.bytes_sent
         matrices = [self._matrix(name, tensor) for name, tensor in tensors.items() if self._compresses(name, tensor)]
 
@@ -162,7 +163,9 @@ class PowerAggregation(LossyAggregation):
         for matrix, p in zip(matrices, bases, strict=True):
             q = right[matrix.name].to(matrix.delta.dtype)
             matrix.replace(p, q)
-            if scale is not None:
+            if op == AVG_CUSTOM:
+                # P Q^T is an average. A divisor in half precision would round the scale, so it becomes float64.
+                scale = self.world_size / (divisor.double() if isinstance(divisor, Tensor) else divisor)
                 matrix.gradient.mul_(scale.to(q.device) if isinstance(scale, Tensor) else scale)
             matrix.write_back()
             if self.reuse_query:
@@ -191,12 +194,7 @@ class PowerAggregation(LossyAggregation):
         """
         if not state_dict:
             return
-        known = {"errors", "queries", "uncompressed_steps", "generator"}
-        if set(state_dict) != known:
-            raise ValueError(
-                f"PowerAggregation remembers {sorted(known)} but was given {sorted(state_dict)}: the checkpoint was "
-                "written with another aggregation; build the optimizer with that one"
-            )
+        check_keys(self, state_dict, ("errors", "queries", "uncompressed_steps", "generator"))
         parameters = {plain_name(name): p for name, p in self.model.named_parameters(remove_duplicate=False)}
         errors, queries = by_plain_name(state_dict["errors"]), by_plain_name(state_dict["queries"])
         # An optimizer's parameters outside the model have names such as group0.1, which only the optimizer can check.
@@ -213,15 +211,6 @@ class PowerAggregation(LossyAggregation):
     def _remembered_by_name(self) -> list[dict[str, Any]]:
         """Return error memories, warm starts and counts of uncompressed steps."""
         return [self._memory, self._queries, self._uncompressed_steps]
-
-    def _scale(self, op: str, denom: Denominator | None) -> Denominator | None:
-        """Return the factor that turns an average over workers into the result of ``op``; None for no factor."""
-        if op == AVG_WORLD:
-            return None
-        if op != AVG_CUSTOM:
-            raise UnknownOperationError(f"op must be '{AVG_WORLD}' or '{AVG_CUSTOM}', not {op!r}")
-        denom = check_denominator(denom)
-        return self.world_size / (denom.double() if isinstance(denom, Tensor) else denom)
 
     def _compresses(self, name: str, tensor: Tensor) -> bool:
         """Return whether a tensor is compressed in this step; count its first, uncompressed steps."""
@@ -357,17 +346,3 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     torch.mul(left[0].unsqueeze(1), right[0], out=out)  # on a CPU faster than a product with so few columns
     for column, row in zip(left[1:], right[1:], strict=True):
         out.addcmul_(column.unsqueeze(1), row)
-
-
-def _check_model(model: Any) -> nn.Module:
-    if model is None:
-        raise ValueError("model is missing: give model=, the torch.nn.Module to train")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    return model
-
-
-def _check_comm_dtype(dtype: Any) -> torch.dtype | None:
-    if dtype is not None and dtype not in COMM_DTYPES:
-        raise ValueError(f"comm_dtype must be None or one of {', '.join(map(str, COMM_DTYPES))}, not {dtype!r}")
-    return dtype

@@ -12,7 +12,7 @@ from torch import Tensor
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, in_blocks, unpack
-from mlbench_core.aggregation.pytorch.names import by_plain_name
+from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["EFSignAggregation", "SignAggregation", "pack_bits", "scaled_signs", "unpack_bits"]
@@ -66,23 +66,21 @@ class SignAggregation(CompressedAggregation):
             for tensor in tensors.values():
                 tensor.sign_()
             return
-        zero_is_positive = self._zero_is_positive(next(iter(tensors)))
-        signs = torch.cat([_is_positive(tensor.reshape(-1), zero_is_positive) for tensor in tensors.values()])
-        ballots = self._gather(pack_bits(signs))
-        # Votes are counted in int16: a quarter of int64's memory, with room for doubled votes of 16,383 workers.
-        ayes = torch.zeros(signs.numel(), dtype=torch.int16, device=signs.device)
-        for ballot in ballots:
-            for part, votes in zip(in_blocks(ayes), in_blocks(unpack_bits(ballot, signs.numel())), strict=True):
-                part += votes
-        for part in in_blocks(ayes):
-            part.mul_(2).sub_(self.world_size).sign_()  # votes for minus those against
-        unpack(ayes, tensors.values())
-
-    def _zero_is_positive(self, message: str) -> bool:
-        """Return this worker's vote for zeros now; every message, known by its first tensor, counts its own turns."""
+        # One call may hold several votes, so a message, known by its first tensor, counts its own.
+        message = next(iter(tensors))
         turn = self._votes_held.get(message, 0)
         self._votes_held[message] = turn + 1
-        return (turn + process_groups.rank(self.group)) % 2 == 0
+        is_positive = torch.ge if (turn + process_groups.rank(self.group)) % 2 == 0 else torch.gt
+        signs = torch.cat([is_positive(tensor.reshape(-1), 0) for tensor in tensors.values()])
+        ballots = self._gather(pack_bits(signs))
+        # Votes are counted in int16: a quarter of int64's memory, with room for doubled votes of 16,383 workers.
+        votes_for = torch.zeros(signs.numel(), dtype=torch.int16, device=signs.device)
+        for ballot in ballots:
+            for part, votes in zip(in_blocks(votes_for), in_blocks(unpack_bits(ballot, signs.numel())), strict=True):
+                part += votes
+        for part in in_blocks(votes_for):
+            part.mul_(2).sub_(self.world_size).sign_()  # votes for minus those against
+        unpack(votes_for, tensors.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of votes held, by the name of the message's first tensor, under ``"votes_held"``."""
@@ -94,7 +92,7 @@ class SignAggregation(CompressedAggregation):
         Raises:
             ValueError: The state is that of another aggregation.
         """
-        self._check_keys(state_dict, {"votes_held"})
+        check_keys(self, state_dict, (), ("votes_held",))
         self._votes_held = by_plain_name(state_dict.get("votes_held", {}))
 
 
@@ -139,7 +137,9 @@ class EFSignAggregation(CompressedAggregation):
 
     def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
         p = [self._remembered(name, tensor).add_(tensor) for name, tensor in tensors.items()]
-        scales = torch.stack([_mean_size(p_n) for p_n in p])
+        # Block by block, so that the absolute values stay in the CPU's cache.
+        sums = [torch.stack([part.abs().sum() for part in in_blocks(p_n.view(-1))]).sum() for p_n in p]
+        scales = torch.stack([size / p_n.numel() for size, p_n in zip(sums, p, strict=True)])
         message = as_bytes(scales, pack_bits(torch.cat([p_n.reshape(-1) >= 0 for p_n in p])))
         for p_n, scale in zip(p, scales, strict=True):
             for part in in_blocks(p_n.view(-1)):
@@ -161,18 +161,9 @@ class EFSignAggregation(CompressedAggregation):
         return total
 
 
-def _mean_size(tensor: Tensor) -> Tensor:
-    """Return the mean absolute value, shape ()."""
-    return torch.stack([part.abs().sum() for part in in_blocks(tensor.view(-1))]).sum() / tensor.numel()
-
-
 def scaled_signs(positive: Tensor, scale: Tensor) -> Tensor:
     """Return ``scale`` for True and minus it for False; on a CPU many times faster than ``torch.where``."""
     return positive.to(scale.dtype).mul_(2).sub_(1).mul_(scale)
-
-
-def _is_positive(values: Tensor, zero_is_positive: bool) -> Tensor:
-    return values >= 0 if zero_is_positive else values > 0
 
 
 def pack_bits(bits: Tensor) -> Tensor:

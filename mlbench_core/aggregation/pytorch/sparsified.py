@@ -15,7 +15,7 @@ from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
 from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, unpack
-from mlbench_core.aggregation.pytorch.names import by_plain_name, check_names, plain_name
+from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys, check_names, plain_name
 
 __all__ = ["SparsifiedAggregation", "coordinates_sent", "draw_coordinates", "largest_coordinates"]
 
@@ -87,14 +87,6 @@ class SparsifiedAggregation(CompressedAggregation):
         named = model.named_parameters() if isinstance(model, nn.Module) else ()
         self._shapes = {plain_name(name): parameter.shape for name, parameter in named}
 
-    def coordinates_sent(self, numel: int) -> int:
-        """Return the number of coordinates sent of a tensor.
-
-        Args:
-            numel: Number of coordinates of the tensor.
-        """
-        return coordinates_sent(self.size, numel)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the memory by parameter name and, with ``random=True``, the state of the generator."""
         generator = {"generator": self._generator.get_state()} if self.random else {}
@@ -106,37 +98,37 @@ class SparsifiedAggregation(CompressedAggregation):
         Raises:
             ValueError: The state is that of another aggregation or another model.
         """
-        self._check_keys(state_dict, {"memory"} | ({"generator"} if self.random else set()))
-        memory = {"memory": by_plain_name(state_dict.get("memory", {}))}
+        check_keys(self, state_dict, (), ("memory", "generator") if self.random else ("memory",))
+        memory = by_plain_name(state_dict.get("memory", {}))
         if self._shapes:
-            check_names(set(memory["memory"]), self._shapes)
-        for name, error in memory["memory"].items():
+            check_names(memory, self._shapes)
+        for name, error in memory.items():
             if error.shape != self._shapes.get(name, error.shape):
                 raise ValueError(
                     f"the saved memory of {name!r} has shape {tuple(error.shape)}, the model's parameter "
                     f"{tuple(self._shapes[name])}: the checkpoint was written with another model"
                 )
-        super().load_state_dict(memory)
+        super().load_state_dict({"memory": memory})
         if "generator" in state_dict:
             self._generator.set_state(state_dict["generator"].cpu())
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Replace the generator, which cannot be pickled, by its state."""
-        return {**self.__dict__, "_generator": self._generator.get_state()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        generator = torch.Generator()
-        generator.set_state(state["_generator"])
-        self.__dict__.update({**state, "_generator": generator})
-
     def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
         m = [self._with_memory(name, tensor) for name, tensor in tensors.items()]
-        picked = [self._pick(m_n) for m_n in m]
+        counts = [coordinates_sent(self.size, len(m_n)) for m_n in m]
+        if self.random:
+            picked = [
+                draw_coordinates(len(m_n), k, self._generator).to(m_n.device) for m_n, k in zip(m, counts, strict=True)
+            ]
+        else:
+            picked = [largest_coordinates(m_n, k) for m_n, k in zip(m, counts, strict=True)]
         dtype = next(iter(tensors.values())).dtype
         sent = torch.cat([_take(m_n, coordinates, dtype) for m_n, coordinates in zip(m, picked, strict=True)])
+        # Coordinates are positions within a tensor, so that they fit into an int32. The start of its tensor turns each
+        # into a position within the whole message.
         coordinates = torch.cat(picked)
-        starts = _starts(m, picked)  # coordinates are positions within a tensor, int32, so that they take 4 bytes
-        total = sent.new_zeros(sum(len(m_n) for m_n in m))
+        lengths = [len(m_n) for m_n in m]
+        starts = torch.from_numpy(np.repeat(np.cumsum(lengths) - lengths, counts)).to(sent.device)
+        total = sent.new_zeros(sum(lengths))
         if self.random:
             # All workers have drawn the same coordinates, so their values can be summed in place.
             self._delegate(self._uncompressed, {"values": sent}, AVG_CUSTOM, 1)
@@ -155,13 +147,6 @@ class SparsifiedAggregation(CompressedAggregation):
         if self.error_feedback:
             return self._remembered(name, tensor).add_(tensor).view(-1)
         return tensor.reshape(-1).clone()
-
-    def _pick(self, m: Tensor) -> Tensor:
-        """Return the coordinates of a vector that are sent, int64."""
-        k = self.coordinates_sent(m.numel())
-        if self.random:
-            return draw_coordinates(m.numel(), k, self._generator).to(m.device)
-        return largest_coordinates(m, k)
 
 
 def check_size(size: int | float, name: str) -> int | float:
@@ -261,10 +246,3 @@ def _take(m: Tensor, coordinates: Tensor, dtype: torch.dtype) -> Tensor:
     m.index_add_(0, coordinates, values.to(m.dtype), alpha=-1)
     m.nan_to_num_(nan=0, posinf=0, neginf=0)
     return values
-
-
-def _starts(vectors: list[Tensor], picked: list[Tensor]) -> Tensor:
-    """Return, for each picked coordinate, the start of its vector in the concatenation of all vectors."""
-    ends = np.cumsum([len(vector) for vector in vectors])
-    starts = np.repeat(ends - [len(vector) for vector in vectors], [len(coordinates) for coordinates in picked])
-    return torch.from_numpy(starts).to(picked[0].device)
