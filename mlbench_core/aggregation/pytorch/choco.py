@@ -7,9 +7,9 @@ import hashlib
 import logging
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from mlbench_core.aggregation.pytorch.sign import pack_bits, scaled_signs, unpac
 from mlbench_core.aggregation.pytorch.sparsified import coordinates_sent, draw_coordinates, largest_coordinates
 from mlbench_core.aggregation.pytorch.topology import Topology
 
-__all__ = ["COMPRESSIONS", "ChocoAggregation", "Compressed", "Compression", "Identity", "RandomK", "ScaledSign", "TopK"]
+__all__ = ["ChocoAggregation", "Compressed", "Compression", "Identity", "RandomK", "ScaledSign", "TopK"]
 
 _log = logging.getLogger(__name__)
 
@@ -160,10 +160,6 @@ class ScaledSign(Compression):
             part += scaled_signs(positive, step)
 
 
-COMPRESSIONS = ("top_k", "random_k", "sign", "identity")
-"""Names of the compressions, as given in configurations."""
-
-
 class ChocoAggregation(DecentralizedAggregation):
     r"""Average with the neighbors, sending compressed differences (CHOCO-Gossip).
 
@@ -243,7 +239,7 @@ class ChocoAggregation(DecentralizedAggregation):
     ) -> None:
         super().__init__(rank, neighbors, use_cuda, topology=topology, process_group=process_group)
         if not 0 < gamma <= 1:
-            raise ValueError(f"gamma is {gamma}; the consensus step size must be in (0, 1]")
+            raise ValueError(f"gamma, the consensus step size, must be in (0, 1], not {gamma}")
         self.compression = _make_compression(compression, ratio, seed)
         self.gamma = gamma
         self._copies: dict[str, Tensor] = {}  # x_hat_i by name, flat
@@ -260,13 +256,8 @@ class ChocoAggregation(DecentralizedAggregation):
         """Return the bytes of the tensors over those of their compressed differences; 1 before anything was sent."""
         return self._raw_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
 
-    def agg_grad(self, by_layer: bool = False) -> NoReturn:
-        """Refuse: public copies follow weights, which change little from step to step; gradients do not.
-
-        Raises:
-            ValueError: Always.
-        """
-        refuse_gradients(self)
+    # Public copies can follow weights, which change little from step to step. Gradients change too much.
+    agg_grad = refuse_gradients
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
         """Move every tensor toward its neighbors', in place.
@@ -297,13 +288,12 @@ class ChocoAggregation(DecentralizedAggregation):
         self._calls += 1
         self._raw_bytes += sum(x_i.numel() * x_i.element_size() for x_i in tensors.values())
         self._compressed_bytes += message.numel()
-        weights = self._connect()
         for name, x_i in tensors.items():
             x_hat, s_i, q_i = self._copies[name], self._sums[name], own[name]
             # s_i gains sum_j W_ij (q_j - q_i), so the neighbors' copies themselves need not be stored.
             self.compression.add_to(x_hat, q_i, 1.0)
-            self.compression.add_to(s_i, q_i, -sum(weights))
-            for w_ij, q_j in zip(weights, received, strict=True):
+            self.compression.add_to(s_i, q_i, -sum(self._weights))
+            for w_ij, q_j in zip(self._weights, received, strict=True):
                 self.compression.add_to(s_i, q_j[name], w_ij)
             x_i.copy_((x_i.reshape(-1) + self.gamma * s_i).view(x_i.shape))
 
@@ -419,18 +409,18 @@ def _unpack_like(own: Mapping[str, Compressed], message: Tensor) -> dict[str, Co
 def _make_compression(compression: str | Compression, ratio: float, seed: int) -> Compression:
     if isinstance(compression, Compression):
         return compression
-    if compression not in COMPRESSIONS:
-        raise ValueError(
-            f"compression is {compression!r}; it must be one of {', '.join(map(repr, COMPRESSIONS))} or a Compression"
-        )
-    if compression == "top_k":
-        return TopK(ratio)
-    if compression == "random_k":
-        return RandomK(ratio, seed)
-    return ScaledSign() if compression == "sign" else Identity()
+    makers: dict[str, Callable[[], Compression]] = {
+        "top_k": lambda: TopK(ratio),
+        "random_k": lambda: RandomK(ratio, seed),
+        "sign": ScaledSign,
+        "identity": Identity,
+    }
+    if compression not in makers:
+        raise ValueError(f"compression must be a Compression or one of {', '.join(makers)}, not {compression!r}")
+    return makers[compression]()
 
 
 def _check_ratio(ratio: float) -> float:
     if not 0 < ratio <= 1:
-        raise ValueError(f"ratio is {ratio}; the share of entries that are sent must be in (0, 1]")
+        raise ValueError(f"ratio, the share of entries that are sent, must be in (0, 1], not {ratio}")
     return float(ratio)  # an integer would be a number of entries

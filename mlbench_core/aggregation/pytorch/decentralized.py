@@ -87,7 +87,8 @@ class DecentralizedAggregation(Aggregation):
             )
         self.neighbors = _check_neighbors(neighbors, topology, self.rank, self.world_size)
         self.topology = topology if self.world_size > 1 else from_edges(1, ())
-        self._weights: tuple[float, ...] | None = None  # W_ij by neighbor; None before the lists were exchanged
+        # W_ij by neighbor. Empty until the lists were exchanged: in a connected graph every worker has a neighbor.
+        self._weights: tuple[float, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -119,12 +120,13 @@ class DecentralizedAggregation(Aggregation):
 
     def _mix(self, x_i: Tensor) -> None:
         """Replace a flat message by its weighted average with the neighbors', in place."""
-        weights = self._connect()
+        if not self._weights:
+            self._compare_neighbors()
         messages = self._exchange(x_i)
         for block, *others in zip(in_blocks(x_i), *map(in_blocks, messages), strict=True):
             own = block.to(torch.promote_types(block.dtype, torch.float32))
             mixed = own.clone()
-            for w_ij, x_j in zip(weights, others, strict=True):
+            for w_ij, x_j in zip(self._weights, others, strict=True):
                 # Adding differences, not products W_ij x_j, keeps the bits of workers that agree.
                 mixed.add_(x_j.to(own.dtype) - own, alpha=w_ij)
             block.copy_(mixed)
@@ -147,13 +149,6 @@ class DecentralizedAggregation(Aggregation):
         for _ in self.neighbors:
             self._count_bytes(sent)
         return [buffer.to(message.device) for buffer in received]
-
-    def _connect(self) -> tuple[float, ...]:
-        """Exchange the lists of neighbors unless that is done; return the mixing weights of this worker's."""
-        if self._weights is None:
-            self._compare_neighbors()
-        assert self._weights is not None
-        return self._weights
 
     def _compare_neighbors(self, tag: bytes = bytes(TAG_BYTES)) -> bool:
         """Exchange the lists of neighbors, build the graph from them, and set the mixing weights.
@@ -195,8 +190,8 @@ def check_average(op: str) -> None:
         raise UnknownOperationError(f"op must be {AVG_WORLD!r} if weights are averaged, not {op!r}")
 
 
-def refuse_gradients(aggregation: Aggregation) -> NoReturn:
-    """Refuse to aggregate gradients with an aggregation that is made for weights.
+def refuse_gradients(aggregation: Aggregation, by_layer: bool = False) -> NoReturn:
+    """Refuse to aggregate gradients; the method ``agg_grad`` of aggregations that are made for weights.
 
     Raises:
         ValueError: Always.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,13 +74,8 @@ class PeriodicAggregation(Aggregation):
         """Return the ratio of the wrapped aggregation; steps that send nothing do not count."""
         return self.inside.compression_ratio
 
-    def agg_grad(self, by_layer: bool = False) -> NoReturn:
-        """Refuse, because gradients that are not averaged at this step would be lost to the other workers.
-
-        Raises:
-            ValueError: Always.
-        """
-        refuse_gradients(self)
+    # Gradients of a step without communication would be lost to the other workers.
+    agg_grad = refuse_gradients
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
         """Count a step of every tensor, and aggregate, in place, those for which it is the H-th.
@@ -183,13 +178,8 @@ class DiLoCoAggregation(Aggregation):
         """Return the number of workers that take part."""
         return self._all_reduce.world_size
 
-    def agg_grad(self, by_layer: bool = False) -> NoReturn:
-        """Refuse, because the shared weights would not follow if only gradients were aggregated.
-
-        Raises:
-            ValueError: Always.
-        """
-        refuse_gradients(self)
+    # The shared weights would not follow if only gradients were aggregated.
+    agg_grad = refuse_gradients
 
     def start(self, model: nn.Module | Mapping[str, Tensor]) -> None:
         """Take the weights of a model, equal on all workers, as the shared ones, if there are none yet.

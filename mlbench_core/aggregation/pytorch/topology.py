@@ -50,20 +50,17 @@ class Topology:
             found[j].add(i)
         object.__setattr__(self, "edges", tuple(sorted({(min(edge), max(edge)) for edge in self.edges})))
         object.__setattr__(self, "_neighbours", tuple(tuple(sorted(ranks)) for ranks in found))
-        apart = set(range(self.world_size)) - self._reachable_from(0)
+        reached, to_visit = {0}, [0]
+        while to_visit:
+            new = found[to_visit.pop()] - reached
+            reached |= new
+            to_visit.extend(new)
+        apart = set(range(self.world_size)) - reached
         if apart:
             raise ValueError(
                 f"ranks {sorted(apart)} cannot be reached from rank 0 over the edges: their models would never mix; "
                 f"add edges until the graph is connected"
             )
-
-    def _reachable_from(self, start: int) -> set[int]:
-        reached, todo = {start}, [start]
-        while todo:
-            new = set(self._neighbours[todo.pop()]) - reached
-            reached |= new
-            todo.extend(new)
-        return reached
 
     def neighbours(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that share an edge with ``rank``, ascending.
@@ -147,7 +144,6 @@ def exponential(world_size: int) -> Topology:
         B. Ying, K. Yuan, Y. Chen, H. Hu, P. Pan, W. Yin: Exponential graph is provably efficient for decentralized deep
         training, arXiv:2110.13363 (there with edges in one direction).
     """
-    check_at_least("world_size", world_size, 1)
     return _from_offsets("exponential", world_size, (2**k for k in range((world_size - 1).bit_length())))
 
 
@@ -158,7 +154,7 @@ def complete(world_size: int) -> Topology:
         >>> round(complete(4).spectral_gap, 12)
         1.0
     """
-    return _from_offsets("complete", world_size, range(1, max(world_size, 1)))
+    return _from_offsets("complete", world_size, range(1, world_size))
 
 
 def from_edges(world_size: int, edges: Iterable[tuple[int, int]]) -> Topology:
@@ -179,6 +175,5 @@ def from_edges(world_size: int, edges: Iterable[tuple[int, int]]) -> Topology:
 
 
 def _from_offsets(name: str, world_size: int, offsets: Iterable[int]) -> Topology:
-    check_at_least("world_size", world_size, 1)
     edges = ((rank, (rank + offset) % world_size) for offset in offsets for rank in range(world_size))
     return Topology(name, world_size, tuple(edge for edge in edges if edge[0] != edge[1]))
