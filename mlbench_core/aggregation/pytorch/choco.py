@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Denominator
+from mlbench_core.aggregation.pytorch.compressed import recall
 from mlbench_core.aggregation.pytorch.decentralized import (
     TAG_BYTES,
     DecentralizedAggregation,
@@ -269,8 +270,8 @@ class ChocoAggregation(DecentralizedAggregation):
 
         Raises:
             UnknownOperationError: ``op`` is another one.
-            ValueError: A tensor does not have the size of its copy, or the workers' lists of neighbors do not fit
-                together.
+            ValueError: A tensor does not have the size of its restored copy, or the workers' lists of neighbors do
+                not fit together.
         """
         check_average(op)
         compressed = {n: t for n, t in tensors.items() if not n.startswith(BOOKKEEPING) and t.numel()}
@@ -299,19 +300,11 @@ class ChocoAggregation(DecentralizedAggregation):
 
     def _compress(self, name: str, x_i: Tensor) -> Compressed:
         """Return q_i = Q(x_i - x_hat_i), in the tensor's dtype; a new tensor's copy and sum start from zero."""
-        # Adding many small q in half precision would lose them, and the copies of neighbors would differ.
-        dtype = torch.promote_types(x_i.dtype, torch.float32)
-        for memory in (self._copies, self._sums):
-            remembered = memory.get(name)
-            if remembered is None:
-                remembered = torch.zeros(x_i.numel(), dtype=dtype, device=x_i.device)
-            elif remembered.numel() != x_i.numel():
-                raise ValueError(
-                    f"{name!r} has {x_i.numel()} elements, but its state has {remembered.numel()}: the state is "
-                    "of another model"
-                )
-            memory[name] = remembered.to(device=x_i.device, dtype=dtype)
-        return self.compression.compress((x_i.reshape(-1) - self._copies[name]).to(x_i.dtype))
+        flat = x_i.reshape(-1)
+        recall(self._sums, name, flat)
+        x_hat = recall(self._copies, name, flat)
+        # The message has the tensor's dtype. Its rounding is an error of compression like any other.
+        return self.compression.compress((flat - x_hat).to(x_i.dtype))
 
     def _agree_on_state(self) -> None:
         """Keep copies and sums if those of all workers belong together, or else start from zero on all workers."""

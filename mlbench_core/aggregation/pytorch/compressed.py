@@ -184,20 +184,6 @@ class CompressedAggregation(LossyAggregation):
         memory = by_plain_name(state_dict.get("memory", {}))
         self._memory = {name: error.clone() for name, error in memory.items()}
 
-    def _remembered(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor's error memory, zeros at first, on the tensor's device and at least in float32."""
-        dtype = torch.promote_types(tensor.dtype, torch.float32)
-        error = self._memory.get(name)
-        if error is None:
-            error = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
-        elif error.shape != tensor.shape:
-            raise ValueError(
-                f"the error memory of {name!r} has shape {tuple(error.shape)}, its gradient {tuple(tensor.shape)}: "
-                "the state was loaded from a run with another model"
-            )
-        self._memory[name] = error = error.to(device=tensor.device, dtype=dtype)
-        return error
-
     def _gather(self, message: Tensor) -> Tensor:
         """Return every worker's message, shape (k, length), in the order of ranks; one worker sends nothing."""
         if self.world_size == 1:
@@ -208,3 +194,31 @@ class CompressedAggregation(LossyAggregation):
         process_groups.dist.all_gather(list(gathered), sent, group=self.group)
         self._count_bytes(sent)
         return gathered.to(message.device)
+
+
+def recall(memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
+    """Return the tensor that a memory has under a name, on the device of another one; zeros at first.
+
+    Args:
+        memory: The memory. The result is the tensor in it, so a change of the result is remembered.
+        name: The name.
+        like: A tensor with the shape and the device of the result.
+
+    Returns:
+        A tensor at least in float32, because in half precision many small errors would not add up.
+
+    Raises:
+        ValueError: The memory has a tensor of another shape under this name.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    remembered = memory.get(name)
+    if remembered is None:
+        remembered = torch.zeros(like.shape, dtype=dtype, device=like.device)
+    elif remembered.shape != like.shape:
+        raise ValueError(
+            f"the memory of {name!r} has shape {tuple(remembered.shape)}, its gradient {tuple(like.shape)}: the state "
+            "was loaded from a run with another model"
+        )
+    # The model may have moved to another device or dtype since the last call or since the checkpoint.
+    memory[name] = remembered = remembered.to(device=like.device, dtype=dtype)
+    return remembered

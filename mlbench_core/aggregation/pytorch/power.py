@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Denominator
-from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.compressed import LossyAggregation
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys, check_names, plain_name
 from mlbench_core.aggregation.pytorch.tensors import orthonormal_rows
 from mlbench_core.arguments import check_int
@@ -147,6 +147,8 @@ class PowerAggregation(LossyAggregation):
             ValueError: ``denom`` is missing or not positive, or a restored state does not fit a tensor.
         """
         divisor = self._divisor(op, denom)
+        # P Q^T is an average. A divisor in half precision would round its scale, so it becomes float64.
+        scale = self.world_size / (divisor.double() if isinstance(divisor, Tensor) else divisor)
         bytes_before = self.bytes_sent
         matrices = [self._matrix(name, tensor) for name, tensor in tensors.items() if self._compresses(name, tensor)]
 
@@ -162,12 +164,7 @@ class PowerAggregation(LossyAggregation):
         # Every worker computes the same P Q^T, because it has the same averages as the others.
         for matrix, p in zip(matrices, bases, strict=True):
             q = right[matrix.name].to(matrix.delta.dtype)
-            matrix.replace(p, q)
-            if op == AVG_CUSTOM:
-                # P Q^T is an average. A divisor in half precision would round the scale, so it becomes float64.
-                scale = self.world_size / (divisor.double() if isinstance(divisor, Tensor) else divisor)
-                matrix.gradient.mul_(scale.to(q.device) if isinstance(scale, Tensor) else scale)
-            matrix.write_back()
+            matrix.replace(p, q, None if op == AVG_WORLD else scale)
             if self.reuse_query:
                 self._queries[matrix.name] = q
         self._record_ratio(tensors, self.bytes_sent - bytes_before)
@@ -228,15 +225,10 @@ class PowerAggregation(LossyAggregation):
     def _matrix(self, name: str, tensor: Tensor) -> _Matrix:
         """View a tensor as a matrix, with its error memory (zeros at first)."""
         gradient = tensor.contiguous().view(len(tensor), -1)
-        dtype = torch.promote_types(tensor.dtype, torch.float32)
         if not self.error_feedback:
-            return _Matrix(name, tensor, gradient, gradient.to(dtype), has_memory=False)
-        error = self._memory.get(name)
-        if error is None:
-            error = torch.zeros(gradient.shape, dtype=dtype, device=tensor.device)
-        self._check_shape("errors", name, error, tensor)
-        self._memory[name] = error = error.to(device=tensor.device, dtype=dtype)
-        return _Matrix(name, tensor, gradient, error, has_memory=True)
+            wide = gradient.to(torch.promote_types(tensor.dtype, torch.float32))
+            return _Matrix(name, tensor, gradient, wide, has_memory=False)
+        return _Matrix(name, tensor, gradient, recall(self._memory, name, gradient), has_memory=True)
 
     def _query(self, matrix: _Matrix) -> Tensor:
         r"""Return the rows of :math:`Q^\top` to start from, the same on all workers.
@@ -311,8 +303,11 @@ class _Matrix:
             torch.mm(query, delta.t(), out=part)
         return left
 
-    def replace(self, left: Tensor, right: Tensor) -> None:
-        r"""Compute :math:`g = P Q^\top` in place of :math:`g`, and :math:`e = \Delta - P Q^\top` in place of Delta."""
+    def replace(self, left: Tensor, right: Tensor, scale: Denominator | None = None) -> None:
+        r"""Compute :math:`g = P Q^\top` in place of :math:`g`, and :math:`e = \Delta - P Q^\top` in place of Delta.
+
+        ``scale`` multiplies :math:`g` alone.
+        """
         for gradient, delta, part in self._blocks(left):
             product = gradient if gradient.dtype == delta.dtype else torch.empty_like(delta)
             _multiply(part, right, out=product)
@@ -324,9 +319,8 @@ class _Matrix:
             is_finite = right.isfinite().all()
             if right.is_cuda or not is_finite:  # a GPU is not waited for
                 self.delta.masked_fill_(~is_finite, 0)
-
-    def write_back(self) -> None:
-        """Copy the gradient back into the tensor, if it is a copy."""
+        if scale is not None:
+            self.gradient.mul_(scale.to(right.device) if isinstance(scale, Tensor) else scale)
         if self.gradient.data_ptr() != self.tensor.data_ptr():
             self.tensor.copy_(self.gradient.view(self.tensor.shape))
 

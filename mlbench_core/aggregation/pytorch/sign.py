@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
-from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
+from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
 from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, in_blocks, unpack
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.distributed.pytorch import process_groups
@@ -136,7 +136,7 @@ class EFSignAggregation(CompressedAggregation):
     """
 
     def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
-        p = [self._remembered(name, tensor).add_(tensor) for name, tensor in tensors.items()]
+        p = [recall(self._memory, name, tensor).add_(tensor) for name, tensor in tensors.items()]
         # Block by block, so that the absolute values stay in the CPU's cache.
         sums = [torch.stack([part.abs().sum() for part in in_blocks(p_n.view(-1))]).sum() for p_n in p]
         scales = torch.stack([size / p_n.numel() for size, p_n in zip(sums, p, strict=True)])

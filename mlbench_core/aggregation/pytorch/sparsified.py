@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM
-from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation
+from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
 from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, unpack
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys, check_names, plain_name
 
@@ -145,7 +145,7 @@ class SparsifiedAggregation(CompressedAggregation):
         if tensor.numel() > torch.iinfo(torch.int32).max:
             raise ValueError(f"{name!r} has {tensor.numel()} coordinates; positions are sent as int32, below 2**31")
         if self.error_feedback:
-            return self._remembered(name, tensor).add_(tensor).view(-1)
+            return recall(self._memory, name, tensor).add_(tensor).view(-1)
         return tensor.reshape(-1).clone()
 
 
