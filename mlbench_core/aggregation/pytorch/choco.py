@@ -1,4 +1,22 @@
-"""Averaging with neighbors that sends only compressed differences."""
+"""Averages with neighbors that send only compressed differences.
+
+The public copies and sums of all workers must belong together, so the workers compare them once::
+
+    __init__, load_state_dict(state)
+        |       copies of another rank or number of workers are left out, with a warning
+        v
+    NOT COMPARED <------------------------------------------------- load_state_dict(state) ----+
+        |                                                                                      |
+        |  first call: all workers exchange their neighbors and a tag, which is a hash of      |
+        |  the number of calls, the restored graph, and the names and sizes of the copies      |
+        |                                                                                      |
+        +-- all tags are equal, the graph is the restored one: keep the state --+              |
+        |                                                                       v              |
+        +-- otherwise, all workers start from zero ------------------------> COMPARED ---------+
+                                                                             |      ^
+                                                                             +------+
+                                          every call: send q_i, add q_j to copies and sums, move x_i
+"""
 
 from __future__ import annotations
 
@@ -149,6 +167,7 @@ class ScaledSign(Compression):
     def compress(self, x: Tensor) -> Compressed:
         """Keep the signs of a tensor of shape (n,), eight to a byte, and the mean magnitude."""
         x = as_real(x)
+        # A sum of many half-precision magnitudes would be too coarse, so only the mean has the dtype of the message.
         scale = x.abs().to(torch.promote_types(x.dtype, torch.float32)).mean().to(x.dtype)
         return Compressed((pack_bits(x >= 0), scale.view(1)))
 
@@ -179,17 +198,16 @@ class ChocoAggregation(DecentralizedAggregation):
     :math:`\gamma` is small enough. Of the neighbors' copies only the sum
     :math:`s_i = \sum_j W_{ij} (\hat x_j - \hat x_i)` is kept, so memory is twice the weights for every degree.
 
-    Each tensor is compressed by itself. A call sends one message to each neighbor. With k = max(1, round(ratio n)), a
-    tensor of n numbers of b bytes takes in it: ``top_k`` k (b + 4) bytes, ``random_k`` k b, ``sign`` n / 8 rounded
-    up + b, ``identity`` n b. Half-precision tensors are sent as such; copies and sums are kept in float32. Buffers and
-    other bookkeeping are not compressed but averaged as by
+    Each tensor is compressed by itself. A call sends one message to each neighbor. In it, a tensor of n numbers of b
+    bytes takes, with k = max(1, round(ratio n)): for ``top_k`` k (b + 4) bytes, for ``random_k`` k b, for ``sign`` b
+    plus n / 8 rounded up, and for ``identity`` n b. Half-precision tensors are sent as such; copies and sums are kept
+    in float32. Buffers and other bookkeeping are not compressed but averaged as by
     :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation`.
 
     The sums are right only together with the copies of all neighbors. An error in them would move the weights in every
-    call, indefinitely. So a state records its worker, graph and call. The workers compare these records in the first
-    call after construction or a restore. The states may not belong together, for example if a run continues with
-    another number of workers. Then copies and sums start from zero on all workers. That costs a few calls' progress
-    toward agreement and nothing else.
+    call, indefinitely. So a state records its worker, graph and call, and the workers compare these records in the
+    first call. If the states do not belong together, copies and sums start from zero on all workers. This happens, for
+    example, if a run continues with another number of workers. It only delays agreement by a few calls.
 
     Attributes:
         compression: The compression Q.
@@ -223,6 +241,7 @@ class ChocoAggregation(DecentralizedAggregation):
         arXiv:1907.09356
     """
 
+    # The copies and sums of another worker would be wrong here, so a worker without its own state starts from zero.
     _named_state = _own_state = ("copies", "sums")
 
     def __init__(
@@ -248,7 +267,7 @@ class ChocoAggregation(DecentralizedAggregation):
         self._calls = 0
         self._edges_of_state: list[list[int]] | None = None  # graph of restored copies and sums, until compared
         self._must_agree = True
-        # The state to return to if the workers' states do not fit: generators must be in the same state on all.
+        # State of the generator to return to if the workers' states do not fit.
         self._first_compression = copy.deepcopy(self.compression.state_dict())
         self._raw_bytes = self._compressed_bytes = 0
 
@@ -283,7 +302,9 @@ class ChocoAggregation(DecentralizedAggregation):
         if self._must_agree:
             self._agree_on_state()
         own = {name: self._compress(name, x_i) for name, x_i in tensors.items()}
+        # One message of bytes for all tensors, because values, indices and bits differ in dtype.
         parts = [part for q_i in own.values() for part in q_i.sent]
+        # Parameters on several devices share the message too.
         message = as_bytes(*(part.to(parts[0].device) for part in parts))
         received = [_unpack_like(own, theirs) for theirs in self._exchange(message)]
         self._calls += 1
@@ -296,6 +317,7 @@ class ChocoAggregation(DecentralizedAggregation):
             self.compression.add_to(s_i, q_i, -sum(self._weights))
             for w_ij, q_j in zip(self._weights, received, strict=True):
                 self.compression.add_to(s_i, q_j[name], w_ij)
+            # s_i is at least float32, so a half-precision x_i is rounded once, when the result is copied.
             x_i.copy_((x_i.reshape(-1) + self.gamma * s_i).view(x_i.shape))
 
     def _compress(self, name: str, x_i: Tensor) -> Compressed:
@@ -309,7 +331,7 @@ class ChocoAggregation(DecentralizedAggregation):
     def _agree_on_state(self) -> None:
         """Keep copies and sums if those of all workers belong together, or else start from zero on all workers."""
         sizes = {name: len(x_hat) for name, x_hat in self._copies.items()}
-        # repr orders and prints these values alike on every worker; Python's own hash differs between processes.
+        # repr prints these values alike on every worker. Python's own hash of a name differs between processes.
         values = repr((self._calls, self._edges_of_state, sizes)).encode()
         fits = self._compare_neighbors(hashlib.blake2b(values, digest_size=TAG_BYTES).digest())
         if not fits or self._edges_of_state not in (None, self._edges()):
@@ -320,6 +342,7 @@ class ChocoAggregation(DecentralizedAggregation):
                 )
             self._copies.clear()
             self._sums.clear()
+            # random_k needs generators in the same state on all workers.
             self.compression.load_state_dict(self._first_compression)
             self._calls = 0
         self._edges_of_state = None
@@ -383,12 +406,13 @@ class ChocoAggregation(DecentralizedAggregation):
         self._sums = {name: s_i.detach().clone() for name, s_i in by_plain_name(state["sums"]).items()}
         self.compression.load_state_dict(state["compression"])
         self._calls = int(origin["calls"])
+        # Loading is not a collective, so the workers compare their states in the next call, not here.
         self._edges_of_state = [list(edge) for edge in origin["edges"] or ()] if self._copies else None
         self._must_agree = True
 
 
 def _unpack_like(own: Mapping[str, Compressed], message: Tensor) -> dict[str, Compressed]:
-    """Split a message of bytes into tensors of the same number, sizes and dtypes as this worker's own."""
+    """Split a message of bytes into tensors with the sizes and dtypes of this worker's own."""
     result, start = {}, 0
     for name, q_i in own.items():
         parts = []

@@ -149,6 +149,7 @@ class CompressedAggregation(LossyAggregation):
             TypeError: A tensor holds no real floating-point numbers.
         """
         divisor = self._divisor(op, denom)
+        # A message holds tensors of one dtype and device.
         kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             if not name.startswith(BOOKKEEPING) and tensor.numel() > 0:
@@ -160,6 +161,7 @@ class CompressedAggregation(LossyAggregation):
         for kind in kinds.values():
             before = self.bytes_sent
             self._aggregate_kind(kind, divisor)
+            # One worker alone sends nothing, and its ratio stays 1.
             if self.bytes_sent > before:
                 self._original_bytes += sum(tensor.numel() * tensor.element_size() for tensor in kind.values())
                 self._compressed_bytes += self.bytes_sent - before
@@ -190,6 +192,7 @@ class CompressedAggregation(LossyAggregation):
             return message[None]
         is_gloo = process_groups.backend(self.group) == "gloo"
         sent = message.cpu() if is_gloo else process_groups.get_backend_tensor(message, self.group)
+        # The rows of one tensor receive the messages, so nothing is copied together afterwards.
         gathered = sent.new_empty(self.world_size, sent.numel())
         process_groups.dist.all_gather(list(gathered), sent, group=self.group)
         self._count_bytes(sent)

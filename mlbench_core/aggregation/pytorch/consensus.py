@@ -37,6 +37,7 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
         >>> consensus_distance(nn.Linear(2, 1))
         0.0
     """
+    # In float32 the average of nearly equal weights would be rounded by as much as they differ.
     weights = {
         name: weight.detach().to(torch.promote_types(weight.dtype, torch.float64)) for name, weight in trainable(model)
     }
@@ -89,6 +90,7 @@ def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn
     if process_groups.world_size(process_group) == 1:
         yield model
         return
+    # A snapshot of everything: a validation may change values that the average does not touch.
     give_back = _snapshot(model)
     try:
         average_weights(model, process_group)
@@ -115,6 +117,7 @@ def _snapshot(model: nn.Module) -> Callable[[], None]:
     def give_back() -> None:
         for parameter, weights in parameters:
             parameter.copy_(weights)
+        # A registered buffer may be None.
         for module, name, buffer, value in buffers:
             if buffer is not None and value is not None:
                 buffer.copy_(value)

@@ -124,6 +124,7 @@ class DecentralizedAggregation(Aggregation):
             self._compare_neighbors()
         messages = self._exchange(x_i)
         for block, *others in zip(in_blocks(x_i), *map(in_blocks, messages), strict=True):
+            # In half precision every added difference would be rounded; so only the result is.
             own = block.to(torch.promote_types(block.dtype, torch.float32))
             mixed = own.clone()
             for w_ij, x_j in zip(self._weights, others, strict=True):
@@ -138,6 +139,7 @@ class DecentralizedAggregation(Aggregation):
             sent = sent.cpu()  # between two workers, Gloo sends from the host's memory only
         received = [torch.empty_like(sent) for _ in self.neighbors]
         dist = process_groups.dist
+        # Messages between two workers name ranks among all workers, also within a subgroup.
         peers = [process_groups.global_rank(rank, self.group) for rank in self.neighbors]
         transfers = [dist.P2POp(dist.isend, sent, peer, self.group) for peer in peers]
         transfers += [

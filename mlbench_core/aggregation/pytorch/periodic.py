@@ -1,4 +1,24 @@
-"""Periodic averaging of weights: workers train by themselves for H steps in between."""
+"""Periodic averaging of weights: workers train by themselves for H steps in between.
+
+:class:`PeriodicAggregation` counts the calls t of each tensor and wraps another aggregation A::
+
+                  t mod H != 0: nothing is sent
+                    +-------+
+                    |       v
+    t = 0 -------> LOCAL STEPS ------- t mod H = 0 -------> AGGREGATE with A
+                    ^                                            |
+                    +--------------------------------------------+
+
+:class:`DiLoCoAggregation`, the A of DiLoCo, keeps shared weights theta of each tensor::
+
+    NOT SHARED --- start(model): theta = weights of the model ------------+
+        |                                                                 v
+        +--------- first call: theta = average of the workers -------> SHARED
+        |                                                               |    ^
+        +--------- load_state_dict: theta and outer state ------------->|    |
+                                                                        +----+
+                             every call: average theta - theta_i, outer step, theta_i = theta
+"""
 
 from __future__ import annotations
 
@@ -218,6 +238,7 @@ class DiLoCoAggregation(Aggregation):
         self.outer_optimizer.zero_grad()
         for name, theta_i in steps.items():
             theta_i.copy_(self._shared[name])
+        # These tensors were averaged for the first time. From now on they step along outer gradients.
         for name, average in averages.items():
             if not name.startswith(BOOKKEEPING):
                 self._share(name, average)
@@ -238,12 +259,14 @@ class DiLoCoAggregation(Aggregation):
         """Remember weights as shared ones and have the outer optimizer step along their outer gradients."""
         theta = nn.Parameter(weights.detach().to(torch.promote_types(weights.dtype, torch.float32), copy=True))
         self._shared[name] = theta
+        # Into the one group that there is, so that its options, such as the learning rate, hold for all weights.
         self.outer_optimizer.param_groups[0]["params"].append(theta)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shared weights and the outer optimizer's state, by parameter name, and its options."""
         if not self._shared:
             return {}
+        # The group's parameters are the shared weights, which have a key of their own.
         options = {key: value for key, value in self.outer_optimizer.param_groups[0].items() if key != "params"}
         return {
             "shared": {name: theta.detach() for name, theta in self._shared.items()},
@@ -267,6 +290,7 @@ class DiLoCoAggregation(Aggregation):
         outer_state = by_plain_name(state_dict.get("outer_state", {}))
         for name, theta in by_plain_name(state_dict.get("shared", {})).items():
             self._share(name, theta)
+            # A copy, because the outer optimizer changes its state in place, and the checkpoint is the caller's.
             self.outer_optimizer.state[self._shared[name]] = copy.deepcopy(outer_state[name])
 
 

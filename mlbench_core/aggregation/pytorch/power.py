@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.compressed import LossyAggregation, recall
+from mlbench_core.aggregation.pytorch.messages import BLOCK_ELEMENTS
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys, check_names, plain_name
 from mlbench_core.aggregation.pytorch.tensors import orthonormal_rows
 from mlbench_core.arguments import check_int
@@ -22,10 +23,7 @@ __all__ = ["PowerAggregation"]
 
 COMM_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-_OUTSIDE_MODEL = re.compile(r"group\d+\.\d+")
-
-BLOCK_ELEMENTS = 2**18
-"""Elements of a matrix that a CPU processes at a time, so that they stay in the cache between operations."""
+_OUTSIDE_MODEL = re.compile(r"group\d+\.\d+")  # names that an optimizer gives to parameters outside the model
 
 
 class PowerAggregation(LossyAggregation):
@@ -96,6 +94,7 @@ class PowerAggregation(LossyAggregation):
     """
 
     _named_state = ("errors", "queries", "uncompressed_steps")
+    # Warm starts and the generator give Q, which must be the same on all workers; only the errors differ.
     _own_state = ("errors",)
 
     def __init__(
@@ -238,6 +237,7 @@ class PowerAggregation(LossyAggregation):
         """
         rows, columns = matrix.delta.shape
         shape = (min(rows, columns, self.rank), columns)
+        # Divided by sqrt(m), a row of Q^T has a length of about 1, so P is no larger than rows of the gradient.
         drawn = torch.randn(shape, generator=self._generator, dtype=matrix.delta.dtype) / math.sqrt(columns)
         drawn = drawn.to(matrix.delta.device)
         remembered = self._queries.get(matrix.name) if self.reuse_query else None
@@ -263,6 +263,7 @@ class PowerAggregation(LossyAggregation):
 
     def _record_ratio(self, tensors: Mapping[str, Tensor], sent_bytes: int) -> None:
         """Add the bytes of a call, without bookkeeping, to the counts behind :attr:`compression_ratio`."""
+        # One worker alone sends nothing, and its ratio stays 1.
         if self.world_size == 1:
             return
         sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
@@ -317,7 +318,8 @@ class _Matrix:
                 delta -= product
         if self.has_memory:
             is_finite = right.isfinite().all()
-            if right.is_cuda or not is_finite:  # a GPU is not waited for
+            # On a GPU reading the flag would make the host wait, so there masked_fill_ always runs.
+            if right.is_cuda or not is_finite:
                 self.delta.masked_fill_(~is_finite, 0)
         if scale is not None:
             self.gradient.mul_(scale.to(right.device) if isinstance(scale, Tensor) else scale)
@@ -327,6 +329,7 @@ class _Matrix:
     def _blocks(self, left: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Split rows of gradient and delta, and the columns of ``left`` that belong to them, into blocks."""
         rows, columns = self.delta.shape
+        # On a CPU a block stays in the cache between the operations. A GPU gets whole matrices, in fewer launches.
         if self.delta.device.type == "cpu":
             rows = max(1, BLOCK_ELEMENTS // columns)
         return zip(self.gradient.split(rows), self.delta.split(rows), left.split(rows, dim=1), strict=True)
@@ -337,6 +340,7 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     if len(left) > 2 or out.is_cuda:
         torch.mm(left.t(), right, out=out)
         return
-    torch.mul(left[0].unsqueeze(1), right[0], out=out)  # on a CPU faster than a product with so few columns
+    # With one or two rows, outer products are faster on a CPU than a product of matrices.
+    torch.mul(left[0].unsqueeze(1), right[0], out=out)
     for column, row in zip(left[1:], right[1:], strict=True):
         out.addcmul_(column.unsqueeze(1), row)

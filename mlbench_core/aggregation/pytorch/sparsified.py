@@ -134,6 +134,7 @@ class SparsifiedAggregation(CompressedAggregation):
             self._delegate(self._uncompressed, {"values": sent}, AVG_CUSTOM, 1)
             total[starts + coordinates] = sent
         else:
+            # In the order of ranks, so that all workers get the same bits.
             for message in self._gather(as_bytes(sent, coordinates.to(torch.int32))):
                 values = from_bytes(message, 0, len(sent), dtype)
                 theirs = from_bytes(message, sent.nbytes, len(sent), torch.int32)
@@ -162,7 +163,8 @@ def check_size(size: int | float, name: str) -> int | float:
     """
     if isinstance(size, bool) or not isinstance(size, numbers.Real):
         raise TypeError(f"{name} must be an integer (coordinates per tensor) or a float (their share), not {size!r}")
-    size = int(size) if isinstance(size, numbers.Integral) else float(size)  # numpy's numbers too
+    # From here on the type decides between a number of coordinates and a share.
+    size = int(size) if isinstance(size, numbers.Integral) else float(size)
     if size <= 0 or (isinstance(size, float) and not size <= 1):
         raise ValueError(
             f"{name} is {size}; it must be an integer from 1 (coordinates per tensor) or a float in (0, 1] (a share)"
@@ -204,6 +206,7 @@ def largest_coordinates(m: Tensor, k: int) -> Tensor:
     """
     size = m.abs()
     if m.device.type == "cpu" and len(m) >= max(2**16, 8 * k):
+        # About k / 64 sampled values belong to the k largest. A bar at twice that rank seldom leaves fewer than k.
         bar = size[::64].topk(k // 32 + 8).values.min()
         above = torch.nonzero(~(size < bar)).view(-1)  # not ">=", which would drop nan
         if len(above) >= k:
@@ -229,6 +232,7 @@ def draw_coordinates(numel: int, count: int, generator: torch.Generator) -> Tens
         >>> sorted(draw_coordinates(3, 3, torch.Generator()).tolist())
         [0, 1, 2]
     """
+    # Drawing with replacement repeats itself too often if much of the tensor is drawn.
     if 4 * count >= numel:
         return torch.randperm(numel, generator=generator)[:count]
     # Each coordinate keeps the place of its first draw: a sorted list cut to ``count`` would favor small coordinates.
@@ -244,5 +248,6 @@ def _take(m: Tensor, coordinates: Tensor, dtype: torch.dtype) -> Tensor:
     """Subtract the values to send from a vector and return them; the error of rounding to ``dtype`` stays in it."""
     values = m[coordinates].to(dtype)
     m.index_add_(0, coordinates, values.to(m.dtype), alpha=-1)
+    # An overflow would otherwise stay in the memory, and in every later message, indefinitely.
     m.nan_to_num_(nan=0, posinf=0, neginf=0)
     return values

@@ -45,7 +45,7 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
         raise ValueError(f"eps is {floor}; it must not be negative")
     if matrix.numel() == 0:
         return
-    # Half precision rounds too coarsely: independent columns would look dependent.
+    # Half precision rounds so coarsely that independent columns would look dependent.
     columns = matrix[:, : len(matrix)].t().to(torch.promote_types(matrix.dtype, torch.float32))
     is_zero = torch.linalg.vector_norm(columns, dim=1, keepdim=True) <= floor
     basis = orthonormal_rows(columns.masked_fill(is_zero, 0))

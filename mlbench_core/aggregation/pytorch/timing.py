@@ -61,7 +61,8 @@ class Interval:
     def total_s(self) -> float:
         """Return the seconds with a message under way; on a GPU from the first one's start to the last one's end."""
         if self._stream is None:
-            return max(self._under_way_s, self.exposed_s())  # communication without overlap is only in the latter
+            # Communication without overlap is only in the exposed time.
+            return max(self._under_way_s, self.exposed_s())
         return self._between(self._marks[0][0], self._marks[-1][1]) if self._marks else 0.0
 
     def exposed_s(self) -> float:
@@ -71,6 +72,7 @@ class Interval:
     def _now(self) -> Any:
         if self._stream is None:
             return time.perf_counter()
+        # The device records its own time when it gets there; the host does not wait.
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event

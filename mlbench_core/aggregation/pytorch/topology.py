@@ -50,6 +50,7 @@ class Topology:
             found[j].add(i)
         object.__setattr__(self, "edges", tuple(sorted({(min(edge), max(edge)) for edge in self.edges})))
         object.__setattr__(self, "_neighbours", tuple(tuple(sorted(ranks)) for ranks in found))
+        # Without a way between two parts, their weights would never approach each other.
         reached, to_visit = {0}, [0]
         while to_visit:
             new = found[to_visit.pop()] - reached
@@ -119,6 +120,7 @@ def torus(world_size: int, rows: int | None = None) -> Topology:
     """
     check_at_least("world_size", world_size, 1)
     if rows is None:
+        # The closest to a square, which has the shortest ways and so the largest spectral gap.
         rows = next(n for n in range(math.isqrt(world_size), 0, -1) if world_size % n == 0)
     if rows < 1 or world_size % rows:
         raise ValueError(f"rows is {rows}; it must divide world_size {world_size}")
@@ -175,5 +177,6 @@ def from_edges(world_size: int, edges: Iterable[tuple[int, int]]) -> Topology:
 
 
 def _from_offsets(name: str, world_size: int, offsets: Iterable[int]) -> Topology:
+    # In a small world an offset may lead back to the worker itself; such an edge is dropped.
     edges = ((rank, (rank + offset) % world_size) for offset in offsets for rank in range(world_size))
     return Topology(name, world_size, tuple(edge for edge in edges if edge[0] != edge[1]))
