@@ -105,7 +105,7 @@ def test_orthogonalize_refuses_what_is_no_matrix() -> None:
         orthogonalize(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"shape \(3,\)"):
         orthogonalize(torch.ones(3))
-    with pytest.raises(ValueError, match="eps is -1"):
+    with pytest.raises(ValueError, match="eps must be at least 0, not -1"):
         orthogonalize(torch.ones(2, 2), -1.0)
 
 

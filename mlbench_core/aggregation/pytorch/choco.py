@@ -301,7 +301,12 @@ class ChocoAggregation(DecentralizedAggregation):
     def _mix_compressed(self, tensors: Mapping[str, Tensor]) -> None:
         if self._must_agree:
             self._agree_on_state()
-        own = {name: self._compress(name, x_i) for name, x_i in tensors.items()}
+        own = {}
+        for name, x_i in tensors.items():
+            flat = x_i.reshape(-1)
+            recall(self._sums, name, flat)
+            # q_i = Q(x_i - x_hat_i) has the tensor's dtype. Its rounding is an error of compression like any other.
+            own[name] = self.compression.compress((flat - recall(self._copies, name, flat)).to(x_i.dtype))
         # One message of bytes for all tensors, because values, indices and bits differ in dtype.
         parts = [part for q_i in own.values() for part in q_i.sent]
         # Parameters on several devices share the message too.
@@ -319,14 +324,6 @@ class ChocoAggregation(DecentralizedAggregation):
                 self.compression.add_to(s_i, q_j[name], w_ij)
             # s_i is at least float32, so a half-precision x_i is rounded once, when the result is copied.
             x_i.copy_((x_i.reshape(-1) + self.gamma * s_i).view(x_i.shape))
-
-    def _compress(self, name: str, x_i: Tensor) -> Compressed:
-        """Return q_i = Q(x_i - x_hat_i), in the tensor's dtype; a new tensor's copy and sum start from zero."""
-        flat = x_i.reshape(-1)
-        recall(self._sums, name, flat)
-        x_hat = recall(self._copies, name, flat)
-        # The message has the tensor's dtype. Its rounding is an error of compression like any other.
-        return self.compression.compress((flat - x_hat).to(x_i.dtype))
 
     def _agree_on_state(self) -> None:
         """Keep copies and sums if those of all workers belong together, or else start from zero on all workers."""

@@ -146,7 +146,7 @@ class PowerAggregation(LossyAggregation):
             ValueError: ``denom`` is missing or not positive, or a restored state does not fit a tensor.
         """
         divisor = self._divisor(op, denom)
-        # P Q^T is an average. A divisor in half precision would round its scale, so it becomes float64.
+        # P Q^T is an average over workers. A divisor in half precision would round its scale, so it becomes float64.
         scale = self.world_size / (divisor.double() if isinstance(divisor, Tensor) else divisor)
         bytes_before = self.bytes_sent
         matrices = [self._matrix(name, tensor) for name, tensor in tensors.items() if self._compresses(name, tensor)]

@@ -113,7 +113,16 @@ class SparsifiedAggregation(CompressedAggregation):
             self._generator.set_state(state_dict["generator"].cpu())
 
     def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
-        m = [self._with_memory(name, tensor) for name, tensor in tensors.items()]
+        m = []
+        for name, tensor in tensors.items():
+            if tensor.numel() > torch.iinfo(torch.int32).max:
+                raise ValueError(f"{name!r} must have fewer than 2**31 coordinates, not {tensor.numel()}: split it")
+            # With error feedback m is the memory itself, so what is not taken out of it is remembered.
+            m.append(
+                recall(self._memory, name, tensor).add_(tensor).view(-1)
+                if self.error_feedback
+                else tensor.reshape(-1).clone()
+            )
         counts = [coordinates_sent(self.size, len(m_n)) for m_n in m]
         if self.random:
             picked = [
@@ -141,14 +150,6 @@ class SparsifiedAggregation(CompressedAggregation):
                 total.index_add_(0, starts + theirs, values)
         unpack(divide(total, divisor), tensors.values())
 
-    def _with_memory(self, name: str, tensor: Tensor) -> Tensor:
-        """Return memory plus tensor as a vector: the memory itself, or a copy without error feedback."""
-        if tensor.numel() > torch.iinfo(torch.int32).max:
-            raise ValueError(f"{name!r} has {tensor.numel()} coordinates; positions are sent as int32, below 2**31")
-        if self.error_feedback:
-            return recall(self._memory, name, tensor).add_(tensor).view(-1)
-        return tensor.reshape(-1).clone()
-
 
 def check_size(size: int | float, name: str) -> int | float:
     """Return a number of coordinates, or their share, if it is one.
@@ -167,7 +168,7 @@ def check_size(size: int | float, name: str) -> int | float:
     size = int(size) if isinstance(size, numbers.Integral) else float(size)
     if size <= 0 or (isinstance(size, float) and not size <= 1):
         raise ValueError(
-            f"{name} is {size}; it must be an integer from 1 (coordinates per tensor) or a float in (0, 1] (a share)"
+            f"{name} must be an integer from 1 (coordinates per tensor) or a float in (0, 1] (a share), not {size}"
         )
     return size
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mlbench_core.aggregation.pytorch.messages import pack
+from mlbench_core.arguments import check_at_least
 
 __all__ = ["orthogonalize", "orthonormal_rows", "pack_tensors", "unpack_tensors"]
 
@@ -37,12 +38,11 @@ def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> No
     """
     if not (isinstance(matrix, torch.Tensor) and matrix.is_floating_point()):
         kind = matrix.dtype if isinstance(matrix, torch.Tensor) else type(matrix).__name__
-        raise TypeError(f"matrix is {kind}; it must be a floating-point tensor")
+        raise TypeError(f"matrix must be a floating-point tensor, not {kind}")
     if matrix.dim() != 2:
-        raise ValueError(f"matrix has shape {tuple(matrix.shape)}; it must have two dimensions (rows, columns)")
+        raise ValueError(f"matrix must have two dimensions (rows, columns), not shape {tuple(matrix.shape)}")
     floor = float(eps)
-    if floor < 0:
-        raise ValueError(f"eps is {floor}; it must not be negative")
+    check_at_least("eps", floor, 0)
     if matrix.numel() == 0:
         return
     # Half precision rounds so coarsely that independent columns would look dependent.

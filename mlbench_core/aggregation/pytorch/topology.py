@@ -70,7 +70,7 @@ class Topology:
             ValueError: ``rank`` lies outside the graph.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank is {rank}; it must be 0 to {self.world_size - 1}")
+            raise ValueError(f"rank must be 0 to {self.world_size - 1}, not {rank}")
         return self._neighbours[rank]
 
     @property
@@ -123,7 +123,7 @@ def torus(world_size: int, rows: int | None = None) -> Topology:
         # The closest to a square, which has the shortest ways and so the largest spectral gap.
         rows = next(n for n in range(math.isqrt(world_size), 0, -1) if world_size % n == 0)
     if rows < 1 or world_size % rows:
-        raise ValueError(f"rows is {rows}; it must divide world_size {world_size}")
+        raise ValueError(f"rows must be a divisor of world_size {world_size}, not {rows}")
     columns = world_size // rows
     edges = set()
     for rank in range(world_size):
