@@ -103,6 +103,13 @@ class LossyAggregation(Aggregation):
                 else:
                     remembered[name] = kept[name]
 
+    def _count_compression(self, original_bytes: int, compressed_bytes: int) -> None:
+        """Count the bytes behind :attr:`compression_ratio`."""
+        # One worker alone sends nothing, and its ratio stays 1.
+        if self.world_size > 1:
+            self._original_bytes += original_bytes
+            self._compressed_bytes += compressed_bytes
+
     def _divisor(self, op: str, denom: Denominator | None) -> Denominator:
         """Return the number by which ``op`` divides a sum over workers."""
         if op == AVG_WORLD:
@@ -158,13 +165,11 @@ class CompressedAggregation(LossyAggregation):
                         f"{name!r} has dtype {tensor.dtype}; only real floating-point tensors can be compressed"
                     )
                 kinds.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+        before = self.bytes_sent
         for kind in kinds.values():
-            before = self.bytes_sent
             self._aggregate_kind(kind, divisor)
-            # One worker alone sends nothing, and its ratio stays 1.
-            if self.bytes_sent > before:
-                self._original_bytes += sum(tensor.numel() * tensor.element_size() for tensor in kind.values())
-                self._compressed_bytes += self.bytes_sent - before
+        original = sum(tensor.nbytes for kind in kinds.values() for tensor in kind.values())
+        self._count_compression(original, self.bytes_sent - before)
         bookkeeping = {name: tensor for name, tensor in tensors.items() if name.startswith(BOOKKEEPING)}
         self._delegate(self._uncompressed, bookkeeping, op, denom)
 

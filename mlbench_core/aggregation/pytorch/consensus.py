@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,20 +90,10 @@ def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn
     if process_groups.world_size(process_group) == 1:
         yield model
         return
-    # A snapshot of everything: a validation may change values that the average does not touch.
-    give_back = _snapshot(model)
-    try:
-        average_weights(model, process_group)
-        yield model
-    finally:
-        give_back()
-
-
-def _snapshot(model: nn.Module) -> Callable[[], None]:
-    """Copy the whole state of a model's modules, and return a function that restores it in the same tensors."""
+    # Everything is kept: a validation may also change values that the average does not touch.
     parameters = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())  # a registered buffer may be None
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
@@ -112,17 +102,16 @@ def _snapshot(model: nn.Module) -> Callable[[], None]:
         for module in model.modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     ]
-
-    @torch.no_grad()
-    def give_back() -> None:
-        for parameter, weights in parameters:
-            parameter.copy_(weights)
-        # A registered buffer may be None.
-        for module, name, buffer, value in buffers:
-            if buffer is not None and value is not None:
-                buffer.copy_(value)
-            module._buffers[name] = buffer  # a validation may have replaced the tensor
-        for module, state in extra:
-            module.set_extra_state(state)
-
-    return give_back
+    try:
+        average_weights(model, process_group)
+        yield model
+    finally:
+        with torch.no_grad():
+            for parameter, weights in parameters:
+                parameter.copy_(weights)
+            for module, name, buffer, value in buffers:
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
+                module._buffers[name] = buffer  # a validation may have replaced the tensor
+            for module, state in extra:
+                module.set_extra_state(state)

@@ -166,7 +166,10 @@ class PowerAggregation(LossyAggregation):
             matrix.replace(p, q, None if op == AVG_WORLD else scale)
             if self.reuse_query:
                 self._queries[matrix.name] = q
-        self._record_ratio(tensors, self.bytes_sent - bytes_before)
+        # Bookkeeping travels with the uncompressed tensors and counts on neither side.
+        bookkeeping = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(BOOKKEEPING))
+        original = sum(tensor.nbytes for tensor in tensors.values())
+        self._count_compression(original - bookkeeping, self.bytes_sent - bytes_before - bookkeeping)
 
     def state_dict(self) -> dict[str, Any]:
         r"""Return the values kept between steps.
@@ -260,16 +263,6 @@ class PowerAggregation(LossyAggregation):
                 f"gradient of shape {tuple(tensor.shape)} need {(rows, columns)}: build the model and the "
                 "aggregation as they were when the checkpoint was written"
             )
-
-    def _record_ratio(self, tensors: Mapping[str, Tensor], sent_bytes: int) -> None:
-        """Add the bytes of a call, without bookkeeping, to the counts behind :attr:`compression_ratio`."""
-        # One worker alone sends nothing, and its ratio stays 1.
-        if self.world_size == 1:
-            return
-        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-        bookkeeping = sum(size for name, size in sizes.items() if name.startswith(BOOKKEEPING))
-        self._original_bytes += sum(sizes.values()) - bookkeeping
-        self._compressed_bytes += sent_bytes - bookkeeping
 
 
 @dataclass
