@@ -500,7 +500,7 @@ class TestByName:
 
     def test_a_world_that_is_not_there_is_refused(self, name: str) -> None:
         if "neighbors" in inspect.signature(optimizers[name]).parameters:
-            with pytest.raises(ValueError, match=r"neighbors has \[1\]: rank 0's neighbours must be other ranks"):
+            with pytest.raises(ValueError, match=r"neighbors has \[1\]: rank 0's neighbors must be other ranks"):
                 get_optimizer(name, neighbors=[1], model=make_model(), lr=0.1)
             with pytest.raises(ValueError, match="rank is 1, but this process has rank 0 of 1"):
                 get_optimizer(name, rank=1, neighbors=[], model=make_model(), lr=0.1)

@@ -211,12 +211,14 @@ def _check_neighbors(
         if topology.world_size != world_size:
             raise ValueError(f"topology is for {topology.world_size} workers, but there are {world_size}")
         return topology.neighbours(rank)
-    if neighbors is None and world_size > 1:
+    if neighbors is None:
+        if world_size == 1:
+            return ()
         raise ValueError(
             "neighbors is missing: give the ranks this worker averages with, or topology=, for example "
             f"mlbench_core.aggregation.pytorch.topology.ring({world_size})"
         )
-    ranks = sorted({int(neighbor) for neighbor in neighbors or ()})
+    ranks = sorted({int(neighbor) for neighbor in neighbors})
     wrong = [neighbor for neighbor in ranks if neighbor == rank or not 0 <= neighbor < world_size]
     if wrong:
         raise ValueError(
