@@ -48,7 +48,7 @@ class AverageMeter:
             ValueError: ``n`` is negative.
         """
         if n < 0:
-            raise ValueError(f"n is {n}, but a weight is at least 0: pass the number of samples behind the value")
+            raise ValueError(f"n must be at least 0, not {n}: pass the number of samples behind the value")
         self.val = val
         if n == 0:
             return
@@ -121,7 +121,7 @@ class QuantileSketch:
             ValueError: ``share`` is outside [0, 1].
         """
         if not 0 <= share <= 1:
-            raise ValueError(f"share is {share}, but a quantile's share lies in [0, 1]: 0.99 for the 99th percentile")
+            raise ValueError(f"share must be from 0 to 1, not {share}: pass 0.99 for the 99th percentile")
         if self.count == 0:
             return None
         rank = share * (self.count - 1)

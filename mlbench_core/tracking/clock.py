@@ -8,46 +8,27 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
-import types
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-__all__ = ["DeviceClock", "DeviceEvent", "cuda_event", "cuda_in_use"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DeviceClock", "cuda_event", "cuda_in_use"]
 
 # A null character, so that no name of a step can be the same.
 _SKIPPED = "\0skipped"
 
 
-class DeviceEvent(Protocol):
-    """The part of :class:`torch.cuda.Event` that is used here."""
-
-    def record(self) -> Any:
-        """Put the event into the current stream."""
-
-    def query(self) -> bool:
-        """Return True if the device has passed the event; never wait."""
-
-    def synchronize(self) -> Any:
-        """Wait until the device has passed the event."""
-
-    def elapsed_time(self, end_event: Any, /) -> float:
-        """Return the milliseconds from this event to a later one."""
-
-
 def cuda_in_use() -> bool:
-    """Return True if this process already works on a CUDA device.
-
-    The result is False if the host clock was replaced: a test that moves time by hand needs host times.
-    """
+    """Return True if this process already works on a CUDA device."""
     # torch is looked up and not imported, because a process that has not imported it cannot use CUDA through it.
     torch = sys.modules.get("torch")
-    real_clock = isinstance(time.perf_counter, types.BuiltinFunctionType)
-    return torch is not None and real_clock and bool(torch.cuda.is_initialized())
+    return torch is not None and bool(torch.cuda.is_initialized())
 
 
-def cuda_event() -> DeviceEvent:
+def cuda_event() -> torch.cuda.Event:
     """Return a CUDA event that records its time."""
     import torch
 
@@ -64,26 +45,14 @@ class DeviceClock:
     Args:
         book_step: Called with the name of a step and its seconds.
         book_batch: Called with the seconds of a whole batch.
-        make_event: Function that makes an event; tests pass their own.
     """
 
-    def __init__(
-        self,
-        book_step: Callable[[str, float], None],
-        book_batch: Callable[[float], None],
-        make_event: Callable[[], DeviceEvent] = cuda_event,
-    ) -> None:
+    def __init__(self, book_step: Callable[[str, float], None], book_batch: Callable[[float], None]) -> None:
         self._book_step = book_step
         self._book_batch = book_batch
-        self._make_event = make_event
-        self._free: list[DeviceEvent] = []
-        self._marks: list[tuple[str | None, DeviceEvent]] = []
-        self._pending: deque[list[tuple[str | None, DeviceEvent]]] = deque()
-
-    @property
-    def pending(self) -> int:
-        """Return the number of batches whose times have not been read yet."""
-        return len(self._pending)
+        self._free: list[torch.cuda.Event] = []
+        self._marks: list[tuple[str | None, torch.cuda.Event]] = []
+        self._pending: deque[list[tuple[str | None, torch.cuda.Event]]] = deque()
 
     def batch_start(self) -> None:
         """Mark the start of a batch; discard an unfinished one."""
@@ -97,7 +66,7 @@ class DeviceClock:
         Args:
             name: The step, or None if the time since the previous mark belongs to no step.
         """
-        event = self._free.pop() if self._free else self._make_event()
+        event = self._free.pop() if self._free else cuda_event()
         event.record()
         self._marks.append((name, event))
 
@@ -130,7 +99,7 @@ class DeviceClock:
             self._book(marks)
             self._free.extend(event for _, event in marks)
 
-    def _book(self, marks: list[tuple[str | None, DeviceEvent]]) -> None:
+    def _book(self, marks: list[tuple[str | None, torch.cuda.Event]]) -> None:
         """Add the times of a batch that the device has finished."""
         batch_s = 0.0
         for (_, before), (name, event) in itertools.pairwise(marks):

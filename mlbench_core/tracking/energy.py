@@ -9,7 +9,7 @@ __all__ = ["energy_counter"]
 
 
 def energy_counter() -> Callable[[], float] | None:
-    """Return a function that gives the joules used by torch's current CUDA device since its driver was loaded.
+    """Return a function that gives the joules used by torch's current CUDA device since this call.
 
     Returns:
         The function, or None without a GPU in use, without NVML, or if the device has no counter.
@@ -26,9 +26,12 @@ def energy_counter() -> Callable[[], float] | None:
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
         def joules() -> float:
-            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3  # NVML gives millijoules
+            # NVML counts millijoules since the driver was loaded.
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
-        joules()  # raises here if the device has no counter
-    except Exception:  # NVML's errors have no common base if pynvml itself is missing or broken
+        # Raises here, and not in the middle of training, if the device has no counter.
+        start = joules()
+    # NVML's errors have no common base if pynvml itself is missing or broken.
+    except Exception:
         return None
-    return joules
+    return lambda: joules() - start

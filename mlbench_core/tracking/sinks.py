@@ -16,15 +16,19 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import math
 import os
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from mlbench_core.errors import require
 
-__all__ = ["CSVSink", "JSONLSink", "Sink", "TensorBoardSink"]
+__all__ = ["CSVSink", "JSONLSink", "Sink", "SinkList", "TensorBoardSink"]
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -39,6 +43,34 @@ class Sink(Protocol):
             epoch: Epoch, from 0.
             step: Training batches finished so far.
         """
+
+
+class SinkList(list[Sink]):
+    """The sinks of a tracker. A sink that can no longer write (a full disk) is removed, and the run continues.
+
+    Raises:
+        TypeError: A sink is not callable.
+    """
+
+    def __init__(self, sinks: Iterable[Sink]) -> None:
+        super().__init__(sinks)
+        for sink in self:
+            if not callable(sink):
+                raise TypeError(f"sinks must be callable, not {sink!r}: a sink is called (name, value, epoch, step)")
+
+    def record(self, *record: Any) -> None:
+        """Pass ``(name, value, epoch, step)`` to every sink."""
+        self.call("__call__", *record)
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call a method of every sink that has it."""
+        # A copy, because a sink that fails is removed while the loop runs.
+        for sink in tuple(self):
+            try:
+                getattr(sink, method, lambda *_: None)(*arguments)
+            except OSError as error:
+                self[:] = [other for other in self if other is not sink]
+                logger.warning("%r failed and receives no more numbers; the run continues: %s", sink, error)
 
 
 class _FileSink:

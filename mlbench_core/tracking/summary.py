@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["TrackerSummary"]
+__all__ = ["Counters", "Totals", "TrackerSummary"]
+
+
+@dataclass
+class Counters:
+    """Numbers that only grow during a run; :class:`TrackerSummary` describes them."""
+
+    train_s: float = 0.0
+    validation_s: float = 0.0
+    batches: int = 0
+    samples: int = 0
+    tokens: int = 0
+    communication_total_s: float = 0.0
+    communication_exposed_s: float = 0.0
+    communication_size_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Seconds since the start of the run, as they were at one moment."""
+
+    train_s: float = 0.0
+    validation_s: float = 0.0
+    steps_s: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, steps: Iterable[str]) -> float:
+        """Return the seconds of some of the steps."""
+        return sum(self.steps_s.get(name, 0.0) for name in steps)
 
 
 @dataclass(frozen=True)
@@ -25,11 +53,8 @@ class TrackerSummary:
         metrics_s: Seconds of the metrics steps.
         preprocess_s: Seconds of the preprocess steps.
         steps_s: Seconds of every step.
-        shares: Shares of ``train_s`` by phase, with ``"other"`` for the rest; empty before any training.
         samples: Training samples counted.
         tokens: Training tokens counted.
-        samples_per_s: ``samples / train_s``, or None if no samples were counted.
-        tokens_per_s: ``tokens / train_s``, or None if no tokens were counted.
         batch_p50_s: Median seconds of a batch, with an error of at most 1 %.
         batch_p90_s: 90th percentile of the seconds of a batch.
         batch_p99_s: 99th percentile of the seconds of a batch.
@@ -56,11 +81,8 @@ class TrackerSummary:
     metrics_s: float
     preprocess_s: float
     steps_s: dict[str, float]
-    shares: dict[str, float]
     samples: int
     tokens: int
-    samples_per_s: float | None
-    tokens_per_s: float | None
     batch_p50_s: float | None
     batch_p90_s: float | None
     batch_p99_s: float | None
@@ -74,6 +96,54 @@ class TrackerSummary:
     goal_text: str | None
     time_to_goal_s: float | None
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """Return the shares of ``train_s`` by phase, with ``"other"`` for the rest; empty before any training."""
+        if self.train_s <= 0:
+            return {}
+        phases = ("compute", "communication", "metrics", "preprocess")
+        shares = {phase: getattr(self, f"{phase}_s") / self.train_s for phase in phases}
+        # The sum of the shares exceeds 1 if a step belongs to two groups.
+        return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Return ``samples / train_s``, or None if no samples were counted."""
+        return self.samples / self.train_s if self.samples and self.train_s > 0 else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Return ``tokens / train_s``, or None if no tokens were counted."""
+        return self.tokens / self.train_s if self.tokens and self.train_s > 0 else None
+
+    def report(self, world_size: int) -> dict[str, Any]:
+        """Return the numbers of a whole run as the metric ``summary`` has them.
+
+        Args:
+            world_size: Number of workers. All have parts of equal size and wait for one another in every step, so the
+                throughput of the run is this worker's throughput times this number.
+        """
+        rate = self.samples_per_s
+        return {
+            "workers": world_size,
+            "goal_reached": self.goal_reached,
+            "time_to_goal_s": self.time_to_goal_s,
+            "total_s": {
+                "train": self.train_s,
+                "compute": self.compute_s,
+                "communication": self.communication_s,
+                "exposed_communication": self.communication_exposed_s,
+                "metrics": self.metrics_s,
+                "preprocess": self.preprocess_s,
+                "validation": self.validation_s,
+            },
+            "samples_per_s": None if rate is None else rate * world_size,
+            "epochs": self.epochs,
+            "best": self.best_metric_value,
+            "bytes_sent": self.communication_size_bytes,
+        }
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain containers that can be written as JSON."""
-        return asdict(self)
+        """Return the fields and the values that follow from them as plain containers that can be written as JSON."""
+        derived = {"shares": self.shares, "samples_per_s": self.samples_per_s, "tokens_per_s": self.tokens_per_s}
+        return {**asdict(self), **derived}

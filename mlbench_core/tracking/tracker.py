@@ -8,21 +8,21 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, fields
 from functools import partial
 from itertools import pairwise
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from mlbench_core.arguments import check_at_least
 from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.errors import CheckpointError
 from mlbench_core.statistics import AverageMeter, QuantileSketch
-from mlbench_core.tracking.clock import DeviceClock, DeviceEvent, cuda_event, cuda_in_use
+from mlbench_core.tracking.clock import DeviceClock, cuda_in_use
 from mlbench_core.tracking.energy import energy_counter
 from mlbench_core.tracking.progress import ProgressBar, wants_progress
-from mlbench_core.tracking.sinks import Sink
-from mlbench_core.tracking.summary import TrackerSummary
+from mlbench_core.tracking.sinks import Sink, SinkList
+from mlbench_core.tracking.summary import Counters, Totals, TrackerSummary
 
 __all__ = ["AverageMeter", "Goal", "Tracker"]
 
@@ -35,49 +35,21 @@ VALIDATION_PREFIX = "val_"
 _STATE_VERSION = 1
 _FLUSH_TIMEOUT_S = 5.0
 
-_NUMBERS_IN_STATE = {
-    "current_epoch": "current_epoch",
-    "best_epoch": "best_epoch",
-    "goal_reached": "goal_reached",
-    "goal_text": "goal_text",
-    "time_to_goal_s": "time_to_goal_s",
-    "is_training": "is_training",
-    "minimize": "minimize",
-    "is_latest_best": "_is_latest_best",
-    "train_s": "_train_s",
-    "validation_s": "_validation_s",
-    "batches": "_batches",
-    "batches_in_epoch": "_batches_in_epoch",
-    "batches_per_epoch": "batches_per_epoch",
-    "samples": "_samples",
-    "tokens": "_tokens",
-    "communication_total_s": "_communication_total_s",
-    "communication_exposed_s": "_communication_exposed_s",
-    "communication_size_bytes": "_communication_size_bytes",
-}
-"""Entries of a state dict that are one attribute each."""
+_STATE_ATTRIBUTES = (
+    "current_epoch",
+    "best_epoch",
+    "goal_reached",
+    "goal_text",
+    "time_to_goal_s",
+    "is_training",
+    "minimize",
+    "_is_latest_best",
+    "_batches_in_epoch",
+    "batches_per_epoch",
+)
+"""Attributes that are one entry of a state dict each, without the leading underscore."""
 
 _STEP_GROUPS = ("communication_steps", "compute_steps", "metrics_steps", "preprocess_steps")
-
-
-@dataclass(frozen=True)
-class _NamedMetric:
-    """A placeholder for a metric of which only the name is known, after a checkpoint was loaded."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """Seconds since the start of the run."""
-
-    train_s: float = 0.0
-    validation_s: float = 0.0
-    steps_s: Mapping[str, float] = field(default_factory=dict)
-
-    def of(self, steps: Iterable[str]) -> float:
-        """Return the seconds of some of the steps."""
-        return sum(self.steps_s.get(name, 0.0) for name in steps)
 
 
 def _step_method(name: str) -> Callable[[Tracker], None]:
@@ -126,7 +98,6 @@ class Tracker:
         use_cuda: True to time steps on the CUDA device. None does so if CUDA is in use at the first batch.
         history_size: Number of recent batches and statistics in ``history``, and of epochs in each entry of
             ``records``.
-        make_event: Function that makes an event of the device clock; for tests.
 
     Attributes:
         current_epoch: Epoch, from 0.
@@ -181,7 +152,6 @@ class Tracker:
         progress: bool | None = None,
         use_cuda: bool | None = None,
         history_size: int = 1000,
-        make_event: Callable[[], DeviceEvent] = cuda_event,
     ) -> None:
         check_at_least("history_size", history_size, 1)
         self.metrics = list(metrics or ())
@@ -194,11 +164,7 @@ class Tracker:
         self.preprocess_steps = _steps("preprocess_steps", preprocess_steps, ["batch_load"])
         self.minimize = minimize
         self.primary_metric: Any = self.metrics[0] if self.metrics else None
-        self._sinks = list(sinks)
-        for sink in self._sinks:
-            if not callable(sink):
-                raise TypeError(f"sink {sink!r} is not callable; a sink is called (name, value, epoch, step)")
-
+        self._sinks = SinkList(sinks)
         self.current_epoch = 0
         self.best_epoch = 0
         self.best_metric_value = self._worst
@@ -230,23 +196,14 @@ class Tracker:
         # Wall time of the runs that this one resumes; perf_counter() of another process cannot be compared.
         self._earlier_wall_s = 0.0
         self._step_s: dict[str, float] = {}
-        self._epoch_ends: deque[_Totals] = deque(maxlen=history_size)
-        self._train_s = 0.0
-        self._validation_s = 0.0
-        self._batches = 0
+        self._epoch_ends: deque[Totals] = deque(maxlen=history_size)
+        self._counters = Counters()
         self._batches_in_epoch = 0
         self._batch_times = QuantileSketch()
-        self._samples = 0
-        self._tokens = 0
-        self._communication_total_s = 0.0
-        self._communication_exposed_s = 0.0
-        self._communication_size_bytes = 0
 
         self._use_cuda = use_cuda
-        self._make_event = make_event
         self._device: DeviceClock | None = None
         self._joules: Callable[[], float] | None = None
-        self._joules_at_start = 0.0
         self._earlier_energy_j: float | None = None
         self._wanted_progress = progress
         self._progress: ProgressBar | None = None
@@ -299,7 +256,7 @@ class Tracker:
             return
         elapsed_s = time.perf_counter() - self._validation_start
         self._validation_start = None
-        self._validation_s += elapsed_s
+        self._counters.validation_s += elapsed_s
         if self._batch_start is not None and self._mark is not None:
             # Both marks move forward by the validation's time, so neither the batch nor the open step includes it.
             self._batch_start += elapsed_s
@@ -314,7 +271,7 @@ class Tracker:
         ``cum_<step>`` are seconds of the run so far. Nothing is sent after an epoch without batches.
         """
         # Times are kept as running totals only; those of one epoch are the difference of two totals.
-        before, now = self._epoch_ends[-1] if self._epoch_ends else _Totals(), self._totals()
+        before, now = self._epoch_ends[-1] if self._epoch_ends else Totals(), self._totals()
         self._epoch_ends.append(now)
         if self._batches_in_epoch:
             numbers = {name: now.of([name]) - before.of([name]) for name in now.steps_s}
@@ -322,12 +279,12 @@ class Tracker:
             numbers.update({f"cum_{name}": total for name, total in now.steps_s.items()})
             for name, value in numbers.items():
                 self._send(name, value)
-                self._to_sinks(name, value)
+                self._sinks.record(name, value, self.current_epoch, self._counters.batches)
             self.batches_per_epoch = self._batches_in_epoch
         self._batches_in_epoch = 0
         if self._progress is not None:
             self._progress.clear()
-        self._each_sink("flush")
+        self._sinks.call("flush")
         self.reset_epoch_stats()
         self._expect_primary()
         self.current_epoch += 1
@@ -385,7 +342,7 @@ class Tracker:
             return
         now = time.perf_counter()
         self._batch_start = self._mark = None
-        self._batches += 1
+        self._counters.batches += 1
         self._batches_in_epoch += 1
         if self._device is not None:
             self._device.batch_end()
@@ -411,7 +368,9 @@ class Tracker:
         now = time.perf_counter()
         steps = self._step_s
         if name not in steps:
-            self._new_step(name)
+            if not isinstance(name, str):
+                raise TypeError(f"name must be a string, not {name!r}: pass the name of a step")
+            steps[name] = 0.0
         if self._device is None:
             steps[name] += now - mark
         else:
@@ -440,12 +399,10 @@ class Tracker:
             ValueError: An argument is negative or not a number.
         """
         for name, value in (("total_s", total_s), ("exposed_s", exposed_s), ("size_bytes", size_bytes)):
-            # "not >=" rejects nan too; "value < 0" would accept it.
-            if not value >= 0:
-                raise ValueError(f"{name} is {value}, but times and sizes are at least 0")
-        self._communication_total_s += float(total_s)
-        self._communication_exposed_s += float(min(exposed_s, total_s))
-        self._communication_size_bytes += int(size_bytes)
+            check_at_least(name, value, 0)
+        self._counters.communication_total_s += float(total_s)
+        self._counters.communication_exposed_s += float(min(exposed_s, total_s))
+        self._counters.communication_size_bytes += int(size_bytes)
 
     def book_as_communication(self, step: str, seconds: float) -> None:
         """Move exposed communication time from another step to the first communication step.
@@ -458,8 +415,7 @@ class Tracker:
         Raises:
             ValueError: ``seconds`` is negative or not a number.
         """
-        if not seconds >= 0:
-            raise ValueError(f"seconds is {seconds}, but times are at least 0")
+        check_at_least("seconds", seconds, 0)
         moved = min(float(seconds), self._step_s.get(step, 0.0))
         if moved > 0 and self.communication_steps:
             target = self.communication_steps[0]
@@ -476,10 +432,10 @@ class Tracker:
         Raises:
             ValueError: An argument is negative.
         """
-        if samples < 0 or tokens < 0:
-            raise ValueError(f"samples={samples}, tokens={tokens}, but counts are at least 0")
-        self._samples += int(samples)
-        self._tokens += int(tokens)
+        check_at_least("samples", samples, 0)
+        check_at_least("tokens", tokens, 0)
+        self._counters.samples += int(samples)
+        self._counters.tokens += int(tokens)
 
     # ------------------------------------------------------------------ statistics
 
@@ -538,11 +494,11 @@ class Tracker:
         # Dictionaries keep insertion order, so the first key is the oldest epoch.
         if len(by_epoch) > (self.history.maxlen or 1):
             del by_epoch[next(iter(by_epoch))]
-        self.history.append((self.current_epoch, name, value, self._batches, self._wall_s()))
+        self.history.append((self.current_epoch, name, value, self._counters.batches, self._wall_s()))
         if log_to_api:
             self._send(name, value)
         if self._sinks:
-            self._to_sinks(name, value)
+            self._sinks.record(name, value, self.current_epoch, self._counters.batches)
         if self._goal is not None and not self.goal_reached:
             self._check_goal(name, value)
 
@@ -600,11 +556,11 @@ class Tracker:
     def get_total_train_time(self) -> float:
         """Return the seconds inside training batches, without validation."""
         self._drain()
-        return self._train_s
+        return self._counters.train_s
 
     def get_total_val_time(self) -> float:
         """Return the seconds of validation."""
-        return self._validation_s
+        return self._counters.validation_s
 
     def get_total_compute_time(self) -> float:
         """Return the seconds of the compute steps."""
@@ -629,7 +585,7 @@ class Tracker:
         In a long run each of the last ``history_size`` epochs has an entry. The first entry then also includes all
         epochs before it.
         """
-        return {name: self._by_epoch(partial(_Totals.of, steps=[name])) for name in self._step_s}
+        return {name: self._by_epoch(partial(Totals.of, steps=[name])) for name in self._step_s}
 
     @property
     def cumulative_train_time(self) -> list[float]:
@@ -669,43 +625,24 @@ class Tracker:
 
     def summary(self) -> TrackerSummary:
         """Return the totals of the run so far; on CUDA without the batches that the device has not finished."""
-        train_s = self.get_total_train_time()
+        now, has_best = self._totals(), self._has_best
         phases = {
-            "compute": self.get_total_compute_time(),
-            "communication": self.get_total_communication_time(),
-            "metrics": self.get_total_metrics_time(),
-            "preprocess": self.get_total_preprocess_time(),
+            "compute_s": now.of(self.compute_steps),
+            "communication_s": now.of(self.communication_steps),
+            "metrics_s": now.of(self.metrics_steps),
+            "preprocess_s": now.of(self.preprocess_steps),
         }
-        shares = {name: seconds / train_s for name, seconds in phases.items()} if train_s > 0 else {}
-        if shares:
-            # The sum of the shares exceeds 1 if a step belongs to two groups.
-            shares["other"] = max(0.0, 1.0 - sum(shares.values()))
-        quantile = self._batch_times.quantile
-        has_best = self._has_best
         return TrackerSummary(
             run_id=str(self.run_id),
             rank=self.rank,
             epochs=self.current_epoch,
-            batches=self._batches,
             wall_s=self._wall_s(),
-            train_s=train_s,
-            validation_s=self._validation_s,
-            compute_s=phases["compute"],
-            communication_s=phases["communication"],
-            metrics_s=phases["metrics"],
-            preprocess_s=phases["preprocess"],
-            steps_s=dict(self._step_s),
-            shares=shares,
-            samples=self._samples,
-            tokens=self._tokens,
-            samples_per_s=self._samples / train_s if self._samples and train_s > 0 else None,
-            tokens_per_s=self._tokens / train_s if self._tokens and train_s > 0 else None,
-            batch_p50_s=quantile(0.5),
-            batch_p90_s=quantile(0.9),
-            batch_p99_s=quantile(0.99),
-            communication_total_s=self._communication_total_s,
-            communication_exposed_s=self._communication_exposed_s,
-            communication_size_bytes=self._communication_size_bytes,
+            **phases,
+            **asdict(self._counters),
+            steps_s=dict(now.steps_s),
+            batch_p50_s=self._batch_times.quantile(0.5),
+            batch_p90_s=self._batch_times.quantile(0.9),
+            batch_p99_s=self._batch_times.quantile(0.99),
             energy_j=self._energy_j(),
             best_metric_value=self.best_metric_value if has_best else None,
             best_epoch=self.best_epoch if has_best else None,
@@ -723,29 +660,8 @@ class Tracker:
             world_size: Number of workers. The throughput of the run is this worker's throughput times this number,
                 since all workers have parts of equal size and wait for one another in every step.
         """
-        if self.rank != 0:
-            return
-        numbers = self.summary()
-        rate = numbers.samples_per_s
-        report = {
-            "workers": world_size,
-            "goal_reached": numbers.goal_reached,
-            "time_to_goal_s": numbers.time_to_goal_s,
-            "total_s": {
-                "train": numbers.train_s,
-                "compute": numbers.compute_s,
-                "communication": numbers.communication_s,
-                "exposed_communication": numbers.communication_exposed_s,
-                "metrics": numbers.metrics_s,
-                "preprocess": numbers.preprocess_s,
-                "validation": numbers.validation_s,
-            },
-            "samples_per_s": None if rate is None else rate * world_size,
-            "epochs": numbers.epochs,
-            "best": numbers.best_metric_value,
-            "bytes_sent": numbers.communication_size_bytes,
-        }
-        self._send("summary", json.dumps(report))
+        if self.rank == 0:
+            self._send("summary", json.dumps(self.summary().report(world_size)))
 
     def __str__(self) -> str:
         """Return one line: the epoch, the means of its statistics, the best value and the training time."""
@@ -759,7 +675,7 @@ class Tracker:
         if self._has_best:
             metric = getattr(self.primary_metric, "name", "metric")
             parts.append(f"best {metric} {self.best_metric_value:.4g} (epoch {self.best_epoch})")
-        parts.append(f"train time {self._train_s:.1f} s")
+        parts.append(f"train time {self._counters.train_s:.1f} s")
         if self.goal_reached:
             parts.append("goal reached")
         return " | ".join(parts)
@@ -780,9 +696,9 @@ class Tracker:
         if self._device is not None:
             self._device.drain(wait=True)
         if self._sinks:
-            self._each_sink("write_summary", self.summary().to_dict())
-        self._each_sink("flush")
-        self._each_sink("close")
+            self._sinks.call("write_summary", self.summary().to_dict())
+            self._sinks.call("flush")
+            self._sinks.call("close")
         LogMetrics.flush(_FLUSH_TIMEOUT_S)
 
     def __enter__(self) -> Tracker:
@@ -801,7 +717,8 @@ class Tracker:
         """
         self._drain()
         state: dict[str, Any] = {"version": _STATE_VERSION}
-        state.update({key: getattr(self, name) for key, name in _NUMBERS_IN_STATE.items()})
+        state.update({name.lstrip("_"): getattr(self, name) for name in _STATE_ATTRIBUTES})
+        state.update(asdict(self._counters))
         state.update({group: list(getattr(self, group)) for group in _STEP_GROUPS})
         state["metrics"] = [str(metric.name) for metric in self.metrics]
         # JSON has no infinities, so None stands for "no value yet".
@@ -833,8 +750,8 @@ class Tracker:
             attributes = self._attributes_of(state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"this is no state of a tracker (version {_STATE_VERSION}): {type(error).__name__}: {error}; "
-                "pass what Tracker.state_dict() gave"
+                f"state must be the state of a tracker (version {_STATE_VERSION}), but {type(error).__name__}: {error}: "
+                "pass the result of Tracker.state_dict()"
             ) from error
         for name, value in attributes.items():
             setattr(self, name, value)
@@ -849,12 +766,13 @@ class Tracker:
         """Return the attributes of a tracker with the given state."""
         if state["version"] != _STATE_VERSION:
             raise ValueError(f"version {state['version']!r}")
-        new: dict[str, Any] = {name: state[key] for key, name in _NUMBERS_IN_STATE.items()}
+        new: dict[str, Any] = {name: state[name.lstrip("_")] for name in _STATE_ATTRIBUTES}
+        new["_counters"] = Counters(**{counter.name: state[counter.name] for counter in fields(Counters)})
         new.update({group: _steps(group, state[group], []) for group in _STEP_GROUPS})
         best = state["best_metric_value"]
         new["best_metric_value"] = best if best is not None else (float("inf") if new["minimize"] else float("-inf"))
         if not self.metrics and state["metrics"]:
-            new["metrics"] = [_NamedMetric(name) for name in state["metrics"]]
+            new["metrics"] = [SimpleNamespace(name=name) for name in state["metrics"]]
             new["primary_metric"] = new["metrics"][0]
         meters = self._empty_meters(new.get("metrics", self.metrics))
         for name, (val, total, count) in state["epoch_stats"].items():
@@ -866,7 +784,7 @@ class Tracker:
         new["history"] = deque(map(tuple, state["history"]), maxlen=self.history.maxlen)
         # This entry is optional, so that a state without it can be read, too.
         new["_epoch_ends"] = deque(
-            (_Totals(**ends) for ends in state.get("epoch_ends", ())), maxlen=self._epoch_ends.maxlen
+            (Totals(**ends) for ends in state.get("epoch_ends", ())), maxlen=self._epoch_ends.maxlen
         )
         new["_batch_times"] = sketch = QuantileSketch()
         sketch.load(state["batch_times"])
@@ -892,7 +810,7 @@ class Tracker:
     def _before_batch(self) -> None:
         """Finish a batch that was left open, and prepare the clocks and the progress bar before the first batch."""
         if self._batch_start is not None and self._mark is not None and self._device is None:
-            self._train_s += self._mark - self._batch_start
+            self._counters.train_s += self._mark - self._batch_start
         if self._prepared:
             return
         self._prepared = True
@@ -900,43 +818,37 @@ class Tracker:
             self._start_s = time.perf_counter()
         # CUDA is looked for here and not in the constructor, because a script may initialize it in between.
         if cuda_in_use() if self._use_cuda is None else self._use_cuda:
-            self._device = DeviceClock(self._book_step, self._book_batch, self._make_event)
+            self._device = DeviceClock(self._book_step, self._book_batch)
             self._joules = energy_counter()
-            self._joules_at_start = self._joules() if self._joules else 0.0
         if self._progress is None and wants_progress(self._wanted_progress, self.rank):
             self._progress = ProgressBar()
-
-    def _new_step(self, name: str) -> None:
-        if not isinstance(name, str):
-            raise TypeError(f"step {name!r} is of type {type(name).__name__}, but a step's name is a string")
-        self._step_s[name] = 0.0
 
     def _book_step(self, name: str, seconds: float) -> None:
         self._step_s[name] += seconds
 
     def _book_batch(self, seconds: float) -> None:
-        self._train_s += seconds
+        self._counters.train_s += seconds
         self._batch_times.add(seconds)
-        self.history.append((self.current_epoch, "batch_time_s", seconds, self._batches, self._wall_s()))
+        self.history.append((self.current_epoch, "batch_time_s", seconds, self._counters.batches, self._wall_s()))
 
     def _drain(self) -> None:
         if self._device is not None:
             self._device.drain()
 
-    def _totals(self) -> _Totals:
+    def _totals(self) -> Totals:
         """Return the totals so far, of the batches that the device has finished."""
         self._drain()
-        return _Totals(self._train_s, self._validation_s, dict(self._step_s))
+        return Totals(self._counters.train_s, self._counters.validation_s, dict(self._step_s))
 
     def _total_of(self, steps: Iterable[str]) -> float:
         return self._totals().of(steps)
 
-    def _by_epoch(self, pick: Callable[[_Totals], float]) -> list[float]:
+    def _by_epoch(self, pick: Callable[[Totals], float]) -> list[float]:
         """Return the growth of one of the totals in each epoch."""
         totals, now = list(self._epoch_ends), self._totals()
-        if now != (totals[-1] if totals else _Totals()):
+        if now != (totals[-1] if totals else Totals()):
             totals.append(now)
-        return [pick(after) - pick(before) for before, after in pairwise([_Totals(), *totals])]
+        return [pick(after) - pick(before) for before, after in pairwise([Totals(), *totals])]
 
     def _wall_s(self) -> float:
         return self._earlier_wall_s + (0.0 if self._start_s is None else time.perf_counter() - self._start_s)
@@ -944,7 +856,7 @@ class Tracker:
     def _energy_j(self) -> float | None:
         if self._joules is None:
             return self._earlier_energy_j
-        return (self._earlier_energy_j or 0.0) + self._joules() - self._joules_at_start
+        return (self._earlier_energy_j or 0.0) + self._joules()
 
     def _check_goal(self, name: str, value: float) -> None:
         """Call the goal. If it is reached, record that; rank 0 sends the result."""
@@ -964,29 +876,10 @@ class Tracker:
         for key, entry in result.items():
             if self.rank == 0:
                 self._send(key, entry)
-            self._to_sinks(key, entry)
+            self._sinks.record(key, entry, self.current_epoch, self._counters.batches)
 
     def _send(self, name: str, value: float | str) -> None:
         LogMetrics.log(self.run_id, self.rank, self.current_epoch, name, value)
-
-    # Both loops below iterate over a copy, because a sink that fails is removed from the list.
-    def _to_sinks(self, name: str, value: float | str) -> None:
-        for sink in tuple(self._sinks):
-            self._call_sink(sink, sink, name, value, self.current_epoch, self._batches)
-
-    def _each_sink(self, method: str, *arguments: Any) -> None:
-        for sink in tuple(self._sinks):
-            function = getattr(sink, method, None)
-            if function is not None:
-                self._call_sink(sink, function, *arguments)
-
-    def _call_sink(self, sink: Sink, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a sink. A sink that can no longer write (a full disk) is removed, and the run continues."""
-        try:
-            function(*arguments)
-        except OSError as error:
-            self._sinks = [other for other in self._sinks if other is not sink]
-            logger.warning("%r receives nothing any more, the run goes on: %s", sink, error)
 
 
 def _steps(argument: str, steps: str | Iterable[str] | None, default: list[str]) -> list[str]:
@@ -996,7 +889,7 @@ def _steps(argument: str, steps: str | Iterable[str] | None, default: list[str])
     names = [steps] if isinstance(steps, str) else list(steps)
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"{argument} has {name!r} of type {type(name).__name__}, but names of steps are strings")
+            raise TypeError(f"{argument} must be names of steps, which are strings, not {name!r}")
     return names
 
 
@@ -1005,7 +898,7 @@ def _number(name: str, value: Any) -> float:
     try:
         return value if type(value) in (int, float) else float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} is {value!r}, but a statistic is a number or a tensor of one element") from error
+        raise TypeError(f"{name} must be a number or a tensor of one element, not {value!r}") from error
 
 
 def _as_goal(goal: Any) -> Goal | None:
@@ -1021,8 +914,8 @@ def _as_goal(goal: Any) -> Goal | None:
         if made is not None and _accepts(made, 3):
             return made
     raise TypeError(
-        f"goal is {goal!r}, but a goal is called (metric_name, value, tracker); "
-        "pass one, or a function without required arguments that makes one"
+        f"goal must be callable as (metric_name, value, tracker), not {goal!r}: pass such a function, or one without "
+        "required arguments that returns it"
     )
 
 
