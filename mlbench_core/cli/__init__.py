@@ -12,7 +12,7 @@ Example:
 from __future__ import annotations
 
 from mlbench_core.cli import cli
-from mlbench_core.cli._group import cli_group
+from mlbench_core.cli.cli import cli_group
 
 __all__ = ["cli", "cli_group", "main"]
 

@@ -1,4 +1,7 @@
-"""The result of one run, read from its metrics: from the master, a JSON file, or a downloaded zip."""
+"""The result of one run, read from its metrics: from the master, a JSON file, or a downloaded zip.
+
+Results can be compared if their runs had the same :class:`Setup`.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,30 @@ import dataclasses
 import fnmatch
 import json
 import re
+import shlex
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlbench_core.cli._output import clean, number, print_table, remark
-from mlbench_core.cli._setups import Setup
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import replacing
+from mlbench_core.tasks import TASKS
 
-__all__ = ["PHASES", "STEPS", "RunResult", "comparable", "load_folder", "matches", "print_results", "save"]
+__all__ = [
+    "PHASES",
+    "STEPS",
+    "RunResult",
+    "Setup",
+    "comparable",
+    "labels",
+    "load_folder",
+    "matches",
+    "print_results",
+    "save",
+]
 
 Metrics = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -44,7 +59,133 @@ _WORKER_IN_ZIP = re.compile(r"(?:pod_)?(.+-worker-\d+)(?:_.*)?\.json$")
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 # "80% Top 1 Validation Accuracy reached in 407.123 seconds, Compute: 300.000 seconds, Communication: 80.500 seconds"
 _TIME_IN_RESULT = re.compile(rf"\b(?:in|after) {_NUMBER} seconds", re.IGNORECASE)
-_PHASE_IN_RESULT = re.compile(rf"\b(Compute|Communication|Metrics|Preprocess): {_NUMBER} seconds")
+_PHASE_IN_RESULT = re.compile(rf"\b(compute|communication|metrics|preprocess): {_NUMBER} seconds")
+_NOT_LIMITED = 1000.0  # the default of 3.0, which no launcher enforces
+_PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The program of a run and its resources, except the number of workers.
+
+    Runs with equal setups and equal numbers of workers are repeats of each other. Runs with equal setups and different
+    numbers of workers show how the setup scales. A seed is not part of a setup. ``None`` means unknown.
+
+    Attributes:
+        program: The task (``"task 1a"``), or the script or program of a custom command.
+        arguments: Its arguments, each option together with its value, for example the optimizer and the network.
+        image: The container image of a custom command.
+        backend: Communication backend.
+        gpu: True if the workers use GPUs.
+        light: True if the goal is the light goal of the task.
+        num_cpus: Cores of each worker.
+        max_bandwidth: Bandwidth of each worker in Mbit/s.
+        series: Name of the run without the number of workers, only if the command is unknown.
+    """
+
+    program: str | None = None
+    arguments: tuple[str, ...] = ()
+    image: str | None = None
+    backend: str | None = None
+    gpu: bool | None = None
+    light: bool | None = None
+    num_cpus: float | None = None
+    max_bandwidth: float | None = None
+    series: str | None = None
+
+    @classmethod
+    def of(cls, run: Mapping[str, Any], workers: int | None = None) -> Setup:
+        """Read the setup from the master's description of a run.
+
+        Args:
+            run: The run.
+            workers: Its number of workers, which gives the series if the command is unknown.
+        """
+        job = run.get("job_metadata")
+        command = run.get("command") or (job.get("command") if isinstance(job, Mapping) else None)
+        backend = run.get("backend") or None
+        if not isinstance(command, str) or not command.strip():
+            # 'mlbench run NAME 1 2 4' names its runs NAME-1, NAME-2 and NAME-4: one series.
+            return cls(series=str(run.get("name") or "run").removesuffix(f"-{workers}"), backend=backend)
+        program, items = _split(command)
+        image = run.get("image") or None
+        return cls(
+            program=program,
+            arguments=tuple(item for item in items if item not in ("--gpu", "--light")),
+            image=None if program.startswith("task ") or image == "custom_image" else image,
+            backend=backend,
+            # The master adds both options to the command line; records of earlier versions lack the fields.
+            gpu="--gpu" in items or run.get("gpu_enabled"),
+            light="--light" in items or run.get("light_target"),
+            num_cpus=_float(run.get("num_cpus")),
+            max_bandwidth=_float(run.get("max_bandwidth")),
+        )
+
+    def parts(self) -> tuple[str, ...]:
+        """Describe the setup with one text for each property in which two setups can differ."""
+        program = self.program or ""
+        known = (
+            self.series,
+            program if program.startswith("task ") else Path(program.rsplit(" ", 1)[-1]).name,
+            *self.arguments,
+            self.image,
+            self.backend,
+            {True: "GPU", False: "CPU", None: ""}[self.gpu],
+            "light goal" if self.light else "",
+            f"{self.num_cpus:g} core{'' if self.num_cpus == 1 else 's'}" if self.num_cpus is not None else "",
+            f"{self.max_bandwidth:g} Mbit/s" if self.max_bandwidth not in (None, _NOT_LIMITED) else "",
+        )
+        return tuple(part for part in known if part)
+
+    def __str__(self) -> str:
+        return ", ".join(self.parts()) or "unknown"
+
+
+def labels(setups: Iterable[Setup]) -> dict[Setup, str]:
+    """Give each setup a short label: the parts that it does not share with all the others.
+
+    Args:
+        setups: The setups.
+
+    Returns:
+        Labels, all different. A setup without a part of its own, or the only setup, is called ``"default"``.
+
+    Example:
+        >>> plain, ddp = Setup("task 1a", backend="gloo"), Setup("task 1a", ("--optimizer ddp",), backend="gloo")
+        >>> labels([plain, ddp]) == {plain: "default", ddp: "--optimizer ddp"}
+        True
+    """
+    distinct = sorted(dict.fromkeys(setups), key=str)
+    shared = set.intersection(*(set(setup.parts()) for setup in distinct)) if distinct else set()
+    found: dict[Setup, str] = {}
+    for setup in distinct:
+        text = ", ".join(part for part in setup.parts() if part not in shared) or "default"
+        same = sum(label.partition(" #")[0] == text for label in found.values())
+        found[setup] = f"{text} #{same + 1}" if same else text
+    return found
+
+
+def _split(command: str) -> tuple[str, list[str]]:
+    """Split a command line into program and arguments, without placeholders and seed."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        # The quotes are not balanced.
+        words = command.split()
+    # The program ends at the script, as in "python -u main.py"; without a script, it is the first word.
+    start = next((i for i, word in enumerate(words[:4]) if word.endswith(".py")), 0)
+    items: list[str] = []
+    for word in words[start + 1 :]:
+        # A word that follows an option is the value of the option.
+        if items and items[-1].startswith("-") and " " not in items[-1] and "=" not in items[-1] and word[:1] != "-":
+            items[-1] += f" {word}"
+        else:
+            items.append(word)
+    items = [item for item in items if not _PLACEHOLDER.search(item) and not re.match(r"--seed[ =]", item)]
+    # A task is recognized by its folder, because the rest of the path depends on the installation.
+    path = Path(words[start])
+    task = next((task for task in TASKS.values() if (task.folder, "main.py") == (path.parent.name, path.name)), None)
+    return f"task {task.key}" if task else " ".join(words[: start + 1]), items
 
 
 @dataclass(frozen=True)
@@ -118,11 +259,12 @@ class RunResult:
         summary = _summary(metrics)
         times = _times(summary)
         steps = _steps(metrics, "global_cum") or _steps(metrics, "cum")
-        result = _last_text(metrics, "TaskResult @ 0")
+        result = _latest(metrics, "TaskResult @ 0")
+        result = "" if result is None else str(result).strip()
         reached = summary.get("goal_reached")
         if not isinstance(reached, bool):
             reached = True if result else None
-        workers = _workers(run, summary, metrics)
+        workers, epochs = _workers(run, summary, metrics), _float(summary.get("epochs"))
         return cls(
             name=str(run.get("name") or "run"),
             workers=workers,
@@ -130,13 +272,13 @@ class RunResult:
             setup=Setup.of(run, workers),
             goal_reached=reached,
             time_to_goal_s=_time_to_goal(summary, result, metrics) if reached else None,
-            train_s=_first(_float(times.get("train")), _last(metrics, "TotalCumulativeTrainTime @ 0")),
-            phases_s=_phases(times, steps) or _phases(_times_in(result), {}),
+            train_s=_first(_float(times.get("train")), _float(_latest(metrics, "TotalCumulativeTrainTime @ 0"))),
+            phases_s=_phases(times, steps) or _phases(dict(_PHASE_IN_RESULT.findall(result.lower())), {}),
             exposed_communication_s=_float(times.get("exposed_communication")),
             validation_s=_float(times.get("validation")),
             steps_s=steps,
             samples_per_s=_float(summary.get("samples_per_s")),
-            epochs=_integer(_float(summary.get("epochs"))),
+            epochs=None if epochs is None else int(epochs),
             best=_first(_float(summary.get("best")), _float(summary.get("best_metric_value"))),
             bytes_sent=_first(_float(summary.get("bytes_sent")), _float(summary.get("communication_size_bytes"))),
         )
@@ -147,9 +289,13 @@ class RunResult:
         return {**dataclasses.asdict(self), **derived}
 
 
+def _latest(metrics: Metrics, name: str) -> Any:
+    entries = metrics.get(name)
+    return entries[-1].get("value") if entries else None
+
+
 def _summary(metrics: Metrics) -> dict[str, Any]:
-    entries = metrics.get("summary @ 0") or ()
-    value = entries[-1].get("value") if entries else None
+    value = _latest(metrics, "summary @ 0")
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -181,7 +327,7 @@ def _phases(times: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, f
 
 
 def _steps(metrics: Metrics, prefix: str) -> dict[str, float]:
-    return {step: s for step in STEPS if (s := _last(metrics, f"{prefix}_{step} @ 0")) is not None}
+    return {step: s for step in STEPS if (s := _float(_latest(metrics, f"{prefix}_{step} @ 0"))) is not None}
 
 
 def _time_to_goal(summary: Mapping[str, Any], result: str, metrics: Metrics) -> float | None:
@@ -190,13 +336,8 @@ def _time_to_goal(summary: Mapping[str, Any], result: str, metrics: Metrics) -> 
         _float(summary.get("time_to_goal_s")),
         _float(result),  # a goal may answer with the bare number of seconds
         _float(in_text[1]) if in_text else None,
-        _last(metrics, "TotalCumulativeTrainTime @ 0"),
+        _float(_latest(metrics, "TotalCumulativeTrainTime @ 0")),
     )
-
-
-def _times_in(result: str) -> dict[str, str]:
-    """Read the times of the phases from the text of a goal."""
-    return {match[1].lower(): match[2] for match in _PHASE_IN_RESULT.finditer(result)}
 
 
 def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], metrics: Metrics) -> int | None:
@@ -209,17 +350,6 @@ def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], metrics: Metric
     return len(ranks) if len(ranks) > 1 else None
 
 
-def _last_text(metrics: Metrics, name: str) -> str:
-    entries = metrics.get(name) or ()
-    value = entries[-1].get("value") if entries else None
-    return "" if value is None else str(value).strip()
-
-
-def _last(metrics: Metrics, name: str) -> float | None:
-    entries = metrics.get(name) or ()
-    return _float(entries[-1].get("value")) if entries else None
-
-
 def _float(value: object) -> float | None:
     """Return a finite number that is given as a number or as text, and ``None`` for anything else."""
     # In Python a bool is an int, but it is not a measurement.
@@ -230,10 +360,6 @@ def _float(value: object) -> float | None:
     except ValueError:
         return None
     return found if abs(found) != float("inf") and found == found else None
-
-
-def _integer(value: float | None) -> int | None:
-    return None if value is None else int(value)
 
 
 def _first(*values: float | None) -> float | None:
@@ -335,23 +461,14 @@ def _load_zip(path: Path) -> RunResult | None:
 
 def print_results(results: Sequence[RunResult]) -> None:
     """Write the table of results: one row per run, ``-`` for a value that it did not report."""
-    rows = [
-        (
-            result.name,
-            "-" if result.workers is None else result.workers,
-            _outcome(result),
-            number(result.total_s),
-            *(number(result.phases_s.get(phase)) for phase in PHASES),
-            number(result.samples_per_s, 0),
-        )
-        for result in results
-    ]
+    rows = []
+    for result in results:
+        outcome = {True: "yes", False: "no", None: "-"}[result.goal_reached]
+        # Without the run's record the goal is all that is known of its end.
+        if result.state != "finished" and not (result.state == UNKNOWN and result.goal_reached is not None):
+            outcome = result.state
+        phases = (number(result.phases_s.get(phase)) for phase in PHASES)
+        workers = "-" if result.workers is None else result.workers
+        rows.append((result.name, workers, outcome, number(result.total_s), *phases, number(result.samples_per_s, 0)))
     header = ("RUN", "WORKERS", "REACHED", "SECONDS", "COMPUTE", "COMMUNICATION", "METRICS", "DATA", "SAMPLES/S")
     print_table(header, rows, right=(1, 3, 4, 5, 6, 7, 8))
-
-
-def _outcome(result: RunResult) -> str:
-    """Return whether the goal was reached, or the state of the run if that is unknown."""
-    if result.state != "finished" and not (result.state == UNKNOWN and result.goal_reached is not None):
-        return result.state
-    return {True: "yes", False: "no", None: "-"}[result.goal_reached]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from mlbench_core.errors import MasterRequestError
 __all__ = ["Goal", "Progress", "wait_for"]
 
 POLL_S = 1.0
+_GLOBAL_METRIC = re.compile(r"val_global_(.*) @ 0")
 LOST_MASTER_S = 120.0
 """Seconds that a master may be unreachable (a restart, a network failure) before waiting ends."""
 
@@ -81,42 +83,30 @@ def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal
     """
     watched = {run["id"]: Progress(name=str(run["name"]), goal=goal) for run in runs}
     latest = {run["id"]: dict(run) for run in runs}
-    patience = _Patience()
+    away_since: float | None = None
     pause = threading.Event()
-    with _display() as show:
+    with _bars() if sys.stderr.isatty() else contextlib.nullcontext(_lines()) as show:
         while True:
-            for run_id, progress in watched.items():
-                # The second condition repeats a request for metrics that failed after the run had ended.
-                if latest[run_id].get("state") not in FINAL_STATES or progress.state not in FINAL_STATES:
-                    with patience:
+            try:
+                for run_id, progress in watched.items():
+                    # The second condition repeats a request for metrics that failed after the run had ended.
+                    if latest[run_id].get("state") not in FINAL_STATES or progress.state not in FINAL_STATES:
                         latest[run_id] = client.run(run_id)
                         _update(client, progress, latest[run_id])
+                away_since = None
+            except MasterRequestError as error:
+                # A refusal (a status below 500) does not go away by waiting. Training continues without a master.
+                if error.status is not None and error.status < 500:
+                    raise
+                if away_since is None:
+                    away_since = time.monotonic()
+                    remark(f"{error}; trying again for {LOST_MASTER_S:g} s")
+                if time.monotonic() - away_since >= LOST_MASTER_S:
+                    raise
             show(list(watched.values()))
             if all(progress.state in FINAL_STATES for progress in watched.values()):
                 return [latest[run["id"]] for run in runs]
             pause.wait(POLL_S)
-
-
-class _Patience:
-    """A context that ignores an unreachable master for a while, because training continues without it."""
-
-    def __init__(self) -> None:
-        self._away_since: float | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
-        if error is None:
-            self._away_since = None
-            return False
-        # A refusal (a status below 500) does not go away by waiting.
-        if not isinstance(error, MasterRequestError) or (error.status is not None and error.status < 500):
-            return False
-        if self._away_since is None:
-            self._away_since = time.monotonic()
-            remark(f"{error}; trying again for {LOST_MASTER_S:g} s")
-        return time.monotonic() - self._away_since < LOST_MASTER_S
 
 
 def _update(client: MasterClient, progress: Progress, run: Mapping[str, Any]) -> None:
@@ -124,7 +114,8 @@ def _update(client: MasterClient, progress: Progress, run: Mapping[str, Any]) ->
         name = _metric_name(client, progress, run["id"])
         entries = client.metrics(run["id"], metric_filter=name).get(name, []) if name else []
         if entries:
-            progress.epoch = len(entries)  # one value an epoch
+            # A script records one value of a global validation metric an epoch.
+            progress.epoch = len(entries)
             with contextlib.suppress(TypeError, ValueError):
                 progress.value = float(entries[-1]["value"])
     progress.state = str(run.get("state"))
@@ -132,44 +123,30 @@ def _update(client: MasterClient, progress: Progress, run: Mapping[str, Any]) ->
 
 def _metric_name(client: MasterClient, progress: Progress, run_id: int | str) -> str | None:
     """Return the full name of the metric to show: the goal's, or else the first global validation metric."""
-    prefix, suffix = "val_global_", " @ 0"
+    if progress.metric is None and progress.goal is not None:
+        progress.metric = progress.goal.metric
     if progress.metric is None:
-        if progress.goal is not None:
-            progress.metric = progress.goal.metric
-        else:
-            known = client.metrics(run_id, last_n=1)
-            names = [name for name in sorted(known) if name.startswith(prefix) and name.endswith(suffix)]
-            if not names:
-                return None
-            progress.metric = names[0][len(prefix) : -len(suffix)]
-    return f"{prefix}{progress.metric}{suffix}"
+        known = sorted(client.metrics(run_id, last_n=1))
+        progress.metric = next((found[1] for name in known if (found := _GLOBAL_METRIC.fullmatch(name))), None)
+    return None if progress.metric is None else f"val_global_{progress.metric} @ 0"
 
 
 Show = Callable[[Sequence[Progress]], None]
 
 
-@contextlib.contextmanager
-def _display() -> Iterator[Show]:
-    if sys.stderr.isatty():
-        with _bars() as show:
-            yield show
-    else:
-        yield _Lines()
+def _lines() -> Show:
+    """Return a display that writes a plain line for each run that has changed."""
+    shown: dict[str, str] = {}
+    start = time.monotonic()
 
-
-class _Lines:
-    """A display that writes a plain line for each run that has changed."""
-
-    def __init__(self) -> None:
-        self._shown: dict[str, str] = {}
-        self._start = time.monotonic()
-
-    def __call__(self, runs: Sequence[Progress]) -> None:
+    def show(runs: Sequence[Progress]) -> None:
         for run in runs:
             text = run.describe()
-            if self._shown.get(run.name) != text:
-                self._shown[run.name] = text
-                remark(f"[{seconds(time.monotonic() - self._start)}] {clean(run.name)}: {text}")
+            if shown.get(run.name) != text:
+                shown[run.name] = text
+                remark(f"[{seconds(time.monotonic() - start)}] {clean(run.name)}: {text}")
+
+    return show
 
 
 @contextlib.contextmanager

@@ -1,17 +1,53 @@
-"""``mlbench charts``: draw PNG and CSV charts of downloaded results or of the runs of a master."""
+"""``mlbench charts``: draw charts of results, as PNG and CSV.
+
+Runs of the same setup with the same number of workers count as repeats and are averaged. Runs of one setup with
+different numbers of workers are a series: one line, or one block of bars. With :math:`T_k` the time of :math:`k`
+workers and :math:`k_0` the fewest workers in the series::
+
+    speed-up      S_k = T_{k_0} / T_k                       ideal: k / k_0
+    price index   I_k = (price_k / price_{k_0}) / S_k       price_k proportional to k T_k
+
+If the index is below 1, the additional workers pay for themselves.
+"""
 
 from __future__ import annotations
 
+import csv
+import itertools
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlbench_core.cli import _results
 from mlbench_core.cli._embedded import connect
 from mlbench_core.cli._output import dashboard_option, json_option, print_json
-from mlbench_core.errors import ConfigurationError, MasterNotFoundError
+from mlbench_core.cli._results import PHASES, STEPS, RunResult, labels
+from mlbench_core.errors import ConfigurationError, MasterNotFoundError, require
+from mlbench_core.files import replacing
 
-__all__ = ["charts"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["charts", "draw_all", "draw_overview"]
+
+COLORS = {"compute": "#3569a8", "communication": "#e0862b", "metrics": "#6ea15a", "data": "#8a6bb0"}
+STEP_LABELS = {
+    "batch_load": "data loading",
+    "fwd_pass": "forward",
+    "comp_loss": "loss",
+    "backprop": "backward",
+    "opt_step": "update",
+    "agg": "aggregation",
+    "comp_metrics": "metrics",
+}
+_GREY = "#6b7280"
+_SERIES_COLORS = ("#3569a8", "#e0862b", "#6ea15a", "#8a6bb0", "#c0504d", "#4bacc6", "#8c6d31", "#637381")
 
 
 @click.command()
@@ -58,9 +94,7 @@ def charts(
         which = f" that matches {pattern!r}" if pattern else ""
         where = f"in {folder}" if found else "at the master has finished"
         raise ConfigurationError(f"no run{which} {where}: nothing to draw")
-    from mlbench_core.cli import _plots
-
-    written = _plots.draw_all(_results.comparable(results), output or folder, price_per_hour)
+    written = draw_all(_results.comparable(results), output or folder, price_per_hour)
     if as_json:
         print_json({"results": [result.as_json() for result in results], "files": [str(path) for path in written]})
         return
@@ -69,7 +103,7 @@ def charts(
         click.echo(path)
 
 
-def _from_master(folder: Path, dashboard_url: str | None, pattern: str | None) -> list[_results.RunResult]:
+def _from_master(folder: Path, dashboard_url: str | None, pattern: str | None) -> list[RunResult]:
     """Read the results of the master's finished runs."""
     try:
         client = connect(dashboard_url)
@@ -80,5 +114,366 @@ def _from_master(folder: Path, dashboard_url: str | None, pattern: str | None) -
     with client:
         runs = [run for run in client.runs() if _results.matches(str(run.get("name")), pattern)]
         finished = [run for run in runs if run.get("state") == "finished"]
-        results = [_results.RunResult.from_metrics(client.metrics(run["id"], last_n=1), run) for run in finished]
+        results = [RunResult.from_metrics(client.metrics(run["id"], last_n=1), run) for run in finished]
     return sorted(results, key=lambda result: (result.workers or 0, result.name))
+
+
+@dataclass(frozen=True)
+class Point:
+    """The mean over all runs of one setup with one number of workers; times are in seconds.
+
+    Attributes:
+        workers: Number of workers.
+        runs: Number of averaged runs.
+        total_s: Time to the goal if it was reached, or all training time.
+        without_communication_s: ``total_s`` without exposed communication.
+        phases_s: Time by phase.
+        steps_s: Time by step.
+        reached: True unless a run is known to have missed its goal.
+    """
+
+    workers: int
+    runs: int
+    total_s: float | None
+    without_communication_s: float | None
+    phases_s: Mapping[str, float]
+    steps_s: Mapping[str, float]
+    reached: bool
+
+
+@dataclass(frozen=True)
+class Series:
+    """The runs of one setup.
+
+    Attributes:
+        label: The part of the setup that the other series do not share.
+        setup: The whole setup as text.
+        points: One point for each number of workers, fewest workers first.
+    """
+
+    label: str
+    setup: str
+    points: tuple[Point, ...]
+
+
+def in_series(results: Sequence[RunResult]) -> list[Series]:
+    """Divide results into one series for each setup.
+
+    Args:
+        results: Runs whose number of workers is known.
+
+    Example:
+        >>> [(series.label, len(series.points)) for series in in_series([RunResult("a", 1), RunResult("b", 2)])]
+        [('default', 2)]
+    """
+    named = labels(result.setup for result in results)
+    series = []
+    for setup, label in named.items():
+        points = summarize([result for result in results if result.setup == setup])
+        series.append(Series(label, str(setup), tuple(points)))
+    return series
+
+
+def summarize(results: Sequence[RunResult]) -> list[Point]:
+    """Average the runs of one setup for each number of workers, fewest workers first.
+
+    Example:
+        >>> a, b = RunResult("a-1", 1, train_s=8.0), RunResult("b-1", 1, train_s=10.0)
+        >>> summarize([a, b])[0].total_s
+        9.0
+    """
+    points = []
+    for workers in sorted({result.workers for result in results if result.workers is not None}):
+        same = [result for result in results if result.workers == workers]
+        points.append(
+            Point(
+                workers=workers,
+                runs=len(same),
+                total_s=_mean([result.total_s for result in same]),
+                without_communication_s=_mean([result.without_communication_s for result in same]),
+                phases_s=_means([result.phases_s for result in same], PHASES),
+                steps_s=_means([result.steps_s for result in same], tuple(STEPS)),
+                reached=all(result.goal_reached is not False for result in same),
+            )
+        )
+    return points
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _means(rows: Sequence[Mapping[str, float]], keys: Sequence[str]) -> dict[str, float]:
+    found = {key: _mean([row.get(key) for row in rows]) for key in keys}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def speedup(points: Sequence[Point], time: Callable[[Point], float | None]) -> list[float | None]:
+    """Return how many times faster each point is than the first; ``None`` if a time is missing or zero."""
+    times = [time(point) for point in points]
+    return [times[0] / t if times[0] and t else None for t in times]
+
+
+def price_index(points: Sequence[Point]) -> list[float | None]:
+    """Return the price increase over the performance increase, relative to the first point.
+
+    The formula is in the module's docstring.
+    """
+    indices: list[float | None] = []
+    for point, gain in zip(points, speedup(points, _total), strict=True):
+        if gain is None or point.total_s is None or not points[0].total_s:
+            indices.append(None)
+        else:
+            # The price of an hour cancels out.
+            price = point.workers * point.total_s / (points[0].workers * points[0].total_s)
+            indices.append(price / gain)
+    return indices
+
+
+def _total(point: Point) -> float | None:
+    return point.total_s
+
+
+def _without(point: Point) -> float | None:
+    return point.without_communication_s
+
+
+def draw_overview(results: Sequence[RunResult], path: Path) -> Path:
+    """Draw time by phase and speed-up side by side.
+
+    Args:
+        results: Runs to compare.
+        path: The PNG file.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    every = in_series(results)
+    figure = _figure(2 * _width(every))
+    left, right = figure.subplots(1, 2)
+    _draw_phases(left, every)
+    _draw_speedup(right, every)
+    return _save(figure, path, every)
+
+
+def draw_all(results: Sequence[RunResult], folder: Path, price_per_hour: float | None = None) -> list[Path]:
+    """Draw every chart as PNG and write its figures as CSV.
+
+    Args:
+        results: Runs to compare.
+        folder: The folder to write to.
+        price_per_hour: Price of one worker for an hour.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ConfigurationError: No run reported any time.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    every = in_series(results)
+    if not any(point.total_s for series in every for point in series.points):
+        raise ConfigurationError("none of the runs reported a time: nothing to draw")
+    written = [draw_overview(results, folder / "overview.png")]
+    charts: dict[str, tuple[Callable[[Axes, Sequence[Series]], None], list[list[Any]]]] = {
+        "total_time_by_phase": (
+            _draw_phases,
+            _rows(
+                every,
+                ["runs", "total_s", *(f"{phase}_s" for phase in PHASES), "goal_reached"],
+                lambda point: [point.runs, point.total_s, *map(point.phases_s.get, PHASES), point.reached],
+            ),
+        ),
+        "speedup": (_draw_speedup, _speedup_rows(every)),
+        "time_all_phases": (
+            _draw_steps,
+            _rows(every, [f"{step}_s" for step in STEPS], lambda point: [point.steps_s.get(step) for step in STEPS]),
+        ),
+        "price_index": (_draw_price, _price_rows(every, price_per_hour)),
+    }
+    for name, (draw, rows) in charts.items():
+        figure = _figure(_width(every) + 1.0)
+        draw(figure.subplots(), every)
+        written.append(_save(figure, folder / f"{name}.png", every))
+        with replacing(folder / f"{name}.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows)
+        written.append(folder / f"{name}.csv")
+    return written
+
+
+def _rows(every: Sequence[Series], names: Sequence[str], values: Callable[[Point], list[Any]]) -> list[list[Any]]:
+    """Return a header and a row for each point of each series."""
+    rows = [[series.setup, point.workers, *values(point)] for series in every for point in series.points]
+    return [["setup", "workers", *names], *rows]
+
+
+def _speedup_rows(every: Sequence[Series]) -> list[list[Any]]:
+    rows: list[list[Any]] = [["setup", "workers", "ideal", "speedup", "speedup_without_communication"]]
+    for series in every:
+        points = series.points
+        columns = zip(points, speedup(points, _total), speedup(points, _without), strict=True)
+        rows += [[series.setup, p.workers, p.workers / points[0].workers, with_, out] for p, with_, out in columns]
+    return rows
+
+
+def _price_rows(every: Sequence[Series], price_per_hour: float | None) -> list[list[Any]]:
+    rows: list[list[Any]] = [["setup", "workers", "total_s", "price", "price_index"]]
+    for series in every:
+        for point, index in zip(series.points, price_index(series.points), strict=True):
+            known = price_per_hour is not None and point.total_s is not None
+            price = point.workers * point.total_s / 3600 * price_per_hour if known else None  # type: ignore[operator]
+            rows.append([series.setup, point.workers, point.total_s, price, index])
+    return rows
+
+
+def _width(every: Sequence[Series]) -> float:
+    """Return the width in inches of a chart with the bars of all series."""
+    return max(5.5, 0.6 * (len(every) + sum(len(series.points) for series in every)))
+
+
+def _figure(width: float) -> Figure:
+    require("matplotlib", "charts")
+    from matplotlib.figure import Figure
+
+    # A figure without pyplot needs no display and leaves no global state.
+    return Figure(figsize=(width, 4.4), dpi=150, layout="constrained")
+
+
+def _save(figure: Figure, path: Path, every: Sequence[Series]) -> Path:
+    if not all(point.reached for series in every for point in series.points):
+        figure.supxlabel("* the goal was not reached: all training time is shown", fontsize=8, color=_GREY)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png")
+    return path
+
+
+def _style(axes: Axes, title: str, y_label: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel("workers")
+    axes.set_ylabel(y_label)
+    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    # Bars are compared by their lengths, so the axis begins at zero.
+    axes.set_ylim(bottom=0)
+
+
+def _blocks(axes: Axes, every: Sequence[Series]) -> list[tuple[int, Point]]:
+    """Place the bars in one block for each series, with a gap between blocks and the label below the first bar."""
+    places: list[tuple[int, Point]] = []
+    ticks: list[str] = []
+    for series in every:
+        start = places[-1][0] + 2 if places else 0
+        for index, point in enumerate(series.points):
+            places.append((start + index, point))
+            # A long label is cut, because it must fit below the bars of its series.
+            label = textwrap.wrap(series.label, 18)[:4] if len(every) > 1 and index == 0 else []
+            ticks.append("\n".join([f"{point.workers}{'' if point.reached else '*'}", *label]))
+    axes.set_xticks([x for x, _ in places], ticks)
+    axes.set_xlim(-0.6, places[-1][0] + 0.6)
+    return places
+
+
+def _draw_phases(axes: Axes, every: Sequence[Series]) -> None:
+    """Draw stacked bars: training time by phase for each number of workers."""
+    places = _blocks(axes, every)
+    bottom = [0.0] * len(places)
+    for phase in PHASES:
+        heights = [point.phases_s.get(phase, 0.0) for _, point in places]
+        if any(heights):
+            axes.bar([x for x, _ in places], heights, bottom=bottom, width=0.6, color=COLORS[phase], label=phase)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for (x, _), top in zip(places, bottom, strict=True):
+        axes.annotate(f"{top:,.1f} s", (x, top), (0, 3), textcoords="offset points", ha="center", fontsize=9)
+    _style(axes, "Training time by phase", "seconds")
+    # Leave room for the numbers above the bars.
+    axes.margins(y=0.12)
+    _legend(axes)
+
+
+def _draw_steps(axes: Axes, every: Sequence[Series]) -> None:
+    """Draw grouped bars: time of every step for each number of workers."""
+    places = _blocks(axes, every)
+    steps = [step for step in STEPS if any(step in point.steps_s for _, point in places)]
+    width = 0.8 / max(len(steps), 1)
+    shades = {"batch_load": 1.0, "fwd_pass": 0.45, "comp_loss": 0.6, "backprop": 0.8, "opt_step": 1.0}
+    for index, step in enumerate(steps):
+        x = [place - 0.4 + (index + 0.5) * width for place, _ in places]
+        heights = [point.steps_s.get(step, 0.0) for _, point in places]
+        color = COLORS[STEPS[step]]
+        axes.bar(x, heights, width=width * 0.92, color=color, alpha=shades.get(step, 1.0), label=STEP_LABELS[step])
+    _style(axes, "Training time by step", "seconds")
+    _legend(axes)
+
+
+def _draw_speedup(axes: Axes, every: Sequence[Series]) -> None:
+    """Draw the speed-up with and without communication, and the ideal speed-up for each first number of workers."""
+    ticks = _shared_ticks(axes, every)
+    starts = sorted({series.points[0].workers for series in every})
+    for start in starts:
+        ideal = {k: k / start for k in ticks if k >= start}
+        axes.plot([ticks[k] for k in ideal], list(ideal.values()), "--", color=_GREY, linewidth=1.2)
+    axes.lines[0].set_label("ideal")
+    single = len(every) == 1
+    for series, color in zip(every, itertools.cycle(_SERIES_COLORS), strict=False):
+        names = ("without communication", "with communication") if single else (None, series.label)
+        without, total = speedup(series.points, _without), speedup(series.points, _total)
+        colors = (COLORS["compute"], COLORS["communication"]) if single else (color, color)
+        _line(axes, ticks, series, without, "s:", color=colors[0], label=names[0])
+        _line(axes, ticks, series, total, "o-", color=colors[1], label=names[1])
+    if not single:
+        # An empty line gives the dotted style its entry in the legend.
+        axes.plot([], [], "s:", color=_GREY, label="without communication")
+    over = f"{starts[0]} worker{'' if starts[0] == 1 else 's'}"
+    if len(starts) > 1:
+        over = "the fewest workers of each series"
+    _style(axes, f"Speed-up over {over}", "times faster")
+    axes.margins(x=0.12, y=0.12)
+    _legend(axes)
+
+
+def _draw_price(axes: Axes, every: Sequence[Series]) -> None:
+    """Draw the price index, with the limit below which more workers pay for themselves."""
+    ticks = _shared_ticks(axes, every)
+    axes.axhline(1.0, linestyle="--", color=_GREY, linewidth=1.2, label="workers pay for themselves below")
+    for series, color in zip(every, itertools.cycle(_SERIES_COLORS), strict=False):
+        name = "price index" if len(every) == 1 else series.label
+        _line(axes, ticks, series, price_index(series.points), "o-", color=color, label=name)
+    _style(axes, "Price index", "price increase / performance increase")
+    axes.margins(x=0.12, y=0.15)
+    _legend(axes)
+
+
+def _shared_ticks(axes: Axes, every: Sequence[Series]) -> dict[int, int]:
+    """Place the numbers of workers on the axis that all series share."""
+    workers = sorted({point.workers for series in every for point in series.points})
+    missed = {point.workers for series in every for point in series.points if not point.reached}
+    axes.set_xticks(range(len(workers)), [f"{k}{'*' if k in missed else ''}" for k in workers])
+    return {k: place for place, k in enumerate(workers)}
+
+
+def _line(
+    axes: Axes,
+    ticks: Mapping[int, int],
+    series: Series,
+    values: Sequence[float | None],
+    style: str,
+    **appearance: Any,
+) -> None:
+    """Draw a line through the values of a series, and write the values below a solid line."""
+    pairs = zip(series.points, values, strict=True)
+    known = [(ticks[point.workers], value) for point, value in pairs if value is not None]
+    if not known:
+        return
+    axes.plot(*zip(*known, strict=True), style, linewidth=2, **appearance)
+    for x, value in known if style.endswith("-") else ():
+        axes.annotate(f"{value:.2f}", (x, value), (0, -14), textcoords="offset points", ha="center", fontsize=9)
+
+
+def _legend(axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9)

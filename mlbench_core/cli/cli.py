@@ -1,7 +1,120 @@
-"""Import path of the command in version 3.0; see :mod:`mlbench_core.cli`."""
+"""The command group: it loads subcommands on first use and reports errors as one line and an exit status.
+
+Import only click here: this module determines how fast ``mlbench --help`` is.
+"""
 
 from __future__ import annotations
 
-from mlbench_core.cli._group import cli_group
+import importlib
+from typing import IO, Any
 
-__all__ = ["cli_group"]
+import click
+
+from mlbench_core.errors import MLBenchError
+
+__all__ = ["COMMANDS", "MOVED", "LazyGroup", "cli_group"]
+
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "charts": ("charts", "Draw charts of downloaded results, or of a master's runs."),
+    "compare": ("compare", "Compare runs: mean, spread, confidence interval."),
+    "delete": ("runs", "Delete runs and their metrics."),
+    "download": ("runs", "Download the metrics of a run as a zip file."),
+    "env": ("env", "Describe this machine, as a bug report needs it."),
+    "get-dashboard-url": ("master", "Print the address of the dashboard."),
+    "logs": ("runs", "Show what the workers of a run wrote."),
+    "master": ("master", "Start the master in the foreground, or stop it."),
+    "run": ("run", "Start runs of a task or of a command of your own."),
+    "status": ("runs", "Show all runs, or one with its latest metrics."),
+    "stop": ("runs", "Stop runs and keep their metrics."),
+    "tasks": ("tasks", "List the benchmark tasks with their goals."),
+}
+"""Subcommands: name to (module in this package, line in ``mlbench --help``)."""
+
+_ADDRESS = "name the master with --dashboard-url or MLBENCH_MASTER_URL"
+MOVED: dict[str, str] = {
+    "create-cluster": "on one machine 'mlbench run' needs no cluster; create one with the tools of its provider, start "
+    f"'mlbench master' on it and {_ADDRESS}",
+    "delete-cluster": "delete a cluster with the tools of its provider; 'mlbench master --stop' ends the master here",
+    "list-clusters": f"{_ADDRESS}; 'mlbench get-dashboard-url' prints the address in use",
+    "set-cluster": _ADDRESS,
+}
+"""Removed commands of version 3.0, each with its replacement."""
+
+
+class CommandFailed(click.ClickException):
+    """A failure that the user can act on: one line on standard error, exit status 1."""
+
+    exit_code = 1
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Write ``mlbench: MESSAGE`` to standard error (or to ``file``)."""
+        click.echo(f"mlbench: {self.format_message()}", file=file, err=file is None)
+
+
+class LazyGroup(click.Group):
+    """A group that imports a subcommand's module when the subcommand is used.
+
+    Expected errors (:class:`~mlbench_core.errors.MLBenchError`, :class:`OSError`) end as one line on standard error
+    and exit status 1, never as a traceback. Wrong use ends with exit status 2, as in click.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all subcommands, sorted."""
+        return sorted({*COMMANDS, *self.commands})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Load the subcommand ``cmd_name``; return ``None`` if it does not exist."""
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module = importlib.import_module(f"mlbench_core.cli.{COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the subcommand; for a removed command of version 3.0, fail with the name of its replacement."""
+        if args and args[0] in MOVED:
+            ctx.fail(f"'{args[0]}' was removed in version 4: {MOVED[args[0]]}.")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of subcommands from the static help lines, loading none of them."""
+        # click's own list would import the module of every command.
+        rows = [(name, line) for name, (_, line) in COMMANDS.items()]
+        rows += [(name, command.get_short_help_str()) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(rows))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the subcommand and turn expected errors into one line and exit status 1."""
+        try:
+            return super().invoke(ctx)
+        except MLBenchError as error:
+            raise CommandFailed(" ".join(str(error).split())) from error
+        except BrokenPipeError:  # click handles this one: the reader of a pipe has ended
+            raise
+        except OSError as error:
+            place = f": {error.filename}" if error.filename else ""
+            raise CommandFailed(f"{error.strerror or error}{place}") from error
+
+
+def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    if not wanted or ctx.resilient_parsing:
+        return
+    from mlbench_core import __version__
+
+    click.echo(f"mlbench, version {__version__}")
+    ctx.exit()
+
+
+@click.group(
+    name="mlbench",
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit status: 0 done, 1 failed, 2 used wrongly. MLBENCH_MASTER_URL and MLBENCH_TOKEN name the master.",
+)
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Version.")
+def cli_group() -> None:
+    """Benchmark distributed machine learning: start runs, watch them, compare them."""

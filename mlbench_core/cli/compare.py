@@ -13,8 +13,7 @@ import click
 from mlbench_core.cli._client import FINAL_STATES, MasterClient
 from mlbench_core.cli._embedded import connect
 from mlbench_core.cli._output import dashboard_option, json_option, number, print_json, print_table, remark
-from mlbench_core.cli._results import RunResult
-from mlbench_core.cli._setups import Setup
+from mlbench_core.cli._results import RunResult, Setup
 from mlbench_core.errors import MasterRequestError
 
 __all__ = ["compare", "confidence_95"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ class _TaskType(click.ParamType):
     name = "task"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Task:
+        # click asks of every type that it accepts a value that is converted already.
         if isinstance(value, Task):
             return value
         try:
@@ -45,8 +48,94 @@ class _RunCommand(click.Command):
         return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS...]"]
 
 
+@dataclass
+class _Options:
+    """The options of one call under click's names, and the ``arguments`` after ``--``."""
+
+    name: str
+    num_workers: tuple[int, ...]
+    task: Task | None
+    image: str | None
+    command: str | None
+    backend: str | None
+    gpu: bool
+    num_cpus: float | None
+    light: bool
+    replace: bool
+    wait: bool
+    output: Path | None
+    dashboard_url: str | None
+    as_json: bool
+    arguments: list[str]
+
+    def complete(self, ctx: click.Context) -> None:
+        """Ask for missing values, check all of them, and remember them as the defaults of the next questions.
+
+        Raises:
+            click.UsageError: Values contradict each other, or one is missing and there is no terminal to ask on.
+        """
+        if self.task is not None and (self.image or self.command):
+            raise click.UsageError("--task excludes --image and --command: a task brings its own")
+        if self.output is not None and not self.wait:
+            raise click.UsageError("--output needs --wait")
+        last = _settings.read(_settings.LAST_RUN)
+        asked = self.task is None and self.command is None and self.image is None
+        self.name = self.name or _ask("the name", "NAME", last.get("name"))
+        _check_name(self.name)
+        # A number that is given twice would start two runs of the same name.
+        self.num_workers = tuple(dict.fromkeys(self.num_workers or _ask_workers(last.get("num_workers"))))
+        for workers in self.num_workers:
+            _check_name(f"{self.name}-{workers}")
+        if asked:
+            self.task = _ask_task(ctx, last.get("task"))
+        if self.task is None and not self.command:
+            what = f"the command of image {self.image}" if self.image else "the command"
+            self.command = _ask(what, "--command", last.get("command"))
+        if self.backend is None and asked:
+            default = last.get("backend") or BACKENDS[0]
+            self.backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=default)
+        self.backend = self.backend or (self.task.backends if self.task else BACKENDS)[0]
+        self._check_backend()
+        values = {"name": self.name, "num_workers": self.num_workers, "task": self.task.key if self.task else None}
+        _settings.remember(_settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend})
+
+    def _check_backend(self) -> None:
+        if self.task is not None and self.backend not in self.task.backends:
+            known = ", ".join(self.task.backends)
+            raise click.BadParameter(
+                f"the backend of task {self.task.key} must be one of {known}, not {self.backend!r}",
+                param_hint="--backend",
+            )
+        if self.backend == "nccl" and not self.gpu:
+            raise click.BadParameter("nccl moves tensors between GPUs: add --gpu, or take gloo", param_hint="--backend")
+
+    def request(self) -> dict[str, Any]:
+        """Return the body of ``POST /api/runs/`` without the name and the number of workers."""
+        # --gpu and --light are passed on for every kind of run: the master adds them to the workers' command line.
+        request: dict[str, Any] = {"backend": self.backend, "gpu_enabled": self.gpu, "light_target": self.light}
+        if self.num_cpus is not None:
+            request["num_cpus"] = self.num_cpus
+        if self.task is not None:
+            return {**request, "task": self.task.key, "arguments": self.arguments}
+        try:
+            words = shlex.split(self.command or "")
+        except ValueError as error:
+            raise click.BadParameter(
+                f"{self.command!r} must be words as for a shell: {error}", param_hint="--command"
+            ) from None
+        # Workers run in their own folder, so the path of the script must not depend on this one. The script is the
+        # first word, or it follows an interpreter.
+        for position, word in enumerate(words[:2]):
+            if word.endswith(".py") and Path(word).is_file():
+                words[position] = str(Path(word).absolute())
+        line = shlex.join([*words, *self.arguments])
+        if self.image in (None, CUSTOM_IMAGE):
+            return {**request, "command": line}
+        return {**request, "image_name": CUSTOM_IMAGE, "custom_image_name": self.image, "custom_image_command": line}
+
+
 @click.command(cls=_RunCommand)
-@click.argument("name", required=False)
+@click.argument("name", required=False, default="")
 @click.argument("num_workers", nargs=-1, type=click.IntRange(min=1))
 @click.option("--task", type=_TaskType(), metavar="TASK", help="A benchmark task; see 'mlbench tasks'.")
 @click.option("--image", help="Container image of a program of your own, for a master that starts containers.")
@@ -66,23 +155,7 @@ class _RunCommand(click.Command):
 @dashboard_option
 @json_option
 @click.pass_context
-def run(
-    ctx: click.Context,
-    name: str | None,
-    num_workers: tuple[int, ...],
-    task: Task | None,
-    image: str | None,
-    command: str | None,
-    backend: str | None,
-    gpu: bool,
-    num_cpus: float | None,
-    light: bool,
-    replace: bool,
-    wait: bool,
-    output: Path | None,
-    dashboard_url: str | None,
-    as_json: bool,
-) -> None:
+def run(ctx: click.Context, **values: Any) -> None:
     """Start one run for each of NUM_WORKERS, named NAME-NUM_WORKERS.
 
     ARGUMENTS after -- go to the task's script:
@@ -92,40 +165,16 @@ def run(
 
     On a terminal, missing values are asked for. If no master is configured, one is started on this machine.
     """
-    if task is not None and (image or command):
-        raise click.UsageError("--task excludes --image and --command: a task brings its own")
-    if output is not None and not wait:
-        raise click.UsageError("--output needs --wait")
-    last = _settings.read(_settings.LAST_RUN)
-    asked = task is None and command is None and image is None
-    name = _name(name or _ask("the name", "NAME", last.get("name")))
-    num_workers = tuple(dict.fromkeys(num_workers or _ask_workers(last.get("num_workers"))))
-    _check_names(name, num_workers)
-    if asked:
-        task = _ask_task(ctx, last.get("task"))
-    if task is None and not command:
-        what = f"the command of image {image}" if image else "the command"
-        command = _ask(what, "--command", last.get("command"))
-    if backend is None and asked:
-        backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=last.get("backend") or BACKENDS[0])
-    backend = backend or (task.backends[0] if task else BACKENDS[0])
-    _check_backend(task, backend, gpu)
-    request = _request(task, image, command, ctx.obj, backend, gpu, num_cpus, light)
-    answers: dict[str, Any] = {
-        "name": name,
-        "num_workers": num_workers,
-        "task": task.key if task else None,
-        "image": image,
-    }
-    answers |= {"command": command, "backend": backend, "gpu": gpu, "light": light, "num_cpus": num_cpus}
-    _settings.remember(_settings.LAST_RUN, {**answers, "arguments": ctx.obj})
-    location = _embedded.find_or_start(dashboard_url)
+    options = _Options(arguments=ctx.obj, **values)
+    options.complete(ctx)
+    # Before a master is started: a request that cannot be made needs none.
+    request = options.request()
+    location = _embedded.find_or_start(options.dashboard_url)
     with MasterClient(location.url, location.token) as client:
-        started = _start(client, name, num_workers, request, replace)
-        if wait:
-            goal = _goal(task, light, ctx.obj)
-            _follow(client, started, goal, output or Path("mlbench-results") / name, as_json)
-        elif as_json:
+        started = _start(client, options, request)
+        if options.wait:
+            _follow(client, started, options)
+        elif options.as_json:
             print_json(started)
         else:
             rows = [(item["name"], item["id"], item.get("num_workers"), item.get("state")) for item in started]
@@ -166,77 +215,24 @@ def _ask_workers(default: Sequence[int] | None) -> tuple[int, ...]:
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) < 1:
-        raise click.UsageError(f"{text!r} is no number of workers: give whole numbers from 1, for example: 1 2 4")
+        raise click.UsageError(f"NUM_WORKERS must be whole numbers from 1, not {text!r}: give for example 1 2 4")
     return numbers
 
 
-def _name(name: str) -> str:
+def _check_name(name: str) -> None:
     if not is_run_name(name):
         raise click.BadParameter(
             f"{name!r} cannot name a run: at most 63 small letters, digits and '-', which neither begins nor ends it",
             param_hint="NAME",
         )
-    return name
 
 
-def _check_names(name: str, num_workers: Sequence[int]) -> None:
-    for workers in num_workers:
-        _name(f"{name}-{workers}")
-
-
-def _check_backend(task: Task | None, backend: str, gpu: bool) -> None:
-    if task is not None and backend not in task.backends:
-        raise click.BadParameter(
-            f"task {task.key} has no backend {backend!r}; it has {', '.join(task.backends)}", param_hint="--backend"
-        )
-    if backend == "nccl" and not gpu:
-        raise click.BadParameter("nccl moves tensors between GPUs: add --gpu, or take gloo", param_hint="--backend")
-
-
-def _request(
-    task: Task | None,
-    image: str | None,
-    command: str | None,
-    arguments: Sequence[str],
-    backend: str,
-    gpu: bool,
-    num_cpus: float | None,
-    light: bool,
-) -> dict[str, Any]:
-    """Return the body of ``POST /api/runs/`` without the name and the number of workers."""
-    # --gpu and --light are passed on for every kind of run: the master adds them to the workers' command line.
-    request: dict[str, Any] = {"backend": backend, "gpu_enabled": gpu, "light_target": light}
-    if num_cpus is not None:
-        request["num_cpus"] = num_cpus
-    if task is not None:
-        return {**request, "task": task.key, "arguments": list(arguments)}
-    if command is None:
-        raise click.UsageError("--image needs --command")
-    import shlex
-
-    line = shlex.join([*_with_absolute_script(shlex.split(command)), *arguments])
-    if image in (None, CUSTOM_IMAGE):
-        return {**request, "command": line}
-    return {**request, "image_name": CUSTOM_IMAGE, "custom_image_name": image, "custom_image_command": line}
-
-
-def _with_absolute_script(words: list[str]) -> list[str]:
-    """Make the path of a command's Python script absolute, because workers run in their own folder."""
-    # The script is the first word, or it follows an interpreter.
-    for position, word in enumerate(words[:2]):
-        if word.endswith(".py") and Path(word).is_file():
-            words[position] = str(Path(word).absolute())
-    return words
-
-
-def _start(
-    client: MasterClient, name: str, num_workers: Sequence[int], request: Mapping[str, Any], replace: bool
-) -> list[dict[str, Any]]:
-    """Start all runs, after a check of all names; with ``replace``, delete earlier runs of the same names."""
-    names = {f"{name}-{workers}": workers for workers in num_workers}
+def _start(client: MasterClient, options: _Options, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Start all runs, after a check of all names; with ``--replace``, delete earlier runs of the same names."""
+    names = {f"{options.name}-{workers}": workers for workers in options.num_workers}
     for item in client.runs():
         if item.get("name") in names:
-            if not replace:
+            if not options.replace:
                 raise MasterRequestError(
                     f"there is a run {item['name']} already: choose another NAME, or give --replace to delete it first",
                     409,
@@ -245,20 +241,17 @@ def _start(
     started: list[dict[str, Any]] = []
     for run_name, workers in names.items():
         try:
-            started.append(client.create({**request, "name": run_name, "num_workers": workers}))
-            _show_notes(started[-1])
+            item = client.create({**request, "name": run_name, "num_workers": workers})
         except MLBenchError:
             if started:
                 remark(f"started before the failure: {', '.join(str(item['name']) for item in started)}")
             raise
+        started.append(item)
+        # The notes name options that the master cannot fulfill as requested.
+        job = item.get("job_metadata")
+        for note in (job.get("notes") if isinstance(job, Mapping) else None) or ():
+            remark(f"{clean(item['name'])}: {clean(note)}")
     return started
-
-
-def _show_notes(item: Mapping[str, Any]) -> None:
-    """Write the master's notes on options that it cannot fulfill as requested."""
-    job = item.get("job_metadata")
-    for note in (job.get("notes") if isinstance(job, Mapping) else None) or ():
-        remark(f"{clean(item['name'])}: {clean(note)}")
 
 
 def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goal | None:
@@ -275,6 +268,7 @@ def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goa
 
 
 def _option(arguments: Sequence[str], option: str) -> str | None:
+    # argparse accepts both forms: "--dataset digits" and "--dataset=digits".
     for index, word in enumerate(arguments):
         if word == option and index + 1 < len(arguments):
             return arguments[index + 1]
@@ -283,12 +277,12 @@ def _option(arguments: Sequence[str], option: str) -> str | None:
     return None
 
 
-def _follow(
-    client: MasterClient, started: Sequence[dict[str, Any]], goal: _wait.Goal | None, folder: Path, as_json: bool
-) -> None:
+def _follow(client: MasterClient, started: Sequence[dict[str, Any]], options: _Options) -> None:
+    """Wait for the runs, save and show their results, and fail if one of them failed."""
+    folder = options.output or Path("mlbench-results") / options.name
     names = " ".join(str(item["name"]) for item in started)
     try:
-        ended = _wait.wait_for(client, started, goal)
+        ended = _wait.wait_for(client, started, _goal(options.task, options.light, options.arguments))
     except KeyboardInterrupt:
         raise MLBenchError(f"no longer waiting; the runs go on ('mlbench stop {names}' stops them)") from None
     results = []
@@ -297,7 +291,7 @@ def _follow(
         _results.save(folder / f"{item['name']}.json", item, metrics)
         results.append(_results.RunResult.from_metrics(metrics, item))
     chart = _draw(folder, results)
-    if as_json:
+    if options.as_json:
         places = {"folder": str(folder.absolute()), "chart": str(chart.absolute()) if chart else None}
         print_json({"results": [result.as_json() for result in results], **places})
     else:
@@ -318,9 +312,9 @@ def _draw(folder: Path, results: Sequence[_results.RunResult]) -> Path | None:
     if not drawable:
         return None
     try:
-        from mlbench_core.cli import _plots
+        from mlbench_core.cli.charts import draw_overview
 
-        return _plots.draw_overview(drawable, folder / "overview.png")
+        return draw_overview(drawable, folder / "overview.png")
     except MissingDependencyError as error:
         remark(f"no chart: {error}")
         return None

@@ -750,7 +750,7 @@ class Tracker:
             attributes = self._attributes_of(state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"state must be the state of a tracker (version {_STATE_VERSION}), but {type(error).__name__}: {error}: "
+                f"state must be that of a tracker (version {_STATE_VERSION}), but {type(error).__name__}: {error}: "
                 "pass the result of Tracker.state_dict()"
             ) from error
         for name, value in attributes.items():

@@ -10,7 +10,7 @@ import pytest
 
 from mlbench_core import __version__
 from mlbench_core.cli import cli_group
-from mlbench_core.cli._group import COMMANDS
+from mlbench_core.cli.cli import COMMANDS
 from mlbench_core.errors import MasterError
 from tests.cli.conftest import Call
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.cli import _plots
-from mlbench_core.cli._results import RunResult, load_folder, save
-from mlbench_core.cli._setups import Setup, labels
+from mlbench_core.cli import charts
+from mlbench_core.cli._results import RunResult, Setup, labels, load_folder, save
 from mlbench_core.cli.compare import confidence_95
 from mlbench_core.evaluation.goals import time_to_accuracy_goal
 from tests.cli.conftest import Call
@@ -301,8 +300,8 @@ def test_charts_are_written_with_their_figures(folder: Path, call: Call) -> None
 
 def test_published_price_index() -> None:
     """Task 4a: 4 workers 2.56 times faster; at equal prices a worker the index is 4 / 2.56^2."""
-    points = _plots.summarize([RunResult("a-1", 1, train_s=256.0), RunResult("a-4", 4, train_s=100.0)])
-    assert _plots.price_index(points) == pytest.approx([1.0, 4 / 2.56**2])
+    points = charts.summarize([RunResult("a-1", 1, train_s=256.0), RunResult("a-4", 4, train_s=100.0)])
+    assert charts.price_index(points) == pytest.approx([1.0, 4 / 2.56**2])
 
 
 def test_filter_and_output(folder: Path, call: Call, tmp_path: Path) -> None:
@@ -329,7 +328,7 @@ def test_missing_matplotlib_has_the_pip_line(folder: Path, call: Call, patch: py
 
 
 def test_repeats_are_averaged() -> None:
-    points = _plots.summarize(
+    points = charts.summarize(
         [RunResult("a-1", 1, train_s=8.0, goal_reached=True), RunResult("b-1", 1, train_s=10.0, goal_reached=False)]
     )
     assert [(p.runs, p.total_s, p.reached) for p in points] == [(2, 9.0, False)]

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 import mlbench_master
-from mlbench_core.cli._results import load_folder
-from mlbench_core.cli._setups import Setup
+from mlbench_core.cli._results import Setup, load_folder
 from mlbench_core.client.api import MLBENCH_IMAGES
 from mlbench_core.tasks import get_task
 from mlbench_master import create_app, pages

@@ -206,7 +206,7 @@ def test_own_steps_and_single_strings(clock: Clock) -> None:
 
 
 def test_wrong_steps_are_refused() -> None:
-    with pytest.raises(TypeError, match="compute_steps must be names of steps, .* not 3"):
+    with pytest.raises(TypeError, match=r"compute_steps must be names of steps, .* not 3"):
         make(compute_steps=["a", 3])
     tracker = make()
     tracker.batch_start()
@@ -321,7 +321,7 @@ def test_tensors_lose_their_graph_and_nonsense_is_refused() -> None:
     tracker = make()
     tracker.record_loss((torch.ones(1, requires_grad=True) * 2).squeeze().detach())
     assert type(tracker.epoch_stats["train_loss"].val) is float
-    with pytest.raises(TypeError, match="train_loss must be a number .*, not 'high'"):
+    with pytest.raises(TypeError, match=r"train_loss must be a number .*, not 'high'"):
         tracker.record_loss("high")  # type: ignore[arg-type]
 
 
@@ -783,7 +783,7 @@ def test_torch_reads_the_state_without_pickled_code(tmp_path: Path) -> None:
 def test_a_damaged_state_changes_nothing(damage: Any) -> None:
     tracker = make()
     before = copy.deepcopy(tracker.state_dict())
-    with pytest.raises(CheckpointError, match="must be the state of a tracker"):
+    with pytest.raises(CheckpointError, match="must be that of a tracker"):
         tracker.load_state_dict(damage)
     half = {key: value for key, value in before.items() if key != "records"}
     with pytest.raises(CheckpointError, match="records"):
