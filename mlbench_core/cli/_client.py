@@ -60,7 +60,8 @@ class MasterClient(RestClient):
     def logs(self, run_id: int | str, since_line: int = 0) -> tuple[list[dict[str, Any]], int]:
         """Return all lines of a run's log from ``since_line`` on, and the number to continue with next time."""
         lines: list[dict[str, Any]] = []
-        while True:  # the master may answer in pages
+        # The master answers with a bounded number of lines at a time.
+        while True:
             answer = self.json(dict, "GET", f"runs/{path_part(run_id)}/logs/", params={"since_line": since_line})
             page = answer.get("lines") or []
             lines += page

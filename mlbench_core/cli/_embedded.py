@@ -6,8 +6,6 @@ master that this user started last.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import importlib.util
 import os
 import signal
@@ -53,14 +51,15 @@ def configured(dashboard_url: str | None = None) -> Location | None:
         dashboard_url: Value of ``--dashboard-url``.
     """
     token = os.environ.get("MLBENCH_TOKEN") or None
-    if dashboard_url:
-        return Location(base_url(dashboard_url), token or _known_token(dashboard_url), "--dashboard-url")
-    if os.environ.get("MLBENCH_MASTER_URL"):
-        url = base_url(os.environ["MLBENCH_MASTER_URL"])
-        return Location(url, token or _known_token(url), "MLBENCH_MASTER_URL")
     settings = _settings.read(_settings.SETTINGS)
-    if settings.get("master_url"):
-        return Location(base_url(str(settings["master_url"])), token or settings.get("token"), _settings.SETTINGS)
+    for address, source in (
+        (dashboard_url, "--dashboard-url"),
+        (os.environ.get("MLBENCH_MASTER_URL"), "MLBENCH_MASTER_URL"),
+        (settings.get("master_url"), _settings.SETTINGS),
+    ):
+        if address:
+            url = base_url(str(address))
+            return Location(url, token or _known_token(url), source)
     return None
 
 
@@ -126,7 +125,8 @@ def find_or_start(dashboard_url: str | None = None) -> Location:
         return location
     check_installed()
     with files.lock(user_folder(_LOCK)):
-        location = embedded()  # another command may have started it while this one waited for the lock
+        # Another command may have started it while this one waited for the lock.
+        location = embedded()
         if location is None:
             location = _start()
             remark(f"started the master: {location.url} (stop it with 'mlbench master --stop')")
@@ -146,24 +146,6 @@ def check_installed() -> None:
             )
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise an error unless a server can listen on this address and port.
-
-    Raises:
-        ConfigurationError: The port is in use, or the address does not belong to this machine.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As the master's own socket: without this option, old connections in TIME_WAIT make a free port look used.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigurationError(f"port {port} on {host} is in use; choose another with --port") from None
-        raise ConfigurationError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-
-
 def master_command(host: str, port: int) -> list[str]:
     """Return the command of a master process; MLBENCH_TOKEN passes the token, because all users can see arguments."""
     return [sys.executable, "-m", "mlbench_core.cli", "master", "--host", host, "--port", str(port)]
@@ -174,25 +156,34 @@ def record(url: str, pid: int, token: str | None) -> None:
     _settings.remember(_settings.MASTER, {"url": url, "pid": pid, "token": token})
 
 
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # As the master's own socket: without this option, old connections in TIME_WAIT make a free port look used.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((DEFAULT_HOST, port))
+        except OSError:
+            return False
+    return True
+
+
 def _free_port() -> int:
     for port in range(DEFAULT_PORT, DEFAULT_PORT + _PORTS_TRIED):
-        with contextlib.suppress(ConfigurationError):
-            check_port(DEFAULT_HOST, port)
+        if _is_free(port):
             return port
     last = DEFAULT_PORT + _PORTS_TRIED - 1
     raise ConfigurationError(f"no port from {DEFAULT_PORT} to {last} is free; start one with 'mlbench master --port P'")
 
 
 def _start() -> Location:
-    """Start a master, and retry if another program took the port between the check and the start."""
     while True:
         port = _free_port()
         try:
             return _start_at(port)
         except MasterError:
-            with contextlib.suppress(ConfigurationError):
-                check_port(DEFAULT_HOST, port)
-                raise  # the port is free, so the failure has another cause
+            # Another program may have taken the port between the check and the start; any other cause stays.
+            if _is_free(port):
+                raise
 
 
 def _start_at(port: int) -> Location:
@@ -206,7 +197,8 @@ def _start_at(port: int) -> Location:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in this terminal must not end the master
+            # Ctrl-C in this terminal must not end the master.
+            start_new_session=True,
         )
     location = Location(f"http://{DEFAULT_HOST}:{port}", token, "the embedded master")
     try:
@@ -217,7 +209,8 @@ def _start_at(port: int) -> Location:
         process.wait()
         raise
     record(location.url, process.pid, token)
-    process.returncode = 0  # Popen must not warn that it left a child running: the master outlives this process
+    # The master outlives this process. Without a return code, Popen would warn that it left a child running.
+    process.returncode = 0
     return location
 
 
@@ -226,18 +219,15 @@ def _await_health(process: subprocess.Popen[bytes], location: Location, log: Pat
     pause = threading.Event()
     while True:
         healthy = _healthy(location)
-        if process.poll() is not None:  # checked after the answer: if ours has ended, another server answered
-            raise MasterError(f"the master ended at its start: {_last_line(log)} (all of it: {log})")
+        # Checked after the answer: if our process has ended, another server answered.
+        if process.poll() is not None:
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it wrote nothing"]
+            raise MasterError(f"the master ended at its start: {lines[-1].strip()} (all of it: {log})")
         if healthy:
             return
         if time.monotonic() > deadline:
             raise MasterError(f"the master did not answer within {START_TIMEOUT_S:g} s; its log: {log}")
         pause.wait(0.1)
-
-
-def _last_line(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else "it wrote nothing"
 
 
 def _healthy(location: Location) -> bool:
@@ -258,7 +248,8 @@ def _alive(pid: object) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-    except psutil.AccessDenied:  # a process of another user
+    # A process of another user is alive, too.
+    except psutil.AccessDenied:
         return True
 
 

@@ -167,11 +167,10 @@ def in_series(results: Sequence[RunResult]) -> list[Series]:
         [('default', 2)]
     """
     named = labels(result.setup for result in results)
-    series = []
-    for setup, label in named.items():
-        points = summarize([result for result in results if result.setup == setup])
-        series.append(Series(label, str(setup), tuple(points)))
-    return series
+    return [
+        Series(label, str(setup), tuple(summarize([result for result in results if result.setup == setup])))
+        for setup, label in named.items()
+    ]
 
 
 def summarize(results: Sequence[RunResult]) -> list[Point]:
@@ -209,10 +208,9 @@ def _means(rows: Sequence[Mapping[str, float]], keys: Sequence[str]) -> dict[str
     return {key: value for key, value in found.items() if value is not None}
 
 
-def speedup(points: Sequence[Point], time: Callable[[Point], float | None]) -> list[float | None]:
-    """Return how many times faster each point is than the first; ``None`` if a time is missing or zero."""
-    times = [time(point) for point in points]
-    return [times[0] / t if times[0] and t else None for t in times]
+def speedup(times: Sequence[float | None]) -> list[float | None]:
+    """Return how many times faster each time is than the first; ``None`` if a time is missing or zero."""
+    return [times[0] / time if times[0] and time else None for time in times]
 
 
 def price_index(points: Sequence[Point]) -> list[float | None]:
@@ -220,23 +218,9 @@ def price_index(points: Sequence[Point]) -> list[float | None]:
 
     The formula is in the module's docstring.
     """
-    indices: list[float | None] = []
-    for point, gain in zip(points, speedup(points, _total), strict=True):
-        if gain is None or point.total_s is None or not points[0].total_s:
-            indices.append(None)
-        else:
-            # The price of an hour cancels out.
-            price = point.workers * point.total_s / (points[0].workers * points[0].total_s)
-            indices.append(price / gain)
-    return indices
-
-
-def _total(point: Point) -> float | None:
-    return point.total_s
-
-
-def _without(point: Point) -> float | None:
-    return point.without_communication_s
+    gains = zip(points, speedup([point.total_s for point in points]), strict=True)
+    # The price of an hour cancels out, so the price increase is (k / k_0) / S_k.
+    return [None if gain is None else point.workers / points[0].workers / gain**2 for point, gain in gains]
 
 
 def draw_overview(results: Sequence[RunResult], path: Path) -> Path:
@@ -315,8 +299,10 @@ def _speedup_rows(every: Sequence[Series]) -> list[list[Any]]:
     rows: list[list[Any]] = [["setup", "workers", "ideal", "speedup", "speedup_without_communication"]]
     for series in every:
         points = series.points
-        columns = zip(points, speedup(points, _total), speedup(points, _without), strict=True)
-        rows += [[series.setup, p.workers, p.workers / points[0].workers, with_, out] for p, with_, out in columns]
+        total = speedup([point.total_s for point in points])
+        without = speedup([point.without_communication_s for point in points])
+        for point, *speedups in zip(points, total, without, strict=True):
+            rows.append([series.setup, point.workers, point.workers / points[0].workers, *speedups])
     return rows
 
 
@@ -324,8 +310,9 @@ def _price_rows(every: Sequence[Series], price_per_hour: float | None) -> list[l
     rows: list[list[Any]] = [["setup", "workers", "total_s", "price", "price_index"]]
     for series in every:
         for point, index in zip(series.points, price_index(series.points), strict=True):
-            known = price_per_hour is not None and point.total_s is not None
-            price = point.workers * point.total_s / 3600 * price_per_hour if known else None  # type: ignore[operator]
+            price = None
+            if price_per_hour is not None and point.total_s is not None:
+                price = point.workers * point.total_s / 3600 * price_per_hour
             rows.append([series.setup, point.workers, point.total_s, price, index])
     return rows
 
@@ -421,7 +408,8 @@ def _draw_speedup(axes: Axes, every: Sequence[Series]) -> None:
     single = len(every) == 1
     for series, color in zip(every, itertools.cycle(_SERIES_COLORS), strict=False):
         names = ("without communication", "with communication") if single else (None, series.label)
-        without, total = speedup(series.points, _without), speedup(series.points, _total)
+        total = speedup([point.total_s for point in series.points])
+        without = speedup([point.without_communication_s for point in series.points])
         colors = (COLORS["compute"], COLORS["communication"]) if single else (color, color)
         _line(axes, ticks, series, without, "s:", color=colors[0], label=names[0])
         _line(axes, ticks, series, total, "o-", color=colors[1], label=names[1])

@@ -74,7 +74,7 @@ def compare(names: tuple[str, ...], dashboard_url: str | None, as_json: bool) ->
             if run.get("state") not in FINAL_STATES:
                 remark(f"{run['name']} has not ended: left out")
             elif run.get("state") != "finished":
-                remark(f"{run['name']} is {run.get('state')}, which is no result: left out")
+                remark(f"{run['name']} is {run.get('state')}, which is not a result: left out")
             else:
                 result = RunResult.from_metrics(client.metrics(run["id"]), run)
                 groups.setdefault((result.setup, result.workers), []).append(result)
@@ -119,10 +119,10 @@ def _row(results: Sequence[RunResult]) -> dict[str, Any]:
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
     table = []
     for row in rows:
-        interval = row["seconds"]["confidence_95"]
+        names, interval = row["runs"], row["seconds"]["confidence_95"]
         table.append(
             (
-                _short(row["runs"]),
+                ", ".join(names) if len(names) <= 3 else f"{names[0]}, ... ({len(names)} runs)",
                 "-" if row["workers"] is None else row["workers"],
                 f"{row['reached']}/{len(row['runs'])}",
                 number(row["seconds"]["mean"]),
@@ -136,7 +136,3 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
         )
     header = ("RUNS", "WORKERS", "REACHED", "SECONDS", "SPREAD", "95 % INTERVAL", "COMPUTE", "COMMUNICATION")
     print_table((*header, "SAMPLES/S", "BEST"), table, right=(1, 2, 3, 4, 5, 6, 7, 8, 9))
-
-
-def _short(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, ... ({len(names)} runs)"

@@ -66,6 +66,7 @@ def describe() -> dict[str, Any]:
     """Return everything that ``mlbench env`` prints, as JSON-ready values."""
     import psutil
 
+    master = _embedded.configured() or _embedded.embedded()
     return {
         "system": {
             "platform": platform.platform(),
@@ -73,12 +74,13 @@ def describe() -> dict[str, Any]:
             "executable": sys.executable,
             "cpu": _cpu_name(),
             "cores": os.cpu_count(),
-            "cores_usable": _usable_cores(),
+            # A container or a batch system may leave fewer cores to this process; macOS cannot say.
+            "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
         },
         "packages": {name: _version(name) for name in PACKAGES},
         "torch": _torch(),
-        "mlbench": {"folder": str(user_folder()), "master": _master()},
+        "mlbench": {"folder": str(user_folder()), "master": master and {"url": master.url, "source": master.source}},
     }
 
 
@@ -103,12 +105,6 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _usable_cores() -> int | None:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
 def _torch() -> dict[str, Any]:
     if _version("torch") is None:
         return {"problem": "not installed: pip install 'mlbench-core[torch]'"}
@@ -118,17 +114,12 @@ def _torch() -> dict[str, Any]:
         )
         # Libraries may print while torch loads, so the answer is the last line.
         answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return answer
     except subprocess.TimeoutExpired:
         return {"problem": f"did not load within {_TORCH_TIMEOUT_S:g} s"}
     except (ValueError, IndexError):
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         return {"problem": f"does not load: {lines[-1]}"}
-    return answer
-
-
-def _master() -> dict[str, Any] | None:
-    location = _embedded.configured() or _embedded.embedded()
-    return None if location is None else {"url": location.url, "source": location.source}
 
 
 @click.command()

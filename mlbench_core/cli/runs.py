@@ -38,22 +38,19 @@ def status(name: str | None, metric: str | None, dashboard_url: str | None, as_j
         raise click.UsageError("--metric needs the NAME of a run")
     with connect(dashboard_url) as client:
         if name is None:
-            _show_runs(client.runs(), as_json)
+            runs = client.runs()
+            if as_json:
+                print_json(runs)
+            else:
+                keys = ("name", "id", "state", "num_workers", "backend", "created_at", "finished_at")
+                rows = [[_cell(run.get(key)) for key in keys] for run in runs]
+                print_table(("RUN", "ID", "STATE", "WORKERS", "BACKEND", "CREATED", "FINISHED"), rows, right=(1, 3))
             return
         run = client.find(name)
         if metric is None:
             _show_run(run, client.metrics(run["id"], last_n=1), as_json)
         else:
             _show_metric(client, run, metric, as_json)
-
-
-def _show_runs(runs: Sequence[Mapping[str, Any]], as_json: bool) -> None:
-    if as_json:
-        print_json(list(runs))
-        return
-    keys = ("name", "id", "state", "num_workers", "backend", "created_at", "finished_at")
-    rows = [[_cell(run.get(key)) for key in keys] for run in runs]
-    print_table(("RUN", "ID", "STATE", "WORKERS", "BACKEND", "CREATED", "FINISHED"), rows, right=(1, 3))
 
 
 def _show_run(run: Mapping[str, Any], metrics: Mapping[str, Sequence[Mapping[str, Any]]], as_json: bool) -> None:
@@ -115,7 +112,8 @@ def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool) -> N
         pause = threading.Event()
         position = 0
         while True:
-            ended = client.run(run_id).get("state") in FINAL_STATES  # read before the log, so that no line can follow
+            # Read before the log, so that no line can follow once the run has ended.
+            ended = client.run(run_id).get("state") in FINAL_STATES
             lines, position = client.logs(run_id, position)
             for line in lines:
                 click.echo(json.dumps(line, ensure_ascii=False) if as_json else log_line(line))
@@ -188,7 +186,9 @@ def download(name: str, output: Path | None, dashboard_url: str | None, as_json:
             size_bytes = client.download_metrics(run["id"], temporary)
             # The directory of a zip archive is at its end, so a truncated download fails this test.
             if not zipfile.is_zipfile(temporary):
-                raise MasterRequestError(f"what {client.url} sent for run {run['name']} is no whole zip file")
+                raise MasterRequestError(
+                    f"{client.url} sent an incomplete zip file for run {run['name']}: download it again"
+                )
     if as_json:
         print_json({"run": run["name"], "file": str(path.absolute()), "size_bytes": size_bytes})
     else:

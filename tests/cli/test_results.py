@@ -341,7 +341,7 @@ def test_compare_sums_repeats_up(fake: FakeMaster, call: Call) -> None:
     fake.add("bad-1", 1, state="failed")
     result = call("compare", "r*", "one-1", "bad-1", "--json")
     single, repeats = json.loads(result.stdout)
-    assert "bad-1 is failed, which is no result: left out" in result.stderr
+    assert "bad-1 is failed, which is not a result: left out" in result.stderr
     assert (single["workers"], single["seconds"]["spread"], single["seconds"]["confidence_95"]) == (1, None, None)
     seconds = repeats["seconds"]
     assert (seconds["n"], seconds["mean"], seconds["spread"]) == (3, 51.5, 2.0)

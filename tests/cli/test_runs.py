@@ -155,7 +155,7 @@ def test_broken_download_leaves_the_old_file(fake: FakeMaster, call: Call, tmp_p
     fake.cut_download = True
     target = tmp_path / "x.zip"
     target.write_text("old")
-    assert "no whole zip file" in call("download", "a-1", "-o", str(target), code=1).stderr
+    assert "an incomplete zip file" in call("download", "a-1", "-o", str(target), code=1).stderr
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
 
