@@ -32,6 +32,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol
 
+from mlbench_core.arguments import check_finite_at_least_0
+from mlbench_core.tasks import get_task
+
 __all__ = [
     "AccuracyAfterTime",
     "Goal",
@@ -50,6 +53,10 @@ __all__ = [
 ACCURACY = "val_global_Prec@1"
 PERPLEXITY = "val_global_Perplexity"
 BLEU = "val_global_BLEU-Score"
+
+# Thresholds belong to the tasks' specification, which changes in one place only.
+_PERPLEXITY_GOAL = get_task("3a").goal_on(None)
+_BLEU_GOAL = get_task("4a").goal_on(None)
 
 _P = ParamSpec("_P")
 
@@ -127,19 +134,6 @@ class TimeToGoal:
         what = self.description.format(threshold=f"{self.threshold:g}")
         return f"{what} reached in {tracker.get_total_train_time():.3f} seconds{_detailed_times(tracker)}"
 
-    def result(self, tracker: TrackedTimes) -> dict[str, Any]:
-        """Return the result for programs, to be read when the goal is reached.
-
-        Args:
-            tracker: Has the times of the run.
-
-        Returns:
-            ``metric``, ``threshold``, ``minimize`` and, in seconds, ``train_time_s``, ``compute_time_s``,
-            ``communication_time_s``, ``metrics_time_s`` and ``preprocess_time_s``; all of it fits JSON.
-        """
-        goal = {"metric": self.metric, "threshold": self.threshold, "minimize": self.minimize}
-        return {**goal, **_times(tracker)}
-
 
 @dataclass(frozen=True)
 class AccuracyAfterTime:
@@ -153,16 +147,15 @@ class AccuracyAfterTime:
         metric: Name of the statistic it reports.
 
     Raises:
-        ValueError: ``budget_s`` is negative or not a finite number.
+        TypeError: ``budget_s`` is not a number.
+        ValueError: ``budget_s`` is negative or not finite.
     """
 
     budget_s: float
     metric: str = ACCURACY
 
     def __post_init__(self) -> None:
-        _check_finite("seconds", self.budget_s)
-        if self.budget_s < 0:
-            raise ValueError(f"seconds is {self.budget_s}; a time budget must be at least 0")
+        check_finite_at_least_0("seconds", self.budget_s)
 
     def __call__(self, metric_name: str, value: float, tracker: TrackedTimes) -> str | None:
         """Check one recorded statistic.
@@ -182,20 +175,6 @@ class AccuracyAfterTime:
             return None
         return f"{value:.3f}% Top 1 Validation Accuracy after {train_time_s:.3f} seconds{_detailed_times(tracker)}"
 
-    def result(self, tracker: TrackedTimes) -> dict[str, Any]:
-        """Return the result for programs: ``metric``, ``budget_s`` and the times of :meth:`TimeToGoal.result`."""
-        return {"metric": self.metric, "budget_s": self.budget_s, **_times(tracker)}
-
-
-def _times(tracker: TrackedTimes) -> dict[str, float]:
-    return {
-        "train_time_s": float(tracker.get_total_train_time()),
-        "compute_time_s": float(tracker.get_total_compute_time()),
-        "communication_time_s": float(tracker.get_total_communication_time()),
-        "metrics_time_s": float(tracker.get_total_metrics_time()),
-        "preprocess_time_s": float(tracker.get_total_preprocess_time()),
-    }
-
 
 def _detailed_times(tracker: TrackedTimes) -> str:
     return (
@@ -209,14 +188,9 @@ def _detailed_times(tracker: TrackedTimes) -> str:
 def _check_finite(name: str, value: object) -> None:
     # A bool would pass as 0 or 1.
     if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} is {value!r}; it must be a number")
+        raise TypeError(f"{name} must be a number, not {value!r}")
     if not math.isfinite(float(value)):
-        raise ValueError(f"{name} is {value!r}; it must be a finite number")
-
-
-def _is_evaluation(arguments: tuple[object, ...]) -> bool:
-    """Return True if these are a goal's arguments ``(metric_name, value, tracker)``, not a factory's."""
-    return len(arguments) == 3 and isinstance(arguments[0], str)
+        raise ValueError(f"{name} must be a finite number, not {value!r}")
 
 
 def _stands_for_its_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, TimeToGoal]:
@@ -225,7 +199,8 @@ def _stands_for_its_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, Time
     # A script may pass the function itself to the tracker, which then calls it with a statistic.
     @functools.wraps(factory)
     def factory_or_goal(*args: Any, **kwargs: Any) -> Any:
-        if _is_evaluation(args) and not kwargs:
+        # A goal is called (metric_name, value, tracker); no factory has three arguments, the first of them a text.
+        if len(args) == 3 and isinstance(args[0], str) and not kwargs:
             return factory()(*args)  # type: ignore[call-arg]
         return factory(*args, **kwargs)
 
@@ -246,36 +221,36 @@ def time_to_accuracy_goal(threshold: float) -> TimeToGoal:
     """
     _check_finite("threshold", threshold)
     if not 0 <= threshold <= 100:
-        raise ValueError(f"threshold is {threshold}; an accuracy is between 0 and 100 percent")
+        raise ValueError(f"threshold must be an accuracy from 0 to 100 percent, not {threshold}")
     return TimeToGoal(ACCURACY, threshold, description="{threshold}% Top 1 Validation Accuracy")
 
 
 @_stands_for_its_goal
 def task1_time_to_accuracy_goal() -> TimeToGoal:
     """Create the goal of task 1, image classification: 80 % top-1 accuracy."""
-    return time_to_accuracy_goal(80)
+    return time_to_accuracy_goal(get_task("1a").goal_on(None))
 
 
 @_stands_for_its_goal
 def task1_time_to_accuracy_light_goal() -> TimeToGoal:
     """Create the light goal of task 1, image classification: 70 % top-1 accuracy."""
-    return time_to_accuracy_goal(70)
+    return time_to_accuracy_goal(get_task("1a").goal_on(None, light=True))
 
 
 @_stands_for_its_goal
 def task2_time_to_accuracy_goal() -> TimeToGoal:
     """Create the goal of task 2, logistic regression: 89 % accuracy."""
-    return time_to_accuracy_goal(89)
+    return time_to_accuracy_goal(get_task("2a").goal_on(None))
 
 
 @_stands_for_its_goal
 def task2_time_to_accuracy_light_goal() -> TimeToGoal:
     """Create the light goal of task 2, logistic regression: 80 % accuracy."""
-    return time_to_accuracy_goal(80)
+    return time_to_accuracy_goal(get_task("2a").goal_on(None, light=True))
 
 
 @_stands_for_its_goal
-def task3_time_to_perplexity_goal(threshold: float = 70) -> TimeToGoal:
+def task3_time_to_perplexity_goal(threshold: float = _PERPLEXITY_GOAL) -> TimeToGoal:
     """Create the goal of task 3, language modeling: validation perplexity of at most ``threshold``.
 
     Args:
@@ -288,7 +263,7 @@ def task3_time_to_perplexity_goal(threshold: float = 70) -> TimeToGoal:
 
 
 @_stands_for_its_goal
-def task4_time_to_bleu_goal(threshold: float = 24) -> TimeToGoal:
+def task4_time_to_bleu_goal(threshold: float = _BLEU_GOAL) -> TimeToGoal:
     """Create the goal of task 4, translation: corpus BLEU of at least ``threshold``.
 
     Args:

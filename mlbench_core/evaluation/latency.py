@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from mlbench_core.arguments import check_int
+from mlbench_core.arguments import check_int, check_positive
 
 __all__ = [
     "BUS_FACTORS",
@@ -79,7 +79,7 @@ def bus_factor(collective: str, world_size: int) -> float:
         (1.5, 0.75, 1.0)
     """
     if collective not in BUS_FACTORS:
-        raise ValueError(f"collective is {collective!r}; known are {', '.join(BUS_FACTORS)}")
+        raise ValueError(f"collective must be one of {', '.join(BUS_FACTORS)}, not {collective!r}")
     check_int("world_size", world_size)
     constant, by_worker = BUS_FACTORS[collective]
     return constant + by_worker / world_size
@@ -99,8 +99,7 @@ def algorithm_bandwidth(size_bytes: float, seconds: float) -> float:
         >>> algorithm_bandwidth(4e6, 0.002)
         2000000000.0
     """
-    if not seconds > 0:
-        raise ValueError(f"seconds is {seconds}; a time must be positive")
+    check_positive("seconds", seconds)
     return size_bytes / seconds
 
 
@@ -150,10 +149,10 @@ def summarize(seconds: Iterable[float]) -> LatencyStatistics:
     """
     times = np.asarray(list(seconds), dtype=np.float64)
     if times.ndim != 1 or times.size == 0:
-        raise ValueError("seconds has no time in it; give at least one")
+        raise ValueError("seconds must have at least one time, not none")
     if not np.isfinite(times).all() or times.min() < 0:
         bad = times[~(np.isfinite(times) & (times >= 0))][0]
-        raise ValueError(f"seconds has {bad} in it; times are finite and not negative")
+        raise ValueError(f"seconds must be finite and at least 0, not {bad}")
     p50, p99 = np.percentile(times, [50, 99])
     return LatencyStatistics(
         count=int(times.size),
@@ -218,11 +217,11 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
     """
     n, t = np.asarray(sizes_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if n.shape != t.shape or n.ndim != 1:
-        raise ValueError(f"sizes_bytes has shape {n.shape} and seconds {t.shape}; give one time for each size")
+        raise ValueError(f"seconds must have one time for each size, not shape {t.shape} for sizes of shape {n.shape}")
     if np.unique(n).size < 2:
-        raise ValueError(f"sizes_bytes has {np.unique(n).size} different sizes; a line needs at least 2")
+        raise ValueError(f"sizes_bytes must have at least 2 different sizes for a line, not {np.unique(n).size}")
     if not np.isfinite(t).all() or t.min() <= 0:
-        raise ValueError(f"seconds has {t[~(np.isfinite(t) & (t > 0))][0]} in it; times must be positive and finite")
+        raise ValueError(f"seconds must be finite and positive, not {t[~(np.isfinite(t) & (t > 0))][0]}")
     # Unknowns of the same order of magnitude: alpha in units of the smallest time, gamma of the largest size's time.
     columns = np.stack([t.min() / t, n / n.max() * t.max() / t], axis=1)
     latency, slope = _non_negative_least_squares(columns)
@@ -324,22 +323,12 @@ class Measurement:
 
     def row(self) -> dict[str, str | int | float]:
         """Return the measurement as one flat row: times in seconds, bandwidths in bytes per second."""
+        # The order is that of the columns in the CSV file.
+        names = ("collective", "backend", "device", "dtype", "world_size", "elements", "size_bytes")
         statistics = self.statistics
         return {
-            "collective": self.collective,
-            "backend": self.backend,
-            "device": self.device,
-            "dtype": self.dtype,
-            "world_size": self.world_size,
-            "elements": self.elements,
-            "size_bytes": self.size_bytes,
-            "repetitions": self.repetitions,
-            "operations": self.operations,
-            "mean_s": statistics.mean_s,
-            "p50_s": statistics.p50_s,
-            "p99_s": statistics.p99_s,
-            "min_s": statistics.min_s,
-            "max_s": statistics.max_s,
+            **{name: getattr(self, name) for name in (*names, "repetitions", "operations")},
+            **{name: getattr(statistics, name) for name in ("mean_s", "p50_s", "p99_s", "min_s", "max_s")},
             "algorithm_bandwidth_bytes_per_s": self.algorithm_bandwidth,
             "bus_bandwidth_bytes_per_s": self.bus_bandwidth,
             "wrong_elements": self.wrong_elements,

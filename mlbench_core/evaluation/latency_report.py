@@ -159,5 +159,5 @@ class LatencyReport:
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"{path} is no result of Task 0 in JSON ({error})") from error
+            raise ConfigurationError(f"{path} is not a result of Task 0 in JSON ({error})") from error
         return cls(**parts, measurements=measurements)

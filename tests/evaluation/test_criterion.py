@@ -114,9 +114,9 @@ def test_label_smoothing_computes_half_precision_in_float32(fast) -> None:
 
 
 def test_label_smoothing_refuses_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match=r"smoothing is 1\.5"):
+    with pytest.raises(ValueError, match=r"smoothing must be from 0 to 1, not 1\.5"):
         LabelSmoothing(0, 1.5)
-    with pytest.raises(ValueError, match=r"\(4, 7\) and target \(3,\)"):
+    with pytest.raises(ValueError, match=r"not \(4, 7\) and \(3,\)"):
         LabelSmoothing(0)(torch.zeros(4, 7), torch.zeros(3, dtype=torch.long))
 
 
@@ -143,5 +143,5 @@ def test_confident_mistakes_keep_their_loss_and_gradient_on_logits() -> None:
 def test_targets_without_the_last_dimension_of_1_are_no_matrix_of_pairs(loss_class, plain) -> None:
     output, target = torch.tensor([[0.2], [0.7], [0.9]]), torch.tensor([0, 1, 1])
     torch.testing.assert_close(loss_class()(output, target), plain(output, target.float().unsqueeze(1)))
-    with pytest.raises(ValueError, match=r"output has shape \(3, 1\) and the target \(2,\)"):
+    with pytest.raises(ValueError, match=r"shape of the output \(3, 1\) .*, not \(2,\)"):
         loss_class()(output, target[:2])

@@ -32,7 +32,9 @@ def test_statistics_are_numpys(count: int) -> None:
     assert (found.min_s, found.max_s) == (times.min(), times.max())
 
 
-@pytest.mark.parametrize(("times", "message"), [([], "no time"), ([1.0, -2.0], r"-2\.0"), ([math.nan], "nan")])
+@pytest.mark.parametrize(
+    ("times", "message"), [([], "at least one time"), ([1.0, -2.0], r"-2\.0"), ([math.nan], "nan")]
+)
 def test_statistics_refuse_what_is_no_time(times: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         summarize(times)
@@ -58,11 +60,11 @@ def test_bus_factors_are_those_of_nccl_tests(collective: str, workers: int, fact
 
 
 def test_bandwidths_refuse_bad_input() -> None:
-    with pytest.raises(ValueError, match=r"'gossip'; known are all_reduce"):
+    with pytest.raises(ValueError, match=r"one of all_reduce, .*, not 'gossip'"):
         bus_factor("gossip", 2)
     with pytest.raises(ValueError, match="world_size must be at least 1, not 0"):
         bus_factor("all_reduce", 0)
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(ValueError, match="must be finite and positive"):
         algorithm_bandwidth(1.0, 0.0)
 
 
@@ -101,8 +103,8 @@ def test_the_fit_stays_physical() -> None:
     ("sizes", "times", "message"),
     [
         ([1, 2], [1.0], "one time for each size"),
-        ([2, 2], [1.0, 1.0], "1 different sizes"),
-        ([1, 2], [1.0, 0.0], "positive and finite"),
+        ([2, 2], [1.0, 1.0], "at least 2 different sizes .* not 1"),
+        ([1, 2], [1.0, 0.0], "finite and positive"),
         ([1, 2], [1.0, math.inf], "inf"),
     ],
 )

@@ -62,7 +62,7 @@ def test_an_infinite_bandwidth_is_valid_json(tmp_path: Path) -> None:
 def test_other_files_are_refused_by_name(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ConfigurationError, match=r"other\.json is no result of Task 0"):
+    with pytest.raises(ConfigurationError, match=r"other\.json is not a result of Task 0"):
         LatencyReport.load(path)
     with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
         LatencyReport.load(tmp_path / "absent.json")

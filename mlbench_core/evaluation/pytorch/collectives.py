@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlbench_core import __version__
-from mlbench_core.arguments import check_int
+from mlbench_core.arguments import check_int, check_positive
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.latency import Measurement
 
@@ -111,7 +111,7 @@ class Collective(ABC):
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if operator.index(elements) < 1 or (self.is_cut and elements % self.world_size):
             multiple = f" and a multiple of the {self.world_size} workers" if self.is_cut else ""
-            raise ValueError(f"elements is {elements}; for {self.name} it must be at least 1{multiple}")
+            raise ValueError(f"elements must be at least 1{multiple} for {self.name}, not {elements}")
         self.elements, self.dtype, self.device = elements, dtype, torch.device(device)
         self.buffer = self._new(elements)
 
@@ -360,14 +360,18 @@ def measure(
         ...     return measure("all_reduce", 100).statistics.p50_s
     """
     check_int("repetitions", repetitions)
-    if operations is not None and operator.index(operations) < 1:
-        raise ValueError(f"operations is {operations}; it must be at least 1, or None to choose by time")
-    if not block_s > 0:
-        raise ValueError(f"block_s is {block_s}; it must be a positive number of seconds")
+    if operations is not None:
+        check_int("operations", operations)
+    check_positive("block_s", block_s)
     operation = _make(collective, elements, dtype, device, group)
     if operation.world_size < 2:
         raise ConfigurationError("one worker alone has nobody to communicate with: start at least 2")
-    first_s, wrong = _first_operation(operation)
+    operation.fill()
+    start = time.perf_counter()
+    operation.run()
+    # Reading the result waits for a GPU, so the time below is that of the whole operation.
+    wrong = operation.count_wrong()
+    first_s = time.perf_counter() - start
     run_s, budget_s = _pilot(operation, first_s, math.inf if budget_s is None else budget_s)
     runs = operations or min(math.ceil(block_s / run_s), MAX_RUNS)
     affordable = repetitions if budget_s == math.inf else int(budget_s / (runs * run_s))
@@ -419,7 +423,8 @@ def why_not(
     try:
         operation.fill()
         operation.run()
-        operation.count_wrong()  # an error of a GPU comes when results are read
+        # An error of a GPU comes when results are read.
+        operation.count_wrong()
     except (RuntimeError, TypeError, ValueError, NotImplementedError, KeyError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
     # Every worker takes part in this exchange, also after an error, because the others wait for it.
@@ -472,17 +477,8 @@ def _make(
     collective: str, elements: int, dtype: torch.dtype, device: torch.device | str, group: dist.ProcessGroup | None
 ) -> Collective:
     if collective not in COLLECTIVES:
-        raise ValueError(f"collective is {collective!r}; known are {', '.join(COLLECTIVES)}")
+        raise ValueError(f"collective must be one of {', '.join(COLLECTIVES)}, not {collective!r}")
     return COLLECTIVES[collective](elements, dtype, device, group)
-
-
-def _first_operation(operation: Collective) -> tuple[float, int]:
-    """Do the operation once and return its time on this worker in seconds and its number of wrong elements."""
-    operation.fill()
-    start = time.perf_counter()
-    operation.run()
-    wrong = operation.count_wrong()  # waits for a GPU
-    return time.perf_counter() - start, wrong
 
 
 def _pilot(operation: Collective, first_s: float, budget_s: float) -> tuple[float, float]:
@@ -501,7 +497,9 @@ def _repetition(operation: Collective, runs: int) -> float:
     # Repeated in place, sums of sums overflow.
     if operation.is_in_place:
         operation.fill()
-    dist.barrier(group=operation.group, device_ids=_device_ids(operation))
+    # NCCL's barrier needs the device as an argument; other backends refuse it.
+    index = operation.device.index if dist.get_backend(operation.group) == "nccl" else None
+    dist.barrier(group=operation.group, device_ids=None if index is None else [index])
     clock = _cuda_seconds if operation.device.type == "cuda" else _host_seconds
     return clock(operation, runs)
 
@@ -524,12 +522,6 @@ def _cuda_seconds(operation: Collective, runs: int) -> float:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
-
-
-def _device_ids(operation: Collective) -> list[int] | None:
-    """Return the device that NCCL's barrier needs as an argument; other backends refuse it."""
-    index = operation.device.index
-    return [index] if index is not None and dist.get_backend(operation.group) == "nccl" else None
 
 
 def _over_workers(values: list[float], operation: Collective, op: Any) -> list[float]:

@@ -13,60 +13,37 @@ from mlbench_core.arguments import check_at_least
 __all__ = ["ActivationRegularization", "BCELossRegularized", "LabelSmoothing", "MSELossRegularized"]
 
 
-class _WeightPenalty:
-    r""":math:`\lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2` over a model's parameters.
+class _Penalized(nn.Module):
+    r"""A loss with a penalty :math:`\lambda_1 \lVert w \rVert_1 + \frac{\lambda_2}{2} \lVert w \rVert_2^2`.
 
-    It is not a module, so that a loss that has it does not count the model's parameters as its own.
+    Attributes:
+        l1: Weight of the l1 norm.
+        l2: Weight of the squared l2 norm; half of it is a factor in the loss.
+        model: The model whose weights are penalized; it is not a submodule of the loss.
     """
 
-    def __init__(self, l1: float, l2: float, model: nn.Module | None) -> None:
-        for name, weight in (("l1", l1), ("l2", l2)):
-            check_at_least(name, weight, 0)
-        if model is None and (l1 > 0 or l2 > 0):
-            raise ValueError(f"l1 is {l1} and l2 is {l2} but there is no model to penalise; pass model=")
-        self.l1 = l1
-        self.l2 = l2
-        self.model = model
+    l1: float = 0.0
+    l2: float = 0.0
+    model: nn.Module | None = None
 
-    def __call__(self) -> Tensor | float:
-        if self.model is None or (self.l1 == 0 and self.l2 == 0):
-            return 0.0
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("l1", "l2"):
+            check_at_least(name, value, 0)
+            if value > 0 and self.model is None:
+                raise ValueError(f"model must be given with {name}={value}, not None: pass model=")
+        # torch would make the model a submodule, and its parameters would count as the loss's own.
+        setter = object.__setattr__ if name == "model" else nn.Module.__setattr__
+        setter(self, name, value)
+
+    def _penalty(self) -> Tensor | float:
         penalty: Tensor | float = 0.0
-        for weight in self.model.parameters():
+        for weight in self.model.parameters() if self.model is not None else ():
+            # A norm whose factor is 0 is left out: 0 times an infinite norm would be nan.
             if self.l1 > 0:
                 penalty = penalty + self.l1 * weight.abs().sum()
             if self.l2 > 0:
                 penalty = penalty + self.l2 / 2 * weight.square().sum()
         return penalty
-
-
-class _Penalized(nn.Module):
-    """A loss whose ``l1``, ``l2`` and ``model`` are those of its penalty."""
-
-    penalty: _WeightPenalty
-
-    @property
-    def l1(self) -> float:
-        """Return the weight of the l1 norm."""
-        return self.penalty.l1
-
-    @property
-    def l2(self) -> float:
-        """Return the weight of the squared l2 norm; half of it is a factor in the loss."""
-        return self.penalty.l2
-
-    @property
-    def model(self) -> nn.Module | None:
-        """Return the model whose weights are penalized; it is not a submodule of the loss."""
-        return self.penalty.model
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Property setters would come too late: torch makes a module that is assigned to a module its submodule first.
-        if name in ("l1", "l2", "model"):
-            own = self.penalty
-            self.penalty = _WeightPenalty(**{"l1": own.l1, "l2": own.l2, "model": own.model, name: value})
-        else:
-            super().__setattr__(name, value)
 
 
 def _as_output(output: Tensor, target: Tensor) -> Tensor:
@@ -81,8 +58,8 @@ def _as_output(output: Tensor, target: Tensor) -> Tensor:
     if target.shape != output.shape:
         if (*target.shape, 1) != tuple(output.shape) and tuple(target.shape) != (*output.shape, 1):
             raise ValueError(
-                f"the output has shape {tuple(output.shape)} and the target {tuple(target.shape)}; they must be equal, "
-                "up to a last dimension of 1"
+                f"target must have the shape of the output {tuple(output.shape)} up to a last dimension of 1, not "
+                f"{tuple(target.shape)}"
             )
         target = target.reshape(output.shape)
     return target.to(output.dtype)
@@ -201,7 +178,7 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
         logits: bool = False,
     ) -> None:
         super().__init__(weight, size_average, reduce, reduction)
-        self.penalty = _WeightPenalty(l1, l2, model)
+        self.model, self.l1, self.l2 = model, l1, l2
         self.logits = logits
 
     def forward(self, input_: Tensor, target: Tensor) -> Tensor:
@@ -222,7 +199,7 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
             data_loss = F.binary_cross_entropy_with_logits(input_, target, self.weight, reduction=self.reduction)
         else:
             data_loss = super().forward(input_, target)
-        return data_loss + self.penalty()
+        return data_loss + self._penalty()
 
 
 class MSELossRegularized(_Penalized, nn.MSELoss):
@@ -260,7 +237,7 @@ class MSELossRegularized(_Penalized, nn.MSELoss):
     ) -> None:
         super().__init__(size_average, reduce, reduction)
         self.register_buffer("weight", weight)
-        self.penalty = _WeightPenalty(l1, l2, model)
+        self.model, self.l1, self.l2 = model, l1, l2
 
     def forward(self, input_: Tensor, target: Tensor) -> Tensor:
         """Compute the loss of one batch.
@@ -277,17 +254,17 @@ class MSELossRegularized(_Penalized, nn.MSELoss):
         """
         target = _as_output(input_, target)
         if self.weight is None:
-            return super().forward(input_, target) + self.penalty()
+            return super().forward(input_, target) + self._penalty()
         if self.weight.shape != input_.shape:
             raise ValueError(
-                f"weight has shape {tuple(self.weight.shape)} and input {tuple(input_.shape)}; they must be equal"
+                f"weight must have the shape of the input {tuple(input_.shape)}, not {tuple(self.weight.shape)}"
             )
         errors = self.weight * F.mse_loss(input_, target, reduction="none")
         if self.reduction == "none":
-            return errors + self.penalty()
+            return errors + self._penalty()
         # A weighted mean is divided by the sum of the weights, not by their number.
         total = errors.sum()
-        return (total / self.weight.sum() if self.reduction == "mean" else total) + self.penalty()
+        return (total / self.weight.sum() if self.reduction == "mean" else total) + self._penalty()
 
 
 class LabelSmoothing(nn.Module):
@@ -321,7 +298,7 @@ class LabelSmoothing(nn.Module):
     def __init__(self, padding_idx: int, smoothing: float = 0.0, fast_xentropy: bool = False) -> None:
         super().__init__()
         if not 0.0 <= smoothing <= 1.0:
-            raise ValueError(f"smoothing is {smoothing}; it must be from 0 to 1")
+            raise ValueError(f"smoothing must be from 0 to 1, not {smoothing}")
         self.padding_idx = padding_idx
         self.smoothing = smoothing
         self.fast_xentropy = fast_xentropy
@@ -342,7 +319,7 @@ class LabelSmoothing(nn.Module):
         """
         if x.shape[:-1].numel() != target.numel():
             raise ValueError(
-                f"x has shape {tuple(x.shape)} and target {tuple(target.shape)}; they must be (..., classes) and (...)"
+                f"x must be (..., classes) and target (...), not {tuple(x.shape)} and {tuple(target.shape)}"
             )
         x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
         compute_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -366,9 +343,4 @@ class LabelSmoothing(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the arguments, for ``repr``."""
-        arguments: dict[str, Any] = {
-            "padding_idx": self.padding_idx,
-            "smoothing": self.smoothing,
-            "fast_xentropy": self.fast_xentropy,
-        }
-        return ", ".join(f"{name}={value}" for name, value in arguments.items())
+        return f"padding_idx={self.padding_idx}, smoothing={self.smoothing}, fast_xentropy={self.fast_xentropy}"
