@@ -58,6 +58,8 @@ BLEU = "val_global_BLEU-Score"
 _PERPLEXITY_GOAL = get_task("3a").goal_on(None)
 _BLEU_GOAL = get_task("4a").goal_on(None)
 
+_PHASES = ("compute", "communication", "metrics", "preprocess")
+
 _P = ParamSpec("_P")
 
 
@@ -134,6 +136,19 @@ class TimeToGoal:
         what = self.description.format(threshold=f"{self.threshold:g}")
         return f"{what} reached in {tracker.get_total_train_time():.3f} seconds{_detailed_times(tracker)}"
 
+    def result(self, tracker: TrackedTimes) -> dict[str, Any]:
+        """Return the result for programs, to be read when the goal is reached.
+
+        Args:
+            tracker: Has the times of the run.
+
+        Returns:
+            ``metric``, ``threshold``, ``minimize`` and, in seconds, ``train_time_s``, ``compute_time_s``,
+            ``communication_time_s``, ``metrics_time_s`` and ``preprocess_time_s``; all of it fits JSON.
+        """
+        goal = {"metric": self.metric, "threshold": self.threshold, "minimize": self.minimize}
+        return {**goal, **_times(tracker)}
+
 
 @dataclass(frozen=True)
 class AccuracyAfterTime:
@@ -175,14 +190,18 @@ class AccuracyAfterTime:
             return None
         return f"{value:.3f}% Top 1 Validation Accuracy after {train_time_s:.3f} seconds{_detailed_times(tracker)}"
 
+    def result(self, tracker: TrackedTimes) -> dict[str, Any]:
+        """Return the result for programs: ``metric``, ``budget_s`` and the times of :meth:`TimeToGoal.result`."""
+        return {"metric": self.metric, "budget_s": self.budget_s, **_times(tracker)}
+
+
+def _times(tracker: TrackedTimes) -> dict[str, float]:
+    return {f"{part}_time_s": float(getattr(tracker, f"get_total_{part}_time")()) for part in ("train", *_PHASES)}
+
 
 def _detailed_times(tracker: TrackedTimes) -> str:
-    return (
-        f", Compute: {tracker.get_total_compute_time():.3f} seconds"
-        f", Communication: {tracker.get_total_communication_time():.3f} seconds"
-        f", Metrics: {tracker.get_total_metrics_time():.3f} seconds"
-        f", Preprocess: {tracker.get_total_preprocess_time():.3f} seconds"
-    )
+    times = _times(tracker)
+    return "".join(f", {phase.capitalize()}: {times[f'{phase}_time_s']:.3f} seconds" for phase in _PHASES)
 
 
 def _check_finite(name: str, value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from unittest.mock import MagicMock
 
 import pytest
@@ -70,10 +71,19 @@ def test_other_thresholds(goal, metric, value, tracker) -> None:
     assert f" of {value} reached" in goal(metric, value, tracker)
 
 
-def test_a_goal_is_data() -> None:
+def test_a_goal_is_data_and_gives_a_result_for_programs(tracker) -> None:
     goal = goals.task3_time_to_perplexity_goal()
     assert goal == goals.task3_time_to_perplexity_goal(70)
-    assert (goal.metric, goal.threshold, goal.minimize) == ("val_global_Perplexity", 70, True)
+    assert json.loads(json.dumps(goal.result(tracker))) == {
+        "metric": "val_global_Perplexity",
+        "threshold": 70,
+        "minimize": True,
+        "train_time_s": 407.123,
+        "compute_time_s": 1.0,
+        "communication_time_s": 1.0,
+        "metrics_time_s": 1.0,
+        "preprocess_time_s": 1.0,
+    }
 
 
 def test_accuracy_after_a_fixed_time(tracker) -> None:
@@ -84,7 +94,7 @@ def test_accuracy_after_a_fixed_time(tracker) -> None:
     )
     assert goals.accuracy_after_time_goal(408)("val_global_Prec@1", 99.0, tracker) is None
     assert goals.accuracy_after_time_goal().budget_s == 2 * 60 * 60
-    assert goal.budget_s == 400
+    assert goal.result(tracker)["budget_s"] == 400
 
 
 @pytest.mark.parametrize("threshold", [-1, 100.5, float("nan")])
