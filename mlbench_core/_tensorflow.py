@@ -21,7 +21,7 @@ class _NoTensorFlow:
     ) -> ModuleSpec | None:
         """Raise an ImportError for ``mlbench_core.*.tensorflow``; find no other module."""
         if fullname.startswith("mlbench_core.") and fullname.endswith(".tensorflow"):
-            # not a ModuleNotFoundError: "from package import tensorflow" would hide that one and its message
+            # Not a ModuleNotFoundError: "from package import tensorflow" would hide that one and its message.
             raise ImportError(
                 f"{fullname} does not exist: TensorFlow is not supported in this version of mlbench-core; "
                 f"use {fullname.removesuffix('tensorflow')}pytorch, or stay with mlbench-core 3.0",

@@ -49,7 +49,9 @@ def load(submodule: str = "") -> ModuleType:
         if "torchvision::" not in str(error):
             raise
         _declare_operators()
-        _forget("torchvision")
+        # The failed import leaves modules behind, which the next one would take for complete.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
         importlib.import_module("torchvision")
     return importlib.import_module(f"torchvision.{submodule}" if submodule else "torchvision")
 
@@ -64,9 +66,3 @@ def _declare_operators() -> None:
     for signature in _OPERATORS:
         library.define(signature)
     _declared.append(library)
-
-
-def _forget(package: str) -> None:
-    """Drop a half-imported package, so that the next import starts from the beginning."""
-    for name in [name for name in sys.modules if name == package or name.startswith(package + ".")]:
-        del sys.modules[name]

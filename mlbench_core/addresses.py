@@ -20,6 +20,7 @@ def is_loopback(host: str) -> bool:
         >>> is_loopback("127.0.0.1"), is_loopback("0.0.0.0")
         (True, False)
     """
+    # An IPv6 address has brackets in a URL, and a name may end with the dot of the root domain.
     name = host.strip("[]").rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):
         return True

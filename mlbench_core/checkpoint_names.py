@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+# Names of version 3.0, which its users' scripts look for.
 BEST_NAME = "model_best.pth.tar"
 # Epoch and rank.
 EPOCH_NAME = re.compile(r"(\d+)_(\d+)\.pth\.tar")

@@ -42,7 +42,8 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or _new_name(path)
-    temporary.unlink(missing_ok=True)  # not just overwritten: it may be a hard link to a file that is in use
+    # Removed and not overwritten: it may be a hard link to a file that is in use.
+    temporary.unlink(missing_ok=True)
     try:
         yield temporary
         move_into_place(temporary, path)
@@ -69,6 +70,7 @@ def creating_folder(path: Path) -> Iterator[Path]:
         yield temporary
         try:
             move_into_place(temporary, path)
+        # A rename onto a folder with files fails: another process was faster.
         except OSError:
             if not path.is_dir():
                 raise
@@ -93,7 +95,8 @@ def move_into_place(source: Path, path: Path) -> None:
     if not source.is_dir():
         _sync(source)
     os.replace(source, path)
-    _sync(path.parent)  # else a power cut can undo the rename
+    # Otherwise a power cut can undo the rename.
+    _sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -102,12 +105,13 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[None]:
 
     Args:
         path: The lock file. Its folder is created, and the empty file stays.
-        wait: Whether to wait until no other process holds the lock.
+        wait: True to wait until no other process holds the lock.
 
     Raises:
         TimeoutError: Another process holds the lock, and ``wait`` is False.
     """
-    import filelock  # 40 ms, which a command that locks nothing does not pay
+    # Imported here, because it takes 40 ms, which a command that locks nothing should not pay.
+    import filelock
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(path, timeout=-1 if wait else 0, thread_local=False):
@@ -128,7 +132,8 @@ def digest(source: Path | bytes, algorithm: str = "sha256") -> str:
         >>> digest(b"", "md5")
         'd41d8cd98f00b204e9800998ecf8427e'
     """
-    found = hashlib.new(algorithm, usedforsecurity=False)  # some systems refuse MD5 for anything else
+    # Some systems refuse MD5 for anything that concerns security.
+    found = hashlib.new(algorithm, usedforsecurity=False)
     if isinstance(source, bytes):
         found.update(source)
     else:
@@ -144,7 +149,8 @@ def _new_name(path: Path) -> Path:
 
 def _sync(path: str | os.PathLike[str]) -> None:
     """Write a file's or folder's content through to the disk."""
-    if os.name != "posix":  # Windows cannot synchronize folders, nor what is open for reading
+    # Windows can synchronize neither folders nor files that are open for reading.
+    if os.name != "posix":
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:

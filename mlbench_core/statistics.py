@@ -99,7 +99,7 @@ class QuantileSketch:
         Args:
             value: The value, in any unit; below 1e-9 it counts as 0.
         """
-        # 1e-9 and 1e9 are SMALLEST and LARGEST.
+        # 1e-9 and 1e9 are SMALLEST and LARGEST; literals save two look-ups in every batch.
         self.count += 1
         if value < 1e-9:
             self._zeros += 1
@@ -124,6 +124,7 @@ class QuantileSketch:
             raise ValueError(f"share must be from 0 to 1, not {share}: pass 0.99 for the 99th percentile")
         if self.count == 0:
             return None
+        # The rank of the quantile among the sorted values, from 0.
         rank = share * (self.count - 1)
         seen = self._zeros
         if seen > rank:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ __all__ = ["BACKENDS", "TASKS", "Image", "Task", "find_image", "get_task", "is_r
 BACKENDS = ("gloo", "nccl", "mpi")
 """Communication backends, the default first."""
 
+# RFC 1123, the form that Kubernetes requires of the names of its objects.
 _DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -103,8 +105,8 @@ class Task:
         given = [value is not None for value in (self.metric, self.goal, self.light_goal, self.max_epochs)]
         if any(given) and not all(given):
             raise ValueError(
-                f"task {self.key}: metric is {self.metric!r}, goal {self.goal}, light_goal {self.light_goal} and "
-                f"max_epochs {self.max_epochs}; give all four, or none for a task that only measures"
+                f"metric, goal, light_goal and max_epochs of task {self.key} must be all given or all None, not "
+                f"{self.metric!r}, {self.goal}, {self.light_goal}, {self.max_epochs}: give none if it only measures"
             )
 
     @property
@@ -135,7 +137,7 @@ class Task:
             raise ValueError(f"task {self.key} has no goal: it only measures")
         goals = {self.dataset: (self.goal, self.light_goal), **self.stand_ins}
         if dataset is not None and dataset not in goals:
-            raise ValueError(f"task {self.key} has no goal on {dataset!r}; known: {', '.join(sorted(goals))}")
+            raise ValueError(f"dataset must be one of {', '.join(sorted(goals))} for task {self.key}, not {dataset!r}")
         return goals[dataset or self.dataset][1 if light else 0]
 
     @property
@@ -167,8 +169,7 @@ class Task:
         Returns:
             A command with the placeholders ``{run_id}`` and ``{backend}``; rank and hosts come from the environment.
         """
-        import shlex
-
+        # Quoted, because a checkout may lie in a folder with a space in its name.
         return " ".join([shlex.quote(str(self.script)), "--run_id", "{run_id}", "--backend", "{backend}", *arguments])
 
 
@@ -198,7 +199,6 @@ TASKS: dict[str, Task] = {
             metric="Prec@1",
             goal=80.0,
             light_goal=70.0,
-            minimize=False,
             max_epochs=164,
             stand_ins={"digits": (95.0, 90.0), "mnist": (98.0, 95.0)},
             images=(
@@ -347,6 +347,7 @@ def find_image(image: str) -> tuple[Task, Image]:
         >>> task.key, image.arguments
         ('1a', ('--optimizer', 'ddp'))
     """
+    # Docker takes images without a registry from docker.io, so both forms name the same image.
     wanted = image.strip().lower().removeprefix("docker.io/")
     # A tag is ignored, and underscores count as hyphens.
     name = wanted.removeprefix("mlbench/").partition(":")[0].replace("_", "-")

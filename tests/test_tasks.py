@@ -56,7 +56,7 @@ def test_task_0_measures_and_has_no_goal() -> None:
 
 
 def test_half_a_goal_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"task 9: metric is None, goal 3\.0, .*give all four, or none"):
+    with pytest.raises(ValueError, match=r"of task 9 must be all given or all None, not None, 3\.0, .*give none if"):
         Task(key="9", folder="f", title="t", model="m", data="d", goal=3.0)
 
 
@@ -68,7 +68,7 @@ def test_names_of_a_task(name: str) -> None:
 def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown task 'nine'; known: 0, 1a"):
         get_task("nine")
-    with pytest.raises(ValueError, match=r"no goal on 'faces'; known: cifar10, digits, mnist"):
+    with pytest.raises(ValueError, match=r"one of cifar10, digits, mnist for task 1a, not 'faces'"):
         get_task("1a").goal_on("faces")
 
 
