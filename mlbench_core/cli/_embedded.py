@@ -65,6 +65,7 @@ def configured(dashboard_url: str | None = None) -> Location | None:
 
 def _known_token(url: str) -> str | None:
     """Return the remembered token of a master, so that a user can name the embedded master by its address."""
+    # A token is sent only to the address for which it was saved.
     for name, key in ((_settings.SETTINGS, "master_url"), (_settings.MASTER, "url")):
         known = _settings.read(name)
         if known.get(key) and base_url(str(known[key])) == base_url(url):
@@ -78,6 +79,7 @@ def embedded() -> Location | None:
     if not known.get("url") or not _alive(known.get("pid")):
         return None
     location = Location(str(known["url"]), os.environ.get("MLBENCH_TOKEN") or known.get("token"), "the embedded master")
+    # Another program may have the process id by now, so the master must also answer.
     return location if _healthy(location) else None
 
 
@@ -140,6 +142,7 @@ def check_installed() -> None:
         MissingDependencyError: A package is missing; the message has the pip command.
     """
     for package in ("fastapi", "jinja2", "uvicorn", "sqlalchemy", "psutil", "mlbench_master"):
+        # Found but not imported: the master runs in a process of its own.
         if importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
                 f"the master needs the package '{package}', which is not installed: pip install 'mlbench-core[master]'"
@@ -267,6 +270,7 @@ def stop_embedded() -> Mapping[str, Any]:
         known = _settings.read(_settings.MASTER)
         location = embedded()
         if location is None:
+            # A master that was killed leaves its record behind.
             if not _alive(known.get("pid")):
                 _settings.forget(_settings.MASTER)
             raise MasterNotFoundError("no embedded master is running")

@@ -60,7 +60,8 @@ _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 # "80% Top 1 Validation Accuracy reached in 407.123 seconds, Compute: 300.000 seconds, Communication: 80.500 seconds"
 _TIME_IN_RESULT = re.compile(rf"\b(?:in|after) {_NUMBER} seconds", re.IGNORECASE)
 _PHASE_IN_RESULT = re.compile(rf"\b(compute|communication|metrics|preprocess): {_NUMBER} seconds")
-_NOT_LIMITED = 1000.0  # the default of 3.0, which no launcher enforces
+# The default of version 3.0 in Mbit/s, which no launcher enforces.
+_NOT_LIMITED = 1000.0
 _PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
 
 
@@ -112,6 +113,7 @@ class Setup:
         return cls(
             program=program,
             arguments=tuple(item for item in items if item not in ("--gpu", "--light")),
+            # Version 3.0 calls every program of one's own "custom_image", so this name separates no setups.
             image=None if program.startswith("task ") or image == "custom_image" else image,
             backend=backend,
             # The master adds both options to the command line; records of earlier versions lack the fields.
@@ -126,6 +128,7 @@ class Setup:
         program = self.program or ""
         known = (
             self.series,
+            # "python -u /long/path/train.py" is shown as "train.py".
             program if program.startswith("task ") else Path(program.rsplit(" ", 1)[-1]).name,
             *self.arguments,
             self.image,
@@ -306,6 +309,7 @@ def _summary(metrics: Metrics) -> dict[str, Any]:
 
 def _times(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return total times by name, from the entry ``total_s`` or else from the fields of the tracker's summary."""
+    # A script may publish the report of publish_summary or the whole summary of its tracker.
     times = summary.get("total_s")
     if isinstance(times, dict):
         return times
@@ -334,7 +338,8 @@ def _time_to_goal(summary: Mapping[str, Any], result: str, metrics: Metrics) -> 
     in_text = _TIME_IN_RESULT.search(result)
     return _first(
         _float(summary.get("time_to_goal_s")),
-        _float(result),  # a goal may answer with the bare number of seconds
+        # A goal may answer with the bare number of seconds.
+        _float(result),
         _float(in_text[1]) if in_text else None,
         _float(_latest(metrics, "TotalCumulativeTrainTime @ 0")),
     )
@@ -392,6 +397,7 @@ def load_folder(folder: Path) -> list[RunResult]:
     """
     if not folder.is_dir():
         return []
+    # Other files, such as the charts of an earlier call, are left alone.
     readers = {".json": _load_json, ".zip": _load_zip}
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in readers]
     results = [result for path in paths if (result := readers[path.suffix](path)) is not None]

@@ -155,6 +155,7 @@ def _bars() -> Iterator[Show]:
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
+    # markup=False: a name with brackets must not be read as a style.
     columns = (
         TextColumn("{task.fields[run]}", style="bold", markup=False),
         BarColumn(bar_width=30),
@@ -169,6 +170,7 @@ def _bars() -> Iterator[Show]:
                 if run.name not in tasks:
                     tasks[run.name] = bars.add_task("", total=1.0, start=False, run=clean(run.name), text="")
                 task = tasks[run.name]
+                # A run that waits for free workers must not show elapsed time.
                 if run.state == "started":
                     bars.start_task(task)
                 if run.state in FINAL_STATES:

@@ -192,6 +192,7 @@ def summarize(results: Sequence[RunResult]) -> list[Point]:
                 without_communication_s=_mean([result.without_communication_s for result in same]),
                 phases_s=_means([result.phases_s for result in same], PHASES),
                 steps_s=_means([result.steps_s for result in same], tuple(STEPS)),
+                # Unknown counts as reached, because a program may have no goal.
                 reached=all(result.goal_reached is not False for result in same),
             )
         )
@@ -260,6 +261,7 @@ def draw_all(results: Sequence[RunResult], folder: Path, price_per_hour: float |
         MissingDependencyError: matplotlib is not installed.
     """
     every = in_series(results)
+    # Checked before the first file is written.
     if not any(point.total_s for series in every for point in series.points):
         raise ConfigurationError("none of the runs reported a time: nothing to draw")
     written = [draw_overview(results, folder / "overview.png")]
@@ -387,6 +389,7 @@ def _draw_steps(axes: Axes, every: Sequence[Series]) -> None:
     places = _blocks(axes, every)
     steps = [step for step in STEPS if any(step in point.steps_s for _, point in places)]
     width = 0.8 / max(len(steps), 1)
+    # Steps of one phase have its color, so that both charts agree; shades distinguish them.
     shades = {"batch_load": 1.0, "fwd_pass": 0.45, "comp_loss": 0.6, "backprop": 0.8, "opt_step": 1.0}
     for index, step in enumerate(steps):
         x = [place - 0.4 + (index + 0.5) * width for place, _ in places]
@@ -404,6 +407,7 @@ def _draw_speedup(axes: Axes, every: Sequence[Series]) -> None:
     for start in starts:
         ideal = {k: k / start for k in ticks if k >= start}
         axes.plot([ticks[k] for k in ideal], list(ideal.values()), "--", color=_GREY, linewidth=1.2)
+    # One entry in the legend stands for the ideal lines of all series.
     axes.lines[0].set_label("ideal")
     single = len(every) == 1
     for series, color in zip(every, itertools.cycle(_SERIES_COLORS), strict=False):
@@ -439,6 +443,7 @@ def _draw_price(axes: Axes, every: Sequence[Series]) -> None:
 def _shared_ticks(axes: Axes, every: Sequence[Series]) -> dict[int, int]:
     """Place the numbers of workers on the axis that all series share."""
     workers = sorted({point.workers for series in every for point in series.points})
+    # A star marks the number of workers if any series missed its goal with it.
     missed = {point.workers for series in every for point in series.points if not point.reached}
     axes.set_xticks(range(len(workers)), [f"{k}{'*' if k in missed else ''}" for k in workers])
     return {k: place for place, k in enumerate(workers)}

@@ -75,6 +75,7 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the subcommand; for a removed command of version 3.0, fail with the name of its replacement."""
+        # Not commands of these names, because "mlbench --help" would list them.
         if args and args[0] in MOVED:
             ctx.fail(f"'{args[0]}' was removed in version 4: {MOVED[args[0]]}.")
         return super().resolve_command(ctx, args)
@@ -93,7 +94,8 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except MLBenchError as error:
             raise CommandFailed(" ".join(str(error).split())) from error
-        except BrokenPipeError:  # click handles this one: the reader of a pipe has ended
+        # The reader of a pipe has ended, as in "mlbench logs NAME | head"; click ends the command quietly.
+        except BrokenPipeError:
             raise
         except OSError as error:
             place = f": {error.filename}" if error.filename else ""

@@ -92,6 +92,7 @@ def _select(client: MasterClient, names: Sequence[str]) -> list[dict[str, Any]]:
     known = client.runs()
     chosen: dict[Any, dict[str, Any]] = {}
     for name in names:
+        # Without a match, find() raises an error that lists the latest runs.
         found = [run for run in known if fnmatch.fnmatchcase(str(run["name"]), name)] or [client.find(name)]
         chosen.update({run["id"]: run for run in found})
     return list(chosen.values())

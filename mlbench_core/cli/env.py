@@ -88,6 +88,7 @@ def _version(package: str) -> str | None:
     if package == "mlbench-core":
         from mlbench_core import __version__
 
+        # The code that runs: the metadata of an editable installation may be older.
         return __version__
     try:
         return importlib.metadata.version(package)
@@ -97,6 +98,7 @@ def _version(package: str) -> str | None:
 
 def _cpu_name() -> str:
     try:
+        # On Linux platform.processor() is empty or names only the architecture.
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()

@@ -60,8 +60,10 @@ def master(
             "or choose another folder with --data-dir"
         )
     _embedded.check_installed()
+    # After the check, because this import fails if a package of the master is missing.
     from mlbench_master.server import serve
 
+    # Called when the server listens: only then is the port known if --port is 0.
     def started(url: str) -> None:
         if running is None:
             _embedded.record(url, os.getpid(), token)
@@ -69,6 +71,7 @@ def master(
     try:
         serve(host, port, token or None, started, database_url, data_dir, launcher)
     finally:
+        # The record may be that of the first master, if this is a second one with a folder of its own.
         if _settings.read(_settings.MASTER).get("pid") == os.getpid():
             _settings.forget(_settings.MASTER)
 

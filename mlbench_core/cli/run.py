@@ -41,6 +41,7 @@ class _RunCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)
+        # The command reads them there; click has no parameter for words that it does not parse.
         ctx.obj = list(args[cut + 1 :])
         return super().parse_args(ctx, args[:cut])
 
@@ -188,6 +189,7 @@ def _interactive() -> bool:
 
 def _ask(what: str, option: str, default: str | None) -> str:
     """Ask for a missing value on a terminal, and raise a usage error elsewhere."""
+    # A script must not hang on a question that nobody answers.
     if not _interactive():
         raise click.UsageError(f"{what} is missing: give {option}")
     answer: str = click.prompt(what.removeprefix("the ").capitalize(), default=default, type=str, err=True)
@@ -197,6 +199,7 @@ def _ask(what: str, option: str, default: str | None) -> str:
 def _ask_task(ctx: click.Context, default: str | None) -> Task | None:
     """Let the user choose a task by its number or key; return None for the user's own command."""
     if _interactive():
+        # Numbered from 0, as the menu of version 3.0.
         for index, task in enumerate(TASKS.values()):
             remark(f"  [{index}] task {task.key:3} {task.title} ({task.model}, {task.data})")
         remark(f"  [{len(TASKS)}] a command of your own")
@@ -286,6 +289,7 @@ def _follow(client: MasterClient, started: Sequence[dict[str, Any]], options: _O
     except KeyboardInterrupt:
         raise MLBenchError(f"no longer waiting; the runs go on ('mlbench stop {names}' stops them)") from None
     results = []
+    # A failed run is saved, too: its metrics show how far it came.
     for item in ended:
         metrics = client.metrics(item["id"])
         _results.save(folder / f"{item['name']}.json", item, metrics)
@@ -315,6 +319,7 @@ def _draw(folder: Path, results: Sequence[_results.RunResult]) -> Path | None:
         from mlbench_core.cli.charts import draw_overview
 
         return draw_overview(drawable, folder / "overview.png")
+    # The runs have ended well, so a missing package must not fail the command.
     except MissingDependencyError as error:
         remark(f"no chart: {error}")
         return None

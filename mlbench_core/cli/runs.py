@@ -22,6 +22,7 @@ from mlbench_core.files import replacing
 __all__ = ["delete", "download", "logs", "status", "stop"]
 
 FOLLOW_POLL_S = 0.5
+# The phase, "global_" if the value is of all workers, the name, and the rank of the sender.
 _METRIC_NAME = re.compile(r"(?:train_|val_)?(?:global_)?(.*?)(?: @ \d+)?", re.DOTALL)
 
 
@@ -128,6 +129,7 @@ def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool) -> N
 def stop(names: tuple[str, ...], dashboard_url: str | None) -> None:
     """Stop the runs NAME... and keep their metrics."""
     with connect(dashboard_url) as client:
+        # All names are looked up first, so that a wrong one stops nothing.
         for run in [client.find(name) for name in names]:
             if run.get("state") in FINAL_STATES:
                 click.echo(f"{clean(run['name'])} has ended already ({run['state']})")
@@ -143,6 +145,7 @@ def stop(names: tuple[str, ...], dashboard_url: str | None) -> None:
 def delete(names: tuple[str, ...], yes: bool, dashboard_url: str | None) -> None:
     """Delete the runs NAME... with their metrics and logs, and stop those that are running."""
     with connect(dashboard_url) as client:
+        # All names are looked up first, so that a wrong one deletes nothing.
         runs = [client.find(name) for name in names]
         if not yes and not _confirmed([str(run["name"]) for run in runs]):
             click.echo("nothing deleted", err=True)

@@ -105,7 +105,8 @@ class DeviceClock:
         for (_, before), (name, event) in itertools.pairwise(marks):
             if name == _SKIPPED:
                 continue
-            seconds = before.elapsed_time(event) / 1e3  # CUDA gives milliseconds
+            # CUDA gives milliseconds.
+            seconds = before.elapsed_time(event) / 1e3
             batch_s += seconds
             if name is not None:
                 self._book_step(name, seconds)

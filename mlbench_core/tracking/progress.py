@@ -27,7 +27,8 @@ def wants_progress(progress: bool | None, rank: int) -> bool:
         return progress
     try:
         return rank == 0 and sys.stderr.isatty()
-    except (AttributeError, ValueError):  # no standard error, or a closed one
+    # Standard error is missing or closed.
+    except (AttributeError, ValueError):
         return False
 
 
@@ -49,7 +50,8 @@ class ProgressBar:
             TimeElapsedColumn(),
             TextColumn("{task.fields[status]}", markup=False),
             console=console or Console(stderr=True),
-            auto_refresh=False,  # a refresh thread would take time from training
+            # A refresh thread would take time from training.
+            auto_refresh=False,
             transient=True,
             redirect_stdout=False,
             redirect_stderr=False,

@@ -186,7 +186,7 @@ class Tracker:
         # may lower this mean, so the best value from before the validation is kept to judge each new mean against.
         self._validation_mean = AverageMeter()
         self._best_before: tuple[float, int, bool] | None = None
-        self._is_primary_told = False
+        self._has_final_value = False
 
         # Points in time on time.perf_counter(); None if that interval is not open.
         self._start_s: float | None = None
@@ -512,10 +512,11 @@ class Tracker:
             new_metric_value: A number, or a tensor of one element.
         """
         value = _number("the primary metric", new_metric_value)
-        if self._best_before is not None:  # the mean recorded in this validation is discarded
+        # The mean recorded in this validation is discarded.
+        if self._best_before is not None:
             self.best_metric_value, self.best_epoch, self._is_latest_best = self._best_before
             self._best_before = None
-        self._is_primary_told = True
+        self._has_final_value = True
         self._judge(value)
 
     def _judge(self, value: float) -> None:
@@ -532,7 +533,7 @@ class Tracker:
         mean = self._validation_mean
         is_first = mean.count == 0
         mean.update(value, n)
-        if self._is_primary_told or mean.count == 0:
+        if self._has_final_value or mean.count == 0:
             return
         if self._best_before is None:
             self._best_before = (self.best_metric_value, self.best_epoch, self._is_latest_best)
@@ -545,7 +546,7 @@ class Tracker:
         """Begin a validation: values recorded from now on have a mean of their own."""
         self._validation_mean.reset()
         self._best_before = None
-        self._is_primary_told = False
+        self._has_final_value = False
 
     def is_best(self) -> bool:
         """Return True if the latest value of the primary metric belongs to this epoch and is the best so far."""
@@ -927,6 +928,7 @@ def _accepts(function: Any, arguments: int) -> bool:
         inspect.signature(function).bind(*range(arguments))
     except TypeError:
         return False
-    except ValueError:  # a builtin without a signature is taken for a goal, not for a factory
+    # A builtin without a signature counts as a goal, not as a factory.
+    except ValueError:
         return arguments > 0
     return True

@@ -365,7 +365,7 @@ def measure(
     check_positive("block_s", block_s)
     operation = _make(collective, elements, dtype, device, group)
     if operation.world_size < 2:
-        raise ConfigurationError("one worker alone has nobody to communicate with: start at least 2")
+        raise ConfigurationError("the world size must be at least 2, not 1: start more workers")
     operation.fill()
     start = time.perf_counter()
     operation.run()
