@@ -27,7 +27,7 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
         path: The file to write; its folder is created.
         temporary: The path to write to first, in the same folder. By default the name is new, so that several processes
             can write at the same time; a file that a kill leaves then stays. Give a path if only one process writes at
-            a time: the next write removes what a kill left.
+            a time: the next write removes the file that a kill left.
 
     Yields:
         The temporary path. The block creates the file; it is removed if the block or the rename fails.

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace, TracebackType
@@ -50,6 +50,18 @@ _STATE_ATTRIBUTES = (
 """Attributes that are one entry of a state dict each, without the leading underscore."""
 
 _STEP_GROUPS = ("communication_steps", "compute_steps", "metrics_steps", "preprocess_steps")
+
+
+@dataclass
+class _Validation:
+    """The primary metric in one validation: the mean of the values that ``record_metric`` receives.
+
+    A batch may lower this mean. So the best value from before the validation is kept, to compare each new mean with it.
+    """
+
+    mean: AverageMeter = field(default_factory=AverageMeter)
+    best_before: tuple[float, int, bool] | None = None
+    has_final_value: bool = False
 
 
 def _step_method(name: str) -> Callable[[Tracker], None]:
@@ -182,11 +194,7 @@ class Tracker:
         self.history: deque[tuple[int, str, float, int, float]] = deque(maxlen=history_size)
         self.batches_per_epoch: int | None = None
 
-        # Mean of the primary metric in the current validation, from the values that record_metric receives. A batch
-        # may lower this mean, so the best value from before the validation is kept to judge each new mean against.
-        self._validation_mean = AverageMeter()
-        self._best_before: tuple[float, int, bool] | None = None
-        self._has_final_value = False
+        self._validation = _Validation()
 
         # Points in time on time.perf_counter(); None if that interval is not open.
         self._start_s: float | None = None
@@ -239,12 +247,12 @@ class Tracker:
     def validation(self) -> None:
         """Record the following statistics as ``val_...``."""
         if self.is_training:
-            self._expect_primary()
+            self._validation = _Validation()
         self.is_training = False
 
     def validation_start(self) -> None:
         """Start the clock of a validation."""
-        self._expect_primary()
+        self._validation = _Validation()
         self._validation_start = time.perf_counter()
 
     def validation_end(self) -> None:
@@ -286,7 +294,7 @@ class Tracker:
             self._progress.clear()
         self._sinks.call("flush")
         self.reset_epoch_stats()
-        self._expect_primary()
+        self._validation = _Validation()
         self.current_epoch += 1
 
     def epochs(self, most: int, past_goal: bool = False) -> Iterator[int]:
@@ -466,7 +474,7 @@ class Tracker:
         value = _number(self._prefix + name, value)
         # The best value is updated before the statistic is recorded, because a goal may read it.
         if not self.is_training and self.primary_metric is not None and name == self.primary_metric.name:
-            self._judge_mean(value, n)
+            self._add_to_validation(value, n)
         self.record_stat(name, value, n, log_to_api)
 
     def record_stat(self, name: str, value: float, n: float = 1, log_to_api: bool = False) -> None:
@@ -513,13 +521,13 @@ class Tracker:
         """
         value = _number("the primary metric", new_metric_value)
         # The mean recorded in this validation is discarded.
-        if self._best_before is not None:
-            self.best_metric_value, self.best_epoch, self._is_latest_best = self._best_before
-            self._best_before = None
-        self._has_final_value = True
-        self._judge(value)
+        if self._validation.best_before is not None:
+            self.best_metric_value, self.best_epoch, self._is_latest_best = self._validation.best_before
+            self._validation.best_before = None
+        self._validation.has_final_value = True
+        self._compare_with_best(value)
 
-    def _judge(self, value: float) -> None:
+    def _compare_with_best(self, value: float) -> None:
         """Set the latest value of the primary metric, and the best value if it is better."""
         # A comparison with nan is False, so nan is never the best.
         better = value < self.best_metric_value if self.minimize else value > self.best_metric_value
@@ -528,25 +536,19 @@ class Tracker:
             self.best_metric_value = value
             self.best_epoch = self.current_epoch
 
-    def _judge_mean(self, value: float, n: float) -> None:
+    def _add_to_validation(self, value: float, n: float) -> None:
         """Add a recorded value to the mean of this validation, and compare the mean with the best value before it."""
-        mean = self._validation_mean
+        mean = self._validation.mean
         is_first = mean.count == 0
         mean.update(value, n)
-        if self._has_final_value or mean.count == 0:
+        if self._validation.has_final_value or mean.count == 0:
             return
-        if self._best_before is None:
-            self._best_before = (self.best_metric_value, self.best_epoch, self._is_latest_best)
+        if self._validation.best_before is None:
+            self._validation.best_before = (self.best_metric_value, self.best_epoch, self._is_latest_best)
         else:
-            self.best_metric_value, self.best_epoch, self._is_latest_best = self._best_before
+            self.best_metric_value, self.best_epoch, self._is_latest_best = self._validation.best_before
         # A mean of one value may differ from that value by rounding.
-        self._judge(value if is_first else mean.avg)
-
-    def _expect_primary(self) -> None:
-        """Begin a validation: values recorded from now on have a mean of their own."""
-        self._validation_mean.reset()
-        self._best_before = None
-        self._has_final_value = False
+        self._compare_with_best(value if is_first else mean.avg)
 
     def is_best(self) -> bool:
         """Return True if the latest value of the primary metric belongs to this epoch and is the best so far."""
