@@ -629,7 +629,7 @@ class Tracker:
     def summary(self) -> TrackerSummary:
         """Return the totals of the run so far; on CUDA without the batches that the device has not finished."""
         now, has_best = self._totals(), self._has_best
-        phases = {
+        phases: dict[str, Any] = {
             "compute_s": now.of(self.compute_steps),
             "communication_s": now.of(self.communication_steps),
             "metrics_s": now.of(self.metrics_steps),
