@@ -284,15 +284,15 @@ class TopKAccuracy(MLBenchMetric):
             output = output.unsqueeze(1)
         if output.dim() != 2 or target.numel() != output.shape[0]:
             raise ValueError(
-                f"output has shape {tuple(output.shape)} and target {tuple(target.shape)}; "
-                "they must be (batch, classes) and (batch,)"
+                "output must be (batch, classes) and target (batch,), not "
+                f"{tuple(output.shape)} and {tuple(target.shape)}"
             )
         # A single column has the scores of the positive one of two classes.
         classes = max(2, output.shape[1])
         if self.topk >= classes:
             raise ValueError(
-                f"topk is {self.topk} with {classes} classes, so every sample would be right; "
-                f"it must be at most {classes - 1}"
+                f"topk must be at most {classes - 1} for {classes} classes, not {self.topk}: with more, every sample "
+                "would be right"
             )
         target = target.reshape(-1, 1)
         if output.shape[1] == 1:
@@ -530,9 +530,9 @@ class BLEUScore(_StatisticsMetric):
         """
         for argument, sentences in (("output", output), ("target", target)):
             if isinstance(sentences, str):
-                raise TypeError(f"{argument} is one string ({sentences!r:.60}); it must be a list of sentences")
+                raise TypeError(f"{argument} must be a list of sentences, not one string ({sentences!r:.60})")
         if len(output) != len(target):
-            raise ValueError(f"{len(output)} translations but {len(target)} references; every translation needs one")
+            raise ValueError(f"target must have a reference for each of {len(output)} translations, not {len(target)}")
         if len(output) == 0:
             return self._value_of(self._no_statistics())
         score = self._bleu.corpus_score(list(output), [list(target)])
@@ -598,8 +598,7 @@ def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as float64 vectors; sums of half-precision or float32 elements would lose counts."""
     if output.numel() != target.numel():
         raise ValueError(
-            f"output has shape {tuple(output.shape)} and target {tuple(target.shape)}; "
-            "they must have the same number of elements"
+            f"target must have as many elements as the output {tuple(output.shape)}, not shape {tuple(target.shape)}"
         )
     return output.detach().reshape(-1).to(torch.float64), target.detach().reshape(-1).to(torch.float64)
 
