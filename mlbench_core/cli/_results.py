@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
+import math
 import re
 import shlex
 import zipfile
@@ -119,8 +120,8 @@ class Setup:
             # The master adds both options to the command line; records of earlier versions lack the fields.
             gpu="--gpu" in items or run.get("gpu_enabled"),
             light="--light" in items or run.get("light_target"),
-            num_cpus=_float(run.get("num_cpus")),
-            max_bandwidth=_float(run.get("max_bandwidth")),
+            num_cpus=_number(run.get("num_cpus")),
+            max_bandwidth=_number(run.get("max_bandwidth")),
         )
 
     def parts(self) -> tuple[str, ...]:
@@ -267,7 +268,7 @@ class RunResult:
         reached = summary.get("goal_reached")
         if not isinstance(reached, bool):
             reached = True if result else None
-        workers, epochs = _workers(run, summary, metrics), _float(summary.get("epochs"))
+        workers, epochs = _workers(run, summary, metrics), _number(summary.get("epochs"))
         return cls(
             name=str(run.get("name") or "run"),
             workers=workers,
@@ -275,15 +276,15 @@ class RunResult:
             setup=Setup.of(run, workers),
             goal_reached=reached,
             time_to_goal_s=_time_to_goal(summary, result, metrics) if reached else None,
-            train_s=_first(_float(times.get("train")), _float(_latest(metrics, "TotalCumulativeTrainTime @ 0"))),
+            train_s=_number(times.get("train"), _latest(metrics, "TotalCumulativeTrainTime @ 0")),
             phases_s=_phases(times, steps) or _phases(dict(_PHASE_IN_RESULT.findall(result.lower())), {}),
-            exposed_communication_s=_float(times.get("exposed_communication")),
-            validation_s=_float(times.get("validation")),
+            exposed_communication_s=_number(times.get("exposed_communication")),
+            validation_s=_number(times.get("validation")),
             steps_s=steps,
-            samples_per_s=_float(summary.get("samples_per_s")),
+            samples_per_s=_number(summary.get("samples_per_s")),
             epochs=None if epochs is None else int(epochs),
-            best=_first(_float(summary.get("best")), _float(summary.get("best_metric_value"))),
-            bytes_sent=_first(_float(summary.get("bytes_sent")), _float(summary.get("communication_size_bytes"))),
+            best=_number(summary.get("best"), summary.get("best_metric_value")),
+            bytes_sent=_number(summary.get("bytes_sent"), summary.get("communication_size_bytes")),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -320,7 +321,7 @@ def _times(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def _phases(times: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, float]:
     named = {phase: times.get("preprocess" if phase == "data" else phase) for phase in PHASES}
-    found = {phase: value for phase, raw in named.items() if (value := _float(raw)) is not None}
+    found = {phase: value for phase, raw in named.items() if (value := _number(raw)) is not None}
     if found:
         return found
     # Without total times, the times of the steps add up to those of the phases.
@@ -331,17 +332,17 @@ def _phases(times: Mapping[str, Any], steps: Mapping[str, float]) -> dict[str, f
 
 
 def _steps(metrics: Metrics, prefix: str) -> dict[str, float]:
-    return {step: s for step in STEPS if (s := _float(_latest(metrics, f"{prefix}_{step} @ 0"))) is not None}
+    return {step: s for step in STEPS if (s := _number(_latest(metrics, f"{prefix}_{step} @ 0"))) is not None}
 
 
 def _time_to_goal(summary: Mapping[str, Any], result: str, metrics: Metrics) -> float | None:
     in_text = _TIME_IN_RESULT.search(result)
-    return _first(
-        _float(summary.get("time_to_goal_s")),
+    return _number(
+        summary.get("time_to_goal_s"),
         # A goal may answer with the bare number of seconds.
-        _float(result),
-        _float(in_text[1]) if in_text else None,
-        _float(_latest(metrics, "TotalCumulativeTrainTime @ 0")),
+        result,
+        in_text[1] if in_text else None,
+        _latest(metrics, "TotalCumulativeTrainTime @ 0"),
     )
 
 
@@ -355,20 +356,18 @@ def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], metrics: Metric
     return len(ranks) if len(ranks) > 1 else None
 
 
-def _float(value: object) -> float | None:
-    """Return a finite number that is given as a number or as text, and ``None`` for anything else."""
-    # In Python a bool is an int, but it is not a measurement.
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        found = float(value)
-    except ValueError:
-        return None
-    return found if abs(found) != float("inf") and found == found else None
-
-
-def _first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)
+def _number(*values: object) -> float | None:
+    """Return the first finite number, given as a number or as text, and ``None`` without one."""
+    for value in values:
+        # In Python a bool is an int, but it is not a measurement.
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            try:
+                found = float(value)
+            except ValueError:
+                continue
+            if math.isfinite(found):
+                return found
+    return None
 
 
 def save(path: Path, run: Mapping[str, Any], metrics: Metrics) -> None:
