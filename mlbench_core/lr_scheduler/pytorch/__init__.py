@@ -1,27 +1,6 @@
 """Learning rate schedules."""
 
 from mlbench_core.lr_scheduler.pytorch import lr
-from mlbench_core.lr_scheduler.pytorch.lr import (
-    ExponentialWarmupMultiStepLR,
-    LRLinearWarmUp,
-    MultiStepLRLinearWarmUp,
-    PolyDecayLRLinearWarmup,
-    ReduceLROnPlateauWithWarmup,
-    SparsifiedSGDLR,
-    SQRTTimeDecayLR,
-    SQRTTimeDecayLRWithWarmup,
-    TimeDecayLR,
-)
+from mlbench_core.lr_scheduler.pytorch.lr import *  # noqa: F403
 
-__all__ = [
-    "ExponentialWarmupMultiStepLR",
-    "LRLinearWarmUp",
-    "MultiStepLRLinearWarmUp",
-    "PolyDecayLRLinearWarmup",
-    "ReduceLROnPlateauWithWarmup",
-    "SQRTTimeDecayLR",
-    "SQRTTimeDecayLRWithWarmup",
-    "SparsifiedSGDLR",
-    "TimeDecayLR",
-    "lr",
-]
+__all__ = ["lr", *lr.__all__]

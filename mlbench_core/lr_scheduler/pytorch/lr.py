@@ -16,11 +16,12 @@ References:
 from __future__ import annotations
 
 import bisect
+import contextlib
 import logging
 import math
 import numbers
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, SupportsFloat
 
 from torch import Tensor
@@ -44,21 +45,33 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def _current_rates(schedule: LRScheduler) -> list[float]:
-    """Return the rates of all groups as numbers, because a rate in a tensor changes in place."""
-    return [float(group["lr"]) for group in schedule.optimizer.param_groups]
-
-
-def _changed_rates(schedule: LRScheduler, before: list[float]) -> list[tuple[int, float]]:
-    """Return the groups whose rates have changed and their new rates; none if ``before`` is empty."""
-    now = _current_rates(schedule) if before else []
-    return [(i, rate) for i, (old, rate) in enumerate(zip(before, now, strict=True)) if rate != old]
-
-
-class _Schedule(LRScheduler):
+class _LoggedLR(LRScheduler):
     """A schedule that can log the rates it sets."""
 
-    def __init__(self, optimizer: Optimizer, verbose: bool) -> None:
+    verbose: bool
+
+    @contextlib.contextmanager
+    def _logging(self, message: str) -> Iterator[None]:
+        """Log each group whose rate changes in the ``with`` block, if the schedule is verbose."""
+        # Without verbose nothing is read: float() of a rate in a CUDA tensor would wait for the device.
+        groups = self.optimizer.param_groups if self.verbose else []
+        # As numbers, because a rate in a tensor changes in place.
+        before = [float(group["lr"]) for group in groups]
+        yield
+        for i, (old, group) in enumerate(zip(before, groups, strict=True)):
+            if (rate := float(group["lr"])) != old:
+                logger.info(message, i, rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; ``verbose`` is not part of it, so a resumed schedule keeps its own."""
+        return {key: value for key, value in super().state_dict().items() if key != "verbose"}
+
+
+class _Schedule(_LoggedLR):
+    """A schedule whose rates depend only on the number of steps."""
+
+    def __init__(self, optimizer: Optimizer, *, verbose: bool = False) -> None:
+        # torch's constructor already calls step() once, so this and the arguments of subclasses must be set before.
         self.verbose = verbose
         super().__init__(optimizer)
 
@@ -68,14 +81,8 @@ class _Schedule(LRScheduler):
         Args:
             epoch: The number of the step. Deprecated in torch.
         """
-        before = _current_rates(self) if self.verbose else []
-        super().step(epoch)
-        for i, rate in _changed_rates(self, before):
-            logger.info("Adjusting learning rate of group %d to %.4e.", i, rate)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state; ``verbose`` is not part of it, so a resumed schedule keeps its own."""
-        return {key: value for key, value in super().state_dict().items() if key != "verbose"}
+        with self._logging("Adjusting learning rate of group %d to %.4e."):
+            super().step(epoch)
 
 
 class _AbsoluteLR(_Schedule):
@@ -105,7 +112,8 @@ class _RelativeLR(_Schedule):
 
 def _linear(start: float, end: float, t: float, duration: float) -> float:
     """Interpolate from ``start`` at 0 to exactly ``end`` at ``duration`` and after."""
-    if t >= duration:  # also keeps a duration of 0 out of the division
+    # This also keeps a duration of 0 out of the division.
+    if t >= duration:
         return end
     progress = t / duration
     return progress * end + (1.0 - progress) * start
@@ -163,7 +171,7 @@ class LRLinearWarmUp(_AbsoluteLR):
         self.init_lr = init_lr
         self.scaled_lr = scaled_lr
         self.warmup_duration = warmup_duration
-        super().__init__(optimizer, verbose)
+        super().__init__(optimizer, verbose=verbose)
 
     def lr_at(self, t: int) -> float:
         """Return the rate after ``t`` steps."""
@@ -235,16 +243,17 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
         self.scaled_lr = scaled_lr
         self.warmup_init_lr = warmup_init_lr
         self.warmup_duration = warmup_duration
-        super().__init__(optimizer, verbose)
+        super().__init__(optimizer, verbose=verbose)
 
     def lr_at(self, t: int) -> float:
         """Return the rate after ``t`` steps."""
         if t < self.warmup_duration:
             return _linear(self.warmup_init_lr, self.scaled_lr, t, self.warmup_duration)
+        # bisect_right counts the milestones up to and including t, as the formula does.
         return float(self.scaled_lr * self.gamma ** bisect.bisect_right(self.milestones, t))
 
 
-class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
+class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
     r"""Linear warm-up, then a smaller rate whenever a metric stops improving.
 
     The warm-up counts batches if ``batches_per_epoch`` is given, and epochs if not:
@@ -338,22 +347,17 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
             metrics: Value that should improve, for example the validation loss.
             epoch: Number of the epoch; one more than the last if left out.
         """
-        # torch's own argument raises a deprecation warning; setting the count has the same effect.
+        # torch's own argument gives a deprecation warning; setting the count has the same effect.
         if epoch is not None:
             self.last_epoch = epoch - 1
         if not self.is_warming_up:
-            before = _current_rates(self) if self.verbose else []
-            super().step(metrics)
-            for i, rate in _changed_rates(self, before):
-                logger.info("Epoch %d: reducing learning rate of group %d to %.4e.", self.last_epoch, i, rate)
+            with self._logging(f"Epoch {self.last_epoch + 1}: reducing learning rate of group %d to %.4e."):
+                super().step(metrics)
             return
+        # The plateau counts epochs from the start of the training, the warm-up included.
         self.last_epoch += 1
         if self.batches_per_epoch is None:
             self._warm_up()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state; ``verbose`` is not part of it, so a resumed schedule keeps its own."""
-        return {key: value for key, value in super().state_dict().items() if key != "verbose"}
 
     def _warm_up(self) -> None:
         if self.is_warming_up:
@@ -363,7 +367,8 @@ class ReduceLROnPlateauWithWarmup(ReduceLROnPlateau):
     def _set_warmup_lr(self) -> None:
         lr = _linear(self.warmup_init_lr, self.scaled_lr, self.warmup_step, self.warmup_duration)
         for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):  # in place, since the optimizer may hold this tensor elsewhere
+            # In place, because the optimizer may hold this tensor elsewhere.
+            if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
@@ -412,7 +417,7 @@ class SparsifiedSGDLR(_AbsoluteLR):
         self.gamma = gamma
         self.l2_coef = l2_coef
         self.shifting_param = shifting_param
-        super().__init__(optimizer, verbose)
+        super().__init__(optimizer, verbose=verbose)
 
     def lr_at(self, t: int) -> float:
         """Return the rate after ``t`` steps."""
@@ -451,10 +456,11 @@ class TimeDecayLR(_RelativeLR):
     def __init__(self, optimizer: Optimizer, beta: float, *, verbose: bool = False) -> None:
         _check_at_least_0(beta=beta)
         self.beta = beta
-        super().__init__(optimizer, verbose)
+        super().__init__(optimizer, verbose=verbose)
 
     def factor_at(self, t: int) -> float:
         """Return the factor after ``t`` steps."""
+        # beta = 0 would divide by 0 at the start.
         return 1.0 / (t + self.beta) if t + self.beta != 0 else 1.0
 
 
@@ -481,9 +487,6 @@ class SQRTTimeDecayLR(_RelativeLR):
         >>> [round(6.0 * schedule.factor_at(t), 3) for t in range(5)]
         [6.0, 6.0, 4.243, 3.464, 3.0]
     """
-
-    def __init__(self, optimizer: Optimizer, *, verbose: bool = False) -> None:
-        super().__init__(optimizer, verbose)
 
     def factor_at(self, t: int) -> float:
         """Return the factor after ``t`` steps."""
@@ -567,10 +570,11 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
         else:
             _check_positive(decay_interval=decay_interval)
             interval = _in_iterations(decay_interval, iterations)
+        # Few iterations or a small share give 0, by which factor_at would divide.
         self.decay_interval = max(1, interval)
         self.decay_steps = decay_steps
         self.decay_factor = decay_factor
-        super().__init__(optimizer, verbose)
+        super().__init__(optimizer, verbose=verbose)
 
     def factor_at(self, t: int) -> float:
         """Return the factor after ``t`` steps."""
@@ -584,9 +588,11 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
 
 def _in_iterations(value: int | float, iterations: int) -> int:
     """Convert a count of iterations, or a share of all of them, to a count."""
-    if isinstance(value, numbers.Integral):  # numpy's integers too
+    # The abstract class, because integers of numpy are not of type int.
+    if isinstance(value, numbers.Integral):
         return int(value)
-    return int(value * iterations + 1e-9)  # 0.29 * 100 is 28.999999999999996
+    # Truncation alone would lose an iteration: 0.29 * 100 is 28.999999999999996.
+    return int(value * iterations + 1e-9)
 
 
 class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
@@ -635,12 +641,13 @@ class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
         self.base_lr = base_lr
         self.warmup_init_lr = warmup_init_lr
         self.warmup_steps = warmup_steps
-        super().__init__(optimizer, verbose)
+        super().__init__(optimizer, verbose=verbose)
 
     def lr_at(self, t: int) -> float:
         """Return the rate after ``t`` steps."""
         if t < self.warmup_steps:
             return _linear(self.warmup_init_lr, self.base_lr, t, self.warmup_steps)
+        # Without a warm-up the formula would be 0 / 0 at the start.
         return self.base_lr * math.sqrt(max(1, self.warmup_steps) / max(1, t))
 
 
@@ -706,12 +713,13 @@ class PolyDecayLRLinearWarmup(_AbsoluteLR):
         self.decay_steps = decay_steps
         self.min_lr = min_lr
         self.power = power
-        super().__init__(optimizer, verbose)
+        super().__init__(optimizer, verbose=verbose)
 
     def lr_at(self, t: int) -> float:
         """Return the rate after ``t`` steps."""
         if t < self.warmup_duration:
             return _linear(self.init_lr, self.scaled_lr, t, self.warmup_duration)
+        # Later steps would make the base of the power negative.
         if t >= self.warmup_duration + self.decay_steps:
             return float(self.min_lr)
         remaining = 1.0 - (t - self.warmup_duration) / self.decay_steps

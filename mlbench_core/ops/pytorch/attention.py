@@ -16,14 +16,20 @@ numbers each time for the same seed.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mlbench_core.ops.pytorch import extension
-from mlbench_core.ops.pytorch.attention_reference import backward_reference, forward_reference, output_like
+from mlbench_core.ops.pytorch.attention_reference import (
+    OperatorArguments,
+    backward_reference,
+    forward_reference,
+    output_like,
+)
 from mlbench_core.ops.pytorch.philox import draw_seed, dropout_threshold
 
 __all__ = [
@@ -43,29 +49,25 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 _KERNEL_HEAD_DIMS = (32, 64)
 # The kernels load and store 16 bytes at a time.
 _ALIGNMENT_BYTES = 16
+_ARGUMENT_COUNT = len(OperatorArguments._fields)
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The operators. Their arguments:
+# The two operators. attention_reference.OperatorArguments documents the arguments of _ARGUMENTS. The others are:
 #   query (batch, max_query, heads, d), key and value (batch, max_key, heads, d), any strides whose last one is 1;
-#   or packed, (rows, heads, d): sentence b has the rows starts[b] to starts[b + 1] - 1; starts is int32 (batch + 1,).
-#   *_padding: bool (batch, max_query) or (batch, max_key), True at padding; not for packed rows.
-#   is_causal: query i sees key j if j <= i + keys - queries of the sentence.
-#   dropout_p, seed, offset: philox.attention_dropout_mask defines which weights are kept.
+#   or packed, (rows, heads, d).
 # Outputs: output as output_like(query); logsumexp (batch, heads, max_query), float32 (float64 for float64), natural
 # logarithm, +inf if a query is padding or sees no key. Such rows of the output and all gradients of padding are 0.
-# ----------------------------------------------------------------------------------------------------------------------
-_SENTENCES = (
+_ARGUMENTS = (
     "Tensor? query_starts, Tensor? key_starts, SymInt max_query, SymInt max_key, Tensor? query_padding, "
     "Tensor? key_padding, bool is_causal, float scale, float dropout_p, Tensor? seed, int offset"
 )
 torch.library.define(
     "mlbench::short_attention",
-    f"(Tensor query, Tensor key, Tensor value, {_SENTENCES}) -> (Tensor output, Tensor logsumexp)",
+    f"(Tensor query, Tensor key, Tensor value, {_ARGUMENTS}) -> (Tensor output, Tensor logsumexp)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
     "mlbench::short_attention_backward",
-    f"(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor logsumexp, {_SENTENCES}, "
+    f"(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor logsumexp, {_ARGUMENTS}, "
     "Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value) -> ()",
     tags=torch.Tag.pt2_compliant_tag,
 )
@@ -74,25 +76,16 @@ torch.library.impl("mlbench::short_attention_backward", "default", backward_refe
 
 
 @torch.library.register_fake("mlbench::short_attention")
-def _forward_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_starts: Tensor | None,
-    key_starts: Tensor | None,
-    max_query: int,
-    max_key: int,
-    *_: object,
-) -> tuple[Tensor, Tensor]:
-    batch = query.shape[0] if query_starts is None else query_starts.shape[0] - 1
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    given = OperatorArguments(*arguments)
+    batch = query.shape[0] if given.query_starts is None else given.query_starts.shape[0] - 1
     dtype = torch.promote_types(query.dtype, torch.float32)
-    logsumexp = query.new_empty((batch, query.shape[-2], max_query), dtype=dtype)
-    return output_like(query, query_starts is not None), logsumexp
+    logsumexp = query.new_empty((batch, query.shape[-2], given.max_query), dtype=dtype)
+    return output_like(query, given.query_starts is not None), logsumexp
 
 
-@torch.library.register_fake("mlbench::short_attention_backward")
-def _backward_fake(*_: object) -> None:
-    """Return nothing, because the operator writes the gradients in place."""
+# The operator writes the gradients in place and returns nothing.
+torch.library.register_fake("mlbench::short_attention_backward", lambda *_: None)
 
 
 def short_attention(
@@ -160,13 +153,11 @@ def short_attention(
         >>> short_attention(query, key, value, is_causal=True)[0, :, 0].round().tolist()
         [[3.0, 0.0], [4.0, 2.0], [6.0, 4.0]]
     """
-    masks = _Masks(query_starts, key_starts, query_padding, key_padding)
     if key.shape != value.shape:
         raise ValueError(f"key has shape {tuple(key.shape)} and value {tuple(value.shape)}; they must be equal")
-    lengths = (max_query, max_key)
-    return _attend(
-        (query, key, value), query.shape, key.shape, masks, lengths, is_causal, scale, dropout_p, seed, offset
-    )
+    sentences = (query_starts, key_starts, max_query, max_key, query_padding, key_padding)
+    given = OperatorArguments(*sentences, is_causal, scale, dropout_p, seed, offset)
+    return _attend((query, key, value), query.shape, key.shape, given)
 
 
 def short_attention_kv(
@@ -214,10 +205,9 @@ def short_attention_kv(
         >>> short_attention_kv(query, kv).shape
         torch.Size([2, 3, 4, 8])
     """
-    masks = _Masks(query_starts, key_starts, query_padding, key_padding)
-    key_shape = _shape_of_part(kv, 2, "kv", key_starts)
-    lengths = (max_query, max_key)
-    return _attend((query, kv), query.shape, key_shape, masks, lengths, is_causal, scale, dropout_p, seed, offset)
+    sentences = (query_starts, key_starts, max_query, max_key, query_padding, key_padding)
+    given = OperatorArguments(*sentences, is_causal, scale, dropout_p, seed, offset)
+    return _attend((query, kv), query.shape, _shape_of_part(kv, 2, "kv", key_starts), given)
 
 
 def short_attention_qkv(
@@ -257,10 +247,10 @@ def short_attention_qkv(
         >>> short_attention_qkv(x.unflatten(-1, (3, 4, 8)).transpose(0, 1)).shape
         torch.Size([2, 7, 4, 8])
     """
-    masks = _Masks(starts, starts, padding, padding)
+    sentences = (starts, starts, max_length, max_length, padding, padding)
+    given = OperatorArguments(*sentences, is_causal, scale, dropout_p, seed, offset)
     shape = _shape_of_part(qkv, 3, "qkv", starts)
-    lengths = (max_length, max_length)
-    return _attend((qkv,), shape, shape, masks, lengths, is_causal, scale, dropout_p, seed, offset)
+    return _attend((qkv,), shape, shape, given)
 
 
 def uses_kernel(*tensors: Tensor, max_query: int, max_key: int) -> bool:
@@ -302,46 +292,21 @@ def why_not_kernel(*tensors: Tensor, max_query: int, max_key: int) -> str | None
     return None if extension.is_available() else extension.why_not()
 
 
-class _Masks(NamedTuple):
-    """The rows of each sentence and the padding among them."""
-
-    query_starts: Tensor | None
-    key_starts: Tensor | None
-    query_padding: Tensor | None
-    key_padding: Tensor | None
-
-
-class _Options(NamedTuple):
-    """The operators' arguments that are not tensors, and whether the plain reference replaces the operator."""
-
-    max_query: int
-    max_key: int
-    is_causal: bool
-    scale: float
-    dropout_p: float
-    offset: int
-    is_plain: bool
-
-
 def _attend(
-    parts: tuple[Tensor, ...],
-    query_shape: torch.Size,
-    key_shape: torch.Size,
-    masks: _Masks,
-    lengths: tuple[int | None, int | None],
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
+    parts: tuple[Tensor, ...], query_shape: torch.Size, key_shape: torch.Size, given: OperatorArguments
 ) -> Tensor:
-    """Check the arguments, draw a missing seed, and attend."""
-    _check_tensors(parts)
-    if masks.query_starts is None and masks.key_starts is None:
-        _check_padded(query_shape, key_shape, masks, lengths)
+    """Check the arguments, replace None by the defaults, and attend on (query, key, value), (query, kv) or (qkv,)."""
+    first = parts[0]
+    if not first.is_floating_point() or any(part.dtype != first.dtype for part in parts):
+        raise TypeError(f"the tensors are of {[part.dtype for part in parts]}; they need one floating-point dtype")
+    if any(part.device != first.device for part in parts):
+        raise ValueError(f"the tensors are on {[str(part.device) for part in parts]}; they must be on one device")
+    if given.query_starts is None and given.key_starts is None:
+        _check_padded(query_shape, key_shape, given)
         max_query, max_key = query_shape[1], key_shape[1]
     else:
-        _check_packed(query_shape, key_shape, masks)
+        _check_packed(query_shape, key_shape, given)
+        lengths = (given.max_query, given.max_key)
         max_query, max_key = (MAX_POSITIONS if length is None else length for length in lengths)
     # The scores of longer sentences would not fit into a GPU's registers.
     if not (0 <= max_query <= MAX_POSITIONS and 0 <= max_key <= MAX_POSITIONS):
@@ -349,87 +314,62 @@ def _attend(
             f"sentences have up to {max_query} queries and {max_key} keys; at most {MAX_POSITIONS} of each are "
             "possible, take torch.nn.functional.scaled_dot_product_attention for more"
         )
-    scale = 1.0 / math.sqrt(max(1, query_shape[-1])) if scale is None else scale
+    scale = 1.0 / math.sqrt(max(1, query_shape[-1])) if given.scale is None else given.scale
     if not 0.0 < scale < math.inf:
         raise ValueError(f"scale is {scale}; it must be above 0 and finite")
-    seed = _seed_of(parts[0], dropout_p, seed)
-    # The kernels need contiguous starts and masks with unit stride.
-    masks = _Masks(*(None if mask is None else mask.contiguous() for mask in masks))
+    seed = _seed_of(first, given.dropout_p, given.seed)
+    given = given._replace(max_query=max_query, max_key=max_key, scale=scale, seed=seed)
     is_plain = _needs_plain_path(parts, max_query, max_key)
-    options = _Options(max_query, max_key, is_causal, scale, dropout_p, offset, is_plain)
-    if torch.compiler.is_compiling():  # the compiler rejects an autograd.Function that gets the same tensor twice
-        masks = _Masks(*(None if mask is None else mask.view_as(mask) for mask in masks))
-        parts = tuple(part.view_as(part) for part in parts)
-    output: Tensor = _ShortAttention.apply(options, *masks, seed, *parts)
+    # The kernels need contiguous starts and masks with unit stride.
+    inputs = [*(x.contiguous() if isinstance(x, Tensor) else x for x in given), *parts]
+    # The compiler rejects an autograd.Function that gets the same tensor twice.
+    if torch.compiler.is_compiling():
+        inputs = [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
+    output: Tensor = _ShortAttention.apply(is_plain, *inputs)
     return output
 
 
 def _needs_plain_path(parts: tuple[Tensor, ...], max_query: int, max_key: int) -> bool:
-    """Return whether to bypass the operator: on CUDA it is the kernel once loaded, which rejects some tensors."""
+    """Return whether to call the reference directly instead of the operator."""
+    # Once the kernels are loaded, they are the operator's only implementation for CUDA tensors. Tensors that they do
+    # not support must therefore not reach the operator.
     return parts[0].is_cuda and not uses_kernel(*parts, max_query=max_query, max_key=max_key)
 
 
 class _ShortAttention(torch.autograd.Function):
-    """Autograd function of the operators, on (query, key, value), (query, kv) or (qkv,)."""
+    """Autograd function of the operators; ``inputs`` are :class:`OperatorArguments` and then the parts of ``_attend``.
+
+    ``is_plain`` replaces the operators by the plain reference.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        options: _Options,
-        query_starts: Tensor | None,
-        key_starts: Tensor | None,
-        query_padding: Tensor | None,
-        key_padding: Tensor | None,
-        seed: Tensor | None,
-        *parts: Tensor,
-    ) -> Tensor:
-        masks = _Masks(query_starts, key_starts, query_padding, key_padding)
-        operator: Any = forward_reference if options.is_plain else torch.ops.mlbench.short_attention.default
-        output, logsumexp = operator(*_query_key_value(parts), *_operator_arguments(masks, options, seed))
-        ctx.save_for_backward(logsumexp, *masks, seed, *parts)
-        ctx.options = options
+    def forward(ctx: Any, is_plain: bool, *inputs: Any) -> Tensor:
+        given, parts = inputs[:_ARGUMENT_COUNT], inputs[_ARGUMENT_COUNT:]
+        operator: Any = forward_reference if is_plain else torch.ops.mlbench.short_attention.default
+        output, logsumexp = operator(*_query_key_value(parts), *given)
+        # Tensors must be saved by save_for_backward, which accepts None in the places of the other arguments.
+        ctx.save_for_backward(logsumexp, *(x if isinstance(x, Tensor) else None for x in inputs))
+        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.is_plain = is_plain
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        options: _Options = ctx.options
-        logsumexp, query_starts, key_starts, query_padding, key_padding, seed, *parts = ctx.saved_tensors
-        masks = _Masks(query_starts, key_starts, query_padding, key_padding)
+        logsumexp, *saved = ctx.saved_tensors
+        inputs = [other if tensor is None else tensor for tensor, other in zip(saved, ctx.others, strict=True)]
+        given, parts = inputs[:_ARGUMENT_COUNT], inputs[_ARGUMENT_COUNT:]
         # A gradient may be expanded (that of a sum has strides 0), which the kernels cannot read.
         if not _has_aligned_rows(grad):
             grad = grad.clone(memory_format=torch.contiguous_format)
         # One buffer per part: a fused projection gets its gradient without a concatenation.
-        gradients = [output_like(part, query_starts is not None) for part in parts]
-        operator: Any = backward_reference if options.is_plain else torch.ops.mlbench.short_attention_backward.default
-        operator(
-            grad,
-            *_query_key_value(parts),
-            logsumexp,
-            *_operator_arguments(masks, options, seed),
-            *_query_key_value(gradients),
-        )
-        return (None, None, None, None, None, None, *gradients)
+        gradients = [output_like(part, OperatorArguments(*given).query_starts is not None) for part in parts]
+        operator: Any = backward_reference if ctx.is_plain else torch.ops.mlbench.short_attention_backward.default
+        operator(grad, *_query_key_value(parts), logsumexp, *given, *_query_key_value(gradients))
+        return (None, *(None for _ in given), *gradients)
 
 
-def _operator_arguments(masks: _Masks, options: _Options, seed: Tensor | None) -> tuple[Any, ...]:
-    """Return the arguments of both operators from ``query_starts`` to ``offset``."""
-    return (
-        masks.query_starts,
-        masks.key_starts,
-        options.max_query,
-        options.max_key,
-        masks.query_padding,
-        masks.key_padding,
-        options.is_causal,
-        options.scale,
-        options.dropout_p,
-        seed,
-        options.offset,
-    )
-
-
-def _query_key_value(parts: tuple[Tensor, ...] | list[Tensor]) -> tuple[Tensor, ...]:
+def _query_key_value(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return views of queries, keys and values, fused or not."""
     if len(parts) == 3:
         return tuple(parts)
@@ -469,29 +409,21 @@ def _shape_of_part(fused: Tensor, number: int, name: str, starts: Tensor | None)
     return torch.Size((*fused.shape[:-3], *fused.shape[-2:]))
 
 
-def _check_tensors(parts: tuple[Tensor, ...]) -> None:
-    """Reject tensors of several dtypes or devices."""
-    first = parts[0]
-    if not first.is_floating_point() or any(part.dtype != first.dtype for part in parts):
-        raise TypeError(f"the tensors are of {[part.dtype for part in parts]}; they need one floating-point dtype")
-    if any(part.device != first.device for part in parts):
-        raise ValueError(f"the tensors are on {[str(part.device) for part in parts]}; they must be on one device")
-
-
-def _check_padded(
-    query_shape: torch.Size, key_shape: torch.Size, masks: _Masks, lengths: tuple[int | None, int | None]
-) -> None:
+def _check_padded(query_shape: torch.Size, key_shape: torch.Size, given: OperatorArguments) -> None:
     """Reject arguments that do not describe a padded batch."""
-    if len(query_shape) != 4 or len(key_shape) != 4 or _other_dimensions(query_shape) != _other_dimensions(key_shape):
+    # Only the numbers of positions, dimension 1, may differ.
+    others_differ = query_shape[:1] + query_shape[2:] != key_shape[:1] + key_shape[2:]
+    if len(query_shape) != 4 or len(key_shape) != 4 or others_differ:
         raise ValueError(
             f"queries have shape {tuple(query_shape)} and keys {tuple(key_shape)}; without starts they must be (batch, "
             "queries, heads, d) and (batch, keys, heads, d)"
         )
+    lengths = (given.max_query, given.max_key)
     if lengths != (None, None):
         raise ValueError(f"the longest sentences are given as {lengths}, but only packed rows with starts need that")
     for name, padding, shape in (
-        ("query_padding", masks.query_padding, query_shape),
-        ("key_padding", masks.key_padding, key_shape),
+        ("query_padding", given.query_padding, query_shape),
+        ("key_padding", given.key_padding, key_shape),
     ):
         if padding is not None and (padding.dtype != torch.bool or padding.shape != shape[:2]):
             raise ValueError(
@@ -499,9 +431,9 @@ def _check_padded(
             )
 
 
-def _check_packed(query_shape: torch.Size, key_shape: torch.Size, masks: _Masks) -> None:
+def _check_packed(query_shape: torch.Size, key_shape: torch.Size, given: OperatorArguments) -> None:
     """Reject arguments that do not describe a packed batch."""
-    query_starts, key_starts = masks.query_starts, masks.key_starts
+    query_starts, key_starts = given.query_starts, given.key_starts
     if query_starts is None or key_starts is None:
         raise ValueError("one of query_starts and key_starts is None; packed rows need both")
     if len(query_shape) != 3 or len(key_shape) != 3 or query_shape[1:] != key_shape[1:]:
@@ -519,10 +451,5 @@ def _check_packed(query_shape: torch.Size, key_shape: torch.Size, masks: _Masks)
             f"query_starts have shape {tuple(query_starts.shape)} and key_starts {tuple(key_starts.shape)}; both must "
             "have one number more than there are sentences, of which there must be one at least"
         )
-    if masks.query_padding is not None or masks.key_padding is not None:
+    if given.query_padding is not None or given.key_padding is not None:
         raise ValueError("packed rows have no padding; leave out query_padding and key_padding")
-
-
-def _other_dimensions(shape: torch.Size) -> torch.Size:
-    """Return (batch, heads, d)."""
-    return torch.Size((shape[0], *shape[2:]))

@@ -21,82 +21,91 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mlbench_core.ops.pytorch.philox import attention_dropout_mask, dropout_threshold
 
-__all__ = ["backward_reference", "forward_reference", "output_like"]
+__all__ = ["OperatorArguments", "backward_reference", "forward_reference", "output_like"]
 
 
-def forward_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_starts: Tensor | None,
-    key_starts: Tensor | None,
-    max_query: int,
-    max_key: int,
-    query_padding: Tensor | None,
-    key_padding: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
-) -> tuple[Tensor, Tensor]:
-    """Compute the operator ``mlbench::short_attention``, which defines these arguments."""
-    queries = _Sentences.describe(query, query_starts, max_query, query_padding)
-    keys = _Sentences.describe(key, key_starts, max_key, key_padding)
+class OperatorArguments(NamedTuple):
+    """The arguments of both operators between the tensors Q, K, V and the outputs, in the order of the schema.
+
+    A batch has one of two layouts, each with ``batch`` sentences, which are numbered by b:
+
+    * padded: Q has the shape (batch, ``max_query``, heads, d), and padding is marked;
+    * packed: Q has the shape (rows, heads, d), and sentence b has the rows ``starts[b]`` to ``starts[b + 1] - 1``.
+
+    Attributes:
+        query_starts: int32 of shape (batch + 1,) for packed rows, otherwise None.
+        key_starts: The same for the keys.
+        max_query: Queries of the longest sentence.
+        max_key: Keys of the longest sentence.
+        query_padding: bool of shape (batch, ``max_query``), True at padding, or None; None for packed rows.
+        key_padding: The same for the keys.
+        is_causal: If True, query i sees key j if j <= i + keys - queries of the sentence.
+        scale: Factor of the scores.
+        dropout_p: Probability that a weight becomes 0.
+        seed: int64 of shape (1,). It and ``offset`` define the weights that dropout keeps, see
+            :func:`~mlbench_core.ops.pytorch.philox.attention_dropout_mask`. None without dropout.
+        offset: Number of the layer.
+    """
+
+    query_starts: Tensor | None
+    key_starts: Tensor | None
+    # Any, because a caller's None stands in these three fields until the default replaces it.
+    max_query: Any
+    max_key: Any
+    query_padding: Tensor | None
+    key_padding: Tensor | None
+    is_causal: bool
+    scale: Any
+    dropout_p: float
+    seed: Tensor | None
+    offset: int
+
+
+def forward_reference(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Compute the operator ``mlbench::short_attention``; ``arguments`` are :class:`OperatorArguments`."""
+    given = OperatorArguments(*arguments)
+    queries, keys = _describe(query, key, given)
     # Autocast would run the products in half precision, but half-precision kernels need a more precise reference.
     with torch.autocast(query.device.type, enabled=False):
-        scores = _scores(queries.take(query), keys.take(key), queries, keys, is_causal, scale)
+        scores = _scores(queries.take(query), keys.take(key), queries, keys, given)
         logsumexp = scores.logsumexp(dim=-1)
         # A row that sees no key would give exp(-inf - -inf), which is NaN.
         logsumexp = logsumexp.masked_fill(logsumexp == -torch.inf, torch.inf)
         weights = (scores - logsumexp.unsqueeze(-1)).exp()
-        attended = _dropped(weights, dropout_p, seed, offset) @ keys.take(value)
-    output = output_like(query, query_starts is not None)
+        attended = _dropped(weights, given) @ keys.take(value)
+    output = output_like(query, given.query_starts is not None)
     queries.put(attended, output)
     return output, logsumexp
 
 
 def backward_reference(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    logsumexp: Tensor,
-    query_starts: Tensor | None,
-    key_starts: Tensor | None,
-    max_query: int,
-    max_key: int,
-    query_padding: Tensor | None,
-    key_padding: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
+    grad_output: Tensor, query: Tensor, key: Tensor, value: Tensor, logsumexp: Tensor, *arguments: Any
 ) -> None:
-    """Compute ``mlbench::short_attention_backward``, which defines these arguments, and write the last three."""
-    queries = _Sentences.describe(query, query_starts, max_query, query_padding)
-    keys = _Sentences.describe(key, key_starts, max_key, key_padding)
+    """Compute ``mlbench::short_attention_backward``.
+
+    ``arguments`` are :class:`OperatorArguments` and then the tensors to write: the gradients of Q, K and V.
+    """
+    *settings, grad_query, grad_key, grad_value = arguments
+    given = OperatorArguments(*settings)
+    queries, keys = _describe(query, key, given)
     with torch.autocast(query.device.type, enabled=False):
         q, k, v, grad = queries.take(query), keys.take(key), keys.take(value), queries.take(grad_output)
         # The weights are recomputed from logsumexp, as in the kernels: the forward pass stores no matrix of them.
-        weights = (_scores(q, k, queries, keys, is_causal, scale) - logsumexp.unsqueeze(-1)).exp()
-        grad_value_dense = _dropped(weights, dropout_p, seed, offset).transpose(-1, -2) @ grad
-        grad_weights = _dropped(grad @ v.transpose(-1, -2), dropout_p, seed, offset)
+        weights = (_scores(q, k, queries, keys, given) - logsumexp.unsqueeze(-1)).exp()
+        grad_value_dense = _dropped(weights, given).transpose(-1, -2) @ grad
+        grad_weights = _dropped(grad @ v.transpose(-1, -2), given)
         # The backward pass of the softmax: the sum over k in the formula for the gradient of S.
         delta = (weights * grad_weights).sum(dim=-1, keepdim=True)
         grad_scores = weights * (grad_weights - delta)
-        grad_query_dense = scale * grad_scores @ k
-        grad_key_dense = scale * grad_scores.transpose(-1, -2) @ q
+        grad_query_dense = given.scale * grad_scores @ k
+        grad_key_dense = given.scale * grad_scores.transpose(-1, -2) @ q
     queries.put(grad_query_dense, grad_query)
     keys.put(grad_key_dense, grad_key)
     keys.put(grad_value_dense, grad_value)
@@ -140,7 +149,8 @@ class _Sentences:
             if padding is None:
                 padding = torch.zeros(batch, positions, dtype=torch.bool, device=tensor.device)
             return cls(padding, torch.full((batch,), positions, device=tensor.device), None)
-        if starts.device.type == "cpu":  # on other devices the host would have to wait for the values
+        # On other devices the host would have to wait for the values.
+        if starts.device.type == "cpu":
             _check_starts(starts.tolist(), tensor.shape[0], positions)
         starts = starts.long()
         lengths = starts.diff()
@@ -178,23 +188,31 @@ def _check_starts(starts: list[int], rows: int, positions: int) -> None:
         )
 
 
-def _scores(q: Tensor, k: Tensor, queries: _Sentences, keys: _Sentences, is_causal: bool, scale: float) -> Tensor:
+def _describe(query: Tensor, key: Tensor, given: OperatorArguments) -> tuple[_Sentences, _Sentences]:
+    """Return the places of the queries and of the keys."""
+    queries = _Sentences.describe(query, given.query_starts, given.max_query, given.query_padding)
+    return queries, _Sentences.describe(key, given.key_starts, given.max_key, given.key_padding)
+
+
+def _scores(q: Tensor, k: Tensor, queries: _Sentences, keys: _Sentences, given: OperatorArguments) -> Tensor:
     """Return S of shape (batch, heads, queries, keys), minus infinity if a query does not see a key."""
     hidden = queries.hidden[:, None, :, None] | keys.hidden[:, None, None, :]
-    if is_causal:
+    if given.is_causal:
         i, j = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
-        last = i + (keys.lengths - queries.lengths).unsqueeze(-1)  # last key that each query sees
-        hidden = hidden | (j > last[:, None, :, None])
-    return (scale * q @ k.transpose(-1, -2)).masked_fill(hidden, -torch.inf)
+        # The last query and the last key of a sentence are at the same position.
+        last_key = i + (keys.lengths - queries.lengths).unsqueeze(-1)
+        hidden = hidden | (j > last_key[:, None, :, None])
+    return (given.scale * q @ k.transpose(-1, -2)).masked_fill(hidden, -torch.inf)
 
 
-def _dropped(weights: Tensor, dropout_p: float, seed: Tensor | None, offset: int) -> Tensor:
+def _dropped(weights: Tensor, given: OperatorArguments) -> Tensor:
     """Return the weights after dropout; the same seed and offset keep the same weights."""
-    threshold = dropout_threshold(dropout_p)
+    threshold = dropout_threshold(given.dropout_p)
     if threshold == 0:
         return weights
-    if seed is None:
-        raise ValueError(f"dropout_p is {dropout_p} but seed is None; dropout needs a seed")
+    if given.seed is None:
+        raise ValueError(f"dropout_p is {given.dropout_p} but seed is None; dropout needs a seed")
     batch, heads, queries, keys = weights.shape
-    kept = attention_dropout_mask(seed, offset, (batch, heads, queries, keys), threshold)
+    kept = attention_dropout_mask(given.seed, given.offset, (batch, heads, queries, keys), threshold)
+    # The realized rate is threshold / 65536, so this factor and not 1 / (1 - p) keeps the expectation.
     return torch.where(kept, weights * (65536 / (65536 - threshold)), 0.0)

@@ -22,7 +22,7 @@ their default implementation; the library of :mod:`~mlbench_core.ops.pytorch.ext
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ def why_not_kernel(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> str 
         devices = sorted({str(part.device) for part in parts})
         return f"the tensors are on {' and '.join(devices)}; the kernels need all on one CUDA device"
     if query.dtype != keys.dtype or any(part.dtype not in _KERNEL_DTYPES for part in parts):
-        found, allowed = (", ".join(map(str, dtypes)) for dtypes in ((part.dtype for part in parts), _KERNEL_DTYPES))
+        found, allowed = ", ".join(str(part.dtype) for part in parts), ", ".join(map(str, _KERNEL_DTYPES))
         return f"the tensors are of {found}; the kernels need query and keys of one dtype, and all among {allowed}"
     if query.numel() == 0 or keys.numel() == 0:
         return f"query has shape {tuple(query.shape)} and keys {tuple(keys.shape)}; the kernels need some of each"
@@ -181,25 +181,29 @@ class _AttentionScore(torch.autograd.Function):
         return (*gradients, None)
 
 
-def _scores_in_blocks(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int) -> Tensor:
-    """Return the scores, with at most ``block_elements`` tanh values at a time."""
+def _scores_in_blocks(
+    query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int | None = None
+) -> Tensor:
+    """Return the scores, with at most ``block_elements`` tanh values at a time; None for the device's number."""
+    limit = block_elements or _block_elements(query.device)
     shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
     scores = shifted.new_empty(query.shape[0], query.shape[1], keys.shape[1])
     # Autocast would compute the product with v in half precision.
     with torch.autocast(query.device.type, enabled=False):
-        for rows, steps in _blocks(scores.shape, query.shape[2], block_elements):
+        for rows, steps in _blocks(scores.shape, query.shape[2], limit):
             scores[rows, steps] = _tanh(shifted[rows, steps], wide_keys[rows]) @ wide_v
     return scores
 
 
 def _gradients_in_blocks(
-    grad: Tensor, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int
+    grad: Tensor, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor, block_elements: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the contiguous gradients of query, keys, bias and v, with at most ``block_elements`` tanh values held."""
+    """Return the contiguous gradients of query, keys, bias and v, with blocks as in :func:`_scores_in_blocks`."""
+    limit = block_elements or _block_elements(query.device)
     shifted, wide_keys, wide_v = _widened(query, keys, bias, v)
     grad_query, grad_keys, grad_v = (part.new_zeros(part.shape) for part in (shifted, wide_keys, wide_v))
     with torch.autocast(query.device.type, enabled=False):
-        for rows, steps in _blocks(grad.shape, query.shape[2], block_elements):
+        for rows, steps in _blocks(grad.shape, query.shape[2], limit):
             tanh, delta = _tanh(shifted[rows, steps], wide_keys[rows]), grad[rows, steps]
             grad_v += delta.flatten() @ tanh.flatten(0, 2)
             # g lacks the factor v_h, which is constant over a block. It is applied once to the sums at the end.
@@ -259,47 +263,29 @@ def _block_elements(device: torch.device) -> int:
     return _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
 
 
-def _forward_operator(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> Tensor:
-    return _scores_in_blocks(query, keys, bias, v, _block_elements(query.device))
-
-
 def _forward_fake(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> Tensor:
     _check_shapes(query, keys, bias, v)
     shape = (query.shape[0], query.shape[1], keys.shape[1])
     return query.new_empty(shape, dtype=_working_dtype(query, keys, bias, v))
 
 
-def _backward_operator(
-    grad: Tensor, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _gradients_in_blocks(grad, query, keys, bias, v, _block_elements(query.device))
+def _backward_fake(grad: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+    _check_shapes(*parts)
+    return tuple(part.new_empty(part.shape) for part in parts)
 
 
-def _backward_fake(
-    grad: Tensor, query: Tensor, keys: Tensor, bias: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_shapes(query, keys, bias, v)
-    return query.new_empty(query.shape), keys.new_empty(keys.shape), bias.new_empty(bias.shape), v.new_empty(v.shape)
+def _define_operator(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    # torch rejects a second definition, which importlib.reload would otherwise make.
+    if hasattr(torch.ops.mlbench, name):
+        return
+    torch.library.define(f"mlbench::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(f"mlbench::{name}", "default", implementation)
+    torch.library.register_fake(f"mlbench::{name}", fake)
 
 
-def _define_operators() -> None:
-    """Define the operators for all devices, unless an earlier import of this module did so."""
-    inputs = "Tensor query, Tensor keys, Tensor bias, Tensor v"
-    for name, schema, implementation, fake in (
-        ("attention_score", f"({inputs}) -> Tensor", _forward_operator, _forward_fake),
-        (
-            "attention_score_backward",
-            f"(Tensor grad, {inputs}) -> (Tensor, Tensor, Tensor, Tensor)",
-            _backward_operator,
-            _backward_fake,
-        ),
-    ):
-        # torch rejects a second definition of an operator.
-        if hasattr(torch.ops.mlbench, name):
-            continue
-        torch.library.define(f"mlbench::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(f"mlbench::{name}", "default", implementation)
-        torch.library.register_fake(f"mlbench::{name}", fake)
-
-
-_define_operators()
+_INPUTS = "Tensor query, Tensor keys, Tensor bias, Tensor v"
+_OUTPUTS = "(Tensor, Tensor, Tensor, Tensor)"
+_define_operator("attention_score", f"({_INPUTS}) -> Tensor", _scores_in_blocks, _forward_fake)
+_define_operator(
+    "attention_score_backward", f"(Tensor grad, {_INPUTS}) -> {_OUTPUTS}", _gradients_in_blocks, _backward_fake
+)
