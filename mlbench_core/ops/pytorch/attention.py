@@ -344,29 +344,30 @@ class _ShortAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, is_plain: bool, *inputs: Any) -> Tensor:
-        given, parts = inputs[:_ARGUMENT_COUNT], inputs[_ARGUMENT_COUNT:]
+        given, parts = OperatorArguments(*inputs[:_ARGUMENT_COUNT]), inputs[_ARGUMENT_COUNT:]
         operator: Any = forward_reference if is_plain else torch.ops.mlbench.short_attention.default
         output, logsumexp = operator(*_query_key_value(parts), *given)
-        # Tensors must be saved by save_for_backward, which accepts None in the places of the other arguments.
-        ctx.save_for_backward(logsumexp, *(x if isinstance(x, Tensor) else None for x in inputs))
-        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        masks = (given.query_starts, given.key_starts, given.query_padding, given.key_padding, given.seed)
+        ctx.save_for_backward(logsumexp, *masks, *parts)
+        ctx.numbers = (given.max_query, given.max_key, given.is_causal, given.scale, given.dropout_p, given.offset)
         ctx.is_plain = is_plain
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logsumexp, *saved = ctx.saved_tensors
-        inputs = [other if tensor is None else tensor for tensor, other in zip(saved, ctx.others, strict=True)]
-        given, parts = inputs[:_ARGUMENT_COUNT], inputs[_ARGUMENT_COUNT:]
+        logsumexp, query_starts, key_starts, query_padding, key_padding, seed, *parts = ctx.saved_tensors
+        max_query, max_key, is_causal, scale, dropout_p, offset = ctx.numbers
+        sentences = (query_starts, key_starts, max_query, max_key, query_padding, key_padding)
+        given = (*sentences, is_causal, scale, dropout_p, seed, offset)
         # A gradient may be expanded (that of a sum has strides 0), which the kernels cannot read.
         if not _has_aligned_rows(grad):
             grad = grad.clone(memory_format=torch.contiguous_format)
         # One buffer per part: a fused projection gets its gradient without a concatenation.
-        gradients = [output_like(part, OperatorArguments(*given).query_starts is not None) for part in parts]
+        gradients = [output_like(part, query_starts is not None) for part in parts]
         operator: Any = backward_reference if ctx.is_plain else torch.ops.mlbench.short_attention_backward.default
         operator(grad, *_query_key_value(parts), logsumexp, *given, *_query_key_value(gradients))
-        return (None, *(None for _ in given), *gradients)
+        return (None,) * (1 + _ARGUMENT_COUNT) + tuple(gradients)
 
 
 def _query_key_value(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
