@@ -1,10 +1,10 @@
-"""What pyproject.toml cannot say.
+"""Define the two parts of the build that pyproject.toml cannot describe.
 
-* ``benchmarks/`` travels in the wheel as the package ``mlbench_benchmarks``: the reference implementations are scripts
-  for people to read and copy, so they stand beside the library in the source tree; ``mlbench run --task`` finds them in
-  an installed wheel under this name.
-* ``python setup.py build_cuda`` compiles ``csrc/``, and ``MLBENCH_CUDA=1`` lets an installation or a wheel do so and
-  carry the result. Without it nothing is compiled and the wheel is the same for every platform (docs/cuda.md).
+* The wheel contains ``benchmarks/`` as the package ``mlbench_benchmarks``. The reference implementations are scripts to
+  read and copy, so their folder is outside of the library in the source tree. ``mlbench run --task`` finds them in an
+  installed wheel under this name.
+* ``python setup.py build_cuda`` compiles ``csrc/``. With ``MLBENCH_CUDA=1`` an installation or a wheel does so too and
+  contains the result. Without it, nothing is compiled, and the wheel is the same for every platform (docs/cuda.md).
 """
 
 import os
@@ -21,7 +21,7 @@ LIBRARY = "mlbench_core/ops/pytorch/lib/libmlbench_cuda.so"
 
 
 def with_cuda() -> bool:
-    """Whether this installation or wheel compiles the CUDA extension."""
+    """Return whether this installation or wheel compiles the CUDA extension."""
     value = os.environ.get("MLBENCH_CUDA", "")
     if value not in ("", "0", "1"):
         raise SystemExit(f"error: MLBENCH_CUDA is {value!r}: 1 compiles the CUDA extension, 0 or nothing does not")
@@ -29,7 +29,7 @@ def with_cuda() -> bool:
 
 
 class BuildCuda(Command):
-    """Compiles ``csrc/`` into the library beside the operators, and copies it into what is being built."""
+    """Compile ``csrc/`` into the library in the operators' folder, and copy it into the wheel or installation."""
 
     description = "compile the CUDA extension (needs nvcc and torch; docs/cuda.md)"
     user_options: list = []  # noqa: RUF012 (the form that setuptools asks for)
@@ -49,7 +49,7 @@ class BuildCuda(Command):
         try:
             built = build_extension(ROOT)
         except BuildError as error:
-            # Not one of setuptools' errors: an editable installation would print a traceback in front of those.
+            # Not one of setuptools' errors, before which an editable installation would print a traceback.
             raise SystemExit(f"error: {error}") from None
         if with_cuda() and not self.editable_mode:
             target = ROOT / self.build_lib / LIBRARY
@@ -68,13 +68,13 @@ class BuildCuda(Command):
 
 
 class Build(build):
-    """The usual build, with the CUDA extension first where it is asked for."""
+    """The usual build, with the CUDA extension first if it is requested."""
 
     sub_commands = [("build_cuda", lambda self: with_cuda()), *build.sub_commands]  # noqa: RUF012
 
 
 class BdistWheel(bdist_wheel):
-    """A wheel whose tag names the platform with the CUDA extension, and never one Python, which it does not link."""
+    """A wheel whose tag never names a Python version, because the CUDA extension does not link to Python."""
 
     def get_tag(self) -> tuple:
         _, _, platform = super().get_tag()
@@ -82,7 +82,7 @@ class BdistWheel(bdist_wheel):
 
 
 class MLBenchDistribution(Distribution):
-    """With the CUDA extension the distribution is for one platform."""
+    """A distribution that is for one platform if it contains the CUDA extension."""
 
     def has_ext_modules(self) -> bool:
         return with_cuda() or super().has_ext_modules()

@@ -1,13 +1,22 @@
-"""Builds the CUDA extension: ``csrc/*/*.cu`` become one shared library beside the operators.
+"""Build the CUDA extension: compile ``csrc/*/*.cu`` into one shared library in the folder of the operators.
 
-Two steps of nvcc, and nothing else is needed but the headers of torch (its CPU build will do; torch itself is not
-imported)::
+The build runs nvcc in two steps and needs nothing else but the headers of torch. Its CPU build is sufficient, and torch
+itself is not imported::
 
-    nvcc FLAGS -c csrc/NAME/FILE.cu          for each source, as many at a time as there are cores
+    nvcc FLAGS -c csrc/NAME/FILE.cu          for each source, in parallel on all cores
     nvcc -shared -cudart static *.o ...      libmlbench_cuda.so
 
-The library uses torch's stable ABI alone, so one binary serves every Python and every torch from 2.11 on, and it
-carries its own CUDA runtime. ``python setup.py build_cuda`` calls :func:`build`; docs/cuda.md is the manual.
+The library uses only torch's stable ABI and includes its own CUDA runtime. So one binary works with every Python and
+with every torch from 2.11 on. ``python setup.py build_cuda`` calls :func:`build`; docs/cuda.md is the manual.
+
+Files of a build, in the order in which they are written::
+
+    build/cuda/unfinished-*/       everything that is not complete; the next build removes what a killed one left
+    build/cuda/NAME/FILE.ptxas.txt
+    build/cuda/NAME/FILE.o         renamed from unfinished-*
+    build/cuda/NAME/FILE.sha256    digest of the source, the headers and the command: the object is up to date
+    libmlbench_cuda.so             renamed from a hidden name in its own folder
+    build/cuda/library.sha256      digest of the objects and the command: the library is up to date
 """
 
 from __future__ import annotations
@@ -23,61 +32,44 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from csrc.ptxas import FunctionUsage, read_ptxas_report, summarize
 
-__all__ = [
-    "DEFAULT_ARCHITECTURES",
-    "LIBRARY",
-    "MINIMUM_NVCC",
-    "MINIMUM_TORCH",
-    "ROOT",
-    "BuildError",
-    "BuildResult",
-    "Toolchain",
-    "build",
-    "compile_command",
-    "find_nvcc",
-    "find_toolchain",
-    "link_command",
-    "requested_architectures",
-]
+__all__ = ["BuildError", "BuildResult", "build", "find_nvcc", "find_toolchain", "requested_architectures"]
 
 logger = logging.getLogger(__name__)
 
 MINIMUM_NVCC = (12, 0)
-"""The first nvcc that knows C++20 and compute capability 9.0."""
+"""The first nvcc that supports C++20 and compute capability 9.0."""
 MINIMUM_TORCH = (2, 11)
 """The first torch that has every function of the stable ABI that the kernels call."""
 DEFAULT_ARCHITECTURES = (80, 90)
-"""Ampere and Hopper; later cards translate the intermediate code (PTX) of the last one."""
+"""Ampere and Hopper. Later GPUs translate the intermediate code (PTX) of the last one."""
 ROOT = Path(__file__).resolve().parents[1]
 """The checkout or the unpacked source distribution."""
 LIBRARY = ROOT / "mlbench_core" / "ops" / "pytorch" / "lib" / "libmlbench_cuda.so"
-"""Where the library goes, and where :mod:`mlbench_core.ops.pytorch.extension` looks for it."""
+"""Path of the library, which :mod:`mlbench_core.ops.pytorch.extension` loads."""
 
 _USUAL_FOLDER = "/usr/local/cuda/bin"
 _HEADERS = (".cuh", ".h", ".hpp", ".hh", ".inl")
-_RELEASE = re.compile(r"release (\d+)\.(\d+)")
-_TORCH_VERSION = re.compile(r"#define TORCH_VERSION_(?:MAJOR|MINOR) (\d+)")
+_POLL_INTERVAL_S = 0.05
 
 
 class BuildError(Exception):
-    """The CUDA extension cannot be compiled here; the message says what is missing, or what the compiler said."""
+    """The CUDA extension cannot be compiled; the message names the missing requirement or has the compiler's output."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What compiles the extension.
+    """The compiler, torch and the GPUs of a build.
 
     Attributes:
         nvcc: The compiler.
-        nvcc_version: What it says about itself, all of it.
+        nvcc_version: Output of ``nvcc --version``.
         torch: The folder of the torch package, with ``include`` and ``lib`` in it.
         architectures: Compute capabilities without the dot, ascending: ``(80, 90)``.
     """
@@ -90,13 +82,13 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What a build did.
+    """The result of a build.
 
     Attributes:
         library: The shared library.
-        compiled: The sources that were compiled this time; the others had not changed.
-        linked: Whether the library was written anew.
-        functions: What every kernel and every device function that was not inlined takes, by source.
+        compiled: The sources that were compiled by this build; the others had not changed.
+        linked: True if the library was written again.
+        functions: Resource usage of every kernel, and of every device function that was not inlined, by source.
     """
 
     library: Path
@@ -112,50 +104,54 @@ def build(
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> BuildResult:
-    """Compile what changed under ``root/csrc`` and link the library.
+    """Compile the changed sources under ``root/csrc`` and link the library.
 
-    A source is compiled again when it, any header under ``csrc``, the compiler or a flag changed (by content, not by
-    time). The library appears under its name only when it is whole. What ptxas reports about each source stays beside
-    its object file (``build/cuda/NAME/FILE.ptxas.txt``); a function that spills registers is an error unless
-    ``MLBENCH_CUDA_ALLOW_SPILLS=1``, for then it was compiled otherwise than it was designed.
+    A source is compiled again if the source, any header under ``csrc``, the compiler or a flag changed. Contents are
+    compared, not times. The report of ptxas about each source is kept with its object file. A kernel that spills
+    registers is not compiled as it was designed. It is therefore an error unless ``MLBENCH_CUDA_ALLOW_SPILLS=1``.
 
     Args:
-        root: The folder that has ``csrc``.
+        root: The folder that contains ``csrc``.
         library: Path of the library to write.
-        folder: Where object files and reports are kept; ``root/build/cuda`` if None.
-        environment: Variables to take instead of this process's: ``CUDA_HOME``, ``CUDA_PATH``, ``PATH``,
+        folder: Folder of object files and reports; ``root/build/cuda`` if None.
+        environment: Variables to use instead of this process's: ``CUDA_HOME``, ``CUDA_PATH``, ``PATH``,
             ``MLBENCH_CUDA_ARCHITECTURES``, ``MLBENCH_CUDA_ALLOW_SPILLS``, and nvcc's own (``NVCC_CCBIN``, ...).
 
     Returns:
-        What was done, and what each kernel takes.
+        The result, with the resource usage of each kernel.
 
     Raises:
-        BuildError: No nvcc, torch or source was found, one of them is too old, a source does not compile, or a kernel
-            spills. The library is then as it was before.
+        BuildError: nvcc, torch or the sources are missing or too old, a source does not compile, or a kernel spills.
+            The previous library is then unchanged.
     """
     environment = os.environ if environment is None else environment
     folder = root / "build" / "cuda" if folder is None else folder
-    sources = _find_sources(root)
+    sources = sorted((root / "csrc").glob("*/*.cu"))
+    if not sources:
+        raise BuildError(
+            f"no CUDA sources under {root / 'csrc'}: build from a checkout or a source distribution, "
+            f"an installed wheel does not carry them"
+        )
     toolchain = find_toolchain(environment)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder), _scratch(folder) as scratch, _Processes(environment, scratch) as processes:
-        jobs = [_Job.of(source, root, folder, toolchain, environment) for source in sources]
+    with _scratch(folder) as scratch:
+        jobs = [_job(source, root, folder, toolchain, environment) for source in sources]
         outdated = [job for job in jobs if not job.is_current()]
-        _compile(outdated, scratch, processes)
+        _compile(outdated, scratch, environment)
         functions = {job.source: read_ptxas_report(job.report.read_text()) for job in jobs}
-        _judge(functions, root, allow_spills=environment.get("MLBENCH_CUDA_ALLOW_SPILLS") == "1")
-        linked = _link(jobs, library, folder, toolchain, processes)
+        # From the kept reports, so that a kernel that spills is an error in every build, not only in the first.
+        _check_spills(functions, root, allow_spills=environment.get("MLBENCH_CUDA_ALLOW_SPILLS") == "1")
+        linked = _link(jobs, library, folder, toolchain, scratch, environment)
     return BuildResult(library, tuple(job.source for job in outdated), linked, functions)
 
 
 def find_toolchain(environment: Mapping[str, str]) -> Toolchain:
-    """Find nvcc and torch, check their versions, and read which architectures are wanted.
+    """Find nvcc and torch, check their versions, and read the requested architectures.
 
     Args:
         environment: Variables, as for :func:`build`.
 
     Returns:
-        What to build with.
+        The compiler, torch and the architectures.
 
     Raises:
         BuildError: Something is missing or too old; the message is one line.
@@ -176,7 +172,7 @@ def find_nvcc(environment: Mapping[str, str]) -> Path:
         Path of nvcc.
 
     Raises:
-        BuildError: There is none, or a variable names a folder without one.
+        BuildError: nvcc was not found, or a variable names a folder without it.
     """
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if home := environment.get(variable):
@@ -206,7 +202,7 @@ def requested_architectures(environment: Mapping[str, str]) -> tuple[int, ...]:
         Compute capabilities without the dot, ascending.
 
     Raises:
-        BuildError: Something else than numbers from 80 on.
+        BuildError: The variable has other words than numbers from 80 on.
 
     Example:
         >>> requested_architectures({"MLBENCH_CUDA_ARCHITECTURES": "90 80"})
@@ -225,15 +221,15 @@ def requested_architectures(environment: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def compile_command(toolchain: Toolchain, source: Path, output: Path, *, include: Path) -> list[str]:
-    """The command that compiles one source.
+    """Return the command that compiles one source.
 
-    Machine code for every architecture, and intermediate code (PTX) of the last one for later cards.
+    The object has machine code for every architecture, and the intermediate code (PTX) of the last one for later GPUs.
 
     Args:
-        toolchain: What to build with.
+        toolchain: The compiler, torch and the architectures.
         source: A ``.cu`` file.
         output: The object file to write.
-        include: The folder that headers are named from, ``csrc``.
+        include: The folder to which the names of headers are relative, ``csrc``.
 
     Returns:
         Program and arguments.
@@ -244,6 +240,7 @@ def compile_command(toolchain: Toolchain, source: Path, output: Path, *, include
     return [
         str(toolchain.nvcc),
         *("-O3", "-std=c++20", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
+        # torch's headers then declare only the stable ABI of that version: major, minor, patch and tag in hexadecimal.
         f"-DTORCH_TARGET_VERSION=0x{MINIMUM_TORCH[0]:02x}{MINIMUM_TORCH[1]:02x}{0:012x}",
         *("-isystem", str(toolchain.torch / "include"), "-I", str(include)),
         *(word for code in codes for word in ("-gencode", code)),
@@ -252,12 +249,10 @@ def compile_command(toolchain: Toolchain, source: Path, output: Path, *, include
 
 
 def link_command(toolchain: Toolchain, objects: Sequence[Path], output: Path) -> list[str]:
-    """The command that links the library.
-
-    A toolkit of NVIDIA's packages on PyPI has its static libraries in ``lib``, and nvcc looks in ``lib64`` alone.
+    """Return the command that links the library.
 
     Args:
-        toolchain: What to build with.
+        toolchain: The compiler, torch and the architectures.
         objects: The object files.
         output: The library to write.
 
@@ -265,6 +260,7 @@ def link_command(toolchain: Toolchain, objects: Sequence[Path], output: Path) ->
         Program and arguments.
     """
     home = toolchain.nvcc.resolve().parents[1]
+    # NVIDIA's packages on PyPI have their static libraries in ``lib``, but nvcc searches ``lib64`` only.
     unknown_to_nvcc = (home / "lib" / "libcudart_static.a").is_file() and not (home / "lib64").exists()
     return [
         *(str(toolchain.nvcc), "-shared", "-cudart", "static", "-o", str(output), *map(str, objects)),
@@ -275,25 +271,13 @@ def link_command(toolchain: Toolchain, objects: Sequence[Path], output: Path) ->
 
 @dataclass(frozen=True)
 class _Job:
-    """One source, the command without its output, and what becomes of it under the build folder."""
+    """One source, the command that compiles it except its last argument, the output, and a digest of its inputs."""
 
     source: Path
     name: str
     object: Path
     command: tuple[str, ...]
     digest: str
-
-    @classmethod
-    def of(cls, source: Path, root: Path, folder: Path, toolchain: Toolchain, environment: Mapping[str, str]) -> _Job:
-        csrc = root / "csrc"
-        target = (folder / source.relative_to(csrc)).with_suffix(".o")
-        command = compile_command(toolchain, source, target, include=csrc)
-        headers = sorted(path for path in csrc.rglob("*") if path.suffix in _HEADERS)
-        settings = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith("NVCC_")]
-        contents = [path.read_bytes() for path in (source, *headers)]
-        names = [str(path.relative_to(csrc)) for path in (source, *headers)]
-        digest = _digest(toolchain.nvcc_version, *command, *settings, *names, *contents)
-        return cls(source, str(source.relative_to(root)), target, tuple(command[:-1]), digest)
 
     @property
     def report(self) -> Path:
@@ -307,43 +291,58 @@ class _Job:
         return self.object.is_file() and self.report.is_file() and _read(self.stamp) == self.digest
 
 
-def _compile(jobs: Sequence[_Job], scratch: Path, processes: _Processes) -> None:
-    """Compile side by side; an object file takes its place when it is whole, its stamp last."""
+def _job(source: Path, root: Path, folder: Path, toolchain: Toolchain, environment: Mapping[str, str]) -> _Job:
+    csrc = root / "csrc"
+    target = (folder / source.relative_to(csrc)).with_suffix(".o")
+    command = compile_command(toolchain, source, target, include=csrc)
+    # Any header counts, since reading the true dependencies would need a run of the preprocessor for each source.
+    inputs = [source, *sorted(path for path in csrc.rglob("*") if path.suffix in _HEADERS)]
+    contents = [(str(path.relative_to(csrc)), path.read_bytes()) for path in inputs]
+    settings = sorted(item for item in environment.items() if item[0].startswith("NVCC_"))
+    digest = _digest(toolchain.nvcc_version, command, settings, contents)
+    return _Job(source, str(source.relative_to(root)), target, tuple(command[:-1]), digest)
+
+
+def _compile(jobs: Sequence[_Job], scratch: Path, environment: Mapping[str, str]) -> None:
+    """Compile the sources in parallel."""
     if not jobs:
         return
-    cores = len(os.sched_getaffinity(0))
     logger.info("compiling %s", ", ".join(job.name for job in jobs))
-    temporaries = {job: scratch / f"{number}.o" for number, job in enumerate(jobs)}
-    commands = {job: [*job.command, str(temporary)] for job, temporary in temporaries.items()}
-    with ThreadPoolExecutor(min(cores, len(jobs))) as pool:
-        futures = {pool.submit(processes.run, command, job.name): job for job, command in commands.items()}
-        try:
-            for future in as_completed(futures):
-                job, output = futures[future], future.result()
-                job.object.parent.mkdir(parents=True, exist_ok=True)
-                job.stamp.unlink(missing_ok=True)
-                job.report.write_text(output)
-                temporaries[job].replace(job.object)
-                job.stamp.write_text(job.digest)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            processes.stop()
-            raise
+    temporaries = {job.name: scratch / f"{number}.o" for number, job in enumerate(jobs)}
+    by_name = {job.name: job for job in jobs}
+
+    def keep(name: str, output: str) -> None:
+        job = by_name[name]
+        job.object.parent.mkdir(parents=True, exist_ok=True)
+        # The old stamp goes first and the new one comes last, so an interruption leaves no stamp at another's object.
+        job.stamp.unlink(missing_ok=True)
+        job.report.write_text(output)
+        temporaries[name].replace(job.object)
+        job.stamp.write_text(job.digest)
+
+    _run({job.name: [*job.command, str(temporaries[job.name])] for job in jobs}, scratch, environment, keep)
 
 
-def _link(jobs: Sequence[_Job], library: Path, folder: Path, toolchain: Toolchain, processes: _Processes) -> bool:
-    """Link under a temporary name in the library's own folder, where a rename is atomic; whether it was needed."""
-    command = link_command(toolchain, [job.object for job in jobs], library)
+def _link(
+    jobs: Sequence[_Job],
+    library: Path,
+    folder: Path,
+    toolchain: Toolchain,
+    scratch: Path,
+    environment: Mapping[str, str],
+) -> bool:
+    """Link the library unless it is up to date, and return whether it was linked."""
+    # In the library's own folder, because a rename is atomic only within a file system.
+    temporary = library.with_name(f".{library.name}.unfinished")
+    command = link_command(toolchain, [job.object for job in jobs], temporary)
     stamp = folder / "library.sha256"
-    digest = _digest(*command, *(job.digest for job in jobs))
+    digest = _digest(command, [job.digest for job in jobs])
     if library.is_file() and _read(stamp) == digest:
         logger.info("%s is up to date", library.name)
         return False
     library.parent.mkdir(parents=True, exist_ok=True)
-    temporary = library.with_name(f".{library.name}.{os.getpid()}")
-    command = link_command(toolchain, [job.object for job in jobs], temporary)
     try:
-        processes.run(command, library.name)
+        _run({library.name: command}, scratch, environment)
         stamp.unlink(missing_ok=True)
         temporary.replace(library)
     finally:
@@ -353,87 +352,66 @@ def _link(jobs: Sequence[_Job], library: Path, folder: Path, toolchain: Toolchai
     return True
 
 
-def _judge(functions: Mapping[Path, Sequence[FunctionUsage]], root: Path, *, allow_spills: bool) -> None:
-    """Say what the kernels take, and refuse spills."""
+def _run(
+    commands: Mapping[str, Sequence[str]],
+    scratch: Path,
+    environment: Mapping[str, str],
+    keep: Callable[[str, str], None] = lambda name, output: None,
+) -> None:
+    """Run commands in parallel on all cores, and call ``keep`` with the name and the output of each that succeeds.
+
+    The first failure, or an exception such as KeyboardInterrupt, ends all commands that still run.
+    """
+    # nvcc then keeps its intermediate files there, so that a killed build leaves none in the system's folder.
+    environment = {**environment, "TMPDIR": str(scratch)}
+    waiting = list(commands.items())
+    running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                name, command = waiting.pop(0)
+                logger.debug("%s", " ".join(command))
+                # The output goes to a file, because a command would block at a full pipe that nobody reads. With a
+                # session of its own, killpg below also reaches the programs that nvcc starts.
+                log = scratch / f"{len(waiting)}.log"
+                with log.open("wb") as file:
+                    process = subprocess.Popen(
+                        command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                    )
+                running[name] = process, log
+            time.sleep(_POLL_INTERVAL_S)
+            for name in [name for name, (process, _) in running.items() if process.poll() is not None]:
+                process, log = running.pop(name)
+                output = log.read_text(errors="replace")
+                if process.returncode != 0:
+                    raise BuildError(f"nvcc failed on {name} with exit status {process.returncode}:\n{output.strip()}")
+                for line in output.splitlines():
+                    if "warning" in line:
+                        logger.warning("%s", line)
+                keep(name, output)
+    finally:
+        for process, _ in running.values():
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+
+
+def _check_spills(functions: Mapping[Path, Sequence[FunctionUsage]], root: Path, *, allow_spills: bool) -> None:
+    """Log the resource usage of the kernels, and reject spills."""
     for source, usages in functions.items():
         logger.info("%s: %s", source.relative_to(root), summarize(usages))
-    spilling = [usage for usages in functions.values() for usage in usages if usage.spills]
-    if not spilling:
-        return
     lines = [
         f"{usage.name} ({usage.architecture}, {usage.registers} registers): "
         f"{usage.spill_store_bytes} bytes spill stores, {usage.spill_load_bytes} bytes spill loads"
-        for usage in spilling
+        for usages in functions.values()
+        for usage in usages
+        if usage.spills
     ]
+    if not lines:
+        return
     message = "functions spill registers (MLBENCH_CUDA_ALLOW_SPILLS=1 builds nevertheless):\n" + "\n".join(lines)
     if not allow_spills:
         raise BuildError(message)
     logger.warning("%s", message)
-
-
-class _Processes:
-    """Runs commands, from several threads, so that all can be stopped with their children."""
-
-    def __init__(self, environment: Mapping[str, str], scratch: Path) -> None:
-        self._environment = {**environment, "TMPDIR": str(scratch)}
-        self._running: set[subprocess.Popen[str]] = set()
-        self._lock = threading.Lock()
-        self._stopped = False
-
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def run(self, command: Sequence[str], name: str) -> str:
-        """What the command wrote; BuildError with it when it failed."""
-        logger.debug("%s", " ".join(command))
-        with self._lock:
-            if self._stopped:
-                raise BuildError(f"{name}: stopped before it began")
-            process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env=self._environment,
-                start_new_session=True,
-            )
-            self._running.add(process)
-        with process:
-            try:
-                output = process.communicate()[0]
-            except BaseException:
-                self.stop()
-                raise
-        with self._lock:
-            self._running.discard(process)
-        if process.returncode != 0:
-            raise BuildError(f"nvcc failed on {name} with exit status {process.returncode}:\n{output.strip()}")
-        for line in output.splitlines():
-            if "warning" in line:
-                logger.warning("%s", line)
-        return output
-
-    def stop(self) -> None:
-        """End what runs, and start nothing any more."""
-        with self._lock:
-            self._stopped = True
-            for process in self._running:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGTERM)
-
-
-def _find_sources(root: Path) -> list[Path]:
-    sources = sorted((root / "csrc").glob("*/*.cu"))
-    if not sources:
-        raise BuildError(
-            f"no CUDA sources under {root / 'csrc'}: build from a checkout or a source distribution, "
-            f"an installed wheel does not carry them"
-        )
-    return sources
 
 
 def _nvcc_version(nvcc: Path, environment: Mapping[str, str]) -> str:
@@ -441,7 +419,7 @@ def _nvcc_version(nvcc: Path, environment: Mapping[str, str]) -> str:
         done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False, env=dict(environment))
     except OSError as error:
         raise BuildError(f"{nvcc} cannot be run: {error.strerror}") from error
-    release = _RELEASE.search(done.stdout)
+    release = re.search(r"release (\d+)\.(\d+)", done.stdout)
     if release is None:
         said = (done.stdout + done.stderr).strip().partition("\n")[0]
         raise BuildError(f"{nvcc} --version gives no release: exit status {done.returncode}, {said!r}")
@@ -454,7 +432,8 @@ def _nvcc_version(nvcc: Path, environment: Mapping[str, str]) -> str:
 
 
 def _find_torch() -> Path:
-    """The folder of the torch package, without importing it."""
+    """Return the folder of the torch package."""
+    # Without importing it, which takes seconds and may fail for reasons that do not matter to a compiler.
     found = importlib.util.find_spec("torch")
     if found is None or not found.submodule_search_locations:
         raise BuildError(
@@ -463,7 +442,7 @@ def _find_torch() -> Path:
         )
     folder = Path(next(iter(found.submodule_search_locations)))
     header = _read(folder / "include" / "torch" / "headeronly" / "version.h")
-    version = tuple(map(int, _TORCH_VERSION.findall(header)))
+    version = tuple(map(int, re.findall(r"#define TORCH_VERSION_(?:MAJOR|MINOR) (\d+)", header)))
     if version < MINIMUM_TORCH:
         raise BuildError(
             f"torch in {folder} is {_dotted(version) or 'without the headers of the stable ABI'}, and the CUDA "
@@ -473,30 +452,24 @@ def _find_torch() -> Path:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """One build at a time in a build folder; the lock goes with the process."""
-    import fcntl  # Linux has it, and elsewhere this module must still load to say why it builds nothing
+def _scratch(folder: Path) -> Iterator[Path]:
+    """Lock a build folder, and create a folder for unfinished files in it."""
+    # Only Linux has this module. Elsewhere the import of csrc.build must succeed, so that build() can give the reason.
+    import fcntl
 
+    folder.mkdir(parents=True, exist_ok=True)
+    # Two builds would otherwise remove each other's files. The system releases the lock when a process ends.
     with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        for left in folder.glob("unfinished-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=folder) as scratch:
+            yield Path(scratch)
 
 
-@contextlib.contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """A folder for what is not finished; what a killed build left there goes first."""
-    for left in folder.glob("unfinished-*"):
-        shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=folder) as scratch:
-        yield Path(scratch)
-
-
-def _digest(*parts: str | bytes) -> str:
-    total = hashlib.sha256()
-    for part in parts:
-        data = part.encode() if isinstance(part, str) else part
-        total.update(b"%d:" % len(data) + data)
-    return total.hexdigest()
+def _digest(*parts: object) -> str:
+    # repr keeps the ends of the parts apart, so that different parts never give the same text.
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _read(path: Path) -> str:

@@ -1,10 +1,10 @@
-"""What ``nvcc -Xptxas -v`` says about the kernels it compiled."""
+"""Read the report of ``nvcc -Xptxas -v`` on the resources that the compiled kernels use."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 __all__ = ["FunctionUsage", "read_ptxas_report", "summarize"]
 
@@ -17,31 +17,33 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 @dataclass
 class FunctionUsage:
-    """What one function takes on one architecture.
+    """The resources that one function uses on one architecture.
 
     Attributes:
         name: Its (mangled) name.
         architecture: For example ``"sm_90"``.
-        is_kernel: False for a device function that was not inlined; ptxas counts its registers with its callers.
+        is_kernel: False for a device function that was not inlined. ptxas counts its registers with its callers.
         registers: Registers of a thread.
-        shared_bytes: Static shared memory of a block in bytes; what a launch asks for on top is not known here.
+        shared_bytes: Static shared memory of a block in bytes. The report does not have the dynamic part, which the
+            launch determines.
         stack_bytes: Local memory of a thread in bytes.
-        spill_store_bytes: Bytes of registers that a thread writes to local memory for want of registers.
+        spill_store_bytes: Bytes of registers that a thread writes to local memory because it has too few registers.
         spill_load_bytes: Bytes of registers that a thread reads back.
     """
 
     name: str
     architecture: str
-    is_kernel: bool = field(default=False, kw_only=True)
-    registers: int = field(default=0, kw_only=True)
-    shared_bytes: int = field(default=0, kw_only=True)
-    stack_bytes: int = field(default=0, kw_only=True)
-    spill_store_bytes: int = field(default=0, kw_only=True)
-    spill_load_bytes: int = field(default=0, kw_only=True)
+    _: KW_ONLY
+    is_kernel: bool = False
+    registers: int = 0
+    shared_bytes: int = 0
+    stack_bytes: int = 0
+    spill_store_bytes: int = 0
+    spill_load_bytes: int = 0
 
     @property
     def spills(self) -> bool:
-        """Whether registers of this function go through local memory."""
+        """Return whether registers of this function spill to local memory."""
         return self.spill_store_bytes + self.spill_load_bytes > 0
 
 
@@ -50,13 +52,13 @@ def read_ptxas_report(text: str) -> list[FunctionUsage]:
 
     ptxas writes, for each architecture in turn, ``Compiling entry function`` with a kernel's name, the stack and
     spills of every function under ``Function properties for``, and the registers and shared memory of the last kernel
-    under ``Used``. Lines of others, nvcc's warnings for example, are passed over.
+    under ``Used``. Other lines, such as nvcc's warnings, are ignored.
 
     Args:
-        text: What nvcc wrote.
+        text: The output of nvcc.
 
     Returns:
-        One entry for each function and architecture, in the order of the text; empty where it has no report.
+        One entry for each function and architecture, in the order of the text; empty without a report.
 
     Example:
         >>> report = '''ptxas info    : Compiling entry function 'twice' for 'sm_90'
@@ -74,6 +76,7 @@ def read_ptxas_report(text: str) -> list[FunctionUsage]:
             architecture = entry["architecture"]
             kernel = found.setdefault((entry["name"], architecture), FunctionUsage(entry["name"], architecture))
             kernel.is_kernel = True
+        # The properties follow for the kernel itself and for every device function that was not inlined into it.
         elif properties := _PROPERTIES.search(line):
             name = properties["name"]
             function = found.setdefault((name, architecture), FunctionUsage(name, architecture))
@@ -87,13 +90,13 @@ def read_ptxas_report(text: str) -> list[FunctionUsage]:
 
 
 def summarize(usages: Iterable[FunctionUsage]) -> str:
-    """One line for the kernels of a source file.
+    """Return one line about the kernels of a source file.
 
     Args:
-        usages: What :func:`read_ptxas_report` gave.
+        usages: The result of :func:`read_ptxas_report`.
 
     Returns:
-        How many kernels there are, and the range of what they take.
+        The number of kernels, and the ranges of the resources that they use.
 
     Example:
         >>> summarize([FunctionUsage("a", "sm_90", is_kernel=True, registers=r) for r in (40, 96)])
