@@ -98,16 +98,14 @@ def convert_batch_norm(model: nn.Module) -> nn.Module:
     """
     # The exact type: subclasses, such as the distributed one, must not be converted.
     if type(model) is nn.BatchNorm2d:
-        return _converted(model)
+        new = DistributedBatchNorm2d(
+            model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats
+        )
+        # The same tensors, not copies: an optimizer may hold them already.
+        new.weight, new.bias = model.weight, model.bias
+        new.running_mean, new.running_var = model.running_mean, model.running_var
+        new.num_batches_tracked = model.num_batches_tracked
+        return new.train(model.training)
     for name, child in model.named_children():
         setattr(model, name, convert_batch_norm(child))
     return model
-
-
-def _converted(norm: nn.BatchNorm2d) -> DistributedBatchNorm2d:
-    """Create the distributed counterpart of a layer, with the same tensors."""
-    new = DistributedBatchNorm2d(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    new.weight, new.bias = norm.weight, norm.bias
-    new.running_mean, new.running_var = norm.running_mean, norm.running_var
-    new.num_batches_tracked = norm.num_batches_tracked
-    return new.train(norm.training)

@@ -396,7 +396,11 @@ def get_resnet_model(
     if not on_imagenet and isinstance(num_classes, _NotGiven):
         num_classes = _CIFAR_CLASSES
     if on_imagenet:
-        network = _imagenet_model(size, version, num_classes)
+        # torchvision is optional: the networks for 32x32 images do not need it.
+        from mlbench_core import _torchvision
+
+        _note_version(f"resnet{size} for ImageNet", version, 1)
+        network: nn.Module = getattr(_torchvision.load("models"), f"resnet{size}")(num_classes=int(num_classes))
     elif name.endswith(_ON_IMAGENET) or size not in (18, *_CIFAR_SIZES):
         sizes = ", ".join(f"resnet{size}" for size in (*_CIFAR_SIZES, *_IMAGENET_SIZES))
         raise ValueError(f"model is {model!r}; allowed: {sizes} and resnet18{_ON_IMAGENET}")
@@ -407,16 +411,6 @@ def get_resnet_model(
         network = ResNetCIFAR(size, bottleneck=False, num_classes=num_classes, version=version)
     network = network.to(dtype=_DTYPES[dtype])
     return network.cuda() if use_cuda else network
-
-
-def _imagenet_model(size: int, version: int, num_classes: int) -> nn.Module:
-    """Create a network of torchvision."""
-    # torchvision is optional: the networks for 32x32 images do not need it.
-    from mlbench_core import _torchvision
-
-    _note_version(f"resnet{size} for ImageNet", version, 1)
-    network: nn.Module = getattr(_torchvision.load("models"), f"resnet{size}")(num_classes=int(num_classes))
-    return network
 
 
 def _note_version(name: str, version: int, only: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mlbench_core.arguments import check_at_least
-from mlbench_core.models.pytorch.generation.decoding import Hypotheses, SearchOptions, search
+from mlbench_core.models.pytorch.generation.decoding import SearchOptions, search
 from mlbench_core.models.pytorch.generation.proposals import Constraints, Proposal, keep_forced
 from mlbench_core.models.pytorch.generation.scores import GNMTScore, LengthPenaltyScore, Score
 
@@ -124,10 +124,6 @@ class SequenceGenerator:
         options = SearchOptions(eos=self.eos, pad=self.pad, beam_size=beam_size, score=score)
         # The search does not count the start symbol.
         found = search(_GeneratingState(self.model, initial_context), start, options, self.max_seq_len - 1)
-        return self._with_start(start, found)
-
-    def _with_start(self, start: Tensor, found: Hypotheses) -> tuple[Tensor, Tensor, int]:
-        """Put the start symbol before the best hypothesis of each sentence."""
         translation = torch.cat((start.unsqueeze(1), found.tokens[:, 0]), dim=1)
         return translation, found.lengths[:, 0] + 1, found.steps
 
@@ -138,7 +134,8 @@ class _GeneratingState:
     def __init__(self, model: GeneratingModel, context: Any) -> None:
         self.model = model
         self.context = context
-        self.rows_dim = 0 if getattr(model, "batch_first", False) else 1  # the other dimension is the single time step
+        # The other dimension is the single time step.
+        self.rows_dim = 0 if getattr(model, "batch_first", False) else 1
 
     def propose(self, tokens: Tensor, count: int, constraints: Constraints) -> Proposal:
         """Return the model's proposals without forbidden tokens. A forced token has probability 1."""

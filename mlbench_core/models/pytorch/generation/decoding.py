@@ -56,8 +56,8 @@ class SearchOptions:
     independent: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("beam_size", "min_len"):
-            check_at_least(name, getattr(self, name), 1)
+        check_at_least("beam_size", self.beam_size, 1)
+        check_at_least("min_len", self.min_len, 1)
 
 
 @dataclass
@@ -112,8 +112,7 @@ class Hypotheses:
         ]
 
 
-@dataclass
-class _Live:
+class _Live(NamedTuple):
     """The hypotheses that continue; ``n`` sentences are left, each with ``width`` rows."""
 
     sentences: Tensor  # (n,): place in the batch
@@ -122,17 +121,6 @@ class _Live:
     newest: Tensor  # (n, width): the next input of the model
     log_probs: Tensor  # (n, width); -inf: not a hypothesis
     coverage: Tensor | None = None  # (n, width, source): attention summed over all steps
-
-    def keep(self, kept: Tensor) -> _Live:
-        """Return only the sentences at these places."""
-        return _Live(
-            sentences=self.sentences[kept],
-            limits=self.limits[kept],
-            tokens=self.tokens[kept],
-            newest=self.newest[kept],
-            log_probs=self.log_probs[kept],
-            coverage=None if self.coverage is None else self.coverage[kept],
-        )
 
 
 class _Candidates(NamedTuple):
@@ -199,7 +187,9 @@ def search(
         # One more than the beam, because the end symbol never becomes a live hypothesis.
         count = 1 if options.independent else options.beam_size + 1
         proposal = proposer.propose(live.newest.flatten(), count, constraints)
-        live.coverage = _add_attention(live, proposal.attention, options)
+        if proposal.attention is not None and options.score.uses_coverage:
+            attention = proposal.attention.float().unflatten(0, live.newest.shape)
+            live = live._replace(coverage=attention if live.coverage is None else live.coverage + attention)
         candidates = _select(live, proposal, options)
         _finish(finished, live, candidates, step, options)
         rows, live = _continue(live, candidates, step, options)
@@ -249,14 +239,6 @@ def _constraints(live: _Live, step: int, shortest: int, prefix: Tensor | None, o
     if forced is not None:
         forced = forced.repeat_interleave(live.newest.shape[1])
     return Constraints(forbidden, forced)
-
-
-def _add_attention(live: _Live, attention: Tensor | None, options: SearchOptions) -> Tensor | None:
-    """Return the coverage with this step's attention, or None if the score does not use it."""
-    if attention is None or not options.score.uses_coverage:
-        return None
-    attention = attention.float().unflatten(0, live.newest.shape)
-    return attention if live.coverage is None else live.coverage + attention
 
 
 def _select(live: _Live, proposal: Proposal, options: SearchOptions) -> _Candidates:
@@ -315,8 +297,9 @@ def _follow(proposer: Proposer, rows: Tensor, live: _Live, kept: Tensor) -> _Liv
     """Drop the finished sentences and reorder the model's state to match."""
     if len(kept) < len(rows):
         proposer.reorder(rows[kept].flatten(), kept)
-        return live.keep(kept)
-    if rows.shape[1] > 1:  # a single row per sentence keeps its place
+        return _Live(*(None if part is None else part[kept] for part in live))
+    # A single row per sentence keeps its place.
+    if rows.shape[1] > 1:
         proposer.reorder(rows.flatten(), None)
     return live
 

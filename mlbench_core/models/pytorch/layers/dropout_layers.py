@@ -197,18 +197,14 @@ def _computing_with(module: nn.RNNBase, weights: Mapping[str, Tensor]) -> Iterat
     module._update_flat_weights()
     own = module._flat_weights
     used = [weights.get(name, weight) for name, weight in zip(module._flat_weights_names, own, strict=True)]
-    module._flat_weights = _packed_for_cudnn(module, used)
+    # Parts of one buffer in cuDNN's order. Otherwise cuDNN would copy the weights itself, with a warning.
+    if _runs_on_cudnn(used):
+        used = list(_PackForCudnn.apply(module, *used))  # type: ignore[no-untyped-call]
+    module._flat_weights = used
     try:
         yield
     finally:
         module._flat_weights = own
-
-
-def _packed_for_cudnn(module: nn.RNNBase, weights: list[Any]) -> list[Any]:
-    """Return the weights as parts of one buffer, in cuDNN's order, if cuDNN computes; otherwise unchanged."""
-    if not _runs_on_cudnn(weights):
-        return weights
-    return list(_PackForCudnn.apply(module, *weights))  # type: ignore[no-untyped-call]
 
 
 def _runs_on_cudnn(weights: Sequence[Any]) -> bool:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mlbench_core.ops.pytorch.attention_score import masked_softmax
+
 __all__ = ["attention_mask", "fused_attention", "reference_attention"]
 
 
@@ -57,14 +59,7 @@ def reference_attention(
         the dtype of the query.
     """
     scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-1, -2)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if mask is None:
-        weights = scores.softmax(dim=-1)
-    else:
-        # The lowest finite number instead of -inf, because a row of -inf would give NaN. Masked weights become 0 below.
-        least = torch.finfo(scores.dtype).min
-        weights = scores.masked_fill(mask, least).softmax(dim=-1).masked_fill(mask, 0.0)
-    weights = weights.to(query.dtype)
+    weights = masked_softmax(scores, mask).to(query.dtype)
     return F.dropout(weights, dropout_p, training=dropout_p > 0) @ value, weights
 
 
@@ -94,5 +89,6 @@ def fused_attention(
     if key_padding_mask is None and (not is_causal or queries == keys):
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=is_causal)
     mask = attention_mask(queries, keys, key_padding_mask, is_causal, query.device)
-    seen = None if mask is None else ~mask  # torch's masks are True at visible keys
+    # torch's masks are True at visible keys.
+    seen = None if mask is None else ~mask
     return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout_p)
