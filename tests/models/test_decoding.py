@@ -349,7 +349,7 @@ def test_a_model_can_reorder_its_own_context() -> None:
 
 def test_the_generator_of_gnmt_refuses_wrong_arguments() -> None:
     model = ModelOf30(batch_first=False)
-    with pytest.raises(ValueError, match="max_seq_len is 1"):
+    with pytest.raises(ValueError, match="max_seq_len must be at least 2, not 1"):
         SequenceGenerator(model, max_seq_len=1)
     with pytest.raises(ValueError, match="beam_size must be at least 1, not 0"):
         SequenceGenerator(model, beam_size=0)

@@ -199,7 +199,7 @@ def test_matrices_start_within_another_bound() -> None:
     usual, wide = (tiny(init_bound=bound).float() for bound in (0.1, 0.2))
     for (name, parameter), other in zip(usual.named_parameters(), wide.parameters(), strict=True):
         torch.testing.assert_close(other, parameter * 2 if parameter.dim() == 2 else parameter, msg=name)
-    with pytest.raises(ValueError, match=r"init_bound is 0\.0; it must be a finite number above 0"):
+    with pytest.raises(ValueError, match=r"init_bound must be finite and positive, not 0\.0"):
         tiny(init_bound=0.0)
 
 

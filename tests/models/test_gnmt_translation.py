@@ -184,7 +184,7 @@ def test_bfloat16_translates() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     model, source = make_model(), make_batch()
-    with pytest.raises(ValueError, match="max_seq_len is 1; the start and the end symbol need at least 2"):
+    with pytest.raises(ValueError, match="max_seq_len must be at least 2, not 1"):
         translator(model, max_seq_len=1)
     with pytest.raises(ValueError, match="beam_size must be at least 1, not 0"):
         translator(model, beam_size=0)

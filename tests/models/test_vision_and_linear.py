@@ -404,5 +404,5 @@ def test_linear_regression() -> None:
 
 @pytest.mark.parametrize("make", [LogisticRegression, LinearRegression])
 def test_linear_models_need_a_feature(make: type[nn.Module]) -> None:
-    with pytest.raises(ValueError, match="n_features is 0"):
+    with pytest.raises(ValueError, match="n_features must be at least 1, not 0"):
         make(0)

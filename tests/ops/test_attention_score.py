@@ -127,7 +127,7 @@ def test_wrong_arguments_are_named() -> None:
         attention_score(query, keys[:2], bias, v)
     with pytest.raises(ValueError, match=r"they must be \(batch, queries, H\)"):
         attention_score_reference(query, keys, bias[:1], v)  # would broadcast
-    with pytest.raises(ValueError, match="block_elements is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="block_elements must be at least 1, not 0"):
         attention_score(query, keys, bias, v, block_elements=0)
 
 

@@ -8,7 +8,6 @@ Example:
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["LinearRegression", "LogisticRegression", "Standardization"]
@@ -53,7 +53,7 @@ class LogisticRegression(nn.Module):
 
     def __init__(self, n_features: int, *, logits: bool = False) -> None:
         super().__init__()
-        self.linear = _linear(n_features)
+        self.linear = nn.Linear(check_int("n_features", n_features), 1)
         self.logits = logits
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class LinearRegression(nn.Module):
 
     def __init__(self, n_features: int) -> None:
         super().__init__()
-        self.linear = _linear(n_features)
+        self.linear = nn.Linear(check_int("n_features", n_features), 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the predictions.
@@ -180,14 +180,6 @@ class Standardization(nn.Module):
         return (x - self.mean) * self.scale
 
 
-def _linear(n_features: int) -> nn.Linear:
-    """Create a layer with one output after checking the number of inputs."""
-    count = operator.index(n_features)
-    if count < 1:
-        raise ValueError(f"n_features is {n_features}; a linear model needs at least 1 feature")
-    return nn.Linear(count, 1)
-
-
 def _affine(linear: nn.Linear, x: Tensor) -> Tensor:
     r"""Compute :math:`X w + b`, shape (batch, 1), for samples in the rows of a dense or sparse :math:`X`.
 
@@ -217,7 +209,8 @@ def _rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return x.crow_indices(), x.col_indices(), x.values()
     if x.layout != torch.sparse_coo:
         raise ValueError(f"samples have the layout {x.layout}; it must be strided (dense), sparse_coo or sparse_csr")
-    x = x.coalesce()  # sorts the entries by row
+    # Coalescing sorts the entries by row, and adds entries of the same place.
+    x = x.coalesce()
     rows, columns = x.indices()
     counts = torch.bincount(rows, minlength=x.shape[0])
     return F.pad(counts.cumsum(0), (1, 0)), columns, x.values()

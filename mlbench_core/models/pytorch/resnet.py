@@ -40,18 +40,15 @@ _SHORTCUTS = ("A", "B")
 _CIFAR_SIZES = (20, 32, 44, 56, 110)
 _CIFAR_CLASSES = 10
 _IMAGENET_SIZES = (18, 34, 50, 101, 152)
-_ON_IMAGENET = "_imagenet"  # ends the name of ImageNet's ResNet-18, since resnet18 is a network for 32x32 images
+# The end of the name of ImageNet's ResNet-18, because "resnet18" is a network for 32x32 images.
+_ON_IMAGENET = "_imagenet"
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def _conv3x3(width_in: int, width_out: int, stride: int = 1) -> nn.Conv2d:
-    """Create a 3x3 convolution that keeps the size of the image at stride 1."""
-    return nn.Conv2d(width_in, width_out, kernel_size=3, stride=stride, padding=1, bias=False)
-
-
-def _conv1x1(width_in: int, width_out: int, stride: int = 1) -> nn.Conv2d:
-    """Create a 1x1 convolution."""
-    return nn.Conv2d(width_in, width_out, kernel_size=1, stride=stride, bias=False)
+def _convolution(width_in: int, width_out: int, size: int, stride: int = 1) -> nn.Conv2d:
+    """Create a convolution of odd ``size`` that keeps the size of the image at stride 1."""
+    # Without a bias, because the next batch norm would subtract it.
+    return nn.Conv2d(width_in, width_out, size, stride, padding=size // 2, bias=False)
 
 
 class PaddedIdentity(nn.Module):
@@ -81,7 +78,7 @@ def _shortcut(width_in: int, width_out: int, stride: int, option: str, norm: boo
     # Option A has no parameters; option B is a projection.
     if option == "A":
         return PaddedIdentity(width_in, width_out, stride)
-    convolution = _conv1x1(width_in, width_out, stride)
+    convolution = _convolution(width_in, width_out, 1, stride)
     return nn.Sequential(convolution, nn.BatchNorm2d(width_out)) if norm else convolution
 
 
@@ -101,11 +98,11 @@ class BlockV1(nn.Module):
     ) -> None:
         super().__init__()
         self.shortcut = _shortcut(width_in, 4 * width if bottleneck else width, stride, shortcut, norm=True)
-        convolutions = _convolutions(width_in, width, stride, bottleneck)
         layers: list[nn.Module] = []
-        for convolution in convolutions:
+        for convolution in _convolutions(width_in, width, stride, bottleneck):
             layers += [convolution, nn.BatchNorm2d(convolution.out_channels), nn.ReLU(inplace=True)]
-        self.residual = nn.Sequential(*layers[:-1])  # the last ReLU comes after the addition
+        # The last ReLU comes after the addition.
+        self.residual = nn.Sequential(*layers[:-1])
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, width_in, h, w) to (batch, width_out, h/stride, w/stride)."""
@@ -158,14 +155,19 @@ class BlockV2(nn.Module):
         return around + self.residual(active)
 
 
-BasicBlockV1, BasicBlockV2 = BlockV1, BlockV2  # the names of version 3.0; bottlenecks are an argument here
+# The names of version 3.0, which had other classes for bottlenecks.
+BasicBlockV1, BasicBlockV2 = BlockV1, BlockV2
 
 
 def _convolutions(width_in: int, width: int, stride: int, bottleneck: bool) -> list[nn.Conv2d]:
     """Create the convolutions of a block; the first 3x3 one has the stride."""
     if bottleneck:
-        return [_conv1x1(width_in, width), _conv3x3(width, width, stride), _conv1x1(width, 4 * width)]
-    return [_conv3x3(width_in, width, stride), _conv3x3(width, width)]
+        return [
+            _convolution(width_in, width, 1),
+            _convolution(width, width, 3, stride),
+            _convolution(width, 4 * width, 1),
+        ]
+    return [_convolution(width_in, width, 3, stride), _convolution(width, width, 3)]
 
 
 class _ResNet32(nn.Module):
@@ -181,19 +183,13 @@ class _ResNet32(nn.Module):
     """
 
     def __init__(
-        self,
-        widths: tuple[int, ...],
-        blocks: int,
-        bottleneck: bool,
-        num_classes: int,
-        version: int,
-        shortcut: str,
+        self, widths: tuple[int, ...], blocks: int, bottleneck: bool, num_classes: int, version: int, shortcut: str
     ) -> None:
         super().__init__()
         check_at_least("num_classes", num_classes, 1)
         self.version = version
         width = widths[0]
-        self.stem = nn.Sequential(_conv3x3(3, width))
+        self.stem = nn.Sequential(_convolution(3, width, 3))
         # Version 2 activates inside its blocks, before each convolution.
         if version == 1:
             self.stem.extend([nn.BatchNorm2d(width), nn.ReLU(inplace=True)])
@@ -298,7 +294,7 @@ class ResNet18CIFAR10(nn.Module):
         super().__init__()
         check_at_least("num_classes", num_classes, 1)
         widths = (64, 128, 256, 256)
-        self.stem = nn.Sequential(_conv3x3(3, widths[0]), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(_convolution(3, widths[0], 3), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True))
         self.stages = nn.Sequential(
             *(
                 nn.Sequential(BlockV2(before, width, 1 if index == 0 else 2), BlockV2(width, width))

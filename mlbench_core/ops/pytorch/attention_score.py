@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.ops.pytorch import extension
 
 __all__ = ["attention_score", "attention_score_reference", "masked_softmax", "why_not_kernel"]
@@ -89,8 +90,8 @@ def attention_score(
         [[[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 3.0]]]
     """
     _check_shapes(query, keys, bias, v)
-    if block_elements is not None and block_elements < 1:
-        raise ValueError(f"block_elements is {block_elements}; it must be at least 1")
+    if block_elements is not None:
+        check_at_least("block_elements", block_elements, 1)
     # Once the kernels are loaded they are the operator's only implementation for CUDA tensors. Tensors that they do not
     # support must therefore not reach the operator.
     if block_elements is None and query.is_cuda and why_not_kernel(query, keys, bias, v) is not None:

@@ -75,8 +75,7 @@ class SequenceGenerator:
         eos: int = 3,
         pad: int = 0,
     ) -> None:
-        if max_seq_len < 2:
-            raise ValueError(f"max_seq_len is {max_seq_len}; the start and the end symbol need at least 2")
+        check_at_least("max_seq_len", max_seq_len, 2)
         check_at_least("beam_size", beam_size, 1)
         self.model = model
         self.beam_size = beam_size

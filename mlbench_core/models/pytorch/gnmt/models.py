@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mlbench_core.arguments import check_at_least
+from mlbench_core.arguments import check_at_least, check_positive
 from mlbench_core.models.pytorch.gnmt.modules import Decoder, EncodedSource, Encoder, Hidden
 
 __all__ = ["GNMT", "DecoderContext"]
@@ -118,14 +118,11 @@ class GNMT(nn.Module):
         init_bound: float = _INIT_BOUND,
     ) -> None:
         super().__init__()
-        if not 0 < init_bound < float("inf"):
-            raise ValueError(f"init_bound is {init_bound}; it must be a finite number above 0")
-        for name, size, least in (
-            ("vocab_size", vocab_size, 1),
-            ("hidden_size", hidden_size, 1),
-            ("num_layers", num_layers, 2),
-        ):
-            check_at_least(name, size, least)
+        check_positive("init_bound", init_bound)
+        check_at_least("vocab_size", vocab_size, 1)
+        check_at_least("hidden_size", hidden_size, 1)
+        # The encoder has a bidirectional layer and at least one above it.
+        check_at_least("num_layers", num_layers, 2)
         self.vocab_size = vocab_size
         source_embedding = _embedding(vocab_size, hidden_size)
         target_embedding = source_embedding if share_embedding else _embedding(vocab_size, hidden_size)

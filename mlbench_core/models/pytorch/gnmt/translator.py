@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.models.pytorch.generation.decoding import Hypotheses, SearchOptions, search
 from mlbench_core.models.pytorch.generation.proposals import LogitProposer
 from mlbench_core.models.pytorch.generation.scores import GNMTScore
@@ -104,18 +105,15 @@ class Translator:
         eos: int = 3,
         pad: int = 0,
     ) -> None:
-        if max_seq_len < 2:
-            raise ValueError(f"max_seq_len is {max_seq_len}; the start and the end symbol need at least 2")
+        # Both include the start and the end symbol.
+        check_at_least("max_seq_len", max_seq_len, 2)
         self.model = model
         self.trg_tokenizer = trg_tokenizer
         self.trg_lang = trg_lang
         self.max_seq_len = max_seq_len
         self.bos = bos
         self.options = SearchOptions(
-            eos=eos,
-            pad=pad,
-            beam_size=beam_size,
-            score=GNMTScore(len_norm_factor, len_norm_const, cov_penalty_factor),
+            eos=eos, pad=pad, beam_size=beam_size, score=GNMTScore(len_norm_factor, len_norm_const, cov_penalty_factor)
         )
 
     def translate(

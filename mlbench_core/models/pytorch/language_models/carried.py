@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 __all__ = ["CarriedState", "detached"]
-
-
-class _LanguageModel(Protocol):
-    """The interface of a recurrent language model."""
-
-    def __call__(self, input: Tensor, hidden: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list]: ...
-
-    def init_hidden(self, bsz: int) -> list[tuple[Tensor, Tensor]]: ...
 
 
 class CarriedState(nn.Module):
@@ -52,10 +44,12 @@ class CarriedState(nn.Module):
         Returns:
             Scores in float32, of shape (time * batch, vocabulary), one row for each word.
         """
-        model: _LanguageModel = self.model  # type: ignore[assignment]
+        # Not typed, because a language model may be a wrapper that passes init_hidden on, such as a compiled module.
+        model: Any = self.model
         hidden = model.init_hidden(words.shape[1]) if self.hidden is None else self.hidden
         scores, hidden = model(words, hidden)
-        self.hidden = detached(hidden)  # otherwise the graph of the whole text would stay in memory
+        # Otherwise the graph of the whole text would stay in memory.
+        self.hidden = detached(hidden)
         return scores.float()
 
 

@@ -213,22 +213,17 @@ class TransformerDecoder(nn.Module):
             or None.
         """
         padding_mask = None
-        if self.left_pad and incremental_state is None:  # generated tokens have no padding
+        # Generated tokens have no padding.
+        if self.left_pad and incremental_state is None:
             padding_mask = prev_output_tokens.eq(_padding_idx(self.embed_tokens))
         positions = self.embed_positions(prev_output_tokens, before)
         x = self.dropout(_embed(prev_output_tokens, self.embed_tokens, positions)).transpose(0, 1)
         weights = None
-        for number, layer in enumerate(self.layers, start=1):
-            is_last = number == len(self.layers)
-            x, weights = layer(
-                x,
-                encoder_out,
-                encoder_padding_mask,
-                padding_mask,
-                incremental_state,
-                need_weights and is_last,
-                dropout_seed=dropout_seed,
-            )
+        for layer in self.layers:
+            masks = (encoder_padding_mask, padding_mask)
+            # Only the last layer's weights are returned, so the others can use fused kernels.
+            needs = need_weights and layer is self.layers[-1]
+            x, weights = layer(x, encoder_out, *masks, incremental_state, needs, dropout_seed=dropout_seed)
         return F.linear(self.layer_norm(x).transpose(0, 1), self.output_projection.weight), weights
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -90,9 +91,9 @@ class EncoderLayer(nn.Module):
         """
 
         def attend(h: Tensor) -> Tensor:
-            return self.self_attn(
-                h, h, h, key_padding_mask=padding_mask, need_weights=False, dropout_seed=dropout_seed
-            )[0]
+            # Without weights, because the fused kernels do not return them.
+            options = {"key_padding_mask": padding_mask, "need_weights": False, "dropout_seed": dropout_seed}
+            return self.self_attn(h, h, h, **options)[0]
 
         x = self.self_attn_residual(x, attend)
         return self.feed_forward_residual(x, self.feed_forward)
@@ -142,31 +143,17 @@ class DecoderLayer(nn.Module):
             A tensor of the shape of ``x``, and the attention, shape (rows, target, source), or None.
         """
         weights: Tensor | None = None
+        shared: dict[str, Any] = {"incremental_state": incremental_state, "dropout_seed": dropout_seed}
 
         def attend(h: Tensor) -> Tensor:
-            return self.self_attn(
-                h,
-                h,
-                h,
-                mask_future_timesteps=True,
-                key_padding_mask=padding_mask,
-                incremental_state=incremental_state,
-                need_weights=False,
-                dropout_seed=dropout_seed,
-            )[0]
+            options = {"mask_future_timesteps": True, "key_padding_mask": padding_mask, "need_weights": False}
+            return self.self_attn(h, h, h, **options, **shared)[0]
 
         def attend_to_source(h: Tensor) -> Tensor:
+            # A residual block returns one tensor, so the weights leave this function as a variable.
             nonlocal weights
-            output, weights = self.encoder_attn(
-                h,
-                encoder_out,
-                encoder_out,
-                key_padding_mask=encoder_padding_mask,
-                incremental_state=incremental_state,
-                need_weights=need_weights,
-                static_kv=True,
-                dropout_seed=dropout_seed,
-            )
+            options = {"key_padding_mask": encoder_padding_mask, "need_weights": need_weights, "static_kv": True}
+            output, weights = self.encoder_attn(h, encoder_out, encoder_out, **options, **shared)
             return output
 
         x = self.self_attn_residual(x, attend)

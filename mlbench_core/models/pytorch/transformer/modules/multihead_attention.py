@@ -91,6 +91,7 @@ class MultiheadAttention(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.dropout = dropout
         self.softmax_type = softmax_type
+        # Both arguments choose the path, so a contradiction between them is an error.
         if softmax_type == "fast_fill" and backend not in ("auto", "fused"):
             raise ValueError(
                 f"backend must be 'auto' or 'fused' with softmax_type='fast_fill', not {backend!r}: leave one of them "
@@ -159,7 +160,8 @@ class MultiheadAttention(nn.Module):
         target, rows, width = query.shape
         if width != self.embed_dim:
             raise ValueError(f"query has shape {tuple(query.shape)}; its last dimension must be {self.embed_dim}")
-        is_causal = mask_future_timesteps and target > 1  # a single new position may see all cached ones
+        # A single new position may see all cached ones.
+        is_causal = mask_future_timesteps and target > 1
         p = self.dropout if self.training else 0.0
         options: dict[str, Any] = {
             "is_causal": is_causal,
@@ -185,7 +187,9 @@ class MultiheadAttention(nn.Module):
             output = short_attention(*views, key_padding=key_padding_mask, **options).transpose(1, 2)
         else:
             output = fused_attention(q, k, v, key_padding_mask, is_causal, p)
-        output = self.out_proj(self._merge_heads(output, target, rows))
+        # The inverse of _split_heads.
+        output = output.unflatten(2, (-1, target)).permute(3, 0, 2, 1, 4).reshape(target, rows, width)
+        output = self.out_proj(output)
         if weights is None or not need_weights:
             return output, None
         return output, weights.mean(dim=1).reshape(rows, target, -1)
@@ -280,11 +284,6 @@ class MultiheadAttention(nn.Module):
         # The hypotheses of a sentence share its keys, so they become further queries of one batch entry.
         x = x.reshape(positions, batch, rows // batch, self.num_heads, self.head_dim)
         return x.permute(1, 3, 2, 0, 4).reshape(batch, self.num_heads, -1, self.head_dim)
-
-    def _merge_heads(self, x: Tensor, positions: int, rows: int) -> Tensor:
-        """Invert :meth:`_split_heads`."""
-        x = x.unflatten(2, (-1, positions)).permute(3, 0, 2, 1, 4)
-        return x.reshape(positions, rows, self.embed_dim)
 
 
 def _check_masks(batch: int, keys: int, rows: int, is_causal: bool, key_padding_mask: Tensor | None) -> None:
