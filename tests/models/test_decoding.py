@@ -222,19 +222,19 @@ def test_an_empty_batch_is_searched_at_once() -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="beam_size must be at least 1, not 0"):
         SearchOptions(EOS, PAD, beam_size=0)
-    with pytest.raises(ValueError, match="max_len is 2, less than min_len 3"):
+    with pytest.raises(ValueError, match=r"max_len must be at least min_len \(3\), not 2"):
         run([0], 2, min_len=3)
-    with pytest.raises(ValueError, match="max_len has shape"):
+    with pytest.raises(ValueError, match="max_len must be one number or have shape"):
         run([0], torch.tensor([3, 4]))
-    with pytest.raises(ValueError, match=r"start has shape \(1, 1\)"):
+    with pytest.raises(ValueError, match=r"start must have shape \(batch,\), not \(1, 1\)"):
         search(LogitProposer(TableModel([0])), torch.tensor([[START]]), SearchOptions(EOS, PAD), 3)
-    with pytest.raises(ValueError, match=r"prefix has shape \(2, 1\); it must be \(1, length\)"):
+    with pytest.raises(ValueError, match=r"prefix must have shape \(1, length\), not \(2, 1\)"):
         run([0], 3, prefix=torch.tensor([[3], [3]]))
-    with pytest.raises(ValueError, match="topk is 0"):
+    with pytest.raises(ValueError, match="topk must be .*, not 0"):
         Sampling(topk=0)
-    with pytest.raises(ValueError, match="temperature is 0"):
+    with pytest.raises(ValueError, match="temperature must be above 0, not 0"):
         Sampling(temperature=0.0)
-    with pytest.raises(ValueError, match="len_norm_const is -1"):
+    with pytest.raises(ValueError, match="len_norm_const must be above -1, not -1"):
         GNMTScore(len_norm_const=-1)
     with pytest.raises(ValueError, match="cov_penalty_factor must be at least 0, not -1"):
         GNMTScore(cov_penalty_factor=-1)
@@ -353,8 +353,8 @@ def test_the_generator_of_gnmt_refuses_wrong_arguments() -> None:
         SequenceGenerator(model, max_seq_len=1)
     with pytest.raises(ValueError, match="beam_size must be at least 1, not 0"):
         SequenceGenerator(model, beam_size=0)
-    with pytest.raises(ValueError, match=r"initial_input has shape \(1, 3\); batch_size 2"):
+    with pytest.raises(ValueError, match=r"initial_input must have batch_size \(2\) elements, not shape \(1, 3\)"):
         SequenceGenerator(model).beam_search(2, torch.zeros(1, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="the context has 2 parts"):
+    with pytest.raises(ValueError, match="the context must have .*, not 2 parts"):
         reorder_context([None, None], torch.tensor([0]))
     assert reorder_context(None, torch.tensor([0])) is None

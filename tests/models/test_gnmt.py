@@ -315,7 +315,7 @@ def test_wrong_arguments_are_named() -> None:
         GNMT(VOCABULARY, num_layers=1)
     with pytest.raises(ValueError, match="hidden_size must be at least 1, not 0"):
         GNMT(VOCABULARY, hidden_size=0)
-    with pytest.raises(ValueError, match="preset is 'huge'; known: big, small"):
+    with pytest.raises(ValueError, match="preset must be one of big, small, not 'huge'"):
         GNMT.preset("huge", VOCABULARY)
     model = tiny()
     source, target = batch()

@@ -316,13 +316,16 @@ def test_activation_regularization_is_as_defined() -> None:
 def test_bad_arguments_are_named() -> None:
     for call, message in [
         (lambda: LSTMLanguageModel(0, 4, 4, 1), "ntoken must be at least 1, not 0"),
-        (lambda: LSTMLanguageModel(4, 4, 4, 1, wdrop=1.5), "wdrop is 1.5"),
-        (lambda: LSTMLanguageModel(4, 4, 4, 1, dropouti=-0.1), "dropouti is -0.1"),
-        (lambda: LockedDropout(2), "p is 2"),
-        (lambda: embedded_dropout(nn.Embedding(2, 2), torch.zeros(1, dtype=torch.long), 1.1), "dropout is 1.1"),
+        (lambda: LSTMLanguageModel(4, 4, 4, 1, wdrop=1.5), "wdrop must be from 0 to 1, not 1.5"),
+        (lambda: LSTMLanguageModel(4, 4, 4, 1, dropouti=-0.1), "dropouti must be from 0 to 1, not -0.1"),
+        (lambda: LockedDropout(2), "p must be from 0 to 1, not 2"),
+        (
+            lambda: embedded_dropout(nn.Embedding(2, 2), torch.zeros(1, dtype=torch.long), 1.1),
+            "dropout must be from 0 to 1, not 1.1",
+        ),
         (
             lambda: WeightDrop(nn.LSTM(2, 2), ["weight_hh"]),
-            r"\['weight_hh'\]; it must be a list of some of weight_ih_l0",
+            r"must be a list of some of weight_ih_l0.*, not \['weight_hh'\]",
         ),
         (lambda: WeightDrop(nn.LSTM(2, 2), "weight_hh_l0"), "must be a list"),
     ]:

@@ -44,7 +44,7 @@ def test_entries_given_twice_add_up_and_need_no_order() -> None:
 
 def test_sparse_samples_of_another_width_or_layout_are_named() -> None:
     model = LogisticRegression(5)
-    with pytest.raises(ValueError, match=r"shape \(3, 4\); it must be \(batch, 5\)"):
+    with pytest.raises(ValueError, match=r"must have shape \(batch, 5\), not \(3, 4\)"):
         model(SAMPLES.to_sparse())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -76,9 +76,9 @@ def test_standardization_is_that_of_the_whole_training_set_on_every_worker() -> 
         np.testing.assert_allclose(1 / result["scale"][:2], expected.std(0)[:2], rtol=1e-6)
         assert result["scale"][2] == 0
         assert result["parameters"] == 0
-    with pytest.raises(ValueError, match="no batch"):
+    with pytest.raises(ValueError, match="at least one batch, not none"):
         Standardization.of([])
-    with pytest.raises(ValueError, match="would become dense"):
+    with pytest.raises(ValueError, match="samples must be dense, not torch.sparse"):
         nn.Sequential(Standardization(torch.zeros(4), torch.ones(4)), LogisticRegression(4))(SAMPLES.to_sparse())
     with pytest.raises(ValueError, match="at least 0"):
         Standardization(torch.zeros(2), torch.tensor([1.0, -1.0]))

@@ -153,7 +153,7 @@ def test_a_batch_without_target_and_a_model_that_diverged() -> None:
     texts, references = generator.translate_batch(batch, maxlen_b=2)
     assert len(texts) == 4
     assert references == []
-    with pytest.raises(ValueError, match="prefix_size is 1, but the batch has no target"):
+    with pytest.raises(ValueError, match="prefix_size must be 0 for a batch without a target, not 1"):
         generator.translate_batch(batch, prefix_size=1)
     with torch.no_grad():
         model.decoder.output_projection.weight.fill_(float("nan"))
@@ -228,9 +228,9 @@ def test_wrong_arguments_are_refused() -> None:
     model = make_model()
     with pytest.raises(ValueError, match="minlen must be at least 0, not -1"):
         SequenceGenerator(model, WORDS, WORDS, minlen=-1)
-    with pytest.raises(ValueError, match="minlen is 9, above the longest translation, 4 tokens"):
+    with pytest.raises(ValueError, match="minlen must be at most 4, the longest translation, not 9"):
         SequenceGenerator(model, WORDS, WORDS, minlen=9, maxlen=4)
     with pytest.raises(ValueError, match="beam_size must be at least 1, not 0"):
         SequenceGenerator(model, WORDS, WORDS, beam_size=0)
-    with pytest.raises(ValueError, match="nbest is 3; it must be from 1 to the size of the beam, 2"):
+    with pytest.raises(ValueError, match=r"nbest must be from 1 to beam_size \(2\), not 3"):
         SequenceGenerator(model, WORDS, WORDS, beam_size=2).translate_batch(make_batch(), nbest=3)

@@ -184,10 +184,10 @@ def test_initial_weights_have_the_variance_of_he_et_al() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((21, False, 10), r"resnet_size is 21; without bottlenecks it must be 6n \+ 2"),
-        ((2, False, 10), "resnet_size is 2"),
-        ((32, True, 10), r"with bottlenecks it must be 9n \+ 2"),
-        ((20, False, 10, 3), r"version is 3; allowed: 1 .* and 2"),
+        ((21, False, 10), r"resnet_size must be 6n \+ 2 with n >= 1 without bottlenecks .*, not 21"),
+        ((2, False, 10), "resnet_size must be .*, not 2$"),
+        ((32, True, 10), r"must be 9n \+ 2 with n >= 1 with bottlenecks .*, not 32"),
+        ((20, False, 10, 3), r"version must be 1 .* or 2 .*, not 3"),
         ((20, False, 0), "num_classes must be at least 1, not 0"),
     ],
 )
@@ -197,7 +197,7 @@ def test_bad_resnet_arguments(arguments: tuple, message: str) -> None:
 
 
 def test_bad_shortcut() -> None:
-    with pytest.raises(ValueError, match="shortcut is 'C'; allowed: 'A'"):
+    with pytest.raises(ValueError, match="shortcut must be 'A' .*, not 'C'"):
         ResNetCIFAR(20, False, 10, shortcut="C")
 
 
@@ -237,11 +237,14 @@ def test_named_model_has_the_dtype(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("resnet19", 1, "fp32"), "model is 'resnet19'; allowed: resnet20, .*resnet110, resnet18, .*resnet18_imagenet"),
-        (("resnet20_imagenet", 1, "fp32"), "model is 'resnet20_imagenet'"),
-        (("vgg20", 1, "fp32"), "model is 'vgg20'"),
-        (("resnet20", 4, "fp32"), "version is 4"),
-        (("resnet20", 1, "fp8"), "dtype is 'fp8'; allowed: fp16, bf16, fp32, fp64"),
+        (
+            ("resnet19", 1, "fp32"),
+            "model must be one of resnet20, .*resnet110, resnet18, .*resnet18_imagenet, not 'resnet19'",
+        ),
+        (("resnet20_imagenet", 1, "fp32"), "model must be .*, not 'resnet20_imagenet'"),
+        (("vgg20", 1, "fp32"), "model must be .*, not 'vgg20'"),
+        (("resnet20", 4, "fp32"), "version must be .*, not 4"),
+        (("resnet20", 1, "fp8"), "dtype must be one of fp16, bf16, fp32, fp64, not 'fp8'"),
     ],
 )
 def test_bad_names(arguments: tuple, message: str) -> None:
@@ -382,7 +385,7 @@ def test_vgg11_size_and_output() -> None:
 
 
 def test_unknown_vgg() -> None:
-    with pytest.raises(ValueError, match="vgg_name is 'VGG12'; known: VGG11, VGG13, VGG16, VGG19"):
+    with pytest.raises(ValueError, match="vgg_name must be one of VGG11, VGG13, VGG16, VGG19, not 'VGG12'"):
         VGG("VGG12")
 
 

@@ -512,18 +512,22 @@ def test_why_not_kernel(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any],
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"value": torch.zeros(3, 5, 2, 7)}, ValueError, "must be equal"),
+        ({"value": torch.zeros(3, 5, 2, 7)}, ValueError, "value must have the shape of key"),
         ({"query": torch.zeros(3, 5, 2, 4)}, ValueError, r"\(3, 5, 2, 4\)"),
         ({"query": torch.zeros(3, 5, 2, 8).double()}, TypeError, "float64"),
         ({"query": torch.zeros(3, 5, 2, 8).long()}, TypeError, "floating-point"),
-        ({"query": torch.zeros(3, 129, 2, 8)}, ValueError, "up to 129 queries"),
-        ({"key_padding": torch.zeros(3, 4).bool()}, ValueError, r"key_padding is torch.bool of shape \(3, 4\)"),
-        ({"query_padding": torch.zeros(3, 5)}, ValueError, "query_padding is torch.float32"),
-        ({"scale": 0.0}, ValueError, "scale is 0.0"),
-        ({"dropout_p": 1.0}, ValueError, "dropout_p is 1.0"),
+        ({"query": torch.zeros(3, 129, 2, 8)}, ValueError, "at most 128 queries and keys, not 129"),
+        (
+            {"key_padding": torch.zeros(3, 4).bool()},
+            ValueError,
+            r"key_padding must be bool of .*, not torch.bool of \(3, 4\)",
+        ),
+        ({"query_padding": torch.zeros(3, 5)}, ValueError, "query_padding must be bool of .*, not torch.float32"),
+        ({"scale": 0.0}, ValueError, "scale must be above 0 and finite, not 0.0"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p must be .*, not 1.0"),
         ({"dropout_p": 0.1, "seed": torch.tensor([1.0])}, ValueError, "int64"),
-        ({"max_query": 5}, ValueError, "only packed rows"),
-        ({"query_starts": torch.tensor([0, 3]).int()}, ValueError, "needs? both"),
+        ({"max_query": 5}, ValueError, "must be None without starts"),
+        ({"query_starts": torch.tensor([0, 3]).int()}, ValueError, "must both be given"),
         ({"query_starts": torch.tensor([0, 3]), "key_starts": torch.tensor([0, 3])}, ValueError, "rows"),
     ],
 )
@@ -537,7 +541,7 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], mess
     ("starts", "message"),
     [
         (torch.tensor([0, 3, 6]), "int32"),
-        (torch.tensor([0]).int(), "one at least"),
+        (torch.tensor([0]).int(), "at least one sentence"),
         (torch.tensor([0, 3, 5]).int(), "end with the number of rows"),
         (torch.tensor([0, 1, 6]).int(), "longest sentence"),
     ],
@@ -553,7 +557,7 @@ def test_wrong_packed_rows(starts: Tensor, message: str) -> None:
 
 @pytest.mark.parametrize("shape", [(6, 2, 2, 8), (2, 6, 2, 2, 8)])
 def test_wrong_fused_projections(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="qkv has shape"):
+    with pytest.raises(ValueError, match="qkv must have shape"):
         short_attention_qkv(torch.zeros(shape))
 
 

@@ -135,7 +135,7 @@ class Standardization(nn.Module):
                 f"mean has shape {tuple(mean.shape)} and deviation {tuple(deviation.shape)}; both must be (n_features,)"
             )
         if bool((deviation < 0).any()):
-            raise ValueError(f"deviation has {deviation.min().item():g} in it; it must be at least 0")
+            raise ValueError(f"deviation must be at least 0, not {deviation.min().item():g}")
         self.register_buffer("mean", mean)
         # A scale of 0 makes constant features 0.
         self.register_buffer("scale", torch.where(deviation > 0, 1 / deviation, 0))
@@ -176,7 +176,7 @@ class Standardization(nn.Module):
             ValueError: The samples are sparse.
         """
         if x.layout != torch.strided:
-            raise ValueError(f"samples of layout {x.layout} would become dense when standardized; give dense ones")
+            raise ValueError(f"samples must be dense, not {x.layout}: standardized zeros are no longer zeros")
         return (x - self.mean) * self.scale
 
 
@@ -190,7 +190,7 @@ def _affine(linear: nn.Linear, x: Tensor) -> Tensor:
     if x.layout == torch.strided:
         return linear(x)
     if x.dim() != 2 or x.shape[1] != linear.in_features:
-        raise ValueError(f"sparse samples have shape {tuple(x.shape)}; it must be (batch, {linear.in_features})")
+        raise ValueError(f"sparse samples must have shape (batch, {linear.in_features}), not {tuple(x.shape)}")
     starts, columns, values = _rows(x)
     products = F.embedding_bag(
         columns,
@@ -208,7 +208,7 @@ def _rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if x.layout == torch.sparse_csr:
         return x.crow_indices(), x.col_indices(), x.values()
     if x.layout != torch.sparse_coo:
-        raise ValueError(f"samples have the layout {x.layout}; it must be strided (dense), sparse_coo or sparse_csr")
+        raise ValueError(f"samples must be strided (dense), sparse_coo or sparse_csr, not {x.layout}")
     # Coalescing sorts the entries by row, and adds entries of the same place.
     x = x.coalesce()
     rows, columns = x.indices()
@@ -224,5 +224,5 @@ def _mean_over_workers(parts: Iterable[Tensor]) -> Tensor:
         total = part.sum(0) if total is None else total + part.sum(0)
         count += len(part)
     if total is None:
-        raise ValueError("there is no batch to take mean and deviation of")
+        raise ValueError("batches must have at least one batch, not none")
     return process_groups.global_average(total, count).to(total.device)

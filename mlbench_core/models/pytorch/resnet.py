@@ -262,12 +262,12 @@ class ResNetCIFAR(_ResNet32):
             examples = ", ".join(str(per_block * n + 2) for n in (1, 2, 3, 5, 7, 9, 18))
             kind = "with bottlenecks" if bottleneck else "without bottlenecks"
             raise ValueError(
-                f"resnet_size is {resnet_size}; {kind} it must be {per_block}n + 2 with n >= 1: {examples}, ..."
+                f"resnet_size must be {per_block}n + 2 with n >= 1 {kind} ({examples}, ...), not {resnet_size}"
             )
         if version not in _VERSIONS:
-            raise ValueError(f"version is {version!r}; allowed: 1 (He et al. 2015) and 2 (He et al. 2016)")
+            raise ValueError(f"version must be 1 (He et al. 2015) or 2 (He et al. 2016), not {version!r}")
         if shortcut not in _SHORTCUTS:
-            raise ValueError(f"shortcut is {shortcut!r}; allowed: 'A' (padded identity) and 'B' (1x1 convolution)")
+            raise ValueError(f"shortcut must be 'A' (padded identity) or 'B' (1x1 convolution), not {shortcut!r}")
         blocks = (resnet_size - 2) // per_block
         super().__init__((16, 32, 64), blocks, bottleneck, num_classes, version, shortcut)
 
@@ -381,9 +381,9 @@ def get_resnet_model(
         100
     """
     if dtype not in _DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; allowed: {', '.join(_DTYPES)}")
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
     if version not in _VERSIONS:
-        raise ValueError(f"version is {version!r}; allowed: 1 (He et al. 2015) and 2 (He et al. 2016)")
+        raise ValueError(f"version must be 1 (He et al. 2015) or 2 (He et al. 2016), not {version!r}")
     name = str(model).lower()
     match = re.fullmatch(r"resnet[-_]?(\d+)", name.removesuffix(_ON_IMAGENET))
     size = int(match.group(1)) if match else 0
@@ -399,7 +399,7 @@ def get_resnet_model(
         network: nn.Module = getattr(_torchvision.load("models"), f"resnet{size}")(num_classes=int(num_classes))
     elif name.endswith(_ON_IMAGENET) or size not in (18, *_CIFAR_SIZES):
         sizes = ", ".join(f"resnet{size}" for size in (*_CIFAR_SIZES, *_IMAGENET_SIZES))
-        raise ValueError(f"model is {model!r}; allowed: {sizes} and resnet18{_ON_IMAGENET}")
+        raise ValueError(f"model must be one of {sizes}, resnet18{_ON_IMAGENET}, not {model!r}")
     elif size == 18:
         _note_version(name, version, 2)
         network = ResNet18CIFAR10(num_classes)

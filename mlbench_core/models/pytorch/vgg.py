@@ -45,7 +45,7 @@ class VGG(nn.Module):
         super().__init__()
         layers = _LAYERS.get(str(vgg_name).upper())
         if layers is None:
-            raise ValueError(f"vgg_name is {vgg_name!r}; known: {', '.join(_LAYERS)}")
+            raise ValueError(f"vgg_name must be one of {', '.join(_LAYERS)}, not {vgg_name!r}")
         check_at_least("num_classes", num_classes, 1)
         self.features = _features(layers)
         self.classifier = nn.Linear(512, num_classes)

@@ -154,7 +154,7 @@ def short_attention(
         [[3.0, 0.0], [4.0, 2.0], [6.0, 4.0]]
     """
     if key.shape != value.shape:
-        raise ValueError(f"key has shape {tuple(key.shape)} and value {tuple(value.shape)}; they must be equal")
+        raise ValueError(f"value must have the shape of key, {tuple(key.shape)}, not {tuple(value.shape)}")
     sentences = (query_starts, key_starts, max_query, max_key, query_padding, key_padding)
     given = OperatorArguments(*sentences, is_causal, scale, dropout_p, seed, offset)
     return _attend((query, key, value), query.shape, key.shape, given)
@@ -298,9 +298,9 @@ def _attend(
     """Check the arguments, replace None by the defaults, and attend on (query, key, value), (query, kv) or (qkv,)."""
     first = parts[0]
     if not first.is_floating_point() or any(part.dtype != first.dtype for part in parts):
-        raise TypeError(f"the tensors are of {[part.dtype for part in parts]}; they need one floating-point dtype")
+        raise TypeError(f"the tensors must have one floating-point dtype, not {[part.dtype for part in parts]}")
     if any(part.device != first.device for part in parts):
-        raise ValueError(f"the tensors are on {[str(part.device) for part in parts]}; they must be on one device")
+        raise ValueError(f"the tensors must be on one device, not {[str(part.device) for part in parts]}")
     if given.query_starts is None and given.key_starts is None:
         _check_padded(query_shape, key_shape, given)
         max_query, max_key = query_shape[1], key_shape[1]
@@ -311,12 +311,12 @@ def _attend(
     # The scores of longer sentences would not fit into a GPU's registers.
     if not (0 <= max_query <= MAX_POSITIONS and 0 <= max_key <= MAX_POSITIONS):
         raise ValueError(
-            f"sentences have up to {max_query} queries and {max_key} keys; at most {MAX_POSITIONS} of each are "
-            "possible, take torch.nn.functional.scaled_dot_product_attention for more"
+            f"sentences must have at most {MAX_POSITIONS} queries and keys, not {max_query} and {max_key}: use "
+            "torch.nn.functional.scaled_dot_product_attention for more"
         )
     scale = 1.0 / math.sqrt(max(1, query_shape[-1])) if given.scale is None else given.scale
     if not 0.0 < scale < math.inf:
-        raise ValueError(f"scale is {scale}; it must be above 0 and finite")
+        raise ValueError(f"scale must be above 0 and finite, not {scale}")
     seed = _seed_of(first, given.dropout_p, given.seed)
     given = given._replace(max_query=max_query, max_key=max_key, scale=scale, seed=seed)
     is_plain = _needs_plain_path(parts, max_query, max_key)
@@ -396,8 +396,8 @@ def _seed_of(tensor: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor | 
         return draw_seed(tensor.device)
     if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != tensor.device:
         raise ValueError(
-            f"seed is {seed.dtype} of shape {tuple(seed.shape)} on {seed.device}; it must be int64 of shape (1,) on "
-            f"{tensor.device}, such as draw_seed gives"
+            f"seed must be int64 of shape (1,) on {tensor.device}, not {seed.dtype} of shape {tuple(seed.shape)} on "
+            f"{seed.device}: use draw_seed"
         )
     return seed
 
@@ -406,7 +406,7 @@ def _shape_of_part(fused: Tensor, number: int, name: str, starts: Tensor | None)
     """Return the shape of each of ``number`` tensors, fused along the third dimension from the right."""
     first = "(batch, positions" if starts is None else "(rows"
     if fused.dim() != (5 if starts is None else 4) or fused.shape[-3] != number:
-        raise ValueError(f"{name} has shape {tuple(fused.shape)}; it must be {first}, {number}, heads, d)")
+        raise ValueError(f"{name} must have shape {first}, {number}, heads, d), not {tuple(fused.shape)}")
     return torch.Size((*fused.shape[:-3], *fused.shape[-2:]))
 
 
@@ -421,14 +421,14 @@ def _check_padded(query_shape: torch.Size, key_shape: torch.Size, given: Operato
         )
     lengths = (given.max_query, given.max_key)
     if lengths != (None, None):
-        raise ValueError(f"the longest sentences are given as {lengths}, but only packed rows with starts need that")
+        raise ValueError(f"the lengths of the longest sentences must be None without starts, not {lengths}")
     for name, padding, shape in (
         ("query_padding", given.query_padding, query_shape),
         ("key_padding", given.key_padding, key_shape),
     ):
         if padding is not None and (padding.dtype != torch.bool or padding.shape != shape[:2]):
             raise ValueError(
-                f"{name} is {padding.dtype} of shape {tuple(padding.shape)}; it must be bool of {tuple(shape[:2])}"
+                f"{name} must be bool of shape {tuple(shape[:2])}, not {padding.dtype} of {tuple(padding.shape)}"
             )
 
 
@@ -436,7 +436,7 @@ def _check_packed(query_shape: torch.Size, key_shape: torch.Size, given: Operato
     """Reject arguments that do not describe a packed batch."""
     query_starts, key_starts = given.query_starts, given.key_starts
     if query_starts is None or key_starts is None:
-        raise ValueError("one of query_starts and key_starts is None; packed rows need both")
+        raise ValueError("query_starts and key_starts must both be given for packed rows, not only one of them")
     if len(query_shape) != 3 or len(key_shape) != 3 or query_shape[1:] != key_shape[1:]:
         raise ValueError(
             f"queries have shape {tuple(query_shape)} and keys {tuple(key_shape)}; with starts both must be (rows, "
@@ -450,7 +450,7 @@ def _check_packed(query_shape: torch.Size, key_shape: torch.Size, given: Operato
     if query_starts.shape != key_starts.shape or query_starts.shape[0] < 2:
         raise ValueError(
             f"query_starts have shape {tuple(query_starts.shape)} and key_starts {tuple(key_starts.shape)}; both must "
-            "have one number more than there are sentences, of which there must be one at least"
+            "have one number more than there are sentences, and at least one sentence"
         )
     if given.query_padding is not None or given.key_padding is not None:
-        raise ValueError("packed rows have no padding; leave out query_padding and key_padding")
+        raise ValueError("query_padding and key_padding must be None with starts: packed rows have no padding")

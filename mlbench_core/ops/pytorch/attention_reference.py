@@ -211,7 +211,7 @@ def _dropped(weights: Tensor, given: OperatorArguments) -> Tensor:
     if threshold == 0:
         return weights
     if given.seed is None:
-        raise ValueError(f"dropout_p is {given.dropout_p} but seed is None; dropout needs a seed")
+        raise ValueError(f"seed must be a tensor with dropout_p {given.dropout_p}, not None")
     batch, heads, queries, keys = weights.shape
     kept = attention_dropout_mask(given.seed, given.offset, (batch, heads, queries, keys), threshold)
     # The realized rate is threshold / 65536, so this factor and not 1 / (1 - p) keeps the expectation.

@@ -64,7 +64,7 @@ def dropout_threshold(dropout_p: float) -> int:
         (6554, 0.100006103515625)
     """
     if not 0.0 <= dropout_p <= 1.0 - 1.0 / _LEVELS:
-        raise ValueError(f"dropout_p is {dropout_p}; it must be at least 0 and at most 65535/65536")
+        raise ValueError(f"dropout_p must be from 0 to 65535/65536, not {dropout_p}")
     return round(dropout_p * _LEVELS)
 
 

@@ -117,7 +117,7 @@ class SequenceGenerator:
     ) -> tuple[Tensor, Tensor, int]:
         if initial_input.numel() != batch_size:
             raise ValueError(
-                f"initial_input has shape {tuple(initial_input.shape)}; batch_size {batch_size} needs as many elements"
+                f"initial_input must have batch_size ({batch_size}) elements, not shape {tuple(initial_input.shape)}"
             )
         start = initial_input.reshape(batch_size)
         options = SearchOptions(eos=self.eos, pad=self.pad, beam_size=beam_size, score=score)
@@ -178,7 +178,7 @@ def reorder_context(context: Sequence[Any] | None, rows: Tensor, batch_first: bo
         return None
     if len(context) != 3:
         raise ValueError(
-            f"the context has {len(context)} parts, not encoder outputs, lengths and hidden state; "
+            f"the context must have encoder outputs, lengths and hidden state, not {len(context)} parts: "
             "give the model a method reorder_context(context, rows)"
         )
     outputs, lengths, hidden = context

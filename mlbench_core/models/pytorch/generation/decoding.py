@@ -176,7 +176,7 @@ def search(
     """
     limits = _limits(max_len, start, options)
     if prefix is not None and (prefix.dim() != 2 or len(prefix) != len(start)):
-        raise ValueError(f"prefix has shape {tuple(prefix.shape)}; it must be ({len(start)}, length)")
+        raise ValueError(f"prefix must have shape ({len(start)}, length), not {tuple(prefix.shape)}")
     shortest, longest = (int(value) for value in torch.aminmax(limits)) if len(limits) else (0, 0)
     finished = Hypotheses.none(len(start), options.beam_size, longest, options.pad, start.device)
     live = _begin(proposer, start, limits, longest, options)
@@ -203,12 +203,12 @@ def search(
 def _limits(max_len: int | Tensor, start: Tensor, options: SearchOptions) -> Tensor:
     """Return the checked limit of each sentence."""
     if start.dim() != 1:
-        raise ValueError(f"start has shape {tuple(start.shape)}; it must be (batch,)")
+        raise ValueError(f"start must have shape (batch,), not {tuple(start.shape)}")
     limits = torch.as_tensor(max_len, dtype=torch.int64, device=start.device)
     if limits.shape not in ((), start.shape):
-        raise ValueError(f"max_len has shape {tuple(limits.shape)}; it must be one number or {tuple(start.shape)}")
+        raise ValueError(f"max_len must be one number or have shape {tuple(start.shape)}, not {tuple(limits.shape)}")
     if limits.numel() and int(limits.min()) < options.min_len:
-        raise ValueError(f"max_len is {int(limits.min())}, less than min_len {options.min_len}")
+        raise ValueError(f"max_len must be at least min_len ({options.min_len}), not {int(limits.min())}")
     return limits.expand(start.shape)
 
 

@@ -99,9 +99,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.topk != -1 and self.topk < 1:
-            raise ValueError(f"topk is {self.topk}; it must be at least 1, or -1 for all tokens")
+            raise ValueError(f"topk must be at least 1, or -1 for all tokens, not {self.topk}")
         if not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be above 0")
+            raise ValueError(f"temperature must be above 0, not {self.temperature}")
 
     def draw(self, logits: Tensor, forbidden: Sequence[int]) -> Tensor:
         """Draw one token for each row.

@@ -95,7 +95,7 @@ class GNMTScore:
 
     def __post_init__(self) -> None:
         if not self.len_norm_const > -1:
-            raise ValueError(f"len_norm_const is {self.len_norm_const}; it must be above -1")
+            raise ValueError(f"len_norm_const must be above -1, not {self.len_norm_const}")
         check_at_least("cov_penalty_factor", self.cov_penalty_factor, 0)
 
     @property

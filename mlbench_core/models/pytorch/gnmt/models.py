@@ -149,7 +149,7 @@ class GNMT(nn.Module):
             11
         """
         if name not in _PRESETS:
-            raise ValueError(f"preset is {name!r}; known: {', '.join(_PRESETS)}")
+            raise ValueError(f"preset must be one of {', '.join(_PRESETS)}, not {name!r}")
         return cls(vocab_size, **{**_PRESETS[name], **changes})
 
     def forward(self, input_encoder: Tensor, input_enc_len: Tensor, input_decoder: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def check_probability(name: str, p: float) -> float:
         ValueError: The probability is outside of 0 to 1.
     """
     if not 0.0 <= p <= 1.0:
-        raise ValueError(f"{name} is {p}; the probability of dropping must be from 0 to 1")
+        raise ValueError(f"{name} must be from 0 to 1, not {p}")
     return p
 
 
@@ -148,7 +148,7 @@ class WeightDrop(nn.Module):
         known = dict(module.named_parameters())
         unknown = [name for name in weights if name not in known]
         if unknown or isinstance(weights, str):
-            raise ValueError(f"weights is {weights!r}; it must be a list of some of {', '.join(known) or 'nothing'}")
+            raise ValueError(f"weights must be a list of some of {', '.join(known) or 'nothing'}, not {weights!r}")
         self.module = module
         self.weights = list(weights)
         self.dropout = check_probability("dropout", dropout)

@@ -85,12 +85,11 @@ class TransformerConfig:
             check_at_least(name, getattr(self, name), 1)
         if self.encoder_embed_dim != self.decoder_embed_dim:
             raise ValueError(
-                f"encoder_embed_dim is {self.encoder_embed_dim} and decoder_embed_dim {self.decoder_embed_dim}; "
-                "they must be equal"
+                f"decoder_embed_dim must be encoder_embed_dim ({self.encoder_embed_dim}), not {self.decoder_embed_dim}"
             )
         for name in ("dropout", "attention_dropout", "relu_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+                raise ValueError(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> TransformerConfig:
@@ -106,7 +105,7 @@ class TransformerConfig:
             TypeError: A change is not a field.
         """
         if name not in _PRESETS:
-            raise ValueError(f"preset is {name!r}; known: {', '.join(_PRESETS)}")
+            raise ValueError(f"preset must be one of {', '.join(_PRESETS)}, not {name!r}")
         return replace(_PRESETS[name], **changes)
 
     @classmethod

@@ -119,7 +119,7 @@ class SequenceGenerator:
         longest = model.max_decoder_positions() - 1
         self.maxlen = longest if maxlen is None else min(maxlen, longest)
         if self.maxlen < minlen:
-            raise ValueError(f"minlen is {minlen}, above the longest translation, {self.maxlen} tokens")
+            raise ValueError(f"minlen must be at most {self.maxlen}, the longest translation, not {minlen}")
         self.model = model
         self.src_dict = src_dict
         self.trg_dict = trg_dict
@@ -168,10 +168,10 @@ class SequenceGenerator:
             ValueError: ``nbest`` is above the size of the beam, or a prefix is wanted without a target.
         """
         if not 1 <= nbest <= self.options.beam_size:
-            raise ValueError(f"nbest is {nbest}; it must be from 1 to the size of the beam, {self.options.beam_size}")
+            raise ValueError(f"nbest must be from 1 to beam_size ({self.options.beam_size}), not {nbest}")
         source, target = batch["net_input"], batch.get("target")
         if prefix_size > 0 and target is None:
-            raise ValueError(f"prefix_size is {prefix_size}, but the batch has no target to take the prefix from")
+            raise ValueError(f"prefix_size must be 0 for a batch without a target, not {prefix_size}")
         prefix = target[:, :prefix_size] if target is not None and prefix_size > 0 else None
         found = self.generate(source["src_tokens"], source.get("src_lengths"), maxlen_a, maxlen_b, prefix)
         texts = [

@@ -80,12 +80,12 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim is {embed_dim} and num_heads {num_heads}; the heads must divide the width")
+            raise ValueError(f"embed_dim must be a multiple of num_heads ({num_heads}), not {embed_dim}")
         if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout is {dropout}; it must be at least 0 and below 1")
+            raise ValueError(f"dropout must be at least 0 and below 1, not {dropout}")
         for name, value, known in (("softmax_type", softmax_type, _SOFTMAX_TYPES), ("backend", backend, _BACKENDS)):
             if value not in known:
-                raise ValueError(f"{name} is {value!r}; known: {', '.join(known)}")
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
@@ -159,7 +159,7 @@ class MultiheadAttention(nn.Module):
         """
         target, rows, width = query.shape
         if width != self.embed_dim:
-            raise ValueError(f"query has shape {tuple(query.shape)}; its last dimension must be {self.embed_dim}")
+            raise ValueError(f"query must have {self.embed_dim} features, not shape {tuple(query.shape)}")
         # A single new position may see all cached ones.
         is_causal = mask_future_timesteps and target > 1
         p = self.dropout if self.training else 0.0
@@ -205,7 +205,9 @@ class MultiheadAttention(nn.Module):
             (qkv,), (q, kv) or (q, k, v), each of shape (positions, rows, number of fused parts x ``embed_dim``).
         """
         if key is None or value is None:
-            raise ValueError("key and value are None; only static ones that were remembered can be left out")
+            raise ValueError(
+                "key and value must be tensors, not None: only static ones that are cached can be left out"
+            )
         if key is query and value is query:
             return (self._linear(query, 0, 3),)
         if key is value:
@@ -280,7 +282,7 @@ class MultiheadAttention(nn.Module):
         """Reshape (positions, rows, width) to (batch, heads, rows of a sentence x positions, features of a head)."""
         positions, rows, _ = x.shape
         if rows % batch:
-            raise ValueError(f"the query has {rows} rows and the key {batch}; rows must be a multiple of the key's")
+            raise ValueError(f"query must have a multiple of the key's {batch} rows, not {rows}")
         # The hypotheses of a sentence share its keys, so they become further queries of one batch entry.
         x = x.reshape(positions, batch, rows // batch, self.num_heads, self.head_dim)
         return x.permute(1, 3, 2, 0, 4).reshape(batch, self.num_heads, -1, self.head_dim)
@@ -289,6 +291,6 @@ class MultiheadAttention(nn.Module):
 def _check_masks(batch: int, keys: int, rows: int, is_causal: bool, key_padding_mask: Tensor | None) -> None:
     """Reject masks that do not fit ``keys`` keys of ``batch`` sentences and ``rows`` rows of queries."""
     if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
-        raise ValueError(f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; it must be {(batch, keys)}")
+        raise ValueError(f"key_padding_mask must have shape {(batch, keys)}, not {tuple(key_padding_mask.shape)}")
     if is_causal and rows != batch:
         raise ValueError(f"{rows} rows share {batch} keys; mask_future_timesteps needs keys for each row")

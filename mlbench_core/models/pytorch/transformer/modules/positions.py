@@ -43,8 +43,8 @@ class _Positions(nn.Module):
         """Return the positions of the tokens; ``before`` tokens of each sentence came in earlier calls."""
         if tokens.shape[1] + before > self.max_positions:
             raise ValueError(
-                f"sentences of {tokens.shape[1] + before} tokens need as many positions; there are "
-                f"{self.max_positions}: raise max_source_positions or max_target_positions"
+                f"sentences must have at most {self.max_positions} tokens, not {tokens.shape[1] + before}: "
+                "raise max_source_positions or max_target_positions"
             )
         positions = token_positions(tokens, self.padding_idx)
         # Padding keeps the position 0.
@@ -76,7 +76,7 @@ class SinusoidalPositions(_Positions):
     def __init__(self, embed_dim: int, max_positions: int, padding_idx: int) -> None:
         super().__init__(max_positions, padding_idx)
         if embed_dim < 2 or embed_dim % 2:
-            raise ValueError(f"embed_dim is {embed_dim}; sine and cosine in turn need an even number")
+            raise ValueError(f"embed_dim must be even and at least 2, not {embed_dim}: sine and cosine alternate")
         # In float64, because float32 loses digits of large angles.
         rates = torch.exp(-math.log(10000.0) * torch.arange(0, embed_dim, 2, dtype=torch.float64) / embed_dim)
         angles = torch.arange(max_positions, dtype=torch.float64).unsqueeze(1) * rates
