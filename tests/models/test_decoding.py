@@ -230,7 +230,7 @@ def test_wrong_arguments_are_refused() -> None:
         search(LogitProposer(TableModel([0])), torch.tensor([[START]]), SearchOptions(EOS, PAD), 3)
     with pytest.raises(ValueError, match=r"prefix must have shape \(1, length\), not \(2, 1\)"):
         run([0], 3, prefix=torch.tensor([[3], [3]]))
-    with pytest.raises(ValueError, match="topk must be .*, not 0"):
+    with pytest.raises(ValueError, match=r"topk must be .*, not 0"):
         Sampling(topk=0)
     with pytest.raises(ValueError, match="temperature must be above 0, not 0"):
         Sampling(temperature=0.0)
@@ -355,6 +355,6 @@ def test_the_generator_of_gnmt_refuses_wrong_arguments() -> None:
         SequenceGenerator(model, beam_size=0)
     with pytest.raises(ValueError, match=r"initial_input must have batch_size \(2\) elements, not shape \(1, 3\)"):
         SequenceGenerator(model).beam_search(2, torch.zeros(1, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="the context must have .*, not 2 parts"):
+    with pytest.raises(ValueError, match=r"the context must have .*, not 2 parts"):
         reorder_context([None, None], torch.tensor([0]))
     assert reorder_context(None, torch.tensor([0])) is None

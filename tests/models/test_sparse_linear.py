@@ -78,7 +78,7 @@ def test_standardization_is_that_of_the_whole_training_set_on_every_worker() -> 
         assert result["parameters"] == 0
     with pytest.raises(ValueError, match="at least one batch, not none"):
         Standardization.of([])
-    with pytest.raises(ValueError, match="samples must be dense, not torch.sparse"):
+    with pytest.raises(ValueError, match=r"samples must be dense, not torch.sparse"):
         nn.Sequential(Standardization(torch.zeros(4), torch.ones(4)), LogisticRegression(4))(SAMPLES.to_sparse())
     with pytest.raises(ValueError, match="at least 0"):
         Standardization(torch.zeros(2), torch.tensor([1.0, -1.0]))

@@ -188,7 +188,7 @@ def test_attention_refuses_wrong_arguments() -> None:
         ValueError, match="backend must be 'auto' or 'fused' with softmax_type='fast_fill', not 'kernel'"
     ):
         MultiheadAttention(8, 4, softmax_type="fast_fill", backend="kernel")
-    with pytest.raises(ValueError, match="backend must be one of .*, not 'magic'"):
+    with pytest.raises(ValueError, match=r"backend must be one of .*, not 'magic'"):
         MultiheadAttention(8, 4, backend="magic")  # type: ignore[arg-type]
     module, x = MultiheadAttention(8, 4), torch.zeros(3, 2, 8)
     with pytest.raises(ValueError, match=r"query must have .* features, not shape \(3, 2, 4\)"):

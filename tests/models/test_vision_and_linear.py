@@ -197,7 +197,7 @@ def test_bad_resnet_arguments(arguments: tuple, message: str) -> None:
 
 
 def test_bad_shortcut() -> None:
-    with pytest.raises(ValueError, match="shortcut must be 'A' .*, not 'C'"):
+    with pytest.raises(ValueError, match=r"shortcut must be 'A' .*, not 'C'"):
         ResNetCIFAR(20, False, 10, shortcut="C")
 
 

@@ -1,6 +1,27 @@
 """Learning rate schedules."""
 
 from mlbench_core.lr_scheduler.pytorch import lr
-from mlbench_core.lr_scheduler.pytorch.lr import *  # noqa: F403
+from mlbench_core.lr_scheduler.pytorch.lr import (
+    ExponentialWarmupMultiStepLR,
+    LRLinearWarmUp,
+    MultiStepLRLinearWarmUp,
+    PolyDecayLRLinearWarmup,
+    ReduceLROnPlateauWithWarmup,
+    SparsifiedSGDLR,
+    SQRTTimeDecayLR,
+    SQRTTimeDecayLRWithWarmup,
+    TimeDecayLR,
+)
 
-__all__ = ["lr", *lr.__all__]
+__all__ = [
+    "ExponentialWarmupMultiStepLR",
+    "LRLinearWarmUp",
+    "MultiStepLRLinearWarmUp",
+    "PolyDecayLRLinearWarmup",
+    "ReduceLROnPlateauWithWarmup",
+    "SQRTTimeDecayLR",
+    "SQRTTimeDecayLRWithWarmup",
+    "SparsifiedSGDLR",
+    "TimeDecayLR",
+    "lr",
+]

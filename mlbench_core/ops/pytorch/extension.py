@@ -110,7 +110,9 @@ def why_not() -> str | None:
         return f"the CUDA kernels are experimental and off; set the environment variable {VARIABLE}=1 to use them"
     if not load():
         if _library.error is None:
-            return f"the CUDA kernels are not built, {library_path()} is not there; run `make cuda` where nvcc is"
+            return (
+                f"the CUDA kernels are not built: {library_path()} is missing; run `make cuda` on a machine with nvcc"
+            )
         return f"{library_path()} cannot be loaded, build it again with `make cuda`: {_library.error}"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"

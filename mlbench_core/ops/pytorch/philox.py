@@ -4,6 +4,18 @@ Philox turns a counter and a key into four random words. The seed is the key and
 The backward pass therefore recomputes the mask of the forward pass instead of reading it from memory. The CUDA kernels
 and plain PyTorch compute the same mask.
 
+One call gives the bits of eight keys of a query, those that one thread of a CUDA kernel holds. The counter is (group,
+query, sentence x heads + head, offset), and the first 32 keys have these groups and words::
+
+    group   word 0   word 1   word 2   word 3
+    0       0, 1     8, 9     16, 17   24, 25
+    1       2, 3     10, 11   18, 19   26, 27
+    2       4, 5     12, 13   20, 21   28, 29
+    3       6, 7     14, 15   22, 23   30, 31
+
+The lower half of a word belongs to the even key and the upper half to the odd one. Each further 32 keys have the next
+four groups.
+
 References:
     Salmon, Moraes, Dror and Shaw 2011, Parallel Random Numbers: As Easy as 1, 2, 3 (SC11), section 3.3; seven rounds
     are the fewest that pass all of its tests.
@@ -106,9 +118,7 @@ def philox4x32(
 def attention_dropout_mask(seed: Tensor, offset: int, shape: tuple[int, int, int, int], threshold: int) -> Tensor:
     """Return which attention weights dropout keeps.
 
-    One call of Philox serves the eight keys j, j + 1, j + 8, j + 9, ..., j + 25 of a query, j even. One thread of the
-    CUDA kernel holds exactly these keys. The counter is (number of that group, query, sentence x heads + head, offset).
-    Of the four words, that of j's group of 8 gives its lower half to the even key and its upper half to the odd one.
+    The module's docstring has the layout of the bits. A weight is dropped if its 16 bits are below ``threshold``.
 
     Args:
         seed: int64 of one element; its halves are the key.
@@ -135,7 +145,7 @@ def attention_dropout_mask(seed: Tensor, offset: int, shape: tuple[int, int, int
     last = torch.full((), offset & _WORD, device=device)
     words = torch.stack(torch.broadcast_tensors(*philox4x32(key, (groups, query, row, last))), dim=-1)
     j = torch.arange(keys, device=device)
-    # Key j is in group 4 * (j // 32) + (j % 8) // 2; its word is the group of 8 within the 32 keys.
+    # The place of key j in the layout of the module's docstring.
     group, word = j // 32 * 4 + j % 8 // 2, j % 32 // 8
     fields = words.flatten(-2)[..., group * 4 + word] >> (j % 2 * 16) & (_LEVELS - 1)
     return fields >= threshold

@@ -1,21 +1,21 @@
 r"""Beam search and sampling for a whole batch at once.
 
-There is one loop over time steps, and none over sentences or hypotheses. The live hypotheses are the rows of one batch:
-those of the first sentence, those of the second, and so on, the same number for each. In a step
+Python loops over time steps only, not over sentences or hypotheses. The live hypotheses are the rows of one batch:
+those of the first sentence, those of the second, and so on, the same number for each. In each step
 
 1. the model proposes the likeliest next tokens of each row (a ``Proposer``),
 2. the best of all proposals of a sentence are selected,
 3. proposals with the end symbol become finished hypotheses, the others the live ones of the next step,
 4. finished sentences leave the batch, and the model's state follows the rows (``reorder``).
 
-A model takes part by scoring the next token and reordering its state (``DecoderState``, ``LogitProposer``). This holds
-for a language model as well as for a decoder that attends to a source.
+A model must score the next token and reorder its state (``DecoderState``, ``LogitProposer``). Language models can do
+so, and decoders that attend to a source.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -297,7 +297,8 @@ def _follow(proposer: Proposer, rows: Tensor, live: _Live, kept: Tensor) -> _Liv
     """Drop the finished sentences and reorder the model's state to match."""
     if len(kept) < len(rows):
         proposer.reorder(rows[kept].flatten(), kept)
-        return _Live(*(None if part is None else part[kept] for part in live))
+        parts: list[Any] = [None if part is None else part[kept] for part in live]
+        return _Live(*parts)
     # A single row per sentence keeps its place.
     if rows.shape[1] > 1:
         proposer.reorder(rows.flatten(), None)
