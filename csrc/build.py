@@ -295,7 +295,7 @@ def _job(source: Path, root: Path, folder: Path, toolchain: Toolchain, environme
     csrc = root / "csrc"
     target = (folder / source.relative_to(csrc)).with_suffix(".o")
     command = compile_command(toolchain, source, target, include=csrc)
-    # Any header counts, since reading the true dependencies would need a run of the preprocessor for each source.
+    # All headers count for each source, because the build does not know which ones a source includes.
     inputs = [source, *sorted(path for path in csrc.rglob("*") if path.suffix in _HEADERS)]
     contents = [(str(path.relative_to(csrc)), path.read_bytes()) for path in inputs]
     settings = sorted(item for item in environment.items() if item[0].startswith("NVCC_"))
@@ -433,7 +433,7 @@ def _nvcc_version(nvcc: Path, environment: Mapping[str, str]) -> str:
 
 def _find_torch() -> Path:
     """Return the folder of the torch package."""
-    # Without importing it, which takes seconds and may fail for reasons that do not matter to a compiler.
+    # Without importing torch, which would take seconds.
     found = importlib.util.find_spec("torch")
     if found is None or not found.submodule_search_locations:
         raise BuildError(
@@ -454,7 +454,7 @@ def _find_torch() -> Path:
 @contextlib.contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
     """Lock a build folder, and create a folder for unfinished files in it."""
-    # Only Linux has this module. Elsewhere the import of csrc.build must succeed, so that build() can give the reason.
+    # Windows does not have this module, but csrc.build must load there, so that find_toolchain can give the reason.
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)

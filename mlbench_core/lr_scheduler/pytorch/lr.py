@@ -651,7 +651,7 @@ class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
         return self.base_lr * math.sqrt(max(1, self.warmup_steps) / max(1, t))
 
 
-class PolyDecayLRLinearWarmup(_AbsoluteLR):
+class PolyDecayLRLinearWarmup(LRLinearWarmUp):
     r"""Linear warm-up, then polynomial decay to a smallest rate.
 
     .. math::
@@ -703,22 +703,17 @@ class PolyDecayLRLinearWarmup(_AbsoluteLR):
         *,
         verbose: bool = False,
     ) -> None:
-        _check_at_least_0(
-            init_lr=init_lr, scaled_lr=scaled_lr, warmup_duration=warmup_duration, min_lr=min_lr, power=power
-        )
+        _check_at_least_0(min_lr=min_lr, power=power)
         _check_positive(decay_steps=decay_steps)
-        self.init_lr = init_lr
-        self.scaled_lr = scaled_lr
-        self.warmup_duration = warmup_duration
         self.decay_steps = decay_steps
         self.min_lr = min_lr
         self.power = power
-        super().__init__(optimizer, verbose=verbose)
+        super().__init__(optimizer, init_lr, scaled_lr, warmup_duration, verbose=verbose)
 
     def lr_at(self, t: int) -> float:
         """Return the rate after ``t`` steps."""
         if t < self.warmup_duration:
-            return _linear(self.init_lr, self.scaled_lr, t, self.warmup_duration)
+            return super().lr_at(t)
         # Later steps would make the base of the power negative.
         if t >= self.warmup_duration + self.decay_steps:
             return float(self.min_lr)

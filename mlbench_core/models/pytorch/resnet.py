@@ -75,7 +75,7 @@ def _shortcut(width_in: int, width_out: int, stride: int, option: str, norm: boo
     """Return the module of a shortcut, or None for the identity, which fits if the shape does not change."""
     if width_in == width_out and stride == 1:
         return None
-    # Option A has no parameters; option B is a projection.
+    # Option A has no parameters; option B is a projection (He et al. 2015, section 3.3).
     if option == "A":
         return PaddedIdentity(width_in, width_out, stride)
     convolution = _convolution(width_in, width_out, 1, stride)

@@ -26,6 +26,7 @@ class KeyValueCache:
 
     def select(self, rows: Tensor) -> None:
         """Continue with these rows, int64 of shape (new rows,)."""
+        # Not in place, because several new rows may continue the same old row.
         self.keys = self.keys.index_select(0, rows)
         self.values = self.values.index_select(0, rows)
 

@@ -1,4 +1,16 @@
-"""Multi-head attention on time-first tensors."""
+"""Multi-head attention on time-first tensors.
+
+One call takes the first of these paths whose condition holds::
+
+    condition                                             path
+    weights are requested, or backend is "reference"      reference_attention on q, k, v
+    no cache, and short_attention takes the projections   short_attention on (qkv,), (q, kv) or (q, k, v), not split
+    short_attention takes q, k, v                         short_attention on q, k, v
+    otherwise                                             fused_attention on q, k, v
+
+short_attention takes tensors if backend is "kernel" and the sentences are short enough, or if backend is "auto" and its
+CUDA kernels accept the tensors.
+"""
 
 from __future__ import annotations
 
