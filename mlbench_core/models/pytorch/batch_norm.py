@@ -59,7 +59,7 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
         centred = x - mean[:, None, None]
         variance = process_groups.sum_over_workers(centred.square().sum(dim=(0, 2, 3))) / n
         # The running variance is the unbiased one, as in torch.
-        self._remember(mean.detach(), variance.detach() * (n / (n - 1).clamp(min=1)))
+        self._update_running_statistics(mean.detach(), variance.detach() * (n / (n - 1).clamp(min=1)))
         scale = torch.rsqrt(variance + self.eps)
         if self.affine:
             scale = scale * self.weight
@@ -69,7 +69,7 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
         return y.to(input.dtype)
 
     @torch.no_grad()
-    def _remember(self, mean: Tensor, variance: Tensor) -> None:
+    def _update_running_statistics(self, mean: Tensor, variance: Tensor) -> None:
         """Update the running statistics with those of a batch."""
         if not self.track_running_stats:
             return

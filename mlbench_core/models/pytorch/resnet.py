@@ -106,9 +106,9 @@ class BlockV1(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, width_in, h, w) to (batch, width_out, h/stride, w/stride)."""
-        around = x if self.shortcut is None else self.shortcut(x)
+        shortcut = x if self.shortcut is None else self.shortcut(x)
         # In place, because the backward pass needs neither the sum nor its summands.
-        return self.residual(x).add_(around).relu_()
+        return self.residual(x).add_(shortcut).relu_()
 
 
 class BlockV2(nn.Module):
@@ -149,10 +149,10 @@ class BlockV2(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, width_in, h, w) to (batch, width_out, h/stride, w/stride)."""
         active = self.activation(x)
-        around = active if self.activate_both_paths else x
+        shortcut = active if self.activate_both_paths else x
         if self.shortcut is not None:
-            around = self.shortcut(around)
-        return around + self.residual(active)
+            shortcut = self.shortcut(shortcut)
+        return shortcut + self.residual(active)
 
 
 # The names of version 3.0, which had other classes for bottlenecks.

@@ -26,8 +26,6 @@ from mlbench_core.models.pytorch.generation.scores import LengthPenaltyScore, Sc
 
 __all__ = ["Hypotheses", "SearchOptions", "search"]
 
-_NEVER = float("-inf")
-
 
 @dataclass(frozen=True)
 class SearchOptions:
@@ -81,7 +79,7 @@ class Hypotheses:
         return Hypotheses(
             tokens=torch.full((batch_size, width, longest), pad, dtype=torch.int64, device=device),
             lengths=torch.zeros((batch_size, width), dtype=torch.int64, device=device),
-            scores=torch.full((batch_size, width), _NEVER, device=device),
+            scores=torch.full((batch_size, width), -torch.inf, device=device),
             ended=torch.zeros(batch_size, dtype=torch.int64, device=device),
         )
 
@@ -94,7 +92,7 @@ class Hypotheses:
             length: Number of their tokens, with the end symbol.
             scores: Shape (sentences, new); -inf marks an entry that is not a hypothesis.
         """
-        is_new = scores > _NEVER
+        is_new = scores > -torch.inf
         # An entry that is not a hypothesis has the length 0, which to_lists leaves out.
         lengths = is_new * length
         best, place = torch.cat((self.scores[sentences], scores), dim=1).topk(self.scores.shape[1], dim=1)
@@ -255,13 +253,13 @@ def _select(live: _Live, proposal: Proposal, options: SearchOptions) -> _Candida
 def _finish(finished: Hypotheses, live: _Live, candidates: _Candidates, step: int, options: SearchOptions) -> None:
     """Add the hypotheses that end among the best candidates to the finished ones."""
     log_probs, parents, tokens = (part[:, : options.beam_size] for part in candidates)
-    ends = (tokens == options.eos) & (log_probs > _NEVER)
+    ends = (tokens == options.eos) & (log_probs > -torch.inf)
     # The first of the two values that the host waits for.
     if not ends.any():
         return
     coverage = None if live.coverage is None else _pick(live.coverage, parents)
     length = torch.full((), step + 1, device=log_probs.device)
-    scores = options.score(log_probs, length, coverage).masked_fill(~ends, _NEVER)
+    scores = options.score(log_probs, length, coverage).masked_fill(~ends, -torch.inf)
     sequences = _pick(live.tokens, parents)
     sequences[:, :, step] = tokens
     finished.add(live.sentences, sequences, step + 1, scores)
@@ -270,7 +268,7 @@ def _finish(finished: Hypotheses, live: _Live, candidates: _Candidates, step: in
 def _continue(live: _Live, candidates: _Candidates, step: int, options: SearchOptions) -> tuple[Tensor, _Live]:
     """Return the best candidates that do not end, and the batch row that each continues."""
     # Twice the beam was selected, so enough candidates remain without those that end.
-    going_on = candidates.log_probs.masked_fill(candidates.tokens == options.eos, _NEVER)
+    going_on = candidates.log_probs.masked_fill(candidates.tokens == options.eos, -torch.inf)
     log_probs, place = going_on.topk(min(options.beam_size, going_on.shape[1]), dim=1)
     parents, newest = candidates.parents.gather(1, place), candidates.tokens.gather(1, place)
     tokens = _pick(live.tokens, parents)
@@ -290,7 +288,7 @@ def _open_sentences(finished: Hypotheses, live: _Live, step: int, options: Searc
         soonest = torch.full((), step + 2, device=best_live.device)
         reachable = torch.maximum(options.score(best_live, soonest), options.score(best_live, live.limits))
         done &= reachable <= finished.scores[live.sentences].amin(dim=1)
-    return (best_live > _NEVER) & ~done
+    return (best_live > -torch.inf) & ~done
 
 
 def _follow(proposer: Proposer, rows: Tensor, live: _Live, kept: Tensor) -> _Live:

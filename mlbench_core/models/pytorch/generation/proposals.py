@@ -14,8 +14,6 @@ __all__ = ["FREE", "Constraints", "DecoderState", "LogitProposer", "Proposal", "
 FREE = -1
 """Value of a forced token that leaves the row free."""
 
-_NEVER = float("-inf")
-
 
 class DecoderState(Protocol):
     """The interface of a model for the search: a step for all rows, and a state whose rows can be reordered."""
@@ -114,7 +112,7 @@ class Sampling:
             int64 of shape (rows, 1).
         """
         scores = logits / self.temperature
-        scores[:, list(forbidden)] = _NEVER
+        scores[:, list(forbidden)] = -torch.inf
         if self.topk == -1 or self.topk >= scores.shape[1]:
             return torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator)
         scores, tokens = scores.topk(self.topk, dim=-1)
@@ -146,7 +144,7 @@ class LogitProposer:
             proposed = self.sampling.draw(logits, constraints.forbidden)
             scores = logits.gather(1, proposed)
         for token in constraints.forbidden:
-            scores = scores.masked_fill(proposed == token, _NEVER)
+            scores = scores.masked_fill(proposed == token, -torch.inf)
         if constraints.forced is not None:
             # A forced token keeps the model's own probability, whether or not it was among the proposals.
             forced_scores = logits.gather(1, constraints.forced.clamp(min=0).unsqueeze(1)).squeeze(1)
@@ -174,5 +172,5 @@ def keep_forced(tokens: Tensor, log_probs: Tensor, forced: Tensor, forced_log_pr
     is_forced = (forced != FREE).unsqueeze(1)
     is_first = torch.arange(tokens.shape[1], device=tokens.device) == 0
     # All rows have the same number of entries: the first is the forced token, the others are not candidates.
-    only = torch.where(is_first, forced_log_probs.unsqueeze(1), _NEVER)
+    only = torch.where(is_first, forced_log_probs.unsqueeze(1), -torch.inf)
     return torch.where(is_forced, forced.unsqueeze(1), tokens), torch.where(is_forced, only, log_probs)

@@ -189,7 +189,7 @@ class MultiheadAttention(nn.Module):
                 return self.out_proj(output), None
             q, k, v = self._split_parts(parts)
         else:
-            q, k, v = self._remember(query, key, value, incremental_state, static_kv)
+            q, k, v = self._with_cache(query, key, value, incremental_state, static_kv)
             _check_masks(k.shape[0], k.shape[2], rows, is_causal, key_padding_mask)
         weights = None
         if need_weights or self.backend == "reference":
@@ -232,7 +232,7 @@ class MultiheadAttention(nn.Module):
         batch = k.shape[1]
         return self._split_heads(q, batch), self._split_heads(k, batch), self._split_heads(v, batch)
 
-    def _remember(
+    def _with_cache(
         self,
         query: Tensor,
         key: Tensor | None,
