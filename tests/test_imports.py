@@ -13,7 +13,7 @@ FRAMEWORK_FREE = [
     "mlbench_core",
     "mlbench_core.client.api",
     "mlbench_core.cli",
-    "mlbench_core.dataset.util.tools",
+    "mlbench_core.dataset.download",
     "mlbench_core.errors",
     "mlbench_core.evaluation.goals",
     "mlbench_core.evaluation.latency",

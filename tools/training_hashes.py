@@ -27,7 +27,7 @@ from torch.optim import SGD, Optimizer
 from mlbench_core.controlflow.pytorch.train_validation import train_round
 from mlbench_core.dataset.imagerecognition.pytorch import Digits, ImageBatches
 from mlbench_core.dataset.nlp.pytorch import Wikitext2Dataset
-from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
+from mlbench_core.dataset.pytorch import partition_dataset_by_rank
 from mlbench_core.distributed.pytorch.initialize import initialize_backends
 from mlbench_core.evaluation.pytorch.criterion import ActivationRegularization
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy

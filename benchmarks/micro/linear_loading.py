@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mlbench_core.dataset.linearmodels.pytorch import BlockBatchSampler, LinearBatches, LMDBDataset, collate_rows
-from mlbench_core.dataset.util.pytorch.synthetic_dense import write_synthetic_dense
+from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import write_synthetic_dense
 
 Batch = tuple[Tensor, Tensor]
 PICKLED, MEMMAP = "version 3.0: pickled rows, one at a time", "numpy.memmap, whole shuffled blocks"

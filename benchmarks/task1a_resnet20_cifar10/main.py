@@ -19,7 +19,7 @@ from mlbench_core.controlflow.pytorch import train_round, validation_round
 from mlbench_core.controlflow.pytorch.run import Run, run_task
 from mlbench_core.controlflow.task_arguments import add_run_arguments
 from mlbench_core.dataset.imagerecognition.pytorch import CIFAR10V1, MNIST, Digits, ImageBatches
-from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
+from mlbench_core.dataset.pytorch import partition_dataset_by_rank
 from mlbench_core.distributed.pytorch.memory import fits_on_gpu
 from mlbench_core.evaluation.goals import time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy

@@ -20,7 +20,7 @@ from mlbench_core.controlflow.pytorch import (
     validation_round,
 )
 from mlbench_core.dataset.imagerecognition.pytorch import MNIST
-from mlbench_core.dataset.util.pytorch import partition_dataset_by_rank
+from mlbench_core.dataset.pytorch import partition_dataset_by_rank
 from mlbench_core.distributed.pytorch import initialize_backends
 from mlbench_core.evaluation.goals import task1_time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy

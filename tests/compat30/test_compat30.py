@@ -89,7 +89,7 @@ def test_task_1a_through_ddp(world_size: int, cifar10: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_task_2a(world_size: int, tmp_path: Path) -> None:
     pytest.importorskip("lmdb", reason="the package lmdb is not installed")
-    from mlbench_core.dataset.util.pytorch.synthetic_dense import write_synthetic_dense
+    from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import write_synthetic_dense
 
     folder = tmp_path / "dataset" / "torch" / "allreduce"
     folder.mkdir(parents=True)

@@ -32,7 +32,7 @@ from mlbench_core.dataset.imagerecognition.pytorch.augment import (
     crop_and_flip_reference,
     normalize,
 )
-from mlbench_core.dataset.util.pytorch import Partition, partition_dataset_by_rank
+from mlbench_core.dataset.pytorch import Partition, partition_dataset_by_rank
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, MissingDependencyError, require
 from tests.helpers.data import test_data
 

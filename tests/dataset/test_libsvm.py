@@ -18,11 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset, collate_rows
-from mlbench_core.dataset.util.pytorch import libsvm, libsvm_text
-from mlbench_core.dataset.util.pytorch.libsvm_names import KNOWN
-from mlbench_core.dataset.util.pytorch.lmdb_store import LinearStore, StoreWriter
-from mlbench_core.dataset.util.pytorch.synthetic_dense import (
+from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset, collate_rows, libsvm, libsvm_text
+from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore, StoreWriter
+from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import (
     logistic_optimum,
     synthetic_rows,
     synthetic_weights,
@@ -227,7 +226,7 @@ def test_the_map_grows_and_blocks_are_cut_anew(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 import numpy as np
-from mlbench_core.dataset.util.pytorch.lmdb_store import StoreWriter
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import StoreWriter
 with StoreWriter(sys.argv[1], 100, rows_per_block=10) as writer:
     for _ in range(50):
         writer.append(np.ones((100, 100)), np.ones(100))
@@ -334,6 +333,23 @@ def test_wrong_command_lines_are_explained(arguments: list[str], says: str, caps
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["util", "linearmodels"])
+def test_the_command_runs_under_its_old_and_its_new_path(place: str) -> None:
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        f"mlbench_core.dataset.{place}.pytorch.libsvm",
+        "nothing",
+        "train",
+        "x",
+    ]
+    ended = subprocess.run(command, env=environment(), cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "the name 'nothing' is not known" in ended.stderr
+
+
 def test_a_download_is_kept_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = test_data("libsvm", "heart_scale").read_bytes()
 
@@ -342,7 +358,7 @@ def test_a_download_is_kept_and_checked(tmp_path: Path, monkeypatch: pytest.Monk
         dest.write_bytes(source)
         return dest
 
-    monkeypatch.setattr(libsvm.tools, "progress_download", fetch)
+    monkeypatch.setattr(libsvm, "progress_download", fetch)
     assert run_command("heart_scale", "train", tmp_path) == 0
     assert len(LMDBDataset("heart_scale", "train", tmp_path)) == 270
     monkeypatch.undo()
@@ -409,6 +425,6 @@ def test_the_names_of_version_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match="name is 'mine'; known are"):
         libsvm.generate_lmdb_from_libsvm("mine", "train", tmp_path)
     with pytest.raises(ImportError, match=r"^sequential_webspam is gone: generate_lmdb_from_libsvm"):
-        exec("from mlbench_core.dataset.util.pytorch.libsvm import sequential_webspam")
+        exec("from mlbench_core.dataset.linearmodels.pytorch.libsvm import sequential_webspam")
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = libsvm.nonsense

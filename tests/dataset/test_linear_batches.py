@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from mlbench_core.dataset.linearmodels.pytorch import BlockBatchSampler, LinearBatches, LMDBDataset, collate_rows
-from mlbench_core.dataset.util.pytorch import libsvm, partition_dataset_by_rank
-from mlbench_core.dataset.util.pytorch.lmdb_store import StoreWriter
+from mlbench_core.dataset.linearmodels.pytorch import (
+    BlockBatchSampler,
+    LinearBatches,
+    LMDBDataset,
+    collate_rows,
+    libsvm,
+)
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import StoreWriter
+from mlbench_core.dataset.pytorch import partition_dataset_by_rank
 from mlbench_core.models.pytorch.linear_models import LogisticRegression
 from tests.helpers.data import test_data
 

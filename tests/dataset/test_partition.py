@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from mlbench_core.dataset.util.pytorch import DataPartitioner, Partition, partition_dataset_by_rank, stratified_split
+from mlbench_core.dataset.pytorch import DataPartitioner, Partition, partition_dataset_by_rank, stratified_split
 
 DISTRIBUTIONS = ["uniform", "dirichlet", "label_skew"]
 

@@ -1,4 +1,4 @@
-"""Partitions, downloads and conversions."""
+"""The import path of version 3.0 for downloads, partitions and the conversion of LIBSVM text."""
 
 from mlbench_core._lazy import lazy_subpackages
 

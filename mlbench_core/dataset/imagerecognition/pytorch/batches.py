@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mlbench_core.arguments import check_int
 from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
-from mlbench_core.dataset.util.pytorch.passes import ResumablePasses
+from mlbench_core.dataset.pytorch.resumable import ResumablePasses
 
 __all__ = ["ImageBatches"]
 
@@ -36,7 +36,7 @@ class ImageBatches(ResumablePasses):
     by step, the batches of a single worker with batches of kb. If kb does not divide the number of images, the workers
     share the rest evenly, and at most k - 1 images are left out of that epoch.
 
-    On a :class:`~mlbench_core.dataset.util.pytorch.Partition`, the number of batches is that of the smallest part. So
+    On a :class:`~mlbench_core.dataset.pytorch.Partition`, the number of batches is that of the smallest part. So
     it is the same on every worker even if parts differ by one sample, and no collective waits indefinitely.
 
     Args:

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mlbench_core.dataset.download import maybe_download_and_extract_tar_gz, progress_download
 from mlbench_core.dataset.imagerecognition.pytorch import readers
 from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation
 from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
-from mlbench_core.dataset.util import tools
-from mlbench_core.dataset.util.pytorch import stratified_split
+from mlbench_core.dataset.pytorch import stratified_split
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
 __all__ = ["CIFAR10V1", "MNIST", "Digits", "Imagenet"]
@@ -105,7 +105,7 @@ class CIFAR10V1(ImageDataset):
         # A complete folder needs no network.
         if download and any(_find_cifar_batch(self.root, name, False) is None for name in names):
             archive = CIFAR10_URL.rsplit("/", 1)[1]
-            tools.maybe_download_and_extract_tar_gz(self.root, archive, CIFAR10_URL, md5=CIFAR10_ARCHIVE_MD5)
+            maybe_download_and_extract_tar_gz(self.root, archive, CIFAR10_URL, md5=CIFAR10_ARCHIVE_MD5)
         paths = _cifar_files(self.root, names, partial)
         parts = [_read_cifar_batch(path) for path in paths]
         super().__init__(
@@ -215,7 +215,7 @@ def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> Tensor:
     folders = [root / folder for folder in _MNIST_FOLDERS]
     path = readers.find_file(folders, [name])
     if path is None and download:
-        path = tools.progress_download(f"{MNIST_URL}{name}.gz", root / f"{name}.gz", md5=_MNIST_ARCHIVE_MD5[name])
+        path = progress_download(f"{MNIST_URL}{name}.gz", root / f"{name}.gz", md5=_MNIST_ARCHIVE_MD5[name])
     if path is None:
         raise DatasetNotFoundError(
             f"no MNIST in {root}: missing {name} (also as .gz); give download=True, or get it from {MNIST_URL}{name}.gz"

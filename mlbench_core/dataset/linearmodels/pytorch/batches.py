@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 
 from mlbench_core.arguments import check_int
 from mlbench_core.dataset.linearmodels.pytorch.dataloader import LMDBDataset
-from mlbench_core.dataset.util.pytorch.passes import ResumablePasses
+from mlbench_core.dataset.pytorch.resumable import ResumablePasses
 
 __all__ = ["BlockBatchSampler", "LinearBatches"]
 
@@ -228,7 +228,7 @@ class LinearBatches:
 
     Example:
         >>> import pathlib, tempfile
-        >>> from mlbench_core.dataset.util.pytorch.lmdb_store import StoreWriter
+        >>> from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import StoreWriter
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> with StoreWriter(folder / "tiny_train.lmdb", n_features=3) as writer:
         ...     writer.append(np.ones((10, 3)), np.arange(10) % 2)

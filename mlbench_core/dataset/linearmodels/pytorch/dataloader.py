@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mlbench_core.dataset.util.pytorch.lmdb_store import LinearStore, find_stores, join_csr
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore, find_stores, join_csr
 from mlbench_core.errors import DatasetError
 
 __all__ = ["DATA_TYPES", "LMDBDataset", "Rows", "collate_rows"]
@@ -69,7 +69,7 @@ def collate_rows(rows: Any) -> tuple[Tensor, Tensor]:
 
 
 class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Labeled rows in LMDB files, created by :mod:`mlbench_core.dataset.util.pytorch.libsvm`.
+    """Labeled rows in LMDB files, created by :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`.
 
     A sample is a row of ``n_features`` numbers and its label, of shape (1,), so a batch of labels has the shape of a
     linear model's output. The files are opened at the first use in each process, without locks and read-only. So
@@ -99,7 +99,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
     Example:
         >>> import pathlib, tempfile
         >>> import numpy as np
-        >>> from mlbench_core.dataset.util.pytorch.lmdb_store import StoreWriter
+        >>> from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import StoreWriter
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> with StoreWriter(folder / "tiny_train.lmdb", n_features=2) as writer:
         ...     writer.append(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([0.0, 1.0]))

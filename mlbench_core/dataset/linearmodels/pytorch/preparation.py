@@ -9,9 +9,9 @@ from pathlib import Path
 
 from mlbench_core import files
 from mlbench_core.dataset.linearmodels.pytorch.dataloader import find_stores
-from mlbench_core.dataset.util.pytorch.libsvm import SYNTHETIC, convert, download
-from mlbench_core.dataset.util.pytorch.libsvm_names import KNOWN
-from mlbench_core.dataset.util.pytorch.synthetic_dense import DEFAULT_ROWS, write_synthetic_dense
+from mlbench_core.dataset.linearmodels.pytorch.libsvm import SYNTHETIC, convert, download
+from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN
+from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import DEFAULT_ROWS, write_synthetic_dense
 from mlbench_core.errors import DatasetNotFoundError
 
 __all__ = ["find_text", "prepare_stores"]
@@ -29,7 +29,7 @@ def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | o
     it. This needs no communication, so hosts with separate disks create one store each.
 
     Args:
-        name: A name known to :mod:`mlbench_core.dataset.util.pytorch.libsvm`; with ``text_folder`` any name.
+        name: A name known to :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`; with ``text_folder`` any name.
         root: Folder for the stores. Stores made from the text in ``text_folder`` are in their own folder below it, and
             are created again if the text is newer.
         text_folder: Folder with LIBSVM text, plain or compressed (see :func:`find_text`), or with stores. None
@@ -143,6 +143,6 @@ def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
 
 def _columns(texts: list[Path]) -> int:
     """Return the number of columns over all parts of a data set."""
-    from mlbench_core.dataset.util.pytorch.libsvm_text import scan
+    from mlbench_core.dataset.linearmodels.pytorch.libsvm_text import scan
 
     return max(scan(text).n_features for text in texts)

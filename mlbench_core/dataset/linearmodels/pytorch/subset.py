@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mlbench_core.dataset.linearmodels.pytorch.dataloader import LMDBDataset
-from mlbench_core.dataset.util.pytorch.libsvm_names import KNOWN
-from mlbench_core.dataset.util.pytorch.partition import stratified_split
+from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN
+from mlbench_core.dataset.pytorch.partition import stratified_split
 from mlbench_core.errors import DatasetNotFoundError
 
 __all__ = ["RowSubset", "train_and_validation"]
@@ -92,10 +92,10 @@ def train_and_validation(
 
     Validation rows are the data set's test part. If no test part is published, or a user's own data set is stored
     without one, they are a fifth of each class, the same in every run
-    (:func:`~mlbench_core.dataset.util.pytorch.stratified_split`).
+    (:func:`~mlbench_core.dataset.pytorch.stratified_split`).
 
     Args:
-        name: Name of the data set, known to :mod:`mlbench_core.dataset.util.pytorch.libsvm` or not.
+        name: Name of the data set, known to :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm` or not.
         root: Folder with its stores.
         layout: ``"dense"`` or ``"sparse_csr"``, as for :class:`LMDBDataset`; None reads rows as they are stored.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlbench_core.dataset.download import maybe_download_and_extract_tar_gz
 from mlbench_core.dataset.nlp.pytorch.lines import count_lines, read_lines
 from mlbench_core.dataset.nlp.pytorch.pair_store import PairStore
 from mlbench_core.dataset.nlp.pytorch.pair_text import (
@@ -18,7 +19,6 @@ from mlbench_core.dataset.nlp.pytorch.pair_text import (
     prepare_subwords,
 )
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords
-from mlbench_core.dataset.util import tools
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError
 from mlbench_core.files import lock, move_into_place
 from mlbench_core.paths import user_folder
@@ -237,7 +237,7 @@ def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
     paths = archive.paths(folder, languages)
     if all(path.is_file() for path in paths):  # another process was faster
         return
-    tools.maybe_download_and_extract_tar_gz(unpacked, file_name, archive.url)
+    maybe_download_and_extract_tar_gz(unpacked, file_name, archive.url)
     found = archive.paths(unpacked, languages)
     # The number of lines is checked before the files get their place, so a wrong text is never used.
     for path in found:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mlbench_core import files
 from mlbench_core.arguments import check_at_least
+from mlbench_core.dataset.download import maybe_download_and_extract_zip, progress_download
 from mlbench_core.dataset.nlp.pytorch.corpus import Corpus, Dictionary, Ids, load_corpus
 from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part
-from mlbench_core.dataset.util import tools
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError, MissingDependencyError, require
 from mlbench_core.paths import user_folder
 
@@ -325,7 +325,7 @@ def _download(folder: Path) -> None:
     """
     unpacked = folder / "downloads"
     try:
-        tools.maybe_download_and_extract_zip(unpacked, WIKITEXT2_URL.rsplit("/", 1)[1], WIKITEXT2_URL)
+        maybe_download_and_extract_zip(unpacked, WIKITEXT2_URL.rsplit("/", 1)[1], WIKITEXT2_URL)
     except DownloadError as error:
         _log.warning("%s; trying the Hugging Face hub", error)
         _download_from_hub(unpacked / _FOLDERS[1], error)
@@ -352,7 +352,7 @@ def _download_from_hub(folder: Path, reason: DownloadError) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for part, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
         with tempfile.TemporaryDirectory(prefix=".table-", dir=folder) as scratch:
-            table = tools.progress_download(WIKITEXT2_HUB_URL.format(name=name), Path(scratch, f"{name}.parquet"))
+            table = progress_download(WIKITEXT2_HUB_URL.format(name=name), Path(scratch, f"{name}.parquet"))
             rows = parquet.read_table(table, columns=["text"])["text"].to_pylist()
         # Rows may or may not have a line end; each line of the file needs exactly one.
         lines = (row.removesuffix("\n") + "\n" for row in rows)

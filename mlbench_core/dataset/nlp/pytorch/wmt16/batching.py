@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from mlbench_core.arguments import check_at_least, check_int
-from mlbench_core.dataset.util.pytorch.passes import ResumablePasses
+from mlbench_core.dataset.pytorch.resumable import ResumablePasses
 
 __all__ = ["BucketBatchSampler", "PaddedBatch", "TeacherForcedBatches", "build_collate_fn"]
 

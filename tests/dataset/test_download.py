@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.dataset.util import tools
+from mlbench_core.dataset import download
 from mlbench_core.errors import DatasetError, DownloadError
 
 BODY = bytes(range(256)) * 2000  # 512,000 bytes
@@ -101,7 +101,7 @@ def left_over(folder: Path) -> list[str]:
 
 
 def test_download(server: Server, tmp_path: Path) -> None:
-    path = tools.progress_download(server.url, str(tmp_path / "deep" / "file"), sha256=SHA256)
+    path = download.progress_download(server.url, str(tmp_path / "deep" / "file"), sha256=SHA256)
     assert path.read_bytes() == BODY
     assert left_over(path.parent) == ["file"]
     assert server.requests == [None]
@@ -109,7 +109,7 @@ def test_download(server: Server, tmp_path: Path) -> None:
 
 def test_a_cut_connection_is_taken_up_where_it_broke(server: Server, tmp_path: Path) -> None:
     server.cuts = [100_000, 200_000]
-    path = tools.progress_download(server.url, tmp_path / "file", sha256=SHA256)
+    path = download.progress_download(server.url, tmp_path / "file", sha256=SHA256)
     assert path.read_bytes() == BODY
     assert server.requests[0] is None
     starts = [int(wanted[6:-1]) for wanted in server.requests[1:] if wanted]
@@ -120,9 +120,9 @@ def test_a_cut_connection_is_taken_up_where_it_broke(server: Server, tmp_path: P
 def test_a_later_call_goes_on_too(server: Server, tmp_path: Path) -> None:
     server.cuts = [100_000, 0]
     with pytest.raises(DownloadError, match=r"could not download http.* \(tried 1 times\)"):
-        tools.progress_download(server.url, tmp_path / "file", attempts=1)
+        download.progress_download(server.url, tmp_path / "file", attempts=1)
     assert left_over(tmp_path) == ["file.part", "file.part.json"]
-    assert tools.progress_download(server.url, tmp_path / "file").read_bytes() == BODY
+    assert download.progress_download(server.url, tmp_path / "file").read_bytes() == BODY
     assert server.requests[-1] is not None
     assert left_over(tmp_path) == ["file"]
 
@@ -130,59 +130,59 @@ def test_a_later_call_goes_on_too(server: Server, tmp_path: Path) -> None:
 def test_a_changed_file_is_not_mixed_with_the_old_one(server: Server, tmp_path: Path) -> None:
     server.cuts = [100_000, 0]
     with pytest.raises(DownloadError):
-        tools.progress_download(server.url, tmp_path / "file", attempts=1)
+        download.progress_download(server.url, tmp_path / "file", attempts=1)
     server.body, server.etag = BODY[::-1], '"two"'
-    assert tools.progress_download(server.url, tmp_path / "file").read_bytes() == BODY[::-1]
+    assert download.progress_download(server.url, tmp_path / "file").read_bytes() == BODY[::-1]
 
 
 def test_left_over_bytes_of_another_file_are_noticed_by_the_checksum(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(b"x" * 1000)
     (tmp_path / "file.part.json").write_text('{"validator": "\\"one\\""}')
-    assert tools.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes() == BODY
+    assert download.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes() == BODY
 
 
 def test_left_over_bytes_without_a_mark_are_not_used(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(b"x" * 1000)
-    assert tools.progress_download(server.url, tmp_path / "file").read_bytes() == BODY
+    assert download.progress_download(server.url, tmp_path / "file").read_bytes() == BODY
 
 
 def test_a_complete_part_needs_no_more_bytes(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(BODY)
     (tmp_path / "file.part.json").write_text('{"validator": "\\"one\\""}')
-    assert tools.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes() == BODY
+    assert download.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes() == BODY
     assert server.requests == [f"bytes={len(BODY)}-"]
 
 
 def test_a_server_without_ranges_starts_anew(server: Server, tmp_path: Path) -> None:
     server.cuts, server.ranges = [100_000], False
-    assert tools.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes() == BODY
+    assert download.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes() == BODY
 
 
 @pytest.mark.parametrize("digest", [{"sha256": "0" * 64}, {"md5": "0" * 32}])
 def test_a_wrong_checksum_keeps_nothing(server: Server, tmp_path: Path, digest: dict[str, str]) -> None:
     with pytest.raises(DownloadError, match=r"its (sha256|md5) is [0-9a-f]+ and should be 0+; nothing was kept"):
-        tools.progress_download(server.url, tmp_path / "file", **digest)
+        download.progress_download(server.url, tmp_path / "file", **digest)
     assert left_over(tmp_path) == []
 
 
 def test_a_file_with_the_right_checksum_is_kept(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(BODY)
-    tools.progress_download(server.url, tmp_path / "file", md5=hashlib.md5(BODY).hexdigest().upper())
+    download.progress_download(server.url, tmp_path / "file", md5=hashlib.md5(BODY).hexdigest().upper())
     assert server.requests == []
     (tmp_path / "file").write_bytes(b"old")
-    assert tools.progress_download(server.url, tmp_path / "file").read_bytes() == BODY
+    assert download.progress_download(server.url, tmp_path / "file").read_bytes() == BODY
 
 
 def test_a_busy_server_is_asked_again(server: Server, tmp_path: Path) -> None:
     server.statuses = [503]
-    assert tools.progress_download(server.url, tmp_path / "file").read_bytes() == BODY
+    assert download.progress_download(server.url, tmp_path / "file").read_bytes() == BODY
     assert len(server.requests) == 2
 
 
 def test_a_refusal_is_final_and_named(server: Server, tmp_path: Path) -> None:
     server.statuses = [404]
     with pytest.raises(DownloadError, match="answered 404"):
-        tools.progress_download(server.url, tmp_path / "file")
+        download.progress_download(server.url, tmp_path / "file")
     assert len(server.requests) == 1
     assert not (tmp_path / "file").exists()
 
@@ -191,9 +191,9 @@ def test_a_full_disk_is_told_before_the_transfer(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(tools.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(DownloadError, match=r"the disk is full: .* needs 512000 more bytes, .* has 1000"):
-        tools.progress_download(server.url, tmp_path / "file")
+        download.progress_download(server.url, tmp_path / "file")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -201,22 +201,22 @@ def test_a_disk_that_fills_up_is_told(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").symlink_to("/dev/full")
     (tmp_path / "file.part.json").write_text("{}")
     with pytest.raises(DownloadError, match="the disk is full"):
-        tools.progress_download(server.url, tmp_path / "file")
+        download.progress_download(server.url, tmp_path / "file")
 
 
 def test_bad_attempts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="attempts must be at least 1, not 0"):
-        tools.progress_download("http://127.0.0.1:1/", tmp_path / "file", attempts=0)
+        download.progress_download("http://127.0.0.1:1/", tmp_path / "file", attempts=0)
 
 
 def test_progress_is_shown_on_a_terminal_only(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tools.progress_download(server.url, tmp_path / "quiet")
+    download.progress_download(server.url, tmp_path / "quiet")
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(tools.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(download.sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    tools.progress_download(server.url, tmp_path / "shown")
+    download.progress_download(server.url, tmp_path / "shown")
     out, err = capsys.readouterr()
     assert out == ""
     assert "shown" in err
@@ -244,7 +244,7 @@ def test_tar_is_downloaded_once_and_unpacked(server: Server, tmp_path: Path) -> 
     server.body = tar_of((member("folder/a.txt"), b"hello"))
     root = tmp_path / "data"
     for _ in range(2):
-        assert tools.maybe_download_and_extract_tar_gz(str(root), "file.tar.gz", server.url) == root
+        assert download.maybe_download_and_extract_tar_gz(str(root), "file.tar.gz", server.url) == root
         assert (root / "folder" / "a.txt").read_bytes() == b"hello"
     assert len(server.requests) == 1
 
@@ -266,7 +266,7 @@ def test_evil_tar(tmp_path: Path, evil: tarfile.TarInfo, message: str) -> None:
     root.mkdir()
     (root / "evil.tar.gz").write_bytes(tar_of((member("good.txt"), b"good"), (evil, b"")))
     with pytest.raises(DatasetError, match=message):
-        tools.maybe_download_and_extract_tar_gz(root, "evil.tar.gz", "http://127.0.0.1:1/")
+        download.maybe_download_and_extract_tar_gz(root, "evil.tar.gz", "http://127.0.0.1:1/")
     assert left_over(root) == [".evil.tar.gz.lock", "evil.tar.gz"]  # not even the good member
     assert left_over(tmp_path) == ["data"]
 
@@ -278,7 +278,7 @@ def test_a_link_that_lies_in_the_folder_is_no_way_out(tmp_path: Path) -> None:
     (root / "sub").symlink_to(outside)
     (root / "evil.tar.gz").write_bytes(tar_of((member("sub/a.txt"), b"x")))
     with pytest.raises(DatasetError, match="tries to write outside"):
-        tools.maybe_download_and_extract_tar_gz(root, "evil.tar.gz", "http://127.0.0.1:1/")
+        download.maybe_download_and_extract_tar_gz(root, "evil.tar.gz", "http://127.0.0.1:1/")
     assert left_over(outside) == []
 
 
@@ -294,7 +294,7 @@ def zip_of(name: str, content: bytes = b"x", mode: int = 0) -> bytes:
 
 def test_zip(server: Server, tmp_path: Path) -> None:
     server.body = zip_of("folder/a.txt", b"hello")
-    assert tools.maybe_download_and_extract_zip(tmp_path, "file.zip", server.url) == tmp_path
+    assert download.maybe_download_and_extract_zip(tmp_path, "file.zip", server.url) == tmp_path
     assert (tmp_path / "folder" / "a.txt").read_bytes() == b"hello"
 
 
@@ -310,26 +310,26 @@ def test_zip(server: Server, tmp_path: Path) -> None:
 def test_evil_zip(tmp_path: Path, name: str, mode: int, message: str) -> None:
     (tmp_path / "evil.zip").write_bytes(zip_of(name, b"/etc/passwd", mode))
     with pytest.raises(DatasetError, match=message):
-        tools.maybe_download_and_extract_zip(tmp_path, "evil.zip", "http://127.0.0.1:1/")
+        download.maybe_download_and_extract_zip(tmp_path, "evil.zip", "http://127.0.0.1:1/")
     assert left_over(tmp_path) == [".evil.zip.lock", "evil.zip"]
 
 
 def test_bz2(server: Server, tmp_path: Path) -> None:
     server.body = bz2.compress(BODY)
-    path = tools.maybe_download_and_extract_bz2(tmp_path, "rows.txt.bz2", server.url)
+    path = download.maybe_download_and_extract_bz2(tmp_path, "rows.txt.bz2", server.url)
     assert path == tmp_path / "rows.txt"
     assert path.read_bytes() == BODY
     with pytest.raises(ValueError, match=r"file_name is 'rows.txt'; it must end in .bz2"):
-        tools.maybe_download_and_extract_bz2(tmp_path, "rows.txt", server.url)
+        download.maybe_download_and_extract_bz2(tmp_path, "rows.txt", server.url)
 
 
 @pytest.mark.parametrize(
     ("extract", "name", "content"),
     [
-        (tools.maybe_download_and_extract_bz2, "a.bz2", bz2.compress(BODY)[:-10]),
-        (tools.maybe_download_and_extract_bz2, "a.bz2", b"nothing"),
-        (tools.maybe_download_and_extract_tar_gz, "a.tar.gz", b"nothing"),
-        (tools.maybe_download_and_extract_zip, "a.zip", b"nothing"),
+        (download.maybe_download_and_extract_bz2, "a.bz2", bz2.compress(BODY)[:-10]),
+        (download.maybe_download_and_extract_bz2, "a.bz2", b"nothing"),
+        (download.maybe_download_and_extract_tar_gz, "a.tar.gz", b"nothing"),
+        (download.maybe_download_and_extract_zip, "a.zip", b"nothing"),
     ],
 )
 def test_damaged_archives_are_named(tmp_path: Path, extract: Callable[..., Path], name: str, content: bytes) -> None:
@@ -342,14 +342,14 @@ def test_damaged_archives_are_named(tmp_path: Path, extract: Callable[..., Path]
 def test_an_archive_with_a_wrong_checksum_is_not_unpacked(tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_bytes(zip_of("a.txt"))
     with pytest.raises(DatasetError, match=r"a.zip is damaged: its md5 is"):
-        tools.maybe_download_and_extract_zip(tmp_path, "a.zip", "http://127.0.0.1:1/", md5="0" * 32)
+        download.maybe_download_and_extract_zip(tmp_path, "a.zip", "http://127.0.0.1:1/", md5="0" * 32)
     assert not (tmp_path / "a.txt").exists()
 
 
 @pytest.mark.parametrize("name", ["../a.zip", "/a.zip", ".."])
 def test_a_file_name_stays_in_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="it must name a file below"):
-        tools.maybe_download_and_extract_zip(tmp_path, name, "http://127.0.0.1:1/")
+        download.maybe_download_and_extract_zip(tmp_path, name, "http://127.0.0.1:1/")
 
 
 # --- data sets that download themselves
@@ -390,7 +390,7 @@ def test_mnist_downloads_and_checks(server: Server, tmp_path: Path, monkeypatch:
 
 def unpack(root: str, url: str) -> None:
     """What each worker of a machine does at its start."""
-    tools.maybe_download_and_extract_zip(root, "file.zip", url)
+    download.maybe_download_and_extract_zip(root, "file.zip", url)
 
 
 def test_workers_of_one_machine_download_once(server: Server, tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mlbench_core import files
-from mlbench_core.dataset.util.pytorch._dense_rows import DenseRows
-from mlbench_core.dataset.util.pytorch._lmdb_environment import ReadEnvironment, open_for_reading
+from mlbench_core.dataset.linearmodels.pytorch._dense_rows import DenseRows
+from mlbench_core.dataset.linearmodels.pytorch._lmdb_environment import ReadEnvironment, open_for_reading
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
 __all__ = ["FORMAT", "VERSION", "LinearStore", "StoreHeader", "StoreWriter", "find_stores", "join_csr"]

@@ -1,0 +1,481 @@
+"""Convert LIBSVM text to LMDB stores and back, as functions and as a command.
+
+    python -m mlbench_core.dataset.util.pytorch.libsvm NAME [train|test] DEST_DIR
+
+The command creates ``DEST_DIR/NAME_train.lmdb`` and ``DEST_DIR/NAME_test.lmdb`` (or the one that was requested), which
+:class:`~mlbench_core.dataset.linearmodels.pytorch.LMDBDataset` reads. Known names: a9a, agaricus, australian, duke,
+epsilon, heart_scale, rcv1, webspam are downloaded; synthetic_dense is generated. Any other name takes its text
+from ``--file``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlbench_core.dataset.download import check_digest, progress_download
+from mlbench_core.dataset.linearmodels.pytorch import libsvm_text
+from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN, KnownDataset, TextFile
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore, StoreWriter, find_stores
+from mlbench_core.errors import DatasetError, DatasetNotFoundError, MLBenchError
+from mlbench_core.files import replacing
+
+__all__ = ["LIBSVMDataset", "convert", "download", "generate_lmdb_from_libsvm", "main", "store_to_text"]
+
+SYNTHETIC = "synthetic_dense"
+_DENSE_ROW_BYTES = 1 << 14  # text of unknown layout is stored dense if a dense row is at most this large ...
+_DENSE_SHARE = 0.5  # ... or if at least this share of its values is written out
+_ROWS_AT_ONCE = 1024
+
+Advance = Callable[[int], None]
+Labels = str | tuple[int, int]
+
+
+def convert(
+    sources: Sequence[str | os.PathLike[str]],
+    dest: str | os.PathLike[str],
+    *,
+    n_features: int | None = None,
+    layout: str = "auto",
+    dtype: str = "float32",
+    labels: Labels = "auto",
+    zero_based: bool = False,
+    separate: bool = False,
+    rows_per_block: int | None = None,
+    chunk_bytes: int = libsvm_text.CHUNK_BYTES,
+    advance: Advance | None = None,
+) -> list[Path]:
+    """Convert LIBSVM text to a store, or to one store for each text.
+
+    The text is read in chunks, so it may be far larger than the memory. A store gets its name only when it is complete.
+
+    Args:
+        sources: The texts, plain or ``.gz``, ``.bz2``, ``.xz``; their rows follow one another.
+        dest: The store to make, ending in ``.lmdb``.
+        n_features: Number of columns. None takes the largest index of the texts, which takes a second pass over the
+            texts.
+        layout: ``"dense"``, ``"csr"``, or ``"auto"``: dense if a row has at most 16 KiB or at least half of the
+            values are written out; without ``n_features`` only.
+        dtype: ``"float32"`` or ``"float64"``.
+        labels: ``"auto"``: labels -1 and +1, or 1 and 2, become 0 and 1, any others are kept. ``"keep"`` keeps all. A
+            pair is the negative and the positive label, and no other may occur. A text with a single label is taken as
+            one of -1/+1 or 0/1, unless the label is 2.
+        zero_based: If True, indices count from 0; LIBSVM indices count from 1.
+        separate: If True, each text becomes its own store, ``NAME-00000-of-00002.lmdb`` and so on, in place of
+            ``dest``.
+        rows_per_block: Rows of a block, by default about half a megabyte.
+        chunk_bytes: Approximate number of bytes of text to parse at once.
+        advance: Called with the number of bytes of text that were processed.
+
+    Returns:
+        The stores.
+
+    Raises:
+        ValueError: An argument is outside the values listed above.
+        DatasetNotFoundError: A text is missing.
+        DatasetError: A line is wrong, the text has no rows, other stores of that name exist, or the disk is full.
+    """
+    paths, target = [Path(source) for source in sources], Path(dest)
+    if not paths:
+        raise ValueError("sources is empty; give at least one file of text")
+    if target.suffix != ".lmdb":
+        raise ValueError(f"dest is {target}; it must end in .lmdb")
+    if layout not in ("auto", "dense", "csr"):
+        raise ValueError(f"layout is {layout!r}; it must be 'auto', 'dense' or 'csr'")
+    _check_labels(labels)
+    # The number of columns and the layout must be known before the first block is written.
+    n_features, layout = _shape(paths, n_features, layout, dtype, zero_based, chunk_bytes)
+    targets = _targets(target, len(paths) if separate else 1)
+    _refuse_others(target, targets)
+    with contextlib.ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                StoreWriter(path, n_features, layout=layout, dtype=dtype, rows_per_block=rows_per_block)
+            )
+            for path in targets
+        ]
+        for number, path in enumerate(paths):
+            writer = writers[number if separate else 0]
+            for chunk in libsvm_text.read_chunks(
+                path, n_features=n_features, dtype=dtype, zero_based=zero_based, chunk_bytes=chunk_bytes
+            ):
+                writer.append(chunk.features, chunk.labels)
+                if advance is not None:
+                    advance(chunk.text_bytes)
+        # All stores share one label map, so a text that happens to have one label is mapped as the others.
+        label_map = _label_map(np.unique(np.concatenate([writer.labels_found() for writer in writers])), labels)
+        for number, writer in enumerate(writers):
+            mine = paths[number : number + 1] if separate else paths
+            writer.finish(label_map=label_map, shard=(number, len(writers)), source=tuple(path.name for path in mine))
+    return targets
+
+
+def store_to_text(
+    stores: Sequence[str | os.PathLike[str]], dest: str | os.PathLike[str], *, advance: Advance | None = None
+) -> Path:
+    """Write stores as LIBSVM text, with the original labels and enough digits to recover the same numbers.
+
+    Zeros of a dense store are left out, as is usual.
+
+    Args:
+        stores: The stores; their rows follow one another.
+        dest: The text to make.
+        advance: Called with the number of rows that were written.
+
+    Returns:
+        ``dest``.
+
+    Raises:
+        ValueError: ``stores`` is empty.
+        DatasetError: A store is missing or damaged, or the disk is full.
+    """
+    if not stores:
+        raise ValueError("stores is empty; give at least one")
+    path = Path(dest)
+    try:
+        with replacing(path) as temporary, temporary.open("w") as file:
+            for source in stores:
+                for text, count in _text_of(LinearStore(source)):
+                    file.write(text)
+                    if advance is not None:
+                        advance(count)
+    except OSError as error:
+        raise DatasetError(f"{path} could not be written: {error}") from error
+    return path
+
+
+def download(name: str, data_type: str, folder: str | os.PathLike[str]) -> Path:
+    """Download the text of a known data set into a folder, unless it exists.
+
+    Args:
+        name: A known name.
+        data_type: ``"train"`` or ``"test"``.
+        folder: Destination folder.
+
+    Returns:
+        The text, compressed as it is published.
+
+    Raises:
+        ValueError: The name is not known, or it has no such part.
+        DownloadError: The text could not be downloaded.
+        DatasetError: The existing file has the wrong checksum.
+    """
+    text = _known_text(name, data_type)
+    path = Path(folder) / text.file_name
+    if path.is_file():
+        check_digest(path, sha256=text.sha256)
+        return path
+    return progress_download(text.url, path, sha256=text.sha256)
+
+
+def generate_lmdb_from_libsvm(name: str, data_type: str, root: str | os.PathLike[str]) -> list[Path]:
+    """Create the stores of one part of a known data set, as the command of this module does.
+
+    Existing stores are created again.
+
+    Args:
+        name: A known name.
+        data_type: ``"train"`` or ``"test"``.
+        root: Folder for the stores; a download is kept there too.
+
+    Returns:
+        The stores.
+
+    Raises:
+        ValueError: The name is not known, or it has no such part.
+        DownloadError: The text could not be downloaded.
+        DatasetError: The text does not match its checksum or its expected contents, or the disk is full.
+    """
+    if name != SYNTHETIC:
+        _known_text(name, data_type)
+    elif data_type not in ("train", "test"):
+        raise ValueError(f"data_type must be 'train' or 'test', not {data_type!r}")
+    folder = Path(root)
+    options = _parse([name, data_type, str(folder)])
+    return _make(options, KNOWN.get(name), data_type, folder / f"{name}_{data_type}.lmdb")
+
+
+class LIBSVMDataset:
+    """One part of a known data set; its stores are created if they do not exist.
+
+    It has the rows of :class:`~mlbench_core.dataset.linearmodels.pytorch.LMDBDataset`, which is the class to train
+    with.
+
+    Args:
+        name: A known name, as for :func:`generate_lmdb_from_libsvm`.
+        data_type: ``"train"`` or ``"test"``.
+        root: Folder of the stores.
+
+    Raises:
+        ValueError: The name is not known, or it has no such part.
+        DownloadError: The text could not be downloaded.
+        DatasetError: The text or a store is damaged, or the disk is full.
+    """
+
+    def __init__(self, name: str, data_type: str, root: str | os.PathLike[str]) -> None:
+        from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset  # imported late: it depends on this package
+
+        try:
+            find_stores(Path(root), name, data_type)
+        except DatasetNotFoundError:
+            generate_lmdb_from_libsvm(name, data_type, root)
+        self.rows = LMDBDataset(name, data_type, root)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """Return one row: features, shape (n_features,), and its label, shape (1,)."""
+        return self.rows[index]
+
+
+def __getattr__(name: str) -> Any:
+    """Explain the replacement of the functions of version 3.0, one for each storage layout."""
+    if name.startswith("sequential_"):
+        raise ImportError(
+            f"{name} is gone: generate_lmdb_from_libsvm(name, data_type, root) converts every known data set, "
+            f"convert(files, dest) any text"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _known_text(name: str, data_type: str) -> TextFile:
+    """Return the text of a known data set."""
+    if name not in KNOWN:
+        raise ValueError(f"name is {name!r}; known are {', '.join(sorted([*KNOWN, SYNTHETIC]))}; others need --file")
+    if data_type not in KNOWN[name].files:
+        raise ValueError(f"{name} has no part {data_type!r}; it has {', '.join(KNOWN[name].files)}")
+    return KNOWN[name].files[data_type]
+
+
+def _check_labels(labels: Labels) -> None:
+    """Check the argument ``labels``."""
+    if isinstance(labels, str) and labels not in ("auto", "keep"):
+        raise ValueError(f"labels is {labels!r}; it must be 'auto', 'keep' or a pair (negative, positive)")
+    if not isinstance(labels, str) and len(set(labels)) != 2:
+        raise ValueError(f"labels is {labels!r}; a pair has two different labels")
+
+
+def _label_map(found: NDArray[np.float64], labels: Labels) -> dict[str, int] | None:
+    """Return the mapping from the labels of a text to 0 and 1, or None to keep them."""
+    if labels == "keep":
+        return None
+    present = set(found.tolist())
+    # The order decides for a text with a single label; see the argument `labels` of convert.
+    pairs = ((-1, 1), (0, 1), (1, 2)) if isinstance(labels, str) else (labels,)
+    for negative, positive in pairs:
+        if present <= {negative, positive}:
+            return {f"{negative}": 0, f"{positive}": 1}
+    if isinstance(labels, str):
+        return None
+    raise DatasetError(f"the text has the labels {sorted(present)[:9]}; expected only {labels[0]} and {labels[1]}")
+
+
+def _shape(
+    paths: list[Path], n_features: int | None, layout: str, dtype: str, zero_based: bool, chunk_bytes: int
+) -> tuple[int, str]:
+    """Return the number of columns and the layout, read from the texts if they were not given."""
+    if n_features is not None and layout != "auto":
+        return n_features, layout
+    found = [libsvm_text.scan(path, zero_based=zero_based, chunk_bytes=chunk_bytes) for path in paths]
+    columns = n_features or max(shape.n_features for shape in found)
+    if layout == "auto":
+        written, all_values = sum(s.n_values for s in found), sum(s.n_rows for s in found) * columns
+        is_dense = columns * np.dtype(dtype).itemsize <= _DENSE_ROW_BYTES or written >= _DENSE_SHARE * all_values
+        layout = "dense" if is_dense else "csr"
+    if columns < 1:
+        raise DatasetError(f"{', '.join(map(str, paths))}: there are no values in it")
+    return columns, layout
+
+
+def _targets(target: Path, count: int) -> list[Path]:
+    """Return the names of the stores."""
+    if count == 1:
+        return [target]
+    return [target.with_name(f"{target.stem}-{number:05}-of-{count:05}.lmdb") for number in range(count)]
+
+
+def _refuse_others(target: Path, targets: list[Path]) -> None:
+    """Refuse stores left from another conversion, which would be read together with the new ones or instead of them."""
+    # A store that is about to be replaced is not a conflict.
+    others = {target, *target.parent.glob(f"{target.stem}-*-of-*.lmdb")} - set(targets)
+    if left := sorted(path.name for path in others if path.exists()):
+        raise DatasetError(f"{target.parent} has other stores of the same name: {', '.join(left)}; delete them first")
+
+
+def _text_of(store: LinearStore) -> Iterator[tuple[str, int]]:
+    """Yield the text of a store, a block of rows at a time."""
+    label_map = store.header.label_map
+    labels = store.labels
+    if label_map is not None:
+        original = np.array([float(label) for label, _ in sorted(label_map.items(), key=lambda item: item[1])])
+        labels = original[labels.astype(np.int64)]
+    # Blocks of rows bound the memory, even for a sparse store with millions of columns.
+    for start in range(0, len(store), _ROWS_AT_ONCE):
+        rows = np.arange(start, min(start + _ROWS_AT_ONCE, len(store)))
+        yield libsvm_text.format_rows(*store.take_csr(rows), labels[rows]), len(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: Command line without the program's name; None takes the process's own.
+
+    Returns:
+        0, or 1 after an error in data, network or disk, which is reported in one line on standard error.
+    """
+    options = _parse(arguments)
+    from rich.console import Console
+
+    try:
+        for line in _run(options):
+            Console(soft_wrap=True).print(line, highlight=False, markup=False)
+    except MLBenchError as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", highlight=False, markup=False, style="red")
+        return 1
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    names = ", ".join(sorted([*KNOWN, SYNTHETIC]))
+    parser = argparse.ArgumentParser(
+        prog="python -m mlbench_core.dataset.util.pytorch.libsvm",
+        description="Make LMDB stores from LIBSVM text, or text from stores.",
+    )
+    parser.add_argument("name", help=f"known: {names}; any other with --file")
+    parser.add_argument("data_type", nargs="?", choices=("train", "test"), help="by default all parts")
+    parser.add_argument("dest_dir", type=Path, help="folder of the stores; downloads are kept there too")
+    text = parser.add_argument_group("text")
+    text.add_argument("--file", type=Path, action="append", help="local text in place of a download; may be repeated")
+    text.add_argument("--separate", action="store_true", help="one store for each file, in place of one for all")
+    text.add_argument("--features", type=int, help="number of columns; by default the known or the largest index")
+    text.add_argument("--layout", choices=("auto", "dense", "csr"), default="auto")
+    text.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    text.add_argument("--labels", help="auto, keep, or NEGATIVE,POSITIVE as in --labels=-1,1")
+    text.add_argument("--zero-based", action="store_true", help="indices count from 0")
+    text.add_argument("--to-text", type=Path, nargs="?", const=Path(), metavar="PATH", help="write the store as text")
+    text.add_argument("--verify", action="store_true", help="check the checksums of a store")
+    made = parser.add_argument_group(SYNTHETIC)
+    made.add_argument("--rows", type=int, help="rows; by default 40,000 for training and 10,000 for test")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--optimum", type=float, metavar="L2", help="compute the optimum with this penalty (minutes)")
+    options = parser.parse_args(arguments)
+    known = options.name in KNOWN or options.name == SYNTHETIC
+    if not (known or options.file or options.to_text is not None or options.verify):
+        parser.error(f"the name {options.name!r} is not known ({names}): give its text by --file")
+    if options.data_type is None and (options.file or options.to_text is not None or options.verify or not known):
+        parser.error("say which part it is: train or test")
+    if options.name in KNOWN and options.data_type not in (None, *KNOWN[options.name].files) and not options.file:
+        parser.error(f"{options.name} has no part {options.data_type!r}; it has {', '.join(KNOWN[options.name].files)}")
+    return options
+
+
+def _run(options: argparse.Namespace) -> Iterator[str]:
+    """Run the command line, and yield lines that describe the results."""
+    if options.to_text is not None or options.verify:
+        yield from _read_stores(options)
+        return
+    known = KNOWN.get(options.name)
+    parts = [options.data_type] if options.data_type else list(known.files) if known else ["train", "test"]
+    for part in parts:
+        dest = options.dest_dir / f"{options.name}_{part}.lmdb"
+        for path in _make(options, known, part, dest):
+            header = LinearStore(path).header
+            labels = "as they were" if header.label_map is None else header.label_map
+            yield f"{path}: {header.n_rows} rows, {header.n_features} features, {header.layout}, labels {labels}"
+
+
+def _make(options: argparse.Namespace, known: KnownDataset | None, part: str, dest: Path) -> list[Path]:
+    """Create the stores of one part."""
+    if options.name == SYNTHETIC and not options.file:
+        from mlbench_core.dataset.linearmodels.pytorch import synthetic_dense
+
+        rows = options.rows or synthetic_dense.DEFAULT_ROWS[part]
+        with _progress(f"{options.name} {part}", rows) as advance:
+            features = options.features or synthetic_dense.DEFAULT_FEATURES
+            return [
+                synthetic_dense.write_synthetic_dense(
+                    dest, features, rows, options.seed, data_type=part, l2=options.optimum, advance=advance
+                )
+            ]
+    files = options.file or [download(options.name, part, options.dest_dir)]
+    # Without compression the size in bytes is the total of the progress bar; a compressed file has none.
+    sizes = [path.stat().st_size for path in files if path.is_file() and path.suffix not in (".gz", ".bz2", ".xz")]
+    with _progress(dest.name, sum(sizes) if len(sizes) == len(files) else None) as advance:
+        paths = convert(
+            files,
+            dest,
+            n_features=options.features or (known.n_features if known else None),
+            layout=known.layout if known and options.layout == "auto" else options.layout,
+            dtype=options.dtype,
+            labels=_labels_option(options.labels, known),
+            zero_based=options.zero_based,
+            separate=options.separate,
+            advance=advance,
+        )
+    if known and not options.file:
+        _check_rows(paths, known.files[part])
+    return paths
+
+
+def _check_rows(paths: list[Path], text: TextFile) -> None:
+    """Check the number of rows, the only check for a text without a published checksum."""
+    rows = sum(len(LinearStore(path)) for path in paths)
+    # The stores are deleted, so that the next run does not take them for complete ones.
+    if rows != text.n_rows:
+        for path in paths:
+            path.unlink()
+        raise DatasetError(f"{text.file_name} has {rows} rows and should have {text.n_rows}: delete it and start again")
+
+
+def _labels_option(text: str | None, known: KnownDataset | None) -> Labels:
+    """Parse the option ``--labels``."""
+    if text is None:
+        return known.labels if known else "auto"
+    if text in ("auto", "keep"):
+        return text
+    try:
+        negative, positive = (int(part) for part in text.split(","))
+    except ValueError:
+        raise DatasetError(f"--labels is {text!r}; it must be auto, keep or two whole numbers, as in -1,1") from None
+    return negative, positive
+
+
+def _read_stores(options: argparse.Namespace) -> Iterator[str]:
+    """Check stores, or write them as text."""
+    stores = find_stores(options.dest_dir, options.name, options.data_type)
+    if options.verify:
+        for path in stores:
+            LinearStore(path).verify()
+            yield f"{path}: every checksum is right"
+    if options.to_text is not None:
+        default = options.dest_dir / f"{options.name}_{options.data_type}.svm"
+        path = default if options.to_text == Path() else options.to_text
+        with _progress(path.name, sum(len(LinearStore(store)) for store in stores)) as advance:
+            store_to_text(stores, path, advance=advance)
+        yield f"{path}: written"
+
+
+@contextlib.contextmanager
+def _progress(name: str, total: int | None) -> Iterator[Advance]:
+    """Show a progress bar on a terminal, and yield the function that receives the amount of work done."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

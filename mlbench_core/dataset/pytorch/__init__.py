@@ -1,0 +1,11 @@
+"""Divide data sets among workers, and iterate over batches that can be resumed."""
+
+from mlbench_core.dataset.pytorch.partition import (
+    DataPartitioner,
+    Partition,
+    Partitioner,
+    partition_dataset_by_rank,
+    stratified_split,
+)
+
+__all__ = ["DataPartitioner", "Partition", "Partitioner", "partition_dataset_by_rank", "stratified_split"]

@@ -1,0 +1,367 @@
+"""Parts of a data set, one for each worker.
+
+Every worker computes the whole assignment from the seed alone and keeps its own part. So nothing is sent, no global
+generator is read, and all workers agree. The parts are disjoint and cover every sample. Their sizes differ by at most
+1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from mlbench_core.arguments import check_int
+
+__all__ = ["DataPartitioner", "Partition", "Partitioner", "partition_dataset_by_rank", "stratified_split"]
+
+
+class Partition(Dataset):
+    """A part of a data set, with the interface of the whole.
+
+    Attributes that a partition does not have itself are those of the data set (its ``classes``, for example).
+
+    Args:
+        data: The whole data set.
+        indices: Positions in ``data`` of the samples of this part.
+        smallest_part: Number of samples of the smallest part of the same cut, by default of this one. A batcher that
+            stops there runs the same number of batches on every worker, so no collective waits indefinitely.
+
+    Attributes:
+        data: The whole data set.
+        indices: Positions in it, a list of int.
+        smallest_part: As above.
+
+    Example:
+        >>> part = Partition("abcdef", [4, 0])
+        >>> len(part), part[0], part[1]
+        (2, 'e', 'a')
+    """
+
+    def __init__(self, data: Any, indices: Sequence[int], smallest_part: int | None = None) -> None:
+        self.data = data
+        self.indices = [int(index) for index in indices]
+        self.smallest_part = len(self.indices) if smallest_part is None else smallest_part
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[self.indices[index]]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return several samples at once; torch's DataLoader calls this if a data set offers it."""
+        positions = [self.indices[index] for index in indices]
+        fetch_many = getattr(self.data, "__getitems__", None)
+        return fetch_many(positions) if callable(fetch_many) else [self.data[position] for position in positions]
+
+    @property
+    def targets(self) -> Any:
+        """Return the labels of this part, if the data set has ``targets``."""
+        targets = self.data.targets
+        return [targets[index] for index in self.indices] if isinstance(targets, list) else targets[self.indices]
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for names that are missing here. Special names, and `data` of an object that pickle or copy has
+        # not filled yet, must stay missing: looking them up in `self.data` would come back here indefinitely.
+        if name == "data" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.data, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} of the {len(self.data)} samples of {type(self.data).__name__})"
+
+
+class Partitioner(ABC):
+    """The base class of objects that cut a data set into parts."""
+
+    @abstractmethod
+    def use(self, partition_ind: int) -> Partition:
+        """Return one of the parts.
+
+        Args:
+            partition_ind: Its position among the parts, from 0.
+
+        Raises:
+            ValueError: The part does not exist.
+        """
+
+
+class DataPartitioner(Partitioner):
+    """Cut a data set into parts of given shares.
+
+    The bounds are the rounded cumulative shares, so equal shares give sizes that differ by at most 1, and shares that
+    add up to 1 lose no sample.
+
+    Args:
+        data: The data set.
+        rank: Rank of this worker; kept for reference, every rank computes the same cut.
+        shuffle: If True, draw the samples of each part at random; otherwise parts are contiguous.
+        sizes: Share of each part, each at least 0, together at most 1. If the total is below 1, the rest of the
+            samples belongs to no part.
+        seed: Seed of the shuffle, at least 0.
+
+    Raises:
+        ValueError: The shares are empty, negative, or add up to more than 1.
+
+    Example:
+        >>> cut = DataPartitioner(range(10), rank=0, shuffle=False, sizes=[0.7, 0.2, 0.1])
+        >>> [list(cut.use(part)) for part in range(3)]
+        [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9]]
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        rank: int,
+        shuffle: bool,
+        sizes: Sequence[float] = [0.7, 0.2, 0.1],
+        *,
+        seed: int = 0,
+    ) -> None:
+        total = float(sum(sizes))
+        if len(sizes) == 0 or min(sizes) < 0 or not 0 < total <= 1 + 1e-6:
+            raise ValueError(f"sizes is {list(sizes)}; it must hold shares of at least 0 that add up to at most 1")
+        self.data = data
+        self.rank = rank
+        count = len(data)
+        # Shares such as 0.7 + 0.2 + 0.1 do not sum to exactly 1 in floating point, but must cover every sample.
+        whole = abs(total - 1) <= 1e-6
+        shares = np.cumsum(np.asarray(sizes, dtype=np.float64)) / (total if whole else 1.0)
+        bounds = [0, *(round(float(share) * count) for share in shares)]
+        order = _order(count, shuffle, seed)
+        self.partitions = [order[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+    def use(self, partition_ind: int) -> Partition:
+        """Return one of the parts.
+
+        Args:
+            partition_ind: Its position in ``sizes``.
+
+        Returns:
+            The part.
+
+        Raises:
+            ValueError: The part does not exist.
+        """
+        index = operator.index(partition_ind)
+        if not 0 <= index < len(self.partitions):
+            raise ValueError(f"partition_ind is {partition_ind}; there are {len(self.partitions)} parts, from 0")
+        return Partition(self.data, self.partitions[index].tolist())
+
+
+def partition_dataset_by_rank(
+    dataset: Any,
+    rank: int,
+    world_size: int,
+    distribution: str = "uniform",
+    shuffle: bool = True,
+    *,
+    seed: int = 0,
+    alpha: float = 0.5,
+    classes_per_worker: int = 2,
+    labels: Sequence[int] | None = None,
+) -> Partition:
+    r"""Return the part of a data set that belongs to one worker.
+
+    * ``"uniform"``: every sample is equally likely on every worker.
+    * ``"dirichlet"``: each worker draws its mixture of classes :math:`q \sim \mathrm{Dir}(\alpha p)`, with p the
+      classes' shares in the data set, and fills its part from the classes by q. An exhausted class drops out and q is
+      renormalized (Hsu et al. 2019). Workers fill their parts in an order drawn from the seed; the last ones get the
+      samples that are left. A small alpha gives workers of nearly one class, a large one the uniform distribution.
+    * ``"label_skew"``: the samples are sorted by class and cut into ``world_size * classes_per_worker`` shards; each
+      worker gets ``classes_per_worker`` of them (McMahan et al. 2017). A shard that lies across a border holds two
+      classes.
+
+    In all three the parts are disjoint, cover every sample, and their sizes differ by at most 1: the first
+    ``len(dataset) % world_size`` workers have one more. All is drawn from ``seed`` alone; global generators are neither
+    read nor changed. Give another seed, such as the epoch, for another cut.
+
+    Args:
+        dataset: A data set with a length.
+        rank: Rank of this worker, from 0 to ``world_size - 1``.
+        world_size: Number of workers, at least 1.
+        distribution: ``"uniform"``, ``"dirichlet"`` or ``"label_skew"``.
+        shuffle: If True, the samples of a part are drawn at random and in random order. Otherwise a uniform part is
+            contiguous, and the samples of any part come in the data set's order.
+        seed: Seed of every draw, at least 0; the same on all workers.
+        alpha: Concentration of the Dirichlet distribution, above 0.
+        classes_per_worker: Shards of each worker with ``"label_skew"``, at least 1.
+        labels: Class of each sample, for a data set that has no ``targets``.
+
+    Returns:
+        The part of worker ``rank``.
+
+    Raises:
+        ValueError: An argument is outside the values listed above, or a distribution by class finds no classes.
+
+    Example:
+        >>> [partition_dataset_by_rank(range(5), rank, 2, shuffle=False).indices for rank in range(2)]
+        [[0, 1, 2], [3, 4]]
+
+    References:
+        McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, arXiv:1602.05629.
+
+        Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution, arXiv:1909.06335.
+    """
+    _check(rank, world_size, distribution, alpha, classes_per_worker, seed)
+    count = len(dataset)
+    # Sizes depend on the length alone, so every worker knows all of them without communication.
+    sizes = [count // world_size + (worker < count % world_size) for worker in range(world_size)]
+    if distribution == "uniform":
+        start = sum(sizes[:rank])
+        mine = _order(count, shuffle, seed)[start : start + sizes[rank]]
+    else:
+        classes = _classes(dataset, labels)
+        generator = np.random.default_rng(seed)
+        if distribution == "dirichlet":
+            parts = _dirichlet(classes, sizes, alpha, shuffle, generator)
+        else:
+            parts = _label_skew(classes, sizes, classes_per_worker, shuffle, generator)
+        mine = parts[rank]
+        # The draws above group samples by class: permute them, so that batches mix the classes of this worker.
+        mine = generator.permutation(mine) if shuffle else np.sort(mine)
+    return Partition(dataset, mine.tolist(), smallest_part=sizes[-1])
+
+
+def stratified_split(
+    labels: Sequence[Any] | np.ndarray, held_out: float = 0.2, *, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Hold out the same share of each class for validation, for data sets without a test part.
+
+    The samples are drawn from the seed alone, so every worker and every run gets the same split.
+
+    Args:
+        labels: Class of each sample.
+        held_out: Share of each class to hold out, above 0 and below 1; rounded to whole samples.
+        seed: Seed of the draw, at least 0.
+
+    Returns:
+        Positions for training and for validation, both in increasing order.
+
+    Raises:
+        ValueError: ``held_out`` is not between 0 and 1.
+
+    Example:
+        >>> training, validation = stratified_split([0] * 5 + [1] * 10)
+        >>> len(training), len(validation), int((validation < 5).sum())
+        (12, 3, 1)
+    """
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out is {held_out}; it must be a share above 0 and below 1")
+    generator = np.random.default_rng(seed)
+    classes = np.asarray(labels)
+    is_validation = np.zeros(len(classes), dtype=bool)
+    for label in np.unique(classes):
+        members = generator.permutation(np.flatnonzero(classes == label))
+        is_validation[members[: round(len(members) * held_out)]] = True
+    return np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
+
+
+def _check(rank: int, world_size: int, distribution: str, alpha: float, classes_per_worker: int, seed: int) -> None:
+    """Check the arguments of :func:`partition_dataset_by_rank`."""
+    check_int("world_size", world_size)
+    if not 0 <= operator.index(rank) < world_size:
+        raise ValueError(f"rank is {rank}; with world_size {world_size} it must be from 0 to {world_size - 1}")
+    if distribution not in ("uniform", "dirichlet", "label_skew"):
+        raise ValueError(f"distribution is {distribution!r}; allowed: 'uniform', 'dirichlet', 'label_skew'")
+    if not alpha > 0:
+        raise ValueError(f"alpha is {alpha}; the concentration must be above 0")
+    check_int("classes_per_worker", classes_per_worker)
+    check_int("seed", seed, 0)
+
+
+def _order(count: int, shuffle: bool, seed: int) -> np.ndarray:
+    """Return the samples in the order in which workers receive them."""
+    return np.random.default_rng(seed).permutation(count) if shuffle else np.arange(count)
+
+
+def _classes(dataset: Any, labels: Sequence[int] | None) -> np.ndarray:
+    """Return the class of each sample, numbered from 0 without gaps."""
+    found = labels if labels is not None else getattr(dataset, "targets", None)
+    if found is None:
+        raise ValueError(
+            f"a distribution by class needs the class of each sample, and {type(dataset).__name__} has no `targets`: "
+            "give them as labels=..."
+        )
+    array = np.asarray(found)
+    if array.shape != (len(dataset),):
+        raise ValueError(f"labels has shape {array.shape}; for this data set it must be ({len(dataset)},)")
+    return np.unique(array, return_inverse=True)[1]
+
+
+def _dirichlet(
+    classes: np.ndarray, sizes: list[int], alpha: float, shuffle: bool, generator: np.random.Generator
+) -> list[np.ndarray]:
+    """Fill each worker's part from the classes by its own mixture."""
+    members = _members(classes, shuffle, generator)
+    left = np.array([len(member) for member in members])
+    prior = left / max(1, left.sum())
+    parts: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sizes)
+    # Workers draw in random order, because the last ones receive the classes that the others left.
+    for worker in generator.permutation(len(sizes)):
+        mixture = _draw_mixture(alpha * prior, generator)
+        taken = _draw_counts(sizes[worker], mixture, left, generator)
+        chosen = [
+            member[len(member) - have : len(member) - have + take]
+            for member, have, take in zip(members, left, taken, strict=True)
+        ]
+        left = left - taken
+        parts[worker] = np.concatenate(chosen) if chosen else parts[worker]
+    return parts
+
+
+def _draw_mixture(concentration: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Draw from the Dirichlet distribution; if tiny concentrations underflow, draw its limit, a single class."""
+    gammas = generator.standard_gamma(concentration)
+    if gammas.sum() > 0:
+        return gammas / gammas.sum()
+    mixture = np.zeros_like(concentration)
+    if len(mixture):
+        mixture[generator.choice(len(mixture), p=concentration / concentration.sum())] = 1.0
+    return mixture
+
+
+def _draw_counts(need: int, mixture: np.ndarray, left: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    """Draw the number of samples to take of each class, and draw again for the share of exhausted classes."""
+    taken = np.zeros_like(left)
+    while need > 0:
+        weights = np.where(left > taken, mixture, 0.0)
+        if weights.sum() <= 0:  # none of the mixture's classes is left: draw from the remaining samples
+            weights = (left - taken).astype(np.float64)
+        # A multinomial draw may exceed the remaining samples of a class; the next round replaces the excess.
+        draw = np.minimum(generator.multinomial(need, weights / weights.sum()), left - taken)
+        taken += draw
+        need -= int(draw.sum())
+    return taken
+
+
+def _label_skew(
+    classes: np.ndarray, sizes: list[int], per_worker: int, shuffle: bool, generator: np.random.Generator
+) -> list[np.ndarray]:
+    """Cut the samples, sorted by class, into shards, and assign the shards at random."""
+    # The empty array keeps the concatenation valid for a data set without samples.
+    in_order = np.concatenate([*_members(classes, shuffle, generator), np.empty(0, dtype=np.int64)])
+    shards = [
+        (worker, size // per_worker + (s < size % per_worker))
+        for worker, size in enumerate(sizes)
+        for s in range(per_worker)
+    ]
+    parts: list[list[np.ndarray]] = [[] for _ in sizes]
+    start = 0
+    for position in generator.permutation(len(shards)):
+        worker, length = shards[position]
+        parts[worker].append(in_order[start : start + length])
+        start += length
+    return [np.concatenate(part) for part in parts]
+
+
+def _members(classes: np.ndarray, shuffle: bool, generator: np.random.Generator) -> list[np.ndarray]:
+    """Return the samples of each class."""
+    arrange: Callable[[np.ndarray], np.ndarray] = generator.permutation if shuffle else np.asarray
+    return [arrange(np.flatnonzero(classes == label)) for label in range(int(classes.max(initial=-1)) + 1)]
