@@ -7,7 +7,7 @@ import numbers
 import operator
 from typing import Any
 
-__all__ = ["check_at_least", "check_finite_at_least_0", "check_int", "check_number", "check_positive"]
+__all__ = ["check_at_least", "check_finite_at_least_0", "check_int", "check_number", "check_positive", "check_rank"]
 
 
 def check_int(name: str, value: Any, least: int = 1) -> int:
@@ -68,3 +68,22 @@ def check_positive(name: str, value: Any) -> None:
     check_number(name, value)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be finite and positive, not {value}")
+
+
+def check_rank(rank: Any, world_size: Any) -> None:
+    """Raise an error if ``rank`` is not a rank of a world of ``world_size`` workers.
+
+    Raises:
+        TypeError: One of the two is not an integer.
+        ValueError: ``world_size`` is below 1, or ``rank`` is not from 0 to ``world_size - 1``.
+
+    Example:
+        >>> check_rank(2, world_size=2)
+        Traceback (most recent call last):
+        ValueError: rank must be from 0 to 1, not 2: ranks count from 0 and world_size is 2
+    """
+    check_int("world_size", world_size)
+    if not 0 <= operator.index(rank) < world_size:
+        raise ValueError(
+            f"rank must be from 0 to {world_size - 1}, not {rank}: ranks count from 0 and world_size is {world_size}"
+        )

@@ -39,6 +39,13 @@ def test_numbers_pass() -> None:
         (arguments.check_positive, 0, ValueError, "n must be finite and positive, not 0"),
         (arguments.check_positive, float("nan"), ValueError, "n must be finite and positive, not nan"),
         (lambda name, value: arguments.check_at_least(name, value, 1), float("nan"), ValueError, "not nan"),
+        (lambda name, value: arguments.check_rank(0, value), 0, ValueError, "world_size must be at least 1, not 0"),
+        (
+            lambda name, value: arguments.check_rank(value, 2),
+            -1,
+            ValueError,
+            "rank must be from 0 to 1, not -1: ranks count from 0 and world_size is 2",
+        ),
     ],
 )
 def test_wrong_values_are_named(

@@ -8,14 +8,13 @@ from __future__ import annotations
 import bz2
 import contextlib
 import errno
-import json
 import os
 import shutil
 import stat
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ __all__ = [
     "maybe_download_and_extract_tar_gz",
     "maybe_download_and_extract_zip",
     "progress_download",
+    "show_progress",
 ]
 
 _CHUNK_BYTES = 1 << 16
@@ -71,20 +71,19 @@ def progress_download(
     """
     check_at_least("attempts", attempts, 1)
     path = Path(dest)
-    digests = {name: value.lower() for name, value in (("sha256", sha256), ("md5", md5)) if value}
-    if digests and path.is_file() and not _wrong_digests(path, digests):
+    if (sha256 or md5) and path.is_file() and not _wrong_digest(path, sha256, md5):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A small file with the server's version mark next to the partial file decides whether resuming is safe.
     part = path.with_name(path.name + ".part")
     try:
         with _session() as session:
             resumed = _fetch(session, url, part, attempts, timeout_s)
-            wrong = _wrong_digests(part, digests)
-            if wrong and resumed:  # the partial file may be of another file: start over
+            wrong = _wrong_digest(part, sha256, md5)
+            # The bytes of the earlier call may belong to another file: one more transfer, from the start, decides.
+            if wrong and resumed:
                 _discard(part)
                 _fetch(session, url, part, attempts, timeout_s)
-                wrong = _wrong_digests(part, digests)
+                wrong = _wrong_digest(part, sha256, md5)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DownloadError(f"the disk is full: {url} does not fit beside {path}; free some space") from error
@@ -93,7 +92,7 @@ def progress_download(
         _discard(part)
         raise DownloadError(f"{url} is not what it should be: {wrong}; nothing was kept, try again or another mirror")
     files.move_into_place(part, path)
-    _validator_file(part).unlink(missing_ok=True)
+    _mark_file(part).unlink(missing_ok=True)
     return path
 
 
@@ -103,8 +102,9 @@ def _session() -> requests.Session:
     from requests.adapters import HTTPAdapter
     from urllib3.util import Retry
 
+    # No retries of reads here: `_fetch` resumes a transfer that was cut, which urllib3 would start over.
     retry = Retry(total=None, connect=3, read=0, status=3, backoff_factor=0.3, status_forcelist=_RETRY_STATUS)
-    retry.raise_on_status = False
+    retry.raise_on_status = False  # `_transfer` words the error
     session = requests.Session()
     session.mount("http://", HTTPAdapter(max_retries=retry))
     session.mount("https://", HTTPAdapter(max_retries=retry))
@@ -115,19 +115,19 @@ def _fetch(session: requests.Session, url: str, part: Path, attempts: int, timeo
     """Complete ``part``, and return whether it contains bytes from an earlier call."""
     import requests
 
-    resumed = part.exists() and _validator_file(part).exists()
+    # Without the server's version mark nothing shows that the bytes belong to the same file.
+    resumed = part.exists() and _mark_file(part).exists()
     if not resumed:
         _discard(part)
     left = attempts
     while True:
-        before = part.stat().st_size if part.exists() else 0
+        before = _size(part)
         try:
             _transfer(session, url, part, timeout_s)
             return resumed
         except requests.RequestException as error:
             # Any progress restores the full number of attempts: a long download over a bad line still completes.
-            progress = (part.stat().st_size if part.exists() else 0) > before
-            left = attempts if progress else left - 1
+            left = attempts if _size(part) > before else left - 1
             if left <= 0:
                 raise DownloadError(f"could not download {url}: {error} (tried {attempts} times)") from error
 
@@ -136,43 +136,52 @@ def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float)
     """Send one request: append the missing bytes, or start over if the server has another file or ignores ranges."""
     import requests
 
-    have = part.stat().st_size if part.exists() else 0
+    have = _size(part)
     # Compressed transfer would make the byte positions of the file meaningless.
     headers = {"Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
-        if validator := _read_validator(part):
-            headers["If-Range"] = validator
+        # Some servers send no mark: within one call, resuming without it is the best that can be done.
+        mark = _mark_file(part).read_text() if _mark_file(part).exists() else ""
+        # RFC 9110, section 13.1.5, allows no weak ETag for ranges.
+        if mark and not mark.startswith("W/"):
+            headers["If-Range"] = mark
     with session.get(url, headers=headers, stream=True, timeout=timeout_s) as answer:
-        if answer.status_code == 416:  # nothing is left to send, or the file is another one
-            if answer.headers.get("Content-Range", "").endswith(f"/{have}"):
+        content_range = answer.headers.get("Content-Range", "")
+        # 416: the server has no byte after these. Either the file is complete, or it is another, shorter one.
+        if answer.status_code == 416:
+            if content_range.endswith(f"/{have}"):
                 return
             _discard(part)
-            raise requests.ConnectionError("the server's file is shorter than what was here: starting anew")
+            raise requests.ConnectionError("the server's file is shorter than the partial file: starting over")
         if answer.status_code >= 500 or answer.status_code in _RETRY_STATUS:
             raise requests.ConnectionError(f"the server answered {answer.status_code} {answer.reason}")
         if answer.status_code not in (200, 206):
             raise DownloadError(f"could not download {url}: the server answered {answer.status_code} {answer.reason}")
-        if answer.status_code == 200 or not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-            if answer.status_code == 206:
-                _discard(part)
-                raise requests.ConnectionError("the server sent another range than was asked for")
-            have = 0
-        _write(answer, part, have)
+        if answer.status_code == 206 and not content_range.startswith(f"bytes {have}-"):
+            _discard(part)
+            raise requests.ConnectionError("the server sent another range than the requested one")
+        # 200 is the whole file: the server ignores ranges, or the mark is no longer that of its file.
+        _write(answer, part, have if answer.status_code == 206 else 0)
 
 
 def _write(answer: requests.Response, part: Path, have: int) -> None:
     """Write the body of an answer behind the first ``have`` bytes of ``part``."""
-    length = answer.headers.get("Content-Length")
-    total = have + int(length) if length and length.isdigit() else None
+    length = answer.headers.get("Content-Length", "")
+    missing = int(length) if length.isdigit() else None
     free = shutil.disk_usage(part.parent).free
-    if total is not None and total - have > free:
+    # Checked before the transfer: a disk that fills up after an hour wastes the hour.
+    if missing is not None and missing > free:
         raise DownloadError(
-            f"the disk is full: {answer.url} needs {total - have} more bytes, {part.parent} has {free}; free some space"
+            f"the disk is full: {answer.url} needs {missing} more bytes, {part.parent} has {free}; free some space"
         )
-    if validator := answer.headers.get("ETag") or answer.headers.get("Last-Modified"):
-        _validator_file(part).write_text(json.dumps({"validator": validator}))
-    with part.open("r+b" if have else "wb") as file, _progress(part.name.removesuffix(".part"), have, total) as advance:
+    if mark := answer.headers.get("ETag") or answer.headers.get("Last-Modified"):
+        _mark_file(part).write_text(mark)
+    total = None if missing is None else have + missing
+    with (
+        part.open("r+b" if have else "wb") as file,
+        show_progress(part.name.removesuffix(".part"), total, have, of_bytes=True) as advance,
+    ):
         file.seek(have)
         for chunk in answer.iter_content(_CHUNK_BYTES):
             file.write(chunk)
@@ -180,46 +189,49 @@ def _write(answer: requests.Response, part: Path, have: int) -> None:
 
 
 @contextlib.contextmanager
-def _progress(name: str, done: int, total: int | None) -> Iterator[Any]:
-    """Show a progress bar on a terminal, and yield the function that receives a number of bytes."""
-    if not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+def show_progress(
+    name: str, total: int | None, done: int = 0, *, of_bytes: bool = False
+) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on standard error if it is a terminal.
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    Args:
+        name: Text before the bar.
+        total: Amount of work; None if it is unknown.
+        done: Amount that is done already.
+        of_bytes: If True, show the size and the speed in bytes.
+
+    Yields:
+        A function to call with each amount of work done.
+    """
+    from rich.console import Console
+    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
+
+    columns = (*Progress.get_default_columns(), *((DownloadColumn(), TransferSpeedColumn()) if of_bytes else ()))
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(name, total=total, completed=done)
         yield lambda count: bar.update(task, advance=count)
 
 
-def _validator_file(part: Path) -> Path:
-    """Return the path that stores the server's version mark, next to the unfinished file."""
-    return part.with_name(part.name + ".json")
+def _mark_file(part: Path) -> Path:
+    """Return the path of the server's version mark (ETag or date), next to the unfinished file."""
+    return part.with_name(part.name + ".mark")
 
 
-def _read_validator(part: Path) -> str | None:
-    """Return the mark for If-Range; ignore a weak ETag, which is not allowed for ranges (RFC 9110, section 13.1.5)."""
-    try:
-        validator = json.loads(_validator_file(part).read_text()).get("validator")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return None if not isinstance(validator, str) or validator.startswith("W/") else validator
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _discard(part: Path) -> None:
     """Delete an unfinished file."""
     part.unlink(missing_ok=True)
-    _validator_file(part).unlink(missing_ok=True)
+    _mark_file(part).unlink(missing_ok=True)
 
 
-def _wrong_digests(path: Path, digests: dict[str, str]) -> str:
+def _wrong_digest(path: Path, sha256: str | None, md5: str | None) -> str:
     """Return a description of the first wrong checksum of a file, or an empty text."""
-    for name, expected in digests.items():
-        found = files.digest(path, name)
-        if found != expected:
-            return f"its {name} is {found} and should be {expected}"
+    for name, expected in (("sha256", sha256), ("md5", md5)):
+        if expected and (found := files.digest(path, name)) != expected.lower():
+            return f"its {name} is {found} and should be {expected.lower()}"
     return ""
 
 
@@ -234,18 +246,12 @@ def check_digest(path: str | os.PathLike[str], *, sha256: str | None = None, md5
     Raises:
         DatasetError: It has another one.
     """
-    digests = {name: value.lower() for name, value in (("sha256", sha256), ("md5", md5)) if value}
-    if wrong := _wrong_digests(Path(path), digests):
+    if wrong := _wrong_digest(Path(path), sha256, md5):
         raise DatasetError(f"{path} is damaged: {wrong}; delete it and get it again")
 
 
 def maybe_download_and_extract_bz2(
-    root: str | os.PathLike[str],
-    file_name: str,
-    data_url: str,
-    *,
-    sha256: str | None = None,
-    md5: str | None = None,
+    root: str | os.PathLike[str], file_name: str, data_url: str, *, sha256: str | None = None, md5: str | None = None
 ) -> Path:
     """Download a ``.bz2`` file if it does not exist yet, and decompress it into the same folder.
 
@@ -268,21 +274,13 @@ def maybe_download_and_extract_bz2(
         raise ValueError(f"file_name is {file_name!r}; it must end in .bz2")
     with _archive(root, file_name, data_url, sha256, md5) as archive:
         target = archive.with_suffix("")
-        try:
-            with files.replacing(target) as temporary, bz2.open(archive) as source, temporary.open("wb") as copy:
-                shutil.copyfileobj(source, copy, 1 << 20)
-        except (EOFError, OSError) as error:
-            raise _damaged(archive, error) from error
+        with files.replacing(target) as temporary, bz2.open(archive) as source, temporary.open("wb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
     return target
 
 
 def maybe_download_and_extract_tar_gz(
-    root: str | os.PathLike[str],
-    file_name: str,
-    data_url: str,
-    *,
-    sha256: str | None = None,
-    md5: str | None = None,
+    root: str | os.PathLike[str], file_name: str, data_url: str, *, sha256: str | None = None, md5: str | None = None
 ) -> Path:
     """Download a ``.tar.gz`` (or otherwise compressed tar) if it does not exist yet, and unpack it into ``root``.
 
@@ -305,26 +303,20 @@ def maybe_download_and_extract_tar_gz(
         DatasetError: The archive is damaged or tries to leave the folder.
     """
     folder = Path(root)
-    with _archive(root, file_name, data_url, sha256, md5) as archive:
-        try:
-            with tarfile.open(archive, "r:*") as tar:
-                members = tar.getmembers()
-                for member in members:
-                    _check_member(folder, archive, member.name, plain=member.isfile() or member.isdir())
-                for member in members:
-                    _extract_tar_member(tar, member, folder)
-        except (tarfile.TarError, EOFError, OSError) as error:
-            raise _damaged(archive, error) from error
+    # Python before 3.10.12 and 3.11.4 has no filters; owners and permissions of the archive are not wanted there.
+    how: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {"set_attrs": False}
+    with _archive(root, file_name, data_url, sha256, md5) as archive, tarfile.open(archive, "r:*") as tar:
+        members = tar.getmembers()
+        # All members are checked before the first one is unpacked.
+        for member in members:
+            _check_member(folder, archive, member.name, plain=member.isfile() or member.isdir())
+        for member in members:
+            tar.extract(member, folder, **how)
     return folder
 
 
 def maybe_download_and_extract_zip(
-    root: str | os.PathLike[str],
-    file_name: str,
-    data_url: str,
-    *,
-    sha256: str | None = None,
-    md5: str | None = None,
+    root: str | os.PathLike[str], file_name: str, data_url: str, *, sha256: str | None = None, md5: str | None = None
 ) -> Path:
     """Download a ``.zip`` if it does not exist yet, and unpack it into ``root``.
 
@@ -346,31 +338,20 @@ def maybe_download_and_extract_zip(
         DatasetError: The archive is damaged or tries to leave the folder.
     """
     folder = Path(root)
-    with _archive(root, file_name, data_url, sha256, md5) as archive:
-        try:
-            with zipfile.ZipFile(archive) as zipped:
-                for entry in zipped.infolist():
-                    kind = stat.S_IFMT(entry.external_attr >> 16)
-                    _check_member(folder, archive, entry.filename, plain=kind in (0, stat.S_IFREG, stat.S_IFDIR))
-                zipped.extractall(folder)
-        except (zipfile.BadZipFile, EOFError, OSError, RuntimeError) as error:
-            raise _damaged(archive, error) from error
+    with _archive(root, file_name, data_url, sha256, md5) as archive, zipfile.ZipFile(archive) as zipped:
+        for entry in zipped.infolist():
+            # Unix stores the type of a file in the upper half; archives of other systems have 0 there.
+            kind = stat.S_IFMT(entry.external_attr >> 16)
+            _check_member(folder, archive, entry.filename, plain=kind in (0, stat.S_IFREG, stat.S_IFDIR))
+        zipped.extractall(folder)
     return folder
-
-
-def _extract_tar_member(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
-    """Unpack a checked member; also apply tar's own filter if this Python has it."""
-    if hasattr(tarfile, "data_filter"):
-        tar.extract(member, folder, filter="data")
-    else:  # Python before 3.10.12 and 3.11.4
-        tar.extract(member, folder, set_attrs=False)
 
 
 @contextlib.contextmanager
 def _archive(
     root: str | os.PathLike[str], file_name: str, data_url: str, sha256: str | None, md5: str | None
 ) -> Iterator[Path]:
-    """Lock and yield the downloaded archive, so that other processes on this machine wait."""
+    """Yield the downloaded archive, locked so that other processes on this machine wait; translate its errors."""
     folder = Path(root)
     path = folder / file_name
     if not _is_below(folder, path) or path.name in ("", ".", ".."):
@@ -381,7 +362,13 @@ def _archive(
             progress_download(data_url, path, sha256=sha256, md5=md5)
         else:
             check_digest(path, sha256=sha256, md5=md5)
-        yield path
+        try:
+            yield path
+        except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, RuntimeError) as error:
+            # Only an error of the system has a number; the decompressors raise plain OSErrors for damaged data.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise DatasetError(f"{path} could not be unpacked: {error}") from error
+            raise DatasetError(f"{path} is damaged: {error}; delete it and get it again") from error
 
 
 def _check_member(folder: Path, archive: Path, name: str, plain: bool) -> None:
@@ -396,10 +383,3 @@ def _check_member(folder: Path, archive: Path, name: str, plain: bool) -> None:
 def _is_below(folder: Path, path: Path) -> bool:
     """Return whether a path is in a folder after all links on the way are followed."""
     return path.resolve().is_relative_to(folder.resolve())
-
-
-def _damaged(archive: Path, error: Exception) -> DatasetError:
-    """Return the error for an archive that is unreadable, or for which the disk has no room."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return DatasetError(f"{archive} could not be unpacked: {error}")
-    return DatasetError(f"{archive} is damaged: {error}; delete it and get it again")

@@ -121,7 +121,7 @@ def test_a_later_call_goes_on_too(server: Server, tmp_path: Path) -> None:
     server.cuts = [100_000, 0]
     with pytest.raises(DownloadError, match=r"could not download http.* \(tried 1 times\)"):
         download.progress_download(server.url, tmp_path / "file", attempts=1)
-    assert left_over(tmp_path) == ["file.part", "file.part.json"]
+    assert left_over(tmp_path) == ["file.part", "file.part.mark"]
     assert download.progress_download(server.url, tmp_path / "file").read_bytes() == BODY
     assert server.requests[-1] is not None
     assert left_over(tmp_path) == ["file"]
@@ -137,7 +137,7 @@ def test_a_changed_file_is_not_mixed_with_the_old_one(server: Server, tmp_path: 
 
 def test_left_over_bytes_of_another_file_are_noticed_by_the_checksum(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(b"x" * 1000)
-    (tmp_path / "file.part.json").write_text('{"validator": "\\"one\\""}')
+    (tmp_path / "file.part.mark").write_text('"one"')
     assert download.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes() == BODY
 
 
@@ -148,7 +148,7 @@ def test_left_over_bytes_without_a_mark_are_not_used(server: Server, tmp_path: P
 
 def test_a_complete_part_needs_no_more_bytes(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(BODY)
-    (tmp_path / "file.part.json").write_text('{"validator": "\\"one\\""}')
+    (tmp_path / "file.part.mark").write_text('"one"')
     assert download.progress_download(server.url, tmp_path / "file", sha256=SHA256).read_bytes() == BODY
     assert server.requests == [f"bytes={len(BODY)}-"]
 
@@ -199,7 +199,7 @@ def test_a_full_disk_is_told_before_the_transfer(
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_disk_that_fills_up_is_told(server: Server, tmp_path: Path) -> None:
     (tmp_path / "file.part").symlink_to("/dev/full")
-    (tmp_path / "file.part.json").write_text("{}")
+    (tmp_path / "file.part.mark").touch()
     with pytest.raises(DownloadError, match="the disk is full"):
         download.progress_download(server.url, tmp_path / "file")
 

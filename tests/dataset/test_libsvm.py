@@ -20,7 +20,8 @@ import torch
 
 from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset, collate_rows, libsvm, libsvm_text
 from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN
-from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore, StoreWriter
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter
 from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import (
     logistic_optimum,
     synthetic_rows,
@@ -226,7 +227,7 @@ def test_the_map_grows_and_blocks_are_cut_anew(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 import numpy as np
-from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import StoreWriter
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter
 with StoreWriter(sys.argv[1], 100, rows_per_block=10) as writer:
     for _ in range(50):
         writer.append(np.ones((100, 100)), np.ones(100))

@@ -22,7 +22,7 @@ from mlbench_core.dataset.linearmodels.pytorch import (
     collate_rows,
     libsvm,
 )
-from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import StoreWriter
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter
 from mlbench_core.dataset.pytorch import partition_dataset_by_rank
 from mlbench_core.models.pytorch.linear_models import LogisticRegression
 from tests.helpers.data import test_data
@@ -284,10 +284,10 @@ def test_a_run_goes_on_with_the_very_batches_it_would_have_had(stop: int, tmp_pa
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     dataset = numbered(tmp_path, 20)
     for change, says in [
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"window_blocks": 0}, "window_blocks is 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ({"window_blocks": 0}, "window_blocks must be at least 1, not 0"),
         ({"seed": -1}, "seed must be at least 0, not -1"),
-        ({"rank": 2, "world_size": 2}, "rank is 2"),
+        ({"rank": 2, "world_size": 2}, "rank must be from 0 to 1, not 2"),
         ({"world_size": 21}, "20 rows for 21 workers"),
     ]:
         with pytest.raises(ValueError, match=says):

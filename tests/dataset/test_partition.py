@@ -158,16 +158,16 @@ def test_classes_may_be_given() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rank": 4}, "rank is 4; with world_size 4 it must be from 0 to 3"),
-        ({"rank": -1}, "rank is -1"),
+        ({"rank": 4}, "rank must be from 0 to 3, not 4"),
+        ({"rank": -1}, "rank must be from 0 to 3, not -1"),
         ({"world_size": 0}, "world_size must be at least 1, not 0"),
-        ({"distribution": "normal"}, "distribution is 'normal'; allowed: 'uniform', 'dirichlet', 'label_skew'"),
+        ({"distribution": "normal"}, "distribution must be 'uniform', 'dirichlet' or 'label_skew', not 'normal'"),
         ({"distribution": "dirichlet"}, "range has no `targets`: give them as labels=..."),
         (
             {"distribution": "dirichlet", "labels": [1, 2]},
             r"labels has shape \(2,\); .* must be \(9,\)",
         ),
-        ({"alpha": 0.0}, "alpha is 0.0"),
+        ({"alpha": 0.0}, "alpha must be finite and positive, not 0.0"),
         ({"classes_per_worker": 0}, "classes_per_worker must be at least 1, not 0"),
         ({"seed": -1}, "seed must be at least 0, not -1"),
     ],

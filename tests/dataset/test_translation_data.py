@@ -305,7 +305,7 @@ def test_bucket_batches_differ_by_epoch_and_resume() -> None:
         BucketBatchSampler(LENGTHS, 8, seed=2).load_state_dict(state)
     with pytest.raises(ValueError, match="4 pairs; 2 workers with batches of 3 need 6"):
         BucketBatchSampler([1] * 4, 3, world_size=2)
-    with pytest.raises(ValueError, match="rank is 2; it must be from 0 to 1"):
+    with pytest.raises(ValueError, match="rank must be from 0 to 1, not 2"):
         BucketBatchSampler(LENGTHS, 3, rank=2, world_size=2)
     with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
         BucketBatchSampler(LENGTHS, 0)
@@ -327,7 +327,7 @@ def test_token_batches_obey_their_limits() -> None:
     assert (np.diff(sizes) >= 0).all()
     with pytest.raises(ValueError, match="takes 58 tokens and max_tokens is 57"):
         get_batches(dataset, 57)
-    with pytest.raises(ValueError, match="bsz_mult is 0"):
+    with pytest.raises(ValueError, match="bsz_mult must be at least 1, not 0"):
         get_batches(dataset, 100, bsz_mult=0)
 
 
@@ -339,7 +339,7 @@ def test_every_worker_gets_as_many_token_batches(world_size: int) -> None:
         assert len({len(share) for share in shares}) == 1
         seen = sorted(i for share in shares for batch in share for i in batch)
         assert seen == list(range(11 // world_size * world_size if drop_last else 11))
-    with pytest.raises(ValueError, match="rank is 4"):
+    with pytest.raises(ValueError, match="rank must be from 0 to 3, not 4"):
         shard_batches(batches, 4, 4)
     with pytest.raises(ValueError, match="there are 3 batches; 4 workers need as many"):
         shard_batches(batches[:3], 0, 4)

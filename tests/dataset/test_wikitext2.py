@@ -259,7 +259,7 @@ def test_download_comes_from_a_living_address_and_is_checked(tmp_path: Path, mon
             archive.extractall(root)
         return Path(root)
 
-    monkeypatch.setattr(wikitext2_dataset.tools, "maybe_download_and_extract_zip", fake)
+    monkeypatch.setattr(wikitext2_dataset, "maybe_download_and_extract_zip", fake)
     with pytest.raises(DatasetError, match=r"is not WikiText-2: it has .*'train': 8.* instead of"):
         Wikitext2Dataset(tmp_path / "first", 2, train=True)
     assert asked == ["https://wikitext.smerity.com/wikitext-2-v1.zip"]
@@ -284,7 +284,7 @@ def test_workers_that_start_together_download_once_and_read_no_half_of_it(
                 time.sleep(0.05)  # the other worker looks meanwhile
                 file.write(TEXT[part])
 
-    monkeypatch.setattr(wikitext2_dataset.tools, "maybe_download_and_extract_zip", slow)
+    monkeypatch.setattr(wikitext2_dataset, "maybe_download_and_extract_zip", slow)
     monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_TOKENS", {"train": 8, "valid": 3, "test": 4})
     monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_WORDS", 6)
 
@@ -315,8 +315,8 @@ def test_second_mirror_has_tables(
         part = path.stem.replace("validation", "valid")
         return {"text": SimpleNamespace(to_pylist=lambda: TEXT[part].splitlines(keepends=True))}
 
-    monkeypatch.setattr(wikitext2_dataset.tools, "maybe_download_and_extract_zip", fail)
-    monkeypatch.setattr(wikitext2_dataset.tools, "progress_download", fake_download)
+    monkeypatch.setattr(wikitext2_dataset, "maybe_download_and_extract_zip", fail)
+    monkeypatch.setattr(wikitext2_dataset, "progress_download", fake_download)
     monkeypatch.setattr(wikitext2_dataset, "require", lambda *names: SimpleNamespace(read_table=fake_table))
     monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_TOKENS", {"train": 8, "valid": 3, "test": 4})
     monkeypatch.setattr(wikitext2_dataset, "WIKITEXT2_WORDS", 6)
@@ -357,7 +357,7 @@ def test_what_goes_wrong(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             dataset.generate_batches(*arguments)
-    with pytest.raises(ValueError, match="rank is 2; it must be from 0 to 1"):
+    with pytest.raises(ValueError, match="rank must be from 0 to 1, not 2"):
         dataset.generate_batches(4, rank=2, world_size=2)
     with pytest.raises(ValueError, match="both given"):
         dataset.generate_batches(4, 2, 0, world_size=2)

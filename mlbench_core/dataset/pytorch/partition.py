@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from mlbench_core.arguments import check_int
+from mlbench_core.arguments import check_int, check_positive, check_rank
 
 __all__ = ["DataPartitioner", "Partition", "Partitioner", "partition_dataset_by_rank", "stratified_split"]
 
@@ -209,7 +209,12 @@ def partition_dataset_by_rank(
 
         Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution, arXiv:1909.06335.
     """
-    _check(rank, world_size, distribution, alpha, classes_per_worker, seed)
+    check_rank(rank, world_size)
+    if distribution not in ("uniform", "dirichlet", "label_skew"):
+        raise ValueError(f"distribution must be 'uniform', 'dirichlet' or 'label_skew', not {distribution!r}")
+    check_positive("alpha", alpha)
+    check_int("classes_per_worker", classes_per_worker)
+    check_int("seed", seed, 0)
     count = len(dataset)
     # Sizes depend on the length alone, so every worker knows all of them without communication.
     sizes = [count // world_size + (worker < count % world_size) for worker in range(world_size)]
@@ -261,19 +266,6 @@ def stratified_split(
         members = generator.permutation(np.flatnonzero(classes == label))
         is_validation[members[: round(len(members) * held_out)]] = True
     return np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
-
-
-def _check(rank: int, world_size: int, distribution: str, alpha: float, classes_per_worker: int, seed: int) -> None:
-    """Check the arguments of :func:`partition_dataset_by_rank`."""
-    check_int("world_size", world_size)
-    if not 0 <= operator.index(rank) < world_size:
-        raise ValueError(f"rank is {rank}; with world_size {world_size} it must be from 0 to {world_size - 1}")
-    if distribution not in ("uniform", "dirichlet", "label_skew"):
-        raise ValueError(f"distribution is {distribution!r}; allowed: 'uniform', 'dirichlet', 'label_skew'")
-    if not alpha > 0:
-        raise ValueError(f"alpha is {alpha}; the concentration must be above 0")
-    check_int("classes_per_worker", classes_per_worker)
-    check_int("seed", seed, 0)
 
 
 def _order(count: int, shuffle: bool, seed: int) -> np.ndarray:

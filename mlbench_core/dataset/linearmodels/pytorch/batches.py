@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from mlbench_core.arguments import check_int
+from mlbench_core.arguments import check_int, check_rank
 from mlbench_core.dataset.linearmodels.pytorch.dataloader import LMDBDataset
 from mlbench_core.dataset.pytorch.resumable import ResumablePasses
 
@@ -22,52 +21,8 @@ _CUT, _ORDER = 0, 1
 _LARGE_BYTES = 32_000_000  # below 32 MiB, the largest block that glibc adapts to
 
 
-class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
-    r"""A sampler of row batches for one worker, shuffled by blocks and within a window of several blocks.
-
-    Rows that are stored together are read together, which is efficient for disk and page cache. The order is still
-    random enough for training:
-
-    1. The blocks of the data set are put in a random order, the same on all workers. Their rows are cut into
-       ``world_size`` parts whose sizes differ by at most 1. The parts are disjoint and cover every row.
-    2. In each epoch a worker puts its blocks in its own random order.
-    3. The rows of ``window_blocks`` consecutive blocks are mixed: every order of a window is equally likely.
-       Batches are cut from the mixed rows. The order within a batch does not affect a sum of gradients, so the rows of
-       a batch are sorted and read in the order of the file.
-
-    If there are fewer than ``min_pieces`` blocks, as in small files, steps 1 and 2 shuffle pieces of blocks instead.
-    There are then enough pieces for workers to get similar parts even if the file is sorted.
-
-    So a batch is drawn without replacement from the rows of W = ``window_blocks`` random blocks instead of from all
-    rows. With :math:`S` the variance of a quantity over single rows and :math:`S_b` that of its block means, the mean
-    of a batch of B rows is unbiased and has the variance :math:`S / B + S_b / W` at most; a plain shuffle has
-    :math:`S / B`. A file whose rows are in random order has blocks that are alike (:math:`S_b \approx S / \text{rows of
-    a block}`), and the second term is negligible. In the worst case, a file sorted by label (:math:`S_b \approx S`),
-    W = B at most doubles the variance. A window of all blocks is a plain shuffle of the worker's part.
-
-    Every worker has the same number of batches. Without ``drop_last``, every row occurs once per epoch: if parts differ
-    by a row, the last batch of a larger part may have one row more than ``batch_size``.
-
-    Each pass is its own epoch: a second pass continues with the next epoch, unless :meth:`set_epoch` sets another one.
-    Pass it to a ``DataLoader`` as ``batch_sampler``. Worker processes run ahead of the consumed batches, so a position
-    within an epoch is exact only in :class:`LinearBatches`.
-
-    Args:
-        dataset: The rows.
-        batch_size: Rows in a batch of one worker, at least 1.
-        shuffle: If True, shuffle; otherwise a worker's part is contiguous, in the order of the files.
-        seed: Seed of every draw, at least 0; the same on all workers.
-        rank: Rank of this worker.
-        world_size: Number of workers.
-        drop_last: If True, leave out a last batch that is not full.
-        window_blocks: Blocks whose rows are mixed, at least 1.
-        repartition: If True, workers get other parts in each epoch; otherwise a worker keeps its part, and reads no
-            other (on its disk, in its cache).
-        min_pieces: Minimum number of pieces to shuffle, if there are enough rows.
-
-    Raises:
-        ValueError: An argument is outside the values listed above, or there are fewer rows than workers.
-    """
+class _BlockOrder(ResumablePasses):
+    """The rows of one worker in batches, in the order that :class:`BlockBatchSampler` describes."""
 
     def __init__(
         self,
@@ -83,16 +38,13 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
         repartition: bool = False,
         min_pieces: int = 512,
     ) -> None:
-        if operator.index(batch_size) < 1 or operator.index(window_blocks) < 1:
-            raise ValueError(
-                f"batch_size is {batch_size} and window_blocks is {window_blocks}; both must be at least 1"
-            )
+        check_int("batch_size", batch_size)
+        check_int("window_blocks", window_blocks)
         check_int("seed", seed, 0)
-        if operator.index(world_size) < 1 or not 0 <= operator.index(rank) < world_size:
-            raise ValueError(f"rank is {rank} and world_size is {world_size}; ranks count from 0 to world_size - 1")
+        check_rank(rank, world_size)
         if len(dataset) < world_size:
             raise ValueError(f"the data set has {len(dataset)} rows for {world_size} workers; each needs at least one")
-        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
+        self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.rank, self.world_size = rank, world_size
         self.drop_last, self.window_blocks, self.repartition = drop_last, window_blocks, repartition
         self._bounds, self._pieces_per_block = _cut_blocks(dataset.row_blocks, min_pieces)
@@ -103,15 +55,13 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
         smallest = self._rows // self.world_size
         return smallest // self.batch_size if self.drop_last else -(-smallest // self.batch_size)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return (rows.tolist() for rows in self.row_batches())
-
     def row_batches(self) -> Iterator[NDArray[np.int64]]:
-        """Start a pass at its first batch, because a ``DataLoader`` creates iterators that it never uses.
+        """Begin a pass.
 
         Yields:
             The positions of each batch's rows.
         """
+        # A generator runs from its first `next`: a DataLoader creates iterators that it never uses.
         first = self._begin()
         order, count = self.rows(self._epoch), len(self)
         for number in range(first, count):
@@ -177,6 +127,86 @@ class BlockBatchSampler(ResumablePasses, Sampler[list[int]]):
         }
 
 
+class BlockBatchSampler(_BlockOrder, Sampler[list[int]]):
+    r"""A sampler of row batches for one worker, shuffled by blocks and within a window of several blocks.
+
+    Rows that are stored together are read together, which is efficient for disk and page cache. The order is still
+    random enough for training:
+
+    1. The blocks of the data set are put in a random order, the same on all workers. Their rows are cut into
+       ``world_size`` parts whose sizes differ by at most 1. The parts are disjoint and cover every row.
+    2. In each epoch a worker puts its blocks in its own random order.
+    3. The rows of ``window_blocks`` consecutive blocks are mixed: every order of a window is equally likely.
+       Batches are cut from the mixed rows. The order within a batch does not affect a sum of gradients, so the rows of
+       a batch are sorted and read in the order of the file.
+
+    If there are fewer than ``min_pieces`` blocks, as in small files, steps 1 and 2 shuffle pieces of blocks instead.
+    There are then enough pieces for workers to get similar parts even if the file is sorted.
+
+    So a batch is drawn without replacement from the rows of W = ``window_blocks`` random blocks instead of from all
+    rows. With :math:`S` the variance of a quantity over single rows and :math:`S_b` that of its block means, the mean
+    of a batch of B rows is unbiased and has the variance :math:`S / B + S_b / W` at most; a plain shuffle has
+    :math:`S / B`. A file whose rows are in random order has blocks that are alike (:math:`S_b \approx S / \text{rows of
+    a block}`), and the second term is negligible. In the worst case, a file sorted by label (:math:`S_b \approx S`),
+    W = B at most doubles the variance. A window of all blocks is a plain shuffle of the worker's part.
+
+    Every worker has the same number of batches. Without ``drop_last``, every row occurs once per epoch: if parts differ
+    by a row, the last batch of a larger part may have one row more than ``batch_size``.
+
+    Each pass is its own epoch: a second pass continues with the next epoch, unless :meth:`set_epoch` sets another one.
+    Pass it to a ``DataLoader`` as ``batch_sampler``. Worker processes run ahead of the consumed batches, so a position
+    within an epoch is exact only in :class:`LinearBatches`.
+
+    Args:
+        dataset: The rows.
+        batch_size: Rows in a batch of one worker, at least 1.
+        shuffle: If True, shuffle; otherwise a worker's part is contiguous, in the order of the files.
+        seed: Seed of every draw, at least 0; the same on all workers.
+        rank: Rank of this worker.
+        world_size: Number of workers.
+        drop_last: If True, leave out a last batch that is not full.
+        window_blocks: Blocks whose rows are mixed, at least 1.
+        repartition: If True, workers get other parts in each epoch; otherwise a worker keeps its part, and reads no
+            other (on its disk, in its cache).
+        min_pieces: Minimum number of pieces to shuffle, if there are enough rows.
+
+    Raises:
+        ValueError: An argument is outside the values listed above, or there are fewer rows than workers.
+    """
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (rows.tolist() for rows in self.row_batches())
+
+
+class LinearBatches(_BlockOrder):
+    """Iterate over whole batches of rows, in place of a ``DataLoader``.
+
+    Each batch is fetched by one call, in this process. :class:`BlockBatchSampler` describes batches, epochs and how to
+    resume. A run that stops in the middle of an epoch and saves :meth:`state_dict` resumes with exactly the same
+    remaining batches.
+
+    Other arguments: see :class:`BlockBatchSampler`.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> with StoreWriter(folder / "tiny_train.lmdb", n_features=3) as writer:
+        ...     writer.append(np.ones((10, 3)), np.arange(10) % 2)
+        ...     _ = writer.finish()
+        >>> batches = LinearBatches(LMDBDataset("tiny", "train", folder), batch_size=4)
+        >>> [tuple(x.shape) for x, y in batches]
+        [(4, 3), (4, 3), (2, 3)]
+    """
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        # glibc returns freed memory to the system beyond twice the largest mapped block that was ever freed. A batch of
+        # a megabyte would be returned each time, and creating its pages again costs as much as filling them. Freeing
+        # this large, untouched block makes glibc keep the memory of one batch for the next.
+        torch.empty(_LARGE_BYTES, dtype=torch.uint8)
+        return map(self.dataset.fetch, self.row_batches())
+
+
 def _cut_blocks(bounds: NDArray[np.int64], min_pieces: int) -> tuple[NDArray[np.int64], int]:
     """Cut blocks into enough pieces, and return the bounds of the pieces and the number of pieces per block."""
     count = -(-min_pieces // (len(bounds) - 1))
@@ -192,124 +222,3 @@ def _positions(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return all rows of some pieces, one after the other."""
     lengths = pieces[:, 1] - pieces[:, 0]
     return np.repeat(pieces[:, 1] - np.cumsum(lengths), lengths) + np.arange(lengths.sum())
-
-
-def _let_malloc_keep_batches() -> None:
-    """Free a large, untouched block, so that glibc keeps the memory of batches.
-
-    glibc returns freed memory to the system beyond twice the largest mapped block that was ever freed. A batch of a
-    megabyte would be returned each time. Its pages would then have to be created again, which costs as much as filling
-    them. After this call, the memory of one batch is reused for the next.
-    """
-    torch.empty(_LARGE_BYTES, dtype=torch.uint8)
-
-
-class LinearBatches:
-    """Iterate over whole batches of rows, in place of a ``DataLoader``.
-
-    Each batch is fetched by one call, in this process. :class:`BlockBatchSampler` describes batches, epochs and how to
-    resume. A run that stops in the middle of an epoch and saves :meth:`state_dict` resumes with exactly the same
-    remaining batches.
-
-    Args:
-        dataset: The rows.
-        batch_size: Rows in a batch of one worker, at least 1.
-        shuffle: As for :class:`BlockBatchSampler`, as are all following arguments.
-        seed: Seed of every draw, at least 0; the same on all workers.
-        rank: Rank of this worker.
-        world_size: Number of workers.
-        drop_last: If True, leave out a last batch that is not full.
-        window_blocks: Blocks whose rows are mixed, at least 1.
-        repartition: If True, workers get other parts in each epoch.
-        min_pieces: Minimum number of pieces to shuffle.
-
-    Raises:
-        ValueError: An argument is outside the values listed there.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import StoreWriter
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> with StoreWriter(folder / "tiny_train.lmdb", n_features=3) as writer:
-        ...     writer.append(np.ones((10, 3)), np.arange(10) % 2)
-        ...     _ = writer.finish()
-        >>> batches = LinearBatches(LMDBDataset("tiny", "train", folder), batch_size=4)
-        >>> [tuple(x.shape) for x, y in batches]
-        [(4, 3), (4, 3), (2, 3)]
-    """
-
-    def __init__(
-        self,
-        dataset: LMDBDataset,
-        batch_size: int,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        drop_last: bool = False,
-        window_blocks: int = 16,
-        repartition: bool = False,
-        min_pieces: int = 512,
-    ) -> None:
-        self.dataset = dataset
-        self.sampler = BlockBatchSampler(
-            dataset,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            drop_last=drop_last,
-            window_blocks=window_blocks,
-            repartition=repartition,
-            min_pieces=min_pieces,
-        )
-        _let_malloc_keep_batches()
-
-    def __len__(self) -> int:
-        """Return the number of batches of an epoch, the same on every worker."""
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return map(self.dataset.fetch, self.sampler.row_batches())
-
-    @property
-    def batch_size(self) -> int:
-        """Return the number of rows in a batch of one worker."""
-        return self.sampler.batch_size
-
-    @property
-    def epoch(self) -> int:
-        """Return the epoch of the current pass, or of the next one if no pass has begun; from 0."""
-        return self.sampler.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass.
-
-        Args:
-            epoch: From 0.
-
-        Raises:
-            ValueError: It is negative.
-        """
-        self.sampler.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the position of the iteration, which a checkpoint needs to resume at the next batch.
-
-        Returns:
-            Whole numbers: ``epoch`` and ``batch`` of the next batch, and the values that determine the batches.
-        """
-        return self.sampler.state_dict()
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume at the position of a state.
-
-        Args:
-            state: The result of :meth:`state_dict`.
-
-        Raises:
-            ValueError: The state was saved with other arguments or other data.
-        """
-        self.sampler.load_state_dict(state)

@@ -99,7 +99,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
     Example:
         >>> import pathlib, tempfile
         >>> import numpy as np
-        >>> from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import StoreWriter
+        >>> from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> with StoreWriter(folder / "tiny_train.lmdb", n_features=2) as writer:
         ...     writer.append(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([0.0, 1.0]))

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from mlbench_core.dataset.download import check_digest, progress_download
 from mlbench_core.dataset.linearmodels.pytorch import libsvm_text
 from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN, KnownDataset, TextFile
-from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore, StoreWriter, find_stores
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore, find_stores
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, MLBenchError
 from mlbench_core.files import replacing
 

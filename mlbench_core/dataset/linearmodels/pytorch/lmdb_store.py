@@ -14,13 +14,14 @@ page "Data of linear models" of the documentation says more.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import dataclasses
-import errno
 import json
 import os
+import threading
+import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,19 +31,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlbench_core import files
-from mlbench_core.dataset.linearmodels.pytorch._dense_rows import DenseRows
-from mlbench_core.dataset.linearmodels.pytorch._lmdb_environment import ReadEnvironment, open_for_reading
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
-__all__ = ["FORMAT", "VERSION", "LinearStore", "StoreHeader", "StoreWriter", "find_stores", "join_csr"]
+__all__ = ["FORMAT", "VERSION", "LinearStore", "StoreHeader", "find_stores", "join_csr"]
 
 FORMAT, VERSION = "mlbench-linear", 1
 LAYOUTS, DTYPES = ("dense", "csr"), ("float32", "float64")
-BLOCK_BYTES = 1 << 19  # target size: tens of rows of 2,000 features, and still efficient to read
-_HEADER, _LABELS, _CHECKSUMS = b"header", b"labels", b"checksums"
-_INDPTR, _COLUMN, _CHECKSUM = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<u4")
-_FIRST_MAP_BYTES = 1 << 26
+HEADER_KEY, LABELS_KEY, CHECKSUMS_KEY = b"header", b"labels", b"checksums"
+INDPTR, COLUMN, CHECKSUM = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<u4")
+
+Rows = NDArray[np.int64]
+Csr = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]
+"""Compressed sparse rows: ``indptr`` (rows + 1), the columns of the values, the values."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ class StoreHeader:
     def n_blocks(self) -> int:
         """Return the number of blocks."""
         return -(-self.n_rows // self.rows_per_block)
+
+    def rows_of(self, block: int) -> int:
+        """Return the number of rows of a block: the last one may have fewer."""
+        return min(self.rows_per_block, self.n_rows - block * self.rows_per_block)
 
     @property
     def number(self) -> np.dtype:
@@ -147,14 +151,14 @@ class LinearStore:
     def __init__(self, path: str | os.PathLike[str], *, cache: bool = False) -> None:
         self.path = Path(path)
         self._cache = cache
-        self._opened: ReadEnvironment | None = None
-        self._dense: DenseRows | None = None  # belongs to the opened file
+        self._opened: _ReadEnvironment | None = None
+        self._dense: _DenseRows | None = None  # belongs to the opened file
         self._copies: dict[int, bytes] = {}  # sparse blocks that were read, with `cache`
-        text = self._open().get(_HEADER)
+        text = self._open().get(HEADER_KEY)
         if text is None:
             raise _foreign(self.path)
         self.header = StoreHeader.from_json(bytes(text), self.path)
-        labels = _get(self._open(), _LABELS, self.path)
+        labels = _get(self._open(), LABELS_KEY, self.path)
         if len(labels) != self.header.n_rows * self.header.number.itemsize:
             raise DatasetError(f"{self.path} is damaged: its labels are not complete; convert the data again")
         self.labels: NDArray[Any] = np.frombuffer(labels, self.header.number).astype(self.header.dtype)
@@ -170,7 +174,7 @@ class LinearStore:
         """Close the file; it is opened again when needed."""
         self._opened = self._dense = None
 
-    def take(self, rows: NDArray[np.int64], out: Tensor) -> None:
+    def take(self, rows: Rows, out: Tensor) -> None:
         """Copy rows into a dense matrix.
 
         Fetching many rows in one call is fastest, and sorted rows are faster than unsorted ones.
@@ -187,7 +191,7 @@ class LinearStore:
         array.fill(0)
         array[np.repeat(np.arange(len(rows)), np.diff(indptr)), columns] = values
 
-    def take_csr(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
+    def take_csr(self, rows: Rows) -> Csr:
         """Copy rows as compressed sparse rows.
 
         Args:
@@ -196,16 +200,20 @@ class LinearStore:
         Returns:
             ``indptr`` (len(rows) + 1), the columns of the values, the values.
         """
-        if self.header.layout == "dense":
-            out = torch.from_numpy(np.empty((len(rows), self.header.n_features), self.header.dtype))
-            self.take(rows, out)
-            return _compress(out.numpy())
-        parts = []
-        for number, start, stop in self._runs(rows):
+        if self.header.layout == "csr":
             # Rows of one block are selected together, so that a block is decoded once per run.
-            local = rows[start:stop] - number * self.header.rows_per_block
-            parts.append(_select(*self._sparse(number), local))
-        return join_csr(parts, np.dtype(self.header.dtype))
+            parts = [
+                self._take_sparse(number, rows[start:stop] - number * self.header.rows_per_block)
+                for number, start, stop in self._runs(rows)
+            ]
+            return join_csr(parts, np.dtype(self.header.dtype))
+        out = torch.from_numpy(np.empty((len(rows), self.header.n_features), self.header.dtype))
+        self.take(rows, out)
+        matrix = out.numpy()
+        # `nonzero` returns positions row by row, the order that compressed rows need.
+        row_numbers, columns = np.nonzero(matrix)
+        indptr = np.searchsorted(row_numbers, np.arange(len(matrix) + 1))
+        return indptr.astype(np.int64), columns.astype(np.int64), matrix[row_numbers, columns]
 
     def verify(self) -> None:
         """Read everything and compare the checksums.
@@ -216,36 +224,34 @@ class LinearStore:
         # Only this method compares checksums; other reads do not.
         again = "convert the data again, or copy it again"
         opened = self._open()
-        sums = np.frombuffer(_get(opened, _CHECKSUMS, self.path), _CHECKSUM)
+        sums = np.frombuffer(_get(opened, CHECKSUMS_KEY, self.path), CHECKSUM)
         if len(sums) != self.header.n_blocks:
             raise DatasetError(f"{self.path} has {len(sums)} checksums for {self.header.n_blocks} blocks; {again}")
-        if zlib.crc32(_get(opened, _LABELS, self.path)) != self.header.labels_crc32:
+        if zlib.crc32(_get(opened, LABELS_KEY, self.path)) != self.header.labels_crc32:
             raise DatasetError(f"the labels of {self.path} have another checksum than when written; {again}")
         for number, expected in enumerate(sums.tolist()):
-            if zlib.crc32(_get(opened, _block_key(number), self.path)) != expected:
+            if zlib.crc32(_get(opened, block_key(number), self.path)) != expected:
                 raise DatasetError(f"block {number} of {self.path} has another checksum than when written; {again}")
 
-    def _open(self) -> ReadEnvironment:
+    def _open(self) -> _ReadEnvironment:
         """Return the file, opened by this process; the views it returns are valid while it is open."""
         if self._opened is None or self._opened.pid != os.getpid():
-            self._opened, self._dense = open_for_reading(self.path), None
+            self._opened, self._dense = _open_for_reading(self.path), None
         return self._opened
 
-    def _dense_rows(self) -> DenseRows:
+    def _dense_rows(self) -> _DenseRows:
         """Return the rows of a dense store, from the file that this process opened."""
         opened = self._open()
         if self._dense is None:
-            header, path = self.header, self.path
+            path = self.path
 
             def load(number: int) -> memoryview:  # no reference to self: a cycle would keep it open
-                return _get(opened, _block_key(number), path)
+                return _get(opened, block_key(number), path)
 
-            self._dense = DenseRows(
-                load, header.n_rows, header.n_features, header.rows_per_block, header.dtype, self._cache
-            )
+            self._dense = _DenseRows(load, self.header, self._cache)
         return self._dense
 
-    def _runs(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+    def _runs(self, rows: Rows) -> Iterator[tuple[int, int, int]]:
         """Yield runs of rows in the same block: number of the block, start and stop in ``rows``."""
         blocks = rows // self.header.rows_per_block
         # A run starts where the block number changes; -1 starts the first one.
@@ -253,22 +259,25 @@ class LinearStore:
         for start, stop in zip(starts, [*starts[1:], len(rows)], strict=False):  # no rows, no runs
             yield int(blocks[start]), start, stop
 
-    def _sparse(self, number: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return a sparse block: indptr, columns, values."""
+    def _take_sparse(self, number: int, rows: Rows) -> Csr:
+        """Return copies of rows of a sparse block, by their positions in the block."""
         block: Any = self._copies.get(number)
         if block is None:
-            block = _get(self._open(), _block_key(number), self.path)
+            block = _get(self._open(), block_key(number), self.path)
             if self._cache:
                 block = self._copies[number] = bytes(block)
-        rows = min(self.header.rows_per_block, self.header.n_rows - number * self.header.rows_per_block)
         # The three arrays follow one another; see the docstring of the module.
-        indptr = np.frombuffer(block, _INDPTR, rows + 1)
+        indptr = np.frombuffer(block, INDPTR, self.header.rows_of(number) + 1)
         values = np.frombuffer(block, self.header.number, int(indptr[-1]), indptr.nbytes)
-        columns = np.frombuffer(block, _COLUMN, int(indptr[-1]), indptr.nbytes + values.nbytes)
-        return indptr, columns, values
+        columns = np.frombuffer(block, COLUMN, int(indptr[-1]), indptr.nbytes + values.nbytes)
+        lengths = indptr[rows + 1] - indptr[rows]
+        chosen = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        # The positions of each row's values, one row after another, without a loop over rows.
+        where = np.arange(chosen[-1]) + np.repeat(indptr[rows] - chosen[:-1], lengths)
+        return chosen, columns[where].astype(np.int64), values[where]
 
 
-def _get(opened: ReadEnvironment, key: bytes, path: Path) -> memoryview:
+def _get(opened: _ReadEnvironment, key: bytes, path: Path) -> memoryview:
     """Return a required value."""
     value = opened.get(key)
     if value is None:
@@ -276,23 +285,12 @@ def _get(opened: ReadEnvironment, key: bytes, path: Path) -> memoryview:
     return value
 
 
-def _block_key(number: int) -> bytes:
+def block_key(number: int) -> bytes:
+    """Return the key of a block; the zeros keep the blocks in order in the file."""
     return b"block:%010d" % number
 
 
-def _select(
-    indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], rows: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
-    """Return copies of some compressed sparse rows."""
-    lengths = indptr[rows + 1] - indptr[rows]
-    chosen = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    where = np.arange(chosen[-1]) + np.repeat(indptr[rows] - chosen[:-1], lengths)
-    return chosen, columns[where].astype(np.int64), values[where]
-
-
-def join_csr(
-    parts: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]], dtype: np.dtype
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
+def join_csr(parts: Sequence[Csr], dtype: np.dtype) -> Csr:
     """Concatenate compressed sparse rows.
 
     Args:
@@ -306,14 +304,6 @@ def join_csr(
     columns = np.concatenate([np.empty(0, np.int64), *(columns for _, columns, _ in parts)])
     values = np.concatenate([np.empty(0, dtype), *(values for _, _, values in parts)])
     return np.cumsum(np.concatenate(lengths)), columns, values.astype(dtype, copy=False)
-
-
-def _compress(matrix: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
-    """Convert a dense matrix to compressed sparse rows."""
-    # `nonzero` returns positions row by row, the order that compressed rows need.
-    rows, columns = np.nonzero(matrix)
-    indptr = np.searchsorted(rows, np.arange(len(matrix) + 1))
-    return indptr.astype(np.int64), columns.astype(np.int64), matrix[rows, columns]
 
 
 def find_stores(root: Path, name: str, data_type: str) -> list[Path]:
@@ -343,244 +333,116 @@ def find_stores(root: Path, name: str, data_type: str) -> list[Path]:
     return found
 
 
-class StoreWriter:
-    """Write a store; it gets its name only when it is complete.
+class _ReadEnvironment:
+    """An LMDB environment that this process opened for reading; it is closed together with its last user."""
 
-    Rows go to a hidden file next to the final one, which :meth:`finish` renames. An unfinished file is deleted at the
-    end of the ``with`` block. A file left by a killed process is overwritten by the next writer of the same store. Two
-    processes that write the same store do so one after the other.
+    def __init__(self, environment: Any) -> None:
+        # A process made by `fork` inherits the object, but must open the file itself.
+        self.pid = os.getpid()
+        self._environment = environment
+        self._transaction = environment.begin(buffers=True)
+        self._one_at_a_time = threading.Lock()  # a transaction must not be used by two threads at once
+
+    def get(self, key: bytes) -> memoryview | None:
+        """Return a view of the file's pages, valid as long as this object lives; None if the key does not exist."""
+        with self._one_at_a_time:
+            return self._transaction.get(key)
+
+    def close(self) -> None:
+        """Close the file; every view of it becomes invalid."""
+        self._transaction.abort()
+        self._environment.close()
+
+
+# LMDB allows a file to be open once in a process, so its users share it. Keyed by device and inode.
+_open: weakref.WeakValueDictionary[tuple[int, int], _ReadEnvironment] = weakref.WeakValueDictionary()
+_guard = threading.Lock()
+
+
+def _open_for_reading(path: Path) -> _ReadEnvironment:
+    """Open an LMDB, a file or a folder with a ``data.mdb``, or share the one that is open in this process already."""
+    lmdb: Any = require("lmdb", "linear")
+    file = path / "data.mdb" if path.is_dir() else path
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        raise DatasetNotFoundError(f"there is no LMDB at {path}") from None
+    with _guard:
+        found = _open.get((status.st_dev, status.st_ino))
+        if found is not None and found.pid == os.getpid():
+            return found
+        if found is not None:  # inherited through fork: close the copy; the parent's stays open
+            found.close()
+        try:
+            # No lock and no writing, so read-only file systems and any number of processes are fine.
+            environment = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False)
+        except lmdb.Error as error:
+            raise DatasetError(f"{path} cannot be read as an LMDB: {error}") from error
+        # Reading a page that the file lacks would end the process with a bus error.
+        needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+        if status.st_size < needed:
+            environment.close()
+            raise DatasetError(
+                f"{file} is cut off: it has {status.st_size} of {needed} bytes; convert or copy it again"
+            )
+        _open[status.st_dev, status.st_ino] = opened = _ReadEnvironment(environment)
+        return opened
+
+
+class _DenseRows:
+    """The rows of dense blocks, gathered from many blocks with one call.
+
+    A batch of shuffled rows comes from tens of blocks, and one call per block costs more than the copying itself. All
+    blocks of a store lie in one mapping of its file, so a row is identified by its distance from the first byte. The
+    mapping is viewed as a matrix of bytes whose row i begins at the i-th byte, so rows overlap. One ``index_select`` on
+    this matrix copies the requested rows.
 
     Args:
-        path: The store's final name.
-        n_features: Number of columns, at least 1.
-        layout: ``"dense"`` or ``"csr"``.
-        dtype: ``"float32"`` or ``"float64"``.
-        rows_per_block: Rows in a block; by default chosen so that a block has about half a megabyte.
-
-    Raises:
-        ValueError: An argument is outside the values listed above.
-
-    Example:
-        >>> import tempfile, pathlib
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> with StoreWriter(folder / "tiny.lmdb", n_features=2) as writer:
-        ...     writer.append(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([-1.0, 1.0]))
-        ...     _ = writer.finish(label_map={"-1": 0, "1": 1})
-        >>> store = LinearStore(folder / "tiny.lmdb")
-        >>> store.labels.tolist()
-        [0.0, 1.0]
+        load: Returns a block's bytes as a view of a mapping that holds all blocks and outlives this object.
+        header: Description of the store.
+        cache: If True, copy each block to memory at its first use.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        n_features: int,
-        *,
-        layout: str = "dense",
-        dtype: str = "float32",
-        rows_per_block: int | None = None,
-    ) -> None:
-        if n_features < 1 or (rows_per_block is not None and rows_per_block < 1):
-            raise ValueError(f"n_features is {n_features} and rows_per_block {rows_per_block}; both must be at least 1")
-        if layout not in LAYOUTS or dtype not in DTYPES:
-            raise ValueError(f"layout is {layout!r} and dtype {dtype!r}; allowed: {LAYOUTS} and {DTYPES}")
-        self.path = Path(path)
-        self.n_features, self.layout, self.dtype = n_features, layout, dtype
-        self.n_rows = 0
-        self._rows_per_block = rows_per_block
-        self._part = self.path.with_name(f".{self.path.name}.part")
-        self._pending: list[Any] = []
-        self._pending_rows = 0
-        self._labels: list[NDArray[Any]] = []
-        self._checksums: list[int] = []
-        self._stack = contextlib.ExitStack()
+    def __init__(self, load: Callable[[int], memoryview], header: StoreHeader, cache: bool) -> None:
+        self._load, self._header = load, header
+        # Untouched memory is only reserved: the array takes up physical memory as blocks are read.
+        self._cached = np.empty((header.n_rows, header.n_features), header.dtype) if cache else None
+        self._row_bytes = header.n_features * header.number.itemsize
+        self._firsts = np.zeros(header.n_blocks, np.int64)  # address of each block; 0: not known yet
+        self._low = self._high = 0  # the range of addresses that the matrix covers
+        self._matrix = torch.empty(0)
 
-    def __enter__(self) -> StoreWriter:
-        lmdb: Any = require("lmdb", "linear")
-        with contextlib.ExitStack() as stack:
-            # The lock comes first: a second writer waits here instead of deleting the file that the first one writes.
-            stack.enter_context(files.lock(self.path.with_name(f".{self.path.name}.lock")))
-            self._part.unlink(missing_ok=True)
-            stack.callback(self._part.unlink, missing_ok=True)
-            with _disk_errors(self.path):
-                # `sync=False` makes writing fast; `finish` syncs once before the store gets its name.
-                self._environment = lmdb.open(
-                    str(self._part), subdir=False, lock=False, sync=False, map_size=_FIRST_MAP_BYTES
-                )
-            stack.callback(self._environment.close)
-            self._stack = stack.pop_all()
-        return self
+    def take(self, rows: Rows, out: Tensor) -> None:
+        """Copy rows to ``out``, shape (len(rows), n_features)."""
+        if not len(rows):
+            return
+        blocks = rows // self._header.rows_per_block
+        firsts = self._firsts[blocks]
+        if not firsts.all():
+            self._locate(np.unique(blocks[firsts == 0]))
+            firsts = self._firsts[blocks]
+        begins = firsts - self._low + (rows - blocks * self._header.rows_per_block) * self._row_bytes
+        torch.index_select(self._matrix, 0, torch.from_numpy(begins), out=out.view(torch.uint8))
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def append(self, features: Any, labels: NDArray[Any]) -> None:
-        """Add rows.
-
-        Args:
-            features: Matrix (rows, n_features): an array or a scipy sparse matrix.
-            labels: The rows' labels.
-
-        Raises:
-            ValueError: The shapes do not fit.
-            DatasetError: The disk is full.
-        """
-        if features.shape != (len(labels), self.n_features):
-            raise ValueError(f"features has shape {features.shape}; it must be ({len(labels)}, {self.n_features})")
-        self._labels.append(np.asarray(labels, dtype=np.float64))
-        self._pending.append(self._convert(features))
-        self._pending_rows += len(labels)
-        self.n_rows += len(labels)
-        if self._rows_per_block is None:
-            self._rows_per_block = self._choose_rows(self._pending[0])
-        # Blocks are written as soon as they are full, so only labels and pending rows stay in memory.
-        if self._pending_rows >= self._rows_per_block:
-            self._write_blocks(self._rows_per_block)
-
-    def labels_found(self) -> NDArray[np.float64]:
-        """Return the distinct labels of the rows so far, sorted."""
-        return np.unique(np.concatenate([np.empty(0), *self._labels]))
-
-    def finish(
-        self,
-        *,
-        label_map: Mapping[str, int] | None = None,
-        shard: tuple[int, int] = (0, 1),
-        source: tuple[str, ...] = (),
-        extra: Mapping[str, Any] | None = None,
-    ) -> StoreHeader:
-        """Write the remaining rows, the labels and the header, and rename the store to its final name.
-
-        Args:
-            label_map: The text's labels and their new values; None keeps them.
-            shard: Position among the stores of the data set, and their number.
-            source: Names of the files the rows came from.
-            extra: Further header entries that JSON can represent.
-
-        Returns:
-            The header.
-
-        Raises:
-            DatasetError: The input has no rows, a label is not in the map, or the disk is full.
-        """
-        if not self.n_rows or self._rows_per_block is None:
-            raise DatasetError(f"{self.path} would have no rows: {', '.join(source) or 'the source'} holds none")
-        if self._pending_rows:
-            self._write_blocks(1)
-        labels = self._mapped(label_map).astype(np.dtype(self.dtype).newbyteorder("<")).tobytes()
-        header = StoreHeader(
-            self.layout,
-            self.dtype,
-            self.n_rows,
-            self.n_features,
-            self._rows_per_block,
-            label_map,
-            shard,
-            source,
-            zlib.crc32(labels),
-            extra or {},
-        )
-        self._put(
-            (_LABELS, labels), (_CHECKSUMS, np.array(self._checksums, _CHECKSUM).tobytes()), (_HEADER, header.to_json())
-        )
-        with _disk_errors(self.path):
-            # Without this, a crash after the renaming could leave a complete name with incomplete content.
-            self._environment.sync(True)
-        self._environment.close()
-        files.move_into_place(self._part, self.path)
-        return header
-
-    def _convert(self, features: Any) -> Any:
-        """Return a copy of rows in the dtype of the store; sparse rows become dense later, block by block."""
-        if isinstance(features, np.ndarray) and self.layout == "dense":
-            return features.astype(self.dtype)
-        return _scipy_sparse().csr_matrix(features, dtype=self.dtype, copy=True)
-
-    def _choose_rows(self, rows: Any) -> int:
-        """Choose the number of rows in a block from the size of the first rows."""
-        if self.layout == "dense":
-            row_bytes = self.n_features * np.dtype(self.dtype).itemsize
-        else:
-            # The first rows decide: later rows of sparse data may be longer, which only makes blocks larger.
-            per_value = np.dtype(self.dtype).itemsize + _COLUMN.itemsize
-            row_bytes = _INDPTR.itemsize + per_value * rows.nnz // max(1, rows.shape[0])
-        return max(1, BLOCK_BYTES // max(1, row_bytes))
-
-    def _write_blocks(self, at_least: int) -> None:
-        """Write pending rows as blocks while at least ``at_least`` rows are left."""
-        assert self._rows_per_block is not None
-        if len(self._pending) == 1:
-            rows = self._pending[0]
-        elif all(isinstance(part, np.ndarray) for part in self._pending):
-            rows = np.concatenate(self._pending)
-        else:
-            sparse = _scipy_sparse()
-            rows = sparse.vstack([sparse.csr_matrix(part) for part in self._pending], "csr")
-        start = 0
-        while rows.shape[0] - start >= at_least:
-            stop = min(start + self._rows_per_block, rows.shape[0])
-            self._write_block(rows[start:stop])
-            start = stop
-        self._pending = [rows[start:]] if start < rows.shape[0] else []
-        self._pending_rows = rows.shape[0] - start
-
-    def _write_block(self, rows: Any) -> None:
-        """Write one block."""
-        number = np.dtype(self.dtype).newbyteorder("<")
-        if self.layout == "dense":
-            dense = rows if isinstance(rows, np.ndarray) else rows.toarray()
-            value = np.ascontiguousarray(dense, number).tobytes()
-        else:
-            indptr, columns = rows.indptr.astype(_INDPTR), rows.indices.astype(_COLUMN)
-            value = indptr.tobytes() + rows.data.astype(number).tobytes() + columns.tobytes()
-        self._put((_block_key(len(self._checksums)), value))
-        self._checksums.append(zlib.crc32(value))
-
-    def _put(self, *items: tuple[bytes, bytes]) -> None:
-        """Write values, and double the memory map if they do not fit."""
-        lmdb: Any = require("lmdb", "linear")
-        with _disk_errors(self.path):
-            while True:
-                try:
-                    with self._environment.begin(write=True) as transaction:
-                        for key, value in items:
-                            transaction.put(key, value)
-                    return
-                except lmdb.MapFullError:
-                    # A transaction that failed has no effect, so all its items are written again with the larger map.
-                    self._environment.set_mapsize(2 * self._environment.info()["map_size"])
-
-    def _mapped(self, label_map: Mapping[str, int] | None) -> NDArray[np.float64]:
-        """Return the labels of all rows as they are stored."""
-        labels = np.concatenate(self._labels)
-        if label_map is None:
-            return labels
-        mapped = np.full(len(labels), np.nan)
-        for label, target in label_map.items():
-            mapped[labels == float(label)] = target
-        # A label outside the map would otherwise be stored as NaN.
-        if (wrong := np.flatnonzero(np.isnan(mapped))).size:
-            raise DatasetError(f"row {wrong[0]} has the label {labels[wrong[0]]:g}; the labels are {list(label_map)}")
-        return mapped
-
-
-def _scipy_sparse() -> Any:
-    return require("scipy.sparse", "linear")
-
-
-@contextlib.contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Translate write errors of LMDB into messages about the disk."""
-    lmdb: Any = require("lmdb", "linear")
-    try:
-        yield
-    except lmdb.MapFullError:
-        raise
-    except (lmdb.Error, OSError) as error:
-        text = str(error)
-        # LMDB reports an incomplete write, such as on a full disk, as an input/output error.
-        if any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)):
-            raise DatasetError(
-                f"the disk is full: {path} could not be written; free some space and start again"
-            ) from error
-        raise DatasetError(f"{path} could not be written: {error}") from error
+    def _locate(self, blocks: Rows) -> None:
+        """Find the addresses of blocks, and extend the matrix to them."""
+        low, high = self._low or np.iinfo(np.int64).max, self._high
+        for number in blocks.tolist():
+            array = np.frombuffer(self._load(number), self._header.dtype)
+            expected = self._header.rows_of(number) * self._header.n_features
+            if array.size != expected:
+                raise DatasetError(f"block {number} has {array.size} numbers and should have {expected}: damaged data")
+            if self._cached is not None:
+                start = number * self._header.rows_per_block
+                rows = self._cached[start : start + self._header.rows_per_block]
+                rows[:] = array.reshape(rows.shape)
+                array = rows.reshape(-1)
+            first = self._firsts[number] = array.ctypes.data
+            low, high = min(low, first), max(high, first + array.nbytes)
+        # A new range of addresses needs a new view; located addresses stay valid.
+        if (low, high) != (self._low, self._high):
+            self._low, self._high = low, high
+            memory = (ctypes.c_char * (high - low)).from_address(low)
+            content = torch.from_numpy(np.frombuffer(memoryview(memory), np.uint8))
+            # The rows overlap in memory, so the view takes no space; it must never be written to.
+            self._matrix = content.as_strided((high - low - self._row_bytes + 1, self._row_bytes), (1, 1))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlbench_core.arguments import check_at_least
-from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import StoreWriter
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter
 
 __all__ = [
     "DEFAULT_FEATURES",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mlbench_core import files
-from mlbench_core.arguments import check_at_least
+from mlbench_core.arguments import check_at_least, check_rank
 from mlbench_core.dataset.download import maybe_download_and_extract_zip, progress_download
 from mlbench_core.dataset.nlp.pytorch.corpus import Corpus, Dictionary, Ids, load_corpus
 from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part
@@ -273,8 +273,7 @@ def _share(global_bsz: int, worker_bsz: int | None, rank: int, world_size: int |
     if world_size is not None:
         if worker_bsz is not None:
             raise ValueError("worker_bsz and world_size are both given; give the one that is to decide")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}; it must be from 0 to {world_size - 1}, as world_size is {world_size}")
+        check_rank(rank, world_size)
         return rank * global_bsz // world_size, (rank + 1) * global_bsz // world_size
     if worker_bsz is None:
         return 0, global_bsz

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from mlbench_core.arguments import check_at_least, check_int
+from mlbench_core.arguments import check_at_least, check_int, check_rank
 from mlbench_core.dataset.pytorch.resumable import ResumablePasses
 
 __all__ = ["BucketBatchSampler", "PaddedBatch", "TeacherForcedBatches", "build_collate_fn"]
@@ -117,8 +117,7 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
     ) -> None:
         for name, value, least in (("batch_size", batch_size, 1), ("buckets", buckets, 1), ("seed", seed, 0)):
             check_int(name, value, least)
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}; it must be from 0 to {world_size - 1}, as world_size is {world_size}")
+        check_rank(rank, world_size)
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
         self.rank, self.world_size, self.buckets = rank, world_size, buckets

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mlbench_core.arguments import check_at_least, check_rank
+
 __all__ = ["SizedPairs", "collate_batch", "get_batches", "shard_batches"]
 
 
@@ -62,8 +64,8 @@ def get_batches(
         [[1, 3], [2, 0], [4]]
     """
     for name, limit in (("max_tokens", max_tokens), ("max_sentences", max_sentences), ("bsz_mult", bsz_mult)):
-        if limit is not None and limit < 1:
-            raise ValueError(f"{name} is {limit}; it must be at least 1")
+        if limit is not None:
+            check_at_least(name, limit, 1)
     sizes = dataset.sizes
     if max_tokens is not None and len(sizes) and sizes.max() > max_tokens:
         longest = int(sizes.argmax())
@@ -139,8 +141,7 @@ def shard_batches(
         >>> [shard_batches(batches, rank, 2, drop_last=False) for rank in range(2)]
         [[[0], [2]], [[1], []]]
     """
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank}; it must be from 0 to {world_size - 1}, as world_size is {world_size}")
+    check_rank(rank, world_size)
     rounds = len(batches) // world_size if drop_last else -(-len(batches) // world_size)
     if drop_last and rounds == 0:
         raise ValueError(

@@ -1,0 +1,259 @@
+"""Write stores of a linear model's rows; :mod:`mlbench_core.dataset.linearmodels.pytorch.lmdb_store` reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlbench_core import files
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import (
+    CHECKSUM,
+    CHECKSUMS_KEY,
+    COLUMN,
+    DTYPES,
+    HEADER_KEY,
+    INDPTR,
+    LABELS_KEY,
+    LAYOUTS,
+    StoreHeader,
+    block_key,
+)
+from mlbench_core.errors import DatasetError, require
+
+__all__ = ["StoreWriter"]
+
+_BLOCK_BYTES = 1 << 19  # target size: tens of rows of 2,000 features, and still efficient to read
+_FIRST_MAP_BYTES = 1 << 26
+
+
+class StoreWriter:
+    """Write a store; it gets its name only when it is complete.
+
+    Rows go to a hidden file next to the final one, which :meth:`finish` renames. An unfinished file is deleted at the
+    end of the ``with`` block. A file left by a killed process is overwritten by the next writer of the same store. Two
+    processes that write the same store do so one after the other.
+
+    Args:
+        path: The store's final name.
+        n_features: Number of columns, at least 1.
+        layout: ``"dense"`` or ``"csr"``.
+        dtype: ``"float32"`` or ``"float64"``.
+        rows_per_block: Rows in a block; by default chosen so that a block has about half a megabyte.
+
+    Raises:
+        ValueError: An argument is outside the values listed above.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> with StoreWriter(folder / "tiny.lmdb", n_features=2) as writer:
+        ...     writer.append(np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([-1.0, 1.0]))
+        ...     _ = writer.finish(label_map={"-1": 0, "1": 1})
+        >>> store = LinearStore(folder / "tiny.lmdb")
+        >>> store.labels.tolist()
+        [0.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        n_features: int,
+        *,
+        layout: str = "dense",
+        dtype: str = "float32",
+        rows_per_block: int | None = None,
+    ) -> None:
+        self._lmdb: Any = require("lmdb", "linear")
+        self._sparse: Any = require("scipy.sparse", "linear")
+        if n_features < 1 or (rows_per_block is not None and rows_per_block < 1):
+            raise ValueError(f"n_features is {n_features} and rows_per_block {rows_per_block}; both must be at least 1")
+        if layout not in LAYOUTS or dtype not in DTYPES:
+            raise ValueError(f"layout is {layout!r} and dtype {dtype!r}; allowed: {LAYOUTS} and {DTYPES}")
+        self.path = Path(path)
+        self.n_features, self.layout, self.dtype = n_features, layout, dtype
+        self.n_rows = 0
+        self._rows_per_block = rows_per_block
+        self._part = self.path.with_name(f".{self.path.name}.part")
+        self._pending: list[Any] = []
+        self._pending_rows = 0
+        self._labels: list[NDArray[Any]] = []
+        self._checksums: list[int] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> StoreWriter:
+        with contextlib.ExitStack() as stack:
+            # The lock comes first: a second writer waits here instead of deleting the file that the first one writes.
+            stack.enter_context(files.lock(self.path.with_name(f".{self.path.name}.lock")))
+            self._part.unlink(missing_ok=True)
+            stack.callback(self._part.unlink, missing_ok=True)
+            with self._disk_errors():
+                # `sync=False` makes writing fast; `finish` syncs once before the store gets its name.
+                self._environment = self._lmdb.open(
+                    str(self._part), subdir=False, lock=False, sync=False, map_size=_FIRST_MAP_BYTES
+                )
+            stack.callback(self._environment.close)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def append(self, features: Any, labels: NDArray[Any]) -> None:
+        """Add rows.
+
+        Args:
+            features: Matrix (rows, n_features): an array or a scipy sparse matrix.
+            labels: The rows' labels.
+
+        Raises:
+            ValueError: The shapes do not fit.
+            DatasetError: The disk is full.
+        """
+        if features.shape != (len(labels), self.n_features):
+            raise ValueError(f"features has shape {features.shape}; it must be ({len(labels)}, {self.n_features})")
+        self._labels.append(np.asarray(labels, dtype=np.float64))
+        # A copy, because the caller may change its array. Sparse rows become dense later, block by block.
+        if isinstance(features, np.ndarray) and self.layout == "dense":
+            self._pending.append(features.astype(self.dtype))
+        else:
+            self._pending.append(self._sparse.csr_matrix(features, dtype=self.dtype, copy=True))
+        self._pending_rows += len(labels)
+        self.n_rows += len(labels)
+        if self._rows_per_block is None:
+            self._rows_per_block = self._choose_rows(self._pending[0])
+        # Blocks are written as soon as they are full, so only labels and pending rows stay in memory.
+        if self._pending_rows >= self._rows_per_block:
+            self._write_blocks(self._rows_per_block)
+
+    def labels_found(self) -> NDArray[np.float64]:
+        """Return the distinct labels of the rows so far, sorted."""
+        return np.unique(np.concatenate([np.empty(0), *self._labels]))
+
+    def finish(
+        self,
+        *,
+        label_map: Mapping[str, int] | None = None,
+        shard: tuple[int, int] = (0, 1),
+        source: tuple[str, ...] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> StoreHeader:
+        """Write the remaining rows, the labels and the header, and rename the store to its final name.
+
+        Args:
+            label_map: The text's labels and their new values; None keeps them.
+            shard: Position among the stores of the data set, and their number.
+            source: Names of the files the rows came from.
+            extra: Further header entries that JSON can represent.
+
+        Returns:
+            The header.
+
+        Raises:
+            DatasetError: The input has no rows, a label is not in the map, or the disk is full.
+        """
+        if not self.n_rows or self._rows_per_block is None:
+            raise DatasetError(f"{self.path} would have no rows: {', '.join(source) or 'the source'} holds none")
+        if self._pending_rows:
+            self._write_blocks(1)
+        labels = self._mapped(label_map).astype(np.dtype(self.dtype).newbyteorder("<")).tobytes()
+        header = StoreHeader(
+            self.layout, self.dtype, self.n_rows, self.n_features, self._rows_per_block, label_map, shard, source,
+            zlib.crc32(labels), extra or {},
+        )  # fmt: skip
+        checksums = np.array(self._checksums, CHECKSUM).tobytes()
+        self._put((LABELS_KEY, labels), (CHECKSUMS_KEY, checksums), (HEADER_KEY, header.to_json()))
+        with self._disk_errors():
+            # Without this, a crash after the renaming could leave a complete name with incomplete content.
+            self._environment.sync(True)
+        self._environment.close()
+        files.move_into_place(self._part, self.path)
+        return header
+
+    def _choose_rows(self, rows: Any) -> int:
+        """Choose the number of rows in a block from the size of the first rows."""
+        if self.layout == "dense":
+            row_bytes = self.n_features * np.dtype(self.dtype).itemsize
+        else:
+            # The first rows decide: later rows of sparse data may be longer, which only makes blocks larger.
+            per_value = np.dtype(self.dtype).itemsize + COLUMN.itemsize
+            row_bytes = INDPTR.itemsize + per_value * rows.nnz // max(1, rows.shape[0])
+        return max(1, _BLOCK_BYTES // max(1, row_bytes))
+
+    def _write_blocks(self, at_least: int) -> None:
+        """Write pending rows as blocks while at least ``at_least`` rows are left."""
+        assert self._rows_per_block is not None
+        if len(self._pending) == 1:
+            rows = self._pending[0]
+        elif all(isinstance(part, np.ndarray) for part in self._pending):
+            rows = np.concatenate(self._pending)
+        else:
+            rows = self._sparse.vstack([self._sparse.csr_matrix(part) for part in self._pending], "csr")
+        start = 0
+        while rows.shape[0] - start >= at_least:
+            stop = min(start + self._rows_per_block, rows.shape[0])
+            self._write_block(rows[start:stop])
+            start = stop
+        self._pending = [rows[start:]] if start < rows.shape[0] else []
+        self._pending_rows = rows.shape[0] - start
+
+    def _write_block(self, rows: Any) -> None:
+        """Write one block."""
+        number = np.dtype(self.dtype).newbyteorder("<")
+        if self.layout == "dense":
+            dense = rows if isinstance(rows, np.ndarray) else rows.toarray()
+            value = np.ascontiguousarray(dense, number).tobytes()
+        else:
+            indptr, columns = rows.indptr.astype(INDPTR), rows.indices.astype(COLUMN)
+            value = indptr.tobytes() + rows.data.astype(number).tobytes() + columns.tobytes()
+        self._put((block_key(len(self._checksums)), value))
+        self._checksums.append(zlib.crc32(value))
+
+    def _put(self, *items: tuple[bytes, bytes]) -> None:
+        """Write values, and double the memory map if they do not fit."""
+        with self._disk_errors():
+            while True:
+                try:
+                    with self._environment.begin(write=True) as transaction:
+                        for key, value in items:
+                            transaction.put(key, value)
+                    return
+                except self._lmdb.MapFullError:
+                    # A transaction that failed has no effect, so all its items are written again with the larger map.
+                    self._environment.set_mapsize(2 * self._environment.info()["map_size"])
+
+    def _mapped(self, label_map: Mapping[str, int] | None) -> NDArray[np.float64]:
+        """Return the labels of all rows as they are stored."""
+        labels = np.concatenate(self._labels)
+        if label_map is None:
+            return labels
+        mapped = np.full(len(labels), np.nan)
+        for label, target in label_map.items():
+            mapped[labels == float(label)] = target
+        # A label outside the map would otherwise be stored as NaN.
+        if (wrong := np.flatnonzero(np.isnan(mapped))).size:
+            raise DatasetError(f"row {wrong[0]} has the label {labels[wrong[0]]:g}; the labels are {list(label_map)}")
+        return mapped
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Translate write errors of LMDB into messages about the disk."""
+        try:
+            yield
+        except self._lmdb.MapFullError:
+            raise  # not the disk: `_put` enlarges the map
+        except (self._lmdb.Error, OSError) as error:
+            # LMDB reports an incomplete write, such as on a full disk, as an input/output error.
+            if any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)):
+                raise DatasetError(
+                    f"the disk is full: {self.path} could not be written; free some space and start again"
+                ) from error
+            raise DatasetError(f"{self.path} could not be written: {error}") from error
