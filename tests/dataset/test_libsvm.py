@@ -58,10 +58,12 @@ def run_command(*arguments: Any) -> int:
 @pytest.mark.parametrize(
     ("which", "layout"), [*((which, "dense") for which in REAL), ("agaricus-test", "csr"), ("heart_scale", "csr")]
 )
-def test_every_value_is_what_scikit_learn_reads(which: str, layout: str, tmp_path: Path) -> None:
+def test_every_value_is_what_scikit_learn_reads(
+    which: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libsvm_text, "CHUNK_BYTES", 5000)  # many borders
     name, part, file_name = REAL[which]
     source = test_data("libsvm", file_name)
-    # Small chunks and blocks, so that there are many borders.
     assert run_command(name, part, tmp_path, "--file", source, "--layout", layout, "--dtype", "float64") == 0
     expected, labels = sklearn_datasets.load_svmlight_file(str(source), n_features=KNOWN[name].n_features)
     for read_as in ("dense", "sparse_csr"):
@@ -76,7 +78,10 @@ def test_every_value_is_what_scikit_learn_reads(which: str, layout: str, tmp_pat
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("dense", "float32"), ("csr", "float32"), ("dense", "float64")])
-def test_text_written_from_a_store_gives_the_same_numbers_back(layout: str, dtype: str, tmp_path: Path) -> None:
+def test_text_written_from_a_store_gives_the_same_numbers_back(
+    layout: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libsvm_text, "CHUNK_BYTES", 1000)
     generator = np.random.default_rng(0)
     rows = generator.standard_normal((300, 7)).astype(dtype) * 10.0 ** generator.integers(-30, 30, (300, 7))
     rows = rows.astype(dtype)
@@ -86,7 +91,7 @@ def test_text_written_from_a_store_gives_the_same_numbers_back(layout: str, dtyp
         writer.finish(label_map={"1": 0, "2": 1})
     assert run_command("n", "train", tmp_path, "--to-text") == 0
     again = libsvm.convert(
-        [tmp_path / "n_train.svm"], tmp_path / "again.lmdb", n_features=7, layout=layout, dtype=dtype, chunk_bytes=1000
+        [tmp_path / "n_train.svm"], tmp_path / "again.lmdb", n_features=7, layout=layout, dtype=dtype
     )
     before, after = LinearStore(tmp_path / "n_train.lmdb"), LinearStore(again[0])
     everything = np.arange(300)
@@ -102,10 +107,13 @@ def test_text_written_from_a_store_gives_the_same_numbers_back(layout: str, dtyp
 @pytest.mark.parametrize(
     ("suffix", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
 )
-def test_compressed_text_is_the_same_text(suffix: str, compress: Any, tmp_path: Path) -> None:
+def test_compressed_text_is_the_same_text(
+    suffix: str, compress: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libsvm_text, "CHUNK_BYTES", 20)
     packed = tmp_path / f"text{suffix}"
     packed.write_bytes(compress(TEXT.encode()))
-    libsvm.convert([packed], tmp_path / "t_train.lmdb", chunk_bytes=20)
+    libsvm.convert([packed], tmp_path / "t_train.lmdb")
     dataset = LMDBDataset("t", "train", tmp_path)
     assert dataset.batch(range(4))[0].tolist() == [[0.5, 0, 2], [0, -1.25, 0], [0, 0, pytest.approx(1e-3)], [0, 0, 0]]
     assert dataset.targets.tolist() == [1, 0, 1, 0]
@@ -152,27 +160,29 @@ def test_several_texts_make_one_data_set(separate: bool, tmp_path: Path) -> None
         ("\0\1\2\3", ""),
     ],
 )
-def test_a_wrong_line_is_named(line: str, says: str, tmp_path: Path) -> None:
+def test_a_wrong_line_is_named(line: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libsvm_text, "CHUNK_BYTES", 2000)
     text = write(tmp_path / "text", "1 1:1\n" * 5000 + line + "\n" + "1 1:1\n" * 700)
     with pytest.raises(DatasetError, match=f"text, line 5001: .*({says})"):
-        libsvm.convert([text], tmp_path / "w_train.lmdb", n_features=9, layout="dense", chunk_bytes=2000)
+        libsvm.convert([text], tmp_path / "w_train.lmdb", n_features=9, layout="dense")
     assert {path.name for path in tmp_path.iterdir()} == {"text", ".w_train.lmdb.lock"}
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     text = write(tmp_path / "text")
     for change, says in [
-        ({"layout": "sparse"}, "layout is 'sparse'"),
-        ({"labels": "0/1"}, "labels is '0/1'"),
+        ({"layout": "sparse"}, "layout must be 'auto', 'dense' or 'csr', not 'sparse'"),
+        ({"labels": "0/1"}, "labels must be .* not '0/1'"),
         ({"labels": (1, 1)}, "two different labels"),
         ({"dtype": "float16", "n_features": 3, "layout": "dense"}, "dtype 'float16'"),
         ({"n_features": 0, "layout": "dense"}, "n_features is 0"),
-        ({"rows_per_block": 0}, "rows_per_block 0"),
     ]:
         with pytest.raises(ValueError, match=says):
             libsvm.convert([text], tmp_path / "a.lmdb", **change)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must end in \.lmdb"):
         libsvm.convert([text], tmp_path / "a")
+    with pytest.raises(ValueError, match="rows_per_block 0"):
+        StoreWriter(tmp_path / "a.lmdb", 3, rows_per_block=0)
     with pytest.raises(ValueError, match="sources is empty"):
         libsvm.convert([], tmp_path / "a.lmdb")
     with pytest.raises(DatasetNotFoundError, match="there is no file"):
@@ -325,6 +335,7 @@ def test_the_command_makes_all_parts_of_synthetic_dense(tmp_path: Path, capsys: 
         (["nothing", "train", "x"], "the name 'nothing' is not known"),
         (["australian", "test", "x"], "has no part 'test'; it has train"),
         (["mine", "x", "--file", "y"], "say which part it is"),
+        (["a9a", "x", "--labels", "1"], "'1' is not auto, keep or two integers"),
     ],
 )
 def test_wrong_command_lines_are_explained(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,8 +413,9 @@ def test_the_optimum_is_scikit_learns() -> None:
     )
 
 
-def test_scan_counts_a_text_in_chunks(tmp_path: Path) -> None:
-    shape = libsvm_text.scan(write(tmp_path / "text"), chunk_bytes=5)
+def test_scan_counts_a_text_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libsvm_text, "CHUNK_BYTES", 5)
+    shape = libsvm_text.scan(write(tmp_path / "text"))
     assert (shape.n_rows, shape.n_features, shape.n_values) == (4, 3, 4)
 
 

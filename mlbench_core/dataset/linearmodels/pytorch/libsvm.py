@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlbench_core.dataset.download import check_digest, progress_download
-from mlbench_core.dataset.linearmodels.pytorch import libsvm_text
-from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN, KnownDataset, TextFile
+from mlbench_core.dataset.download import check_digest, progress_download, show_progress
+from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset, libsvm_text
+from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN, TextFile
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore, find_stores
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter
+from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import (
+    DEFAULT_FEATURES,
+    DEFAULT_ROWS,
+    write_synthetic_dense,
+)
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, MLBenchError
 from mlbench_core.files import replacing
 
@@ -50,8 +54,6 @@ def convert(
     labels: Labels = "auto",
     zero_based: bool = False,
     separate: bool = False,
-    rows_per_block: int | None = None,
-    chunk_bytes: int = libsvm_text.CHUNK_BYTES,
     advance: Advance | None = None,
 ) -> list[Path]:
     """Convert LIBSVM text to a store, or to one store for each text.
@@ -72,8 +74,6 @@ def convert(
         zero_based: If True, indices count from 0; LIBSVM indices count from 1.
         separate: If True, each text becomes its own store, ``NAME-00000-of-00002.lmdb`` and so on, in place of
             ``dest``.
-        rows_per_block: Rows of a block, by default about half a megabyte.
-        chunk_bytes: Approximate number of bytes of text to parse at once.
         advance: Called with the number of bytes of text that were processed.
 
     Returns:
@@ -88,26 +88,19 @@ def convert(
     if not paths:
         raise ValueError("sources is empty; give at least one file of text")
     if target.suffix != ".lmdb":
-        raise ValueError(f"dest is {target}; it must end in .lmdb")
+        raise ValueError(f"dest must end in .lmdb, not be {target}")
     if layout not in ("auto", "dense", "csr"):
-        raise ValueError(f"layout is {layout!r}; it must be 'auto', 'dense' or 'csr'")
-    _check_labels(labels)
+        raise ValueError(f"layout must be 'auto', 'dense' or 'csr', not {layout!r}")
+    if labels not in ("auto", "keep") and (isinstance(labels, str) or len(set(labels)) != 2):
+        raise ValueError(f"labels must be 'auto', 'keep' or two different labels (negative, positive), not {labels!r}")
     # The number of columns and the layout must be known before the first block is written.
-    n_features, layout = _shape(paths, n_features, layout, dtype, zero_based, chunk_bytes)
+    n_features, layout = _shape(paths, n_features, layout, dtype, zero_based)
     targets = _targets(target, len(paths) if separate else 1)
-    _refuse_others(target, targets)
     with contextlib.ExitStack() as stack:
-        writers = [
-            stack.enter_context(
-                StoreWriter(path, n_features, layout=layout, dtype=dtype, rows_per_block=rows_per_block)
-            )
-            for path in targets
-        ]
+        writers = [stack.enter_context(StoreWriter(path, n_features, layout=layout, dtype=dtype)) for path in targets]
         for number, path in enumerate(paths):
             writer = writers[number if separate else 0]
-            for chunk in libsvm_text.read_chunks(
-                path, n_features=n_features, dtype=dtype, zero_based=zero_based, chunk_bytes=chunk_bytes
-            ):
+            for chunk in libsvm_text.read_chunks(path, n_features=n_features, dtype=dtype, zero_based=zero_based):
                 writer.append(chunk.features, chunk.labels)
                 if advance is not None:
                     advance(chunk.text_bytes)
@@ -199,9 +192,7 @@ def generate_lmdb_from_libsvm(name: str, data_type: str, root: str | os.PathLike
         _known_text(name, data_type)
     elif data_type not in ("train", "test"):
         raise ValueError(f"data_type must be 'train' or 'test', not {data_type!r}")
-    folder = Path(root)
-    options = _parse([name, data_type, str(folder)])
-    return _make(options, KNOWN.get(name), data_type, folder / f"{name}_{data_type}.lmdb")
+    return _make(_parse([name, data_type, str(root)]), data_type)
 
 
 class LIBSVMDataset:
@@ -222,8 +213,6 @@ class LIBSVMDataset:
     """
 
     def __init__(self, name: str, data_type: str, root: str | os.PathLike[str]) -> None:
-        from mlbench_core.dataset.linearmodels.pytorch import LMDBDataset  # imported late: it depends on this package
-
         try:
             find_stores(Path(root), name, data_type)
         except DatasetNotFoundError:
@@ -257,14 +246,6 @@ def _known_text(name: str, data_type: str) -> TextFile:
     return KNOWN[name].files[data_type]
 
 
-def _check_labels(labels: Labels) -> None:
-    """Check the argument ``labels``."""
-    if isinstance(labels, str) and labels not in ("auto", "keep"):
-        raise ValueError(f"labels is {labels!r}; it must be 'auto', 'keep' or a pair (negative, positive)")
-    if not isinstance(labels, str) and len(set(labels)) != 2:
-        raise ValueError(f"labels is {labels!r}; a pair has two different labels")
-
-
 def _label_map(found: NDArray[np.float64], labels: Labels) -> dict[str, int] | None:
     """Return the mapping from the labels of a text to 0 and 1, or None to keep them."""
     if labels == "keep":
@@ -280,36 +261,30 @@ def _label_map(found: NDArray[np.float64], labels: Labels) -> dict[str, int] | N
     raise DatasetError(f"the text has the labels {sorted(present)[:9]}; expected only {labels[0]} and {labels[1]}")
 
 
-def _shape(
-    paths: list[Path], n_features: int | None, layout: str, dtype: str, zero_based: bool, chunk_bytes: int
-) -> tuple[int, str]:
+def _shape(paths: list[Path], n_features: int | None, layout: str, dtype: str, zero_based: bool) -> tuple[int, str]:
     """Return the number of columns and the layout, read from the texts if they were not given."""
     if n_features is not None and layout != "auto":
         return n_features, layout
-    found = [libsvm_text.scan(path, zero_based=zero_based, chunk_bytes=chunk_bytes) for path in paths]
+    found = [libsvm_text.scan(path, zero_based=zero_based) for path in paths]
     columns = n_features or max(shape.n_features for shape in found)
     if layout == "auto":
         written, all_values = sum(s.n_values for s in found), sum(s.n_rows for s in found) * columns
         is_dense = columns * np.dtype(dtype).itemsize <= _DENSE_ROW_BYTES or written >= _DENSE_SHARE * all_values
         layout = "dense" if is_dense else "csr"
     if columns < 1:
-        raise DatasetError(f"{', '.join(map(str, paths))}: there are no values in it")
+        raise DatasetError(f"{', '.join(map(str, paths))} has no values")
     return columns, layout
 
 
 def _targets(target: Path, count: int) -> list[Path]:
-    """Return the names of the stores."""
-    if count == 1:
-        return [target]
-    return [target.with_name(f"{target.stem}-{number:05}-of-{count:05}.lmdb") for number in range(count)]
-
-
-def _refuse_others(target: Path, targets: list[Path]) -> None:
-    """Refuse stores left from another conversion, which would be read together with the new ones or instead of them."""
-    # A store that is about to be replaced is not a conflict.
+    """Return the names of the stores, after a check that none is left from another conversion."""
+    numbered = [target.with_name(f"{target.stem}-{number:05}-of-{count:05}.lmdb") for number in range(count)]
+    targets = [target] if count == 1 else numbered
+    # Other stores would be read together with the new ones, or instead of them. One that is replaced is not a conflict.
     others = {target, *target.parent.glob(f"{target.stem}-*-of-*.lmdb")} - set(targets)
     if left := sorted(path.name for path in others if path.exists()):
         raise DatasetError(f"{target.parent} has other stores of the same name: {', '.join(left)}; delete them first")
+    return targets
 
 
 def _text_of(store: LinearStore) -> Iterator[tuple[str, int]]:
@@ -362,7 +337,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     text.add_argument("--features", type=int, help="number of columns; by default the known or the largest index")
     text.add_argument("--layout", choices=("auto", "dense", "csr"), default="auto")
     text.add_argument("--dtype", choices=("float32", "float64"), default="float32")
-    text.add_argument("--labels", help="auto, keep, or NEGATIVE,POSITIVE as in --labels=-1,1")
+    text.add_argument("--labels", type=_labels, help="auto, keep, or NEGATIVE,POSITIVE as in --labels=-1,1")
     text.add_argument("--zero-based", action="store_true", help="indices count from 0")
     text.add_argument("--to-text", type=Path, nargs="?", const=Path(), metavar="PATH", help="write the store as text")
     text.add_argument("--verify", action="store_true", help="check the checksums of a store")
@@ -387,68 +362,60 @@ def _run(options: argparse.Namespace) -> Iterator[str]:
         yield from _read_stores(options)
         return
     known = KNOWN.get(options.name)
-    parts = [options.data_type] if options.data_type else list(known.files) if known else ["train", "test"]
-    for part in parts:
-        dest = options.dest_dir / f"{options.name}_{part}.lmdb"
-        for path in _make(options, known, part, dest):
+    all_parts = list(known.files) if known else ["train", "test"]
+    for part in [options.data_type] if options.data_type else all_parts:
+        for path in _make(options, part):
             header = LinearStore(path).header
             labels = "as they were" if header.label_map is None else header.label_map
             yield f"{path}: {header.n_rows} rows, {header.n_features} features, {header.layout}, labels {labels}"
 
 
-def _make(options: argparse.Namespace, known: KnownDataset | None, part: str, dest: Path) -> list[Path]:
+def _make(options: argparse.Namespace, part: str) -> list[Path]:
     """Create the stores of one part."""
+    known, dest = KNOWN.get(options.name), options.dest_dir / f"{options.name}_{part}.lmdb"
     if options.name == SYNTHETIC and not options.file:
-        from mlbench_core.dataset.linearmodels.pytorch import synthetic_dense
-
-        rows = options.rows or synthetic_dense.DEFAULT_ROWS[part]
-        with _progress(f"{options.name} {part}", rows) as advance:
-            features = options.features or synthetic_dense.DEFAULT_FEATURES
-            return [
-                synthetic_dense.write_synthetic_dense(
-                    dest, features, rows, options.seed, data_type=part, l2=options.optimum, advance=advance
-                )
-            ]
+        features, rows = options.features or DEFAULT_FEATURES, options.rows or DEFAULT_ROWS[part]
+        with show_progress(f"{options.name} {part}", rows) as advance:
+            write_synthetic_dense(
+                dest, features, rows, options.seed, data_type=part, l2=options.optimum, advance=advance
+            )
+        return [dest]
     files = options.file or [download(options.name, part, options.dest_dir)]
     # Without compression the size in bytes is the total of the progress bar; a compressed file has none.
     sizes = [path.stat().st_size for path in files if path.is_file() and path.suffix not in (".gz", ".bz2", ".xz")]
-    with _progress(dest.name, sum(sizes) if len(sizes) == len(files) else None) as advance:
+    with show_progress(dest.name, sum(sizes) if len(sizes) == len(files) else None, of_bytes=True) as advance:
         paths = convert(
             files,
             dest,
             n_features=options.features or (known.n_features if known else None),
             layout=known.layout if known and options.layout == "auto" else options.layout,
             dtype=options.dtype,
-            labels=_labels_option(options.labels, known),
+            labels=options.labels or (known.labels if known else "auto"),
             zero_based=options.zero_based,
             separate=options.separate,
             advance=advance,
         )
     if known and not options.file:
-        _check_rows(paths, known.files[part])
+        # The only check for a text without a published checksum. The stores are deleted, so that the next run does not
+        # take them for complete ones.
+        text, rows = known.files[part], sum(len(LinearStore(path)) for path in paths)
+        if rows != text.n_rows:
+            for path in paths:
+                path.unlink()
+            raise DatasetError(
+                f"{text.file_name} has {rows} rows and should have {text.n_rows}: delete it and start again"
+            )
     return paths
 
 
-def _check_rows(paths: list[Path], text: TextFile) -> None:
-    """Check the number of rows, the only check for a text without a published checksum."""
-    rows = sum(len(LinearStore(path)) for path in paths)
-    # The stores are deleted, so that the next run does not take them for complete ones.
-    if rows != text.n_rows:
-        for path in paths:
-            path.unlink()
-        raise DatasetError(f"{text.file_name} has {rows} rows and should have {text.n_rows}: delete it and start again")
-
-
-def _labels_option(text: str | None, known: KnownDataset | None) -> Labels:
+def _labels(text: str) -> Labels:
     """Parse the option ``--labels``."""
-    if text is None:
-        return known.labels if known else "auto"
     if text in ("auto", "keep"):
         return text
     try:
         negative, positive = (int(part) for part in text.split(","))
     except ValueError:
-        raise DatasetError(f"--labels is {text!r}; it must be auto, keep or two whole numbers, as in -1,1") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, keep or two integers, as in -1,1") from None
     return negative, positive
 
 
@@ -462,20 +429,9 @@ def _read_stores(options: argparse.Namespace) -> Iterator[str]:
     if options.to_text is not None:
         default = options.dest_dir / f"{options.name}_{options.data_type}.svm"
         path = default if options.to_text == Path() else options.to_text
-        with _progress(path.name, sum(len(LinearStore(store)) for store in stores)) as advance:
+        with show_progress(path.name, sum(len(LinearStore(store)) for store in stores)) as advance:
             store_to_text(stores, path, advance=advance)
         yield f"{path}: written"
-
-
-@contextlib.contextmanager
-def _progress(name: str, total: int | None) -> Iterator[Advance]:
-    """Show a progress bar on a terminal, and yield the function that receives the amount of work done."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(name, total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 if __name__ == "__main__":

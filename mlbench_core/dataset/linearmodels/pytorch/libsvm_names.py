@@ -8,8 +8,14 @@ from dataclasses import dataclass
 __all__ = ["KNOWN", "KnownDataset", "TextFile"]
 
 _LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary/"
+# Fixed revisions, so that the checksums below stay right.
 _XGBOOST = "https://raw.githubusercontent.com/dmlc/xgboost/379b29f0836b9dbc313b993d8e5743bd452d4117/demo/data/"
 _LIBSVM_SOURCE = "https://raw.githubusercontent.com/cjlin1/libsvm/6b907139084abf2da4d6d3cb10dc3b7eaffa2fbb/"
+_AGARICUS_SHA256 = (
+    "915c2def06e9b44a306ad097fe8b6652c7c477d9c1e605bd2130ad20a70a8ad6",
+    "765db79391141953d890ce197fe828a621d6487fbba4de5e4d2217bd140371c0",
+)
+_HEART_SHA256 = "5defa0a4c4c5bdaf3f55ae3828310252e8565c13ee37ce279e0b86d82e7f4ce9"
 
 
 @dataclass(frozen=True)
@@ -39,97 +45,57 @@ class KnownDataset:
 
     Attributes:
         n_features: Number of columns, which may be larger than the largest index in one part.
+        files: The texts, by ``"train"`` and ``"test"``.
         layout: Layout of the store: ``"dense"`` or ``"csr"``.
         labels: The negative and the positive label of the text; they become 0 and 1.
-        files: The texts, by ``"train"`` and ``"test"``.
-        note: A remark for users.
     """
 
     n_features: int
-    layout: str
-    labels: tuple[int, int]
     files: Mapping[str, TextFile]
-    note: str = ""
+    layout: str = "dense"
+    labels: tuple[int, int] = (-1, 1)
+
+
+def _parts(train: TextFile, test: TextFile) -> dict[str, TextFile]:
+    return {"train": train, "test": test}
 
 
 KNOWN: Mapping[str, KnownDataset] = {
-    "a9a": KnownDataset(
-        123,
-        "dense",
-        (-1, 1),
-        {"train": TextFile(_LIBSVM + "a9a", 32_561), "test": TextFile(_LIBSVM + "a9a.t", 16_281)},
-        "Adult (UCI) as zeros and ones",
-    ),
+    # Adult (UCI) as zeros and ones
+    "a9a": KnownDataset(123, _parts(TextFile(_LIBSVM + "a9a", 32_561), TextFile(_LIBSVM + "a9a.t", 16_281))),
+    # Mushroom (UCI) as zeros and ones; separable
     "agaricus": KnownDataset(
         126,
-        "dense",
-        (0, 1),
-        {
-            "train": TextFile(
-                _XGBOOST + "agaricus.txt.train",
-                6_513,
-                "915c2def06e9b44a306ad097fe8b6652c7c477d9c1e605bd2130ad20a70a8ad6",
-            ),
-            "test": TextFile(
-                _XGBOOST + "agaricus.txt.test",
-                1_611,
-                "765db79391141953d890ce197fe828a621d6487fbba4de5e4d2217bd140371c0",
-            ),
-        },
-        "Mushroom (UCI) as zeros and ones; separable",
+        _parts(
+            TextFile(_XGBOOST + "agaricus.txt.train", 6_513, _AGARICUS_SHA256[0]),
+            TextFile(_XGBOOST + "agaricus.txt.test", 1_611, _AGARICUS_SHA256[1]),
+        ),
+        labels=(0, 1),
     ),
-    "australian": KnownDataset(
-        14,
-        "dense",
-        (-1, 1),
-        {"train": TextFile(_LIBSVM + "australian", 690)},
-        "Statlog Australian Credit Approval (UCI), features not scaled",
-    ),
-    "duke": KnownDataset(
-        7_129,
-        "dense",
-        (-1, 1),
-        {"train": TextFile(_LIBSVM + "duke.tr.bz2", 38), "test": TextFile(_LIBSVM + "duke.val.bz2", 4)},
-        "Duke breast cancer, gene expression",
-    ),
+    # Statlog Australian Credit Approval (UCI), features not scaled
+    "australian": KnownDataset(14, {"train": TextFile(_LIBSVM + "australian", 690)}),
+    # Duke breast cancer, gene expression
+    "duke": KnownDataset(7_129, _parts(TextFile(_LIBSVM + "duke.tr.bz2", 38), TextFile(_LIBSVM + "duke.val.bz2", 4))),
+    # PASCAL large-scale learning challenge 2008; about 12 GB of text, 3.2 GB stored
     "epsilon": KnownDataset(
         2_000,
-        "dense",
-        (-1, 1),
-        {
-            "train": TextFile(_LIBSVM + "epsilon_normalized.bz2", 400_000),
-            "test": TextFile(_LIBSVM + "epsilon_normalized.t.bz2", 100_000),
-        },
-        "PASCAL large-scale learning challenge 2008; about 12 GB of text, 3.2 GB stored",
+        _parts(
+            TextFile(_LIBSVM + "epsilon_normalized.bz2", 400_000),
+            TextFile(_LIBSVM + "epsilon_normalized.t.bz2", 100_000),
+        ),
     ),
-    "heart_scale": KnownDataset(
-        13,
-        "dense",
-        (-1, 1),
-        {
-            "train": TextFile(
-                _LIBSVM_SOURCE + "heart_scale",
-                270,
-                "5defa0a4c4c5bdaf3f55ae3828310252e8565c13ee37ce279e0b86d82e7f4ce9",
-            )
-        },
-        "Statlog Heart (UCI), scaled to [-1, 1]",
-    ),
+    # Statlog Heart (UCI), scaled to [-1, 1]
+    "heart_scale": KnownDataset(13, {"train": TextFile(_LIBSVM_SOURCE + "heart_scale", 270, _HEART_SHA256)}),
+    # Reuters news, tf-idf
     "rcv1": KnownDataset(
         47_236,
-        "csr",
-        (-1, 1),
-        {
-            "train": TextFile(_LIBSVM + "rcv1_train.binary.bz2", 20_242),
-            "test": TextFile(_LIBSVM + "rcv1_test.binary.bz2", 677_399),
-        },
-        "Reuters news, tf-idf",
+        _parts(
+            TextFile(_LIBSVM + "rcv1_train.binary.bz2", 20_242), TextFile(_LIBSVM + "rcv1_test.binary.bz2", 677_399)
+        ),
+        layout="csr",
     ),
+    # Web spam, trigrams. Dense batches of it are huge: read it with layout="sparse_csr".
     "webspam": KnownDataset(
-        16_609_143,
-        "csr",
-        (-1, 1),
-        {"train": TextFile(_LIBSVM + "webspam_wc_normalized_trigram.svm.xz", 350_000)},
-        "web spam, trigrams; read it with layout='sparse_csr'",
+        16_609_143, {"train": TextFile(_LIBSVM + "webspam_wc_normalized_trigram.svm.xz", 350_000)}, layout="csr"
     ),
 }

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
-__all__ = ["Chunk", "TextShape", "format_rows", "open_text", "read_chunks", "scan"]
+__all__ = ["Chunk", "TextShape", "format_rows", "read_chunks", "scan"]
 
-CHUNK_BYTES = 1 << 25
-_OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}  # type: ignore[dict-item]
+CHUNK_BYTES = 1 << 25  # of decompressed text: the parsed rows take several times as much memory
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 # Errors that the decompressors raise for a damaged file, depending on the position of the damage.
 _DAMAGED = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 
@@ -55,39 +55,16 @@ class TextShape:
     n_values: int
 
 
-def open_text(path: Path) -> IO[bytes]:
-    """Open a text, decompressed by its suffix: ``.gz``, ``.bz2`` or ``.xz``.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The open file, in binary mode.
-
-    Raises:
-        DatasetNotFoundError: The file does not exist.
-    """
-    if not path.is_file():
-        raise DatasetNotFoundError(f"there is no file {path}")
-    return _OPENERS[path.suffix](path) if path.suffix in _OPENERS else path.open("rb")
-
-
 def read_chunks(
-    path: Path,
-    *,
-    n_features: int | None = None,
-    dtype: str = "float32",
-    zero_based: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
+    path: Path, *, n_features: int | None = None, dtype: str = "float32", zero_based: bool = False
 ) -> Iterator[Chunk]:
     """Parse a text with scikit-learn's reader in chunks, so that it may be larger than the memory.
 
     Args:
-        path: The file, compressed or not.
+        path: The file, plain or compressed: ``.gz``, ``.bz2`` or ``.xz``.
         n_features: Number of columns; None takes the largest index of each chunk.
         dtype: Dtype of the values.
         zero_based: If True, indices count from 0; LIBSVM's count from 1.
-        chunk_bytes: Approximate number of bytes of (decompressed) text to parse at once.
 
     Yields:
         The chunks in the text's order.
@@ -109,8 +86,10 @@ def read_chunks(
         return features, labels.astype(np.float64)
 
     line = 1
-    with open_text(path) as file:
-        while text := _read_lines(file, chunk_bytes, path):
+    if not path.is_file():
+        raise DatasetNotFoundError(f"there is no file {path}")
+    with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+        while text := _read_lines(file, path):
             try:
                 features, labels = parse(text)
             except (ValueError, OverflowError):
@@ -120,11 +99,11 @@ def read_chunks(
                 yield Chunk(features, labels, len(text))
 
 
-def _read_lines(file: IO[bytes], chunk_bytes: int, path: Path) -> bytes:
-    """Read the next lines: at least ``chunk_bytes`` bytes, up to the end of a line."""
+def _read_lines(file: IO[bytes], path: Path) -> bytes:
+    """Read the next lines: at least ``CHUNK_BYTES`` bytes, up to the end of a line."""
     try:
         # A read may end inside a line: complete it, because the parser needs whole lines.
-        return file.read(chunk_bytes) + file.readline()
+        return file.read(CHUNK_BYTES) + file.readline()
     except _DAMAGED as error:
         raise DatasetError(f"{path} is damaged: {error}; get it again") from error
     except OSError as error:
@@ -154,13 +133,12 @@ def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes
     return DatasetError(f"{path}, line {first_line + low}: {failure(low, high)}; the line begins {shown!r}")
 
 
-def scan(path: Path, *, zero_based: bool = False, chunk_bytes: int = CHUNK_BYTES) -> TextShape:
+def scan(path: Path, *, zero_based: bool = False) -> TextShape:
     """Read a text once to determine its size.
 
     Args:
         path: The file.
         zero_based: As in :func:`read_chunks`.
-        chunk_bytes: As in :func:`read_chunks`.
 
     Returns:
         Its rows, columns and values.
@@ -171,7 +149,7 @@ def scan(path: Path, *, zero_based: bool = False, chunk_bytes: int = CHUNK_BYTES
     """
     # Without `n_features`, each chunk has the columns of its own largest index.
     rows = features = values = 0
-    for chunk in read_chunks(path, zero_based=zero_based, chunk_bytes=chunk_bytes):
+    for chunk in read_chunks(path, zero_based=zero_based):
         rows += chunk.features.shape[0]
         features = max(features, chunk.features.shape[1])
         values += chunk.features.nnz

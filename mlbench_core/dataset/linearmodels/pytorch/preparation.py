@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from mlbench_core import files
-from mlbench_core.dataset.linearmodels.pytorch.dataloader import find_stores
-from mlbench_core.dataset.linearmodels.pytorch.libsvm import SYNTHETIC, convert, download
+from mlbench_core.dataset.linearmodels.pytorch.libsvm import SYNTHETIC, convert, generate_lmdb_from_libsvm
 from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN
-from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import DEFAULT_ROWS, write_synthetic_dense
+from mlbench_core.dataset.linearmodels.pytorch.libsvm_text import scan
+from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import find_stores
 from mlbench_core.errors import DatasetNotFoundError
 
 __all__ = ["find_text", "prepare_stores"]
@@ -20,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _COMPRESSIONS = ("", ".gz", ".bz2", ".xz")
 _PARTS = ("train", "test")
+Found = TypeVar("Found")
 
 
 def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | os.PathLike[str] | None = None) -> Path:
@@ -44,15 +47,15 @@ def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | o
         DatasetError: The text does not match its checksum or its expected contents, or the disk is full.
         ValueError: The name is unknown and ``text_folder`` is None.
     """
-    if text_folder is not None and _has_store(Path(text_folder), name, "train"):
-        return Path(text_folder)
-    folder = Path(root)
-    if text_folder is not None:
+    folder, texts = Path(root), None if text_folder is None else Path(text_folder)
+    if texts is not None:
+        if _found(find_stores, texts, name, "train"):
+            return texts
         # Stores of different texts with the same data set name must not be confused.
-        folder = folder / f"text-{zlib.crc32(os.fsencode(Path(text_folder).resolve())):08x}"
+        folder = folder / f"text-{zlib.crc32(os.fsencode(texts.resolve())):08x}"
     with files.lock(folder / f".{name}.lock"):
-        for part in _parts(name, text_folder):
-            _make(name, part, folder, None if text_folder is None else Path(text_folder))
+        for part in _parts(name, texts):
+            _make(name, part, folder, texts)
     return folder
 
 
@@ -75,8 +78,8 @@ def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
     """
     stems = [name if part == "train" else f"{name}.t"]
     if name in KNOWN and part in KNOWN[name].files:
-        published = KNOWN[name].files[part].file_name
-        stems.insert(0, published.removesuffix(Path(published).suffix) if _is_compressed(published) else published)
+        published = Path(KNOWN[name].files[part].file_name)
+        stems.insert(0, published.stem if published.suffix in _COMPRESSIONS[1:] else published.name)
     wanted = [stem + compression for stem in dict.fromkeys(stems) for compression in _COMPRESSIONS]
     for file_name in wanted:
         path = Path(folder) / file_name
@@ -85,64 +88,42 @@ def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
     raise DatasetNotFoundError(f"{folder} has no text of {name} {part}; looked for {', '.join(wanted)}")
 
 
-def _is_compressed(file_name: str) -> bool:
-    return Path(file_name).suffix in _COMPRESSIONS[1:]
+def _found(find: Callable[..., Found], *where: Any) -> Found | None:
+    """Return the result of :func:`find_text` or :func:`find_stores`, or None if nothing is there."""
+    try:
+        return find(*where)
+    except DatasetNotFoundError:
+        return None
 
 
-def _parts(name: str, text_folder: str | os.PathLike[str] | None) -> list[str]:
+def _parts(name: str, text_folder: Path | None) -> list[str]:
     """Return the parts that the data set has."""
     if name in KNOWN:
         return list(KNOWN[name].files)
-    if text_folder is None and name == SYNTHETIC:
+    if text_folder is not None:
+        return [part for part in _PARTS if part == "train" or _found(find_text, text_folder, name, part)]
+    if name == SYNTHETIC:
         return list(_PARTS)
-    if text_folder is None:
-        known = ", ".join(sorted([*KNOWN, SYNTHETIC]))
-        raise ValueError(f"name is {name!r}; known are {known}; any other needs a folder with its text")
-    return [part for part in _PARTS if part == "train" or _has_text(Path(text_folder), name, part)]
-
-
-def _has_text(folder: Path, name: str, part: str) -> bool:
-    try:
-        find_text(folder, name, part)
-    except DatasetNotFoundError:
-        return False
-    return True
-
-
-def _has_store(folder: Path, name: str, part: str) -> bool:
-    try:
-        find_stores(folder, name, part)
-    except DatasetNotFoundError:
-        return False
-    return True
+    known = ", ".join(sorted([*KNOWN, SYNTHETIC]))
+    raise ValueError(f"name is {name!r}; known are {known}; any other needs a folder with its text")
 
 
 def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
     """Create one store, unless it exists and is not older than its text."""
-    there = find_stores(folder, name, part) if _has_store(folder, name, part) else []
-    if there and text_folder is None:
+    stores = _found(find_stores, folder, name, part)
+    if text_folder is None:
+        if not stores:
+            generate_lmdb_from_libsvm(name, part, folder)
+        return
+    text = find_text(text_folder, name, part)
+    # A text that changed after its conversion is converted again.
+    if stores and min(store.stat().st_mtime_ns for store in stores) >= text.stat().st_mtime_ns:
         return
     dest = folder / f"{name}_{part}.lmdb"
-    if text_folder is None and name == SYNTHETIC:
-        logger.info("making %s", dest)
-        write_synthetic_dense(dest, n_rows=DEFAULT_ROWS[part], data_type=part)
-        return
-    text = download(name, part, folder) if text_folder is None else find_text(text_folder, name, part)
-    # A text that changed after its conversion is converted again.
-    if there and min(store.stat().st_mtime_ns for store in there) >= text.stat().st_mtime_ns:
-        return
     logger.info("converting %s to %s", text, dest)
-    known = KNOWN.get(name)
-    if known is None:
-        # Both parts must have the same columns, but the largest index of one part may be smaller.
-        texts = [find_text(text_folder or folder, name, other) for other in _parts(name, text_folder)]
-        convert([text], dest, n_features=_columns(texts))
-    else:
+    if known := KNOWN.get(name):
         convert([text], dest, n_features=known.n_features, layout=known.layout, labels=known.labels)
-
-
-def _columns(texts: list[Path]) -> int:
-    """Return the number of columns over all parts of a data set."""
-    from mlbench_core.dataset.linearmodels.pytorch.libsvm_text import scan
-
-    return max(scan(text).n_features for text in texts)
+        return
+    # Both parts must have the same columns, but the largest index of one part may be smaller.
+    columns = max(scan(find_text(text_folder, name, other)).n_features for other in _parts(name, text_folder))
+    convert([text], dest, n_features=columns)
