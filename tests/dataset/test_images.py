@@ -210,9 +210,9 @@ def test_single_samples_are_augmented_from_the_global_generator() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"images": torch.zeros(2, 3, 4, 4)}, "images is torch.float32"),
-        ({"targets": torch.zeros(3)}, r"targets has shape \(3,\); for these images it must be \(2,\)"),
-        ({"mean": (0.5,)}, "mean and std have 1 and 3 values for 3 channels"),
+        ({"images": torch.zeros(2, 3, 4, 4)}, r"images must be uint8 \(N, C, H, W\), not torch.float32"),
+        ({"targets": torch.zeros(3)}, r"targets must have shape \(2,\) as images, not \(3,\)"),
+        ({"mean": (0.5,)}, "mean and std must have 3 values as channels, not 1, 3"),
     ],
 )
 def test_bad_data_set(change: dict, message: str) -> None:
@@ -374,12 +374,12 @@ def test_batches_are_made_on_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"rank": 2, "world_size": 2}, ValueError, "world_size is 2 for rank 2"),
-        ({"world_size": 0}, ValueError, "world_size is 0"),
+        ({"rank": 2, "world_size": 2}, ValueError, "rank must be from 0 to 1, not 2"),
+        ({"world_size": 0}, ValueError, "world_size must be at least 1, not 0"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, not 0"),
-        ({"seed": -1}, ValueError, "seed is -1"),
+        ({"seed": -1}, ValueError, "seed must be at least 0, not -1"),
         ({"augment": True}, ValueError, "has no augmentation"),
-        ({"dataset": [1, 2]}, TypeError, "dataset is a list; it must be an ImageDataset or a partition of one"),
+        ({"dataset": [1, 2]}, TypeError, "dataset must be an ImageDataset or a partition of one, not a list"),
     ],
 )
 def test_bad_batches(arguments: dict, error: type[Exception], message: str) -> None:
@@ -454,7 +454,7 @@ class Touch:
 def test_pickled_code_is_never_run(tmp_path: Path, small_cifar: int, protocol: int) -> None:
     trap = tmp_path / "trap"
     (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": Touch(str(trap))}, protocol=protocol))
-    with pytest.raises(DatasetError, match=r"test_batch: the pickle asks for .*open, which is no array"):
+    with pytest.raises(DatasetError, match=r"test_batch: the pickle asks for .*open, which is not part of an array"):
         CIFAR10V1(tmp_path, train=False)
     assert not trap.exists()
 
@@ -479,7 +479,7 @@ def test_cifar_checks_known_checksums(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("test_batch.bin", b"12345", "5 bytes are no whole number of records"),
+        ("test_batch.bin", b"12345", "5 bytes are not a whole number of records"),
         ("test_batch.bin", bytes([10]) + bytes(3072), "a label is 10, but classes go from 0 to 9"),
         ("test_batch.bin.xz", b"12345", "test_batch.bin.xz is damaged"),
         ("test_batch.bin.gz", gzip.compress(records(1)[0])[:-50], "test_batch.bin.gz is damaged"),
@@ -510,7 +510,7 @@ def test_real_cifar_batches() -> None:
     train = CIFAR10V1(folder, partial=True)
     assert len(train) == 10_000
     assert [train.classes[label] for label in train.targets[:5]] == ["frog", "truck", "truck", "deer", "automobile"]
-    numbers = train.batch(range(10_000))[0] if train.augmentation is None else train.plain_batch(range(10_000))[0]
+    numbers = train.batch(range(10_000), augment=False)[0]
     assert numbers.mean(dim=(0, 2, 3)).abs().max() < 0.02  # the constants are those of all 50,000
     assert (numbers.std(dim=(0, 2, 3)) - 1).abs().max() < 0.02
 
@@ -551,17 +551,17 @@ def test_mnist_plain_files_and_damage(tmp_path: Path) -> None:
 def test_missing_mnist(tmp_path: Path) -> None:
     with pytest.raises(DatasetNotFoundError, match=r"missing train-images-idx3-ubyte .*give download=True"):
         MNIST(tmp_path)
-    with pytest.raises(ValueError, match="channels is 2; allowed: 1 and 3"):
+    with pytest.raises(ValueError, match="channels must be 1 or 3, not 2"):
         MNIST(tmp_path, channels=2)
-    with pytest.raises(ValueError, match="pad is -1"):
+    with pytest.raises(ValueError, match="pad must be at least 0, not -1"):
         MNIST(tmp_path, pad=-1)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no idx file"),
-        (bytes((0, 0, 8, 3)), "is no idx file"),
+        (b"", "is not an idx file"),
+        (bytes((0, 0, 8, 3)), "is not an idx file"),
         (bytes((0, 0, 8, 1, 0, 0, 0, 5, 1)), "1 bytes for"),
     ],
 )
@@ -583,11 +583,11 @@ def test_digits() -> None:
     assert train.augmentation == Augmentation(2, flip=False)
     assert validation.augmentation is None
     assert train.mean == validation.mean
-    numbers = train.plain_batch(range(len(train)))[0]
+    numbers = train.batch(range(len(train)), augment=False)[0]
     assert abs(numbers.mean().item()) < 1e-3
     assert abs(numbers.std().item() - 1) < 1e-3
     assert Digits(channels=1)[0][0].shape == (1, 32, 32)
-    with pytest.raises(ValueError, match="channels is 4"):
+    with pytest.raises(ValueError, match="channels must be 1 or 3, not 4"):
         Digits(channels=4)
 
 

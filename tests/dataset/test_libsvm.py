@@ -296,7 +296,7 @@ def test_other_files_are_refused_and_pickles_never_loaded(tmp_path: Path) -> Non
         LMDBDataset("noise", "train", tmp_path)
     with pytest.raises(DatasetNotFoundError, match=r"no a9a_test\.lmdb .*noise_train\.lmdb.*libsvm a9a test"):
         LMDBDataset("a9a", "test", tmp_path)
-    with pytest.raises(ValueError, match="data_type is 'valid'"):
+    with pytest.raises(ValueError, match="data_type must be 'train' or 'test', not 'valid'"):
         LMDBDataset("a9a", "valid", tmp_path)
 
 

@@ -294,7 +294,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
             LinearBatches(dataset, **{"batch_size": 4, **change})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="epoch is -1"):
         LinearBatches(dataset, 4).set_epoch(-1)
-    with pytest.raises(ValueError, match="layout is 'coo'"):
+    with pytest.raises(ValueError, match="layout must be 'dense' or 'sparse_csr', not 'coo'"):
         LMDBDataset("n", "train", tmp_path, layout="coo")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlbench_core.arguments import check_int
+from mlbench_core.arguments import check_int, check_rank
 from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
 from mlbench_core.dataset.pytorch.resumable import ResumablePasses
 
@@ -78,22 +77,19 @@ class ImageBatches(ResumablePasses):
         world_size: int = 1,
     ) -> None:
         check_int("batch_size", batch_size)
-        if operator.index(seed) < 0 or operator.index(rank) < 0:
-            raise ValueError(f"seed is {seed} and rank is {rank}; both must be at least 0")
-        if operator.index(world_size) < 1 or (world_size > 1 and rank >= world_size):
-            raise ValueError(f"world_size is {world_size} for rank {rank}; it must be 1, or larger than the rank")
+        check_int("seed", seed, 0)
+        check_int("rank", rank, 0)
+        # With world_size 1 the data set is this worker's part already, and its rank may be any.
+        if world_size != 1:
+            check_rank(rank, world_size)
         self.dataset = dataset
         self.images, self._positions = _flatten(dataset)
         if augment and self.images.augmentation is None:
             raise ValueError("augment is True, but the data set has no augmentation: set its `augmentation`")
         self.augment = self.images.augmentation is not None if augment is None else bool(augment)
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
+        self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
+        self.seed, self.rank, self.world_size = seed, rank, world_size
         self.memory_format = memory_format
-        self.rank = rank
-        self.world_size = world_size
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
@@ -107,32 +103,20 @@ class ImageBatches(ResumablePasses):
 
     def _generate(self, epoch: int, first: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of an epoch, from the first requested one."""
-        order = self._order(epoch)
+        order, together = self._positions, self.world_size * self.batch_size
+        if self.shuffle:
+            # Shared images have one order for all workers; a worker with its own part has its own order.
+            rank = self.rank if self.world_size == 1 else 0
+            order = order[torch.randperm(len(order), generator=self._generator(_ORDER, epoch, rank=rank))]
         for number in range(first, len(self)):
             self._hand_out(number)
-            yield self._batch(self._share(order, number), epoch, number)
-
-    def _share(self, order: Tensor, number: int) -> Tensor:
-        """Return this worker's share of the batch that all workers see together."""
-        together = self.world_size * self.batch_size
-        batch = order[number * together : (number + 1) * together]
-        size = len(batch) // self.world_size
-        return batch[self.rank * size : (self.rank + 1) * size] if self.world_size > 1 else batch
-
-    def _batch(self, chosen: Tensor, epoch: int, number: int) -> tuple[Tensor, Tensor]:
-        """Make one batch; it depends only on the arguments and the seed."""
-        dataset = self.images
-        if self.augment:
-            return dataset.batch(chosen, self._generator(_AUGMENTATION, epoch, number), self.memory_format)
-        return dataset.plain_batch(chosen, self.memory_format)
-
-    def _order(self, epoch: int) -> Tensor:
-        """Return positions in the images, in the order of an epoch."""
-        if not self.shuffle:
-            return self._positions
-        rank = self.rank if self.world_size == 1 else 0  # shared images have one order for all workers
-        generator = self._generator(_ORDER, epoch, rank=rank)
-        return self._positions[torch.randperm(len(self._positions), generator=generator)]
+            chosen = order[number * together : (number + 1) * together]
+            if self.world_size > 1:
+                # All workers see one batch of the order together. The last one is shared evenly if it is not full.
+                share = len(chosen) // self.world_size
+                chosen = chosen[self.rank * share : (self.rank + 1) * share]
+            generator = self._generator(_AUGMENTATION, epoch, number) if self.augment else None
+            yield self.images.batch(chosen, generator, self.memory_format, augment=self.augment)
 
     def _generator(self, *purpose: int, rank: int | None = None) -> torch.Generator:
         """Return a separate generator for each purpose; related seeds give unrelated streams."""
@@ -159,8 +143,9 @@ def _flatten(dataset: Any) -> tuple[ImageDataset, Tensor]:
     if isinstance(dataset, ImageDataset):
         return dataset, torch.arange(len(dataset))
     indices = getattr(dataset, "indices", None)
-    inner = getattr(dataset, "data", getattr(dataset, "dataset", None))
-    if indices is None or inner is None:
-        raise TypeError(f"dataset is a {type(dataset).__name__}; it must be an ImageDataset or a partition of one")
-    images, positions = _flatten(inner)
+    # Our Partition calls the whole data set `data`, torch's Subset `dataset`.
+    whole = getattr(dataset, "data", getattr(dataset, "dataset", None))
+    if indices is None or whole is None:
+        raise TypeError(f"dataset must be an ImageDataset or a partition of one, not a {type(dataset).__name__}")
+    images, positions = _flatten(whole)
     return images, positions[torch.as_tensor(indices, dtype=torch.int64)]

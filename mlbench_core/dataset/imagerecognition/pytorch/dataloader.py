@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mlbench_core.arguments import check_at_least
 from mlbench_core.dataset.download import maybe_download_and_extract_tar_gz, progress_download
 from mlbench_core.dataset.imagerecognition.pytorch import readers
 from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation
@@ -128,18 +129,18 @@ def _find_cifar_batch(root: Path, name: str, partial: bool) -> Path | None:
 
 def _cifar_files(root: Path, names: list[str], partial: bool) -> list[Path]:
     """Return the files of a split, after a check that all exist."""
-    help_ = f"give download=True, or unpack {CIFAR10_URL} there"
+    advice = f"give download=True, or unpack {CIFAR10_URL} there"
     if not root.is_dir():
-        raise DatasetNotFoundError(f"no CIFAR-10 here: the folder {root} does not exist; {help_}")
+        raise DatasetNotFoundError(f"no CIFAR-10 here: the folder {root} does not exist; {advice}")
     found = {name: _find_cifar_batch(root, name, partial) for name in names}
     paths = [path for path in found.values() if path is not None]
     missing = ", ".join(name for name, path in found.items() if path is None)
     if not paths:
         raise DatasetNotFoundError(
-            f"no CIFAR-10 in {root}: missing {missing} (also as .bin, .bin.xz, .bin.gz); {help_}"
+            f"no CIFAR-10 in {root}: missing {missing} (also as .bin, .bin.xz, .bin.gz); {advice}"
         )
     if missing and not partial:
-        raise DatasetError(f"CIFAR-10 in {root} is not complete: missing {missing}; {help_}, or take partial=True")
+        raise DatasetError(f"CIFAR-10 in {root} is not complete: missing {missing}; {advice}, or take partial=True")
     return paths
 
 
@@ -191,17 +192,16 @@ class MNIST(ImageDataset):
         channels: int = 3,
         augment: bool | None = None,
     ) -> None:
-        if pad < 0:
-            raise ValueError(f"pad is {pad}; it must be at least 0 pixels: 2 gives 32x32, 0 gives 28x28")
+        check_at_least("pad", pad, 0)
         if channels not in (1, 3):
-            raise ValueError(f"channels is {channels}; allowed: 1 and 3")
+            raise ValueError(f"channels must be 1 or 3, not {channels}")
         self.root = Path(root)
         self.train = train
         split = "train" if train else "t10k"
         grey = _read_idx(self.root, f"{split}-images-idx3-ubyte", 3, download)
         labels = _read_idx(self.root, f"{split}-labels-idx1-ubyte", 1, download)
         super().__init__(
-            _grow_channels(F.pad(grey[:, None], (pad,) * 4), channels),
+            F.pad(grey[:, None], (pad,) * 4).expand(-1, channels, -1, -1).contiguous(),
             labels,
             [str(digit) for digit in range(10)],
             (MNIST_MEAN,) * channels,
@@ -221,11 +221,6 @@ def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> Tensor:
             f"no MNIST in {root}: missing {name} (also as .gz); give download=True, or get it from {MNIST_URL}{name}.gz"
         )
     return readers.parse_idx(path, readers.read_bytes(path, _MNIST_MD5[name]), dimensions)
-
-
-def _grow_channels(images: Tensor, channels: int) -> Tensor:
-    """Copy the one channel."""
-    return images.expand(-1, channels, -1, -1).contiguous()
 
 
 class Digits(ImageDataset):
@@ -255,7 +250,7 @@ class Digits(ImageDataset):
         augment: bool | None = None,
     ) -> None:
         if channels not in (1, 3):
-            raise ValueError(f"channels is {channels}; allowed: 1 and 3")
+            raise ValueError(f"channels must be 1 or 3, not {channels}")
         source: Any = require("sklearn.datasets", "vision")
         digits = source.load_digits()
         self.train = train
@@ -267,7 +262,7 @@ class Digits(ImageDataset):
         reference = images[training].double() / 255
         chosen = training if train else validation
         super().__init__(
-            _grow_channels(images[chosen], channels),
+            images[chosen].expand(-1, channels, -1, -1).contiguous(),
             torch.from_numpy(digits.target.astype(np.int64))[chosen],
             [str(digit) for digit in range(10)],
             (reference.mean().item(),) * channels,
@@ -320,7 +315,12 @@ class Imagenet(Dataset):
             self._images = _torchvision.load("datasets").ImageFolder(str(folder))
         except FileNotFoundError as error:
             raise DatasetNotFoundError(f"no ImageNet in {folder}: {error}") from error
-        self.transform = _imagenet_transform(_torchvision.load("transforms"), train, self.mean, self.std)
+        transforms: Any = _torchvision.load("transforms")
+        if train:
+            steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
+        else:
+            steps = [transforms.Resize(256), transforms.CenterCrop(224)]
+        self.transform = transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(self.mean, self.std)])
         self.classes: list[str] = self._images.classes
         self.class_to_idx: dict[str, int] = self._images.class_to_idx
         self.samples: list[tuple[str, int]] = self._images.samples
@@ -335,12 +335,3 @@ class Imagenet(Dataset):
         except OSError as error:
             raise DatasetError(f"{self.samples[index][0]} is damaged: {error}") from error
         return self.transform(image), label
-
-
-def _imagenet_transform(transforms: Any, train: bool, mean: tuple[float, ...], std: tuple[float, ...]) -> Any:
-    """Return the usual transforms of a split."""
-    if train:
-        steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
-    else:
-        steps = [transforms.Resize(256), transforms.CenterCrop(224)]
-    return transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize(mean, std)])

@@ -66,11 +66,13 @@ class ImageDataset(Dataset):
         augmentation: Augmentation | None = None,
     ) -> None:
         if images.dtype != torch.uint8 or images.dim() != 4:
-            raise ValueError(f"images is {images.dtype} of shape {tuple(images.shape)}; it must be uint8 (N, C, H, W)")
+            raise ValueError(f"images must be uint8 (N, C, H, W), not {images.dtype} of shape {tuple(images.shape)}")
         if targets.shape != images.shape[:1]:
-            raise ValueError(f"targets has shape {tuple(targets.shape)}; for these images it must be ({len(images)},)")
+            raise ValueError(f"targets must have shape ({len(images)},) as images, not {tuple(targets.shape)}")
         if not len(mean) == len(std) == images.shape[1]:
-            raise ValueError(f"mean and std have {len(mean)} and {len(std)} values for {images.shape[1]} channels")
+            raise ValueError(
+                f"mean and std must have {images.shape[1]} values as channels, not {len(mean)}, {len(std)}"
+            )
         self.images = images
         # A list as in torchvision; its labels may be changed.
         self.targets: list[int] = targets.to(torch.int64).tolist()
@@ -98,6 +100,8 @@ class ImageDataset(Dataset):
         indices: Sequence[int] | Tensor,
         generator: torch.Generator | None = None,
         memory_format: torch.memory_format = torch.contiguous_format,
+        *,
+        augment: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Make a batch as whole-tensor operations.
 
@@ -105,6 +109,7 @@ class ImageDataset(Dataset):
             indices: Positions of the samples, int64 of shape (batch,) if it is a tensor.
             generator: Source of the augmentation's random numbers; torch's global generator by default.
             memory_format: Memory format of the images, for example ``torch.channels_last``.
+            augment: If False, leave out the augmentation.
 
         Returns:
             Images, float32 of shape (batch, channels, height, width), and classes, int64 of shape (batch,); with
@@ -113,27 +118,12 @@ class ImageDataset(Dataset):
         Raises:
             TypeError: ``transform`` does not return tensors.
         """
-        if self.augmentation is None or self.transform is not None:
-            return self.plain_batch(indices, memory_format)
-        chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.images.device)
-        images = self.augmentation(self.images[chosen], generator)
-        return normalize(images, self.mean, self.std, memory_format), self._labels(chosen)
-
-    def plain_batch(
-        self, indices: Sequence[int] | Tensor, memory_format: torch.memory_format = torch.contiguous_format
-    ) -> tuple[Tensor, Tensor]:
-        """Make a batch without augmentation; ``transform`` is applied as in :meth:`batch`.
-
-        Args:
-            indices: Positions of the samples, int64 of shape (batch,) if it is a tensor.
-            memory_format: Memory format of the images.
-
-        Returns:
-            As :meth:`batch`.
-        """
         chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.images.device)
         if self.transform is None:
-            return normalize(self.images[chosen], self.mean, self.std, memory_format), self._labels(chosen)
+            images = self.images[chosen]
+            if augment and self.augmentation is not None:
+                images = self.augmentation(images, generator)
+            return normalize(images, self.mean, self.std, memory_format), self._labels(chosen)
         samples = self._transformed(chosen.tolist())
         if not all(isinstance(sample, Tensor) for sample in samples):
             raise TypeError(

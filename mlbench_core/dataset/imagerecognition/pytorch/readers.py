@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import lzma
 import pickle
 import zlib
@@ -34,13 +35,8 @@ def find_file(folders: Iterable[Path], names: Iterable[str]) -> Path | None:
     Returns:
         Its path, or None.
     """
-    candidates = list(names)
-    for folder in folders:
-        for name in candidates:
-            for suffix in _SUFFIXES:
-                if (path := folder / (name + suffix)).is_file():
-                    return path
-    return None
+    candidates = (folder / (name + suffix) for folder, name, suffix in itertools.product(folders, names, _SUFFIXES))
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def read_bytes(path: Path, md5: str | None = None) -> bytes:
@@ -56,13 +52,9 @@ def read_bytes(path: Path, md5: str | None = None) -> bytes:
     Raises:
         DatasetError: The file cannot be decompressed or has another checksum.
     """
+    decompress = {".xz": lzma.decompress, ".gz": gzip.decompress}.get(path.suffix, bytes)
     try:
-        if path.suffix == ".xz":
-            content = lzma.decompress(path.read_bytes())
-        elif path.suffix == ".gz":
-            content = gzip.decompress(path.read_bytes())
-        else:
-            content = path.read_bytes()
+        content = decompress(path.read_bytes())
     except (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DatasetError(f"{path} is damaged: {error}; delete it and get it again") from error
     # The checksum is that of the content, so that it holds however the file is compressed.
@@ -89,7 +81,7 @@ def parse_cifar_binary(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
     """
     if not content or len(content) % _CIFAR_RECORD_BYTES:
         raise DatasetError(
-            f"{path} is damaged: {len(content)} bytes are no whole number of records of {_CIFAR_RECORD_BYTES} bytes"
+            f"{path} is damaged: {len(content)} bytes are not a whole number of records of {_CIFAR_RECORD_BYTES} bytes"
         )
     records = np.frombuffer(content, dtype=np.uint8).reshape(-1, _CIFAR_RECORD_BYTES)
     return _images(path, records[:, 1:], records[:, 0])
@@ -134,11 +126,6 @@ def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[Tensor, T
     return images, torch.from_numpy(labels.astype(np.int64))
 
 
-def _reconstruct_array() -> Any:
-    """Return the function that rebuilds numpy's arrays; its module depends on the version of numpy."""
-    return np.zeros(1).__reduce__()[0]  # type: ignore[index]
-
-
 def _encode(text: str, encoding: str) -> bytes:
     """Encode a text as Python 2's pickles of bytes require; only latin-1 is allowed."""
     if encoding not in ("latin1", "latin-1"):
@@ -152,11 +139,12 @@ class _ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return one of the names that arrays need, and refuse everything else."""
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            return _reconstruct_array()
+            # The function that rebuilds arrays, from this numpy: its module depends on the version.
+            return np.zeros(1).__reduce__()[0]  # type: ignore[index]
         # These names rebuild arrays and can run nothing else.
         allowed = {("numpy", "ndarray"): np.ndarray, ("numpy", "dtype"): np.dtype, ("_codecs", "encode"): _encode}
         if (module, name) not in allowed:
-            raise DatasetError(f"the pickle asks for {module}.{name}, which is no array; it was not loaded")
+            raise DatasetError(f"the pickle asks for {module}.{name}, which is not part of an array; it was not loaded")
         return allowed[module, name]
 
 
@@ -176,7 +164,7 @@ def parse_idx(path: Path, content: bytes, dimensions: int) -> Tensor:
     """
     start = 4 + 4 * dimensions
     if len(content) < start or content[:4] != bytes((0, 0, 8, dimensions)):
-        raise DatasetError(f"{path} is damaged: it is no idx file of bytes with {dimensions} dimensions")
+        raise DatasetError(f"{path} is damaged: it is not an idx file of bytes with {dimensions} dimensions")
     shape = [int(size) for size in np.frombuffer(content, dtype=">u4", count=dimensions, offset=4)]
     # A truncated download has the right header but too few bytes.
     if len(content) - start != int(np.prod(shape)):

@@ -20,10 +20,7 @@ from torch.utils.data import Dataset
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import LinearStore, find_stores, join_csr
 from mlbench_core.errors import DatasetError
 
-__all__ = ["DATA_TYPES", "LMDBDataset", "Rows", "collate_rows"]
-
-DATA_TYPES = ("train", "test")
-_LAYOUTS = ("dense", "sparse_csr")
+__all__ = ["LMDBDataset", "Rows", "collate_rows"]
 
 
 class Rows(Sequence[tuple[Tensor, Tensor]]):
@@ -119,10 +116,10 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         layout: str = "dense",
         cache: bool = False,
     ) -> None:
-        if data_type not in DATA_TYPES:
-            raise ValueError(f"data_type is {data_type!r}; it must be 'train' or 'test'")
-        if layout not in _LAYOUTS:
-            raise ValueError(f"layout is {layout!r}; it must be 'dense' or 'sparse_csr'")
+        if data_type not in ("train", "test"):
+            raise ValueError(f"data_type must be 'train' or 'test', not {data_type!r}")
+        if layout not in ("dense", "sparse_csr"):
+            raise ValueError(f"layout must be 'dense' or 'sparse_csr', not {layout!r}")
         self.name, self.data_type, self.root = name, data_type, Path(root)
         self.target_transform = target_transform
         self.layout = layout
@@ -171,11 +168,9 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         Raises:
             IndexError: The row does not exist.
         """
-        position = operator.index(index)
-        features, labels = self.batch([position])
-        if self.layout == "dense":
-            return features[0], labels[0]
-        return features, labels[0]
+        features, labels = self.batch([operator.index(index)])
+        # torch's CSR layout has no vectors, so a sparse row stays a matrix of one row.
+        return (features[0] if self.layout == "dense" else features), labels[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Rows:
         """Return several rows at once, as a ``DataLoader`` requests them.
@@ -203,7 +198,11 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         Raises:
             IndexError: The row does not exist.
         """
-        return self.fetch(self._positions(rows))
+        wanted = np.asarray(rows, dtype=np.int64)
+        outside = (wanted < -len(self)) | (wanted >= len(self))
+        if outside.any():
+            raise IndexError(f"there is no row {wanted[outside][0]}: {self.name} {self.data_type} has {len(self)} rows")
+        return self.fetch(np.where(wanted < 0, wanted + len(self), wanted))
 
     def fetch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return rows as :meth:`batch` does, without a check of the positions, for loaders that create them.
@@ -224,14 +223,6 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         """Close the files; they are opened again when needed."""
         for store in self.stores:
             store.close()
-
-    def _positions(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Convert to positions from 0, after a check of their range."""
-        wanted = np.asarray(rows, dtype=np.int64)
-        if wanted.size and (wanted.min() < -len(self) or wanted.max() >= len(self)):
-            wrong = wanted[(wanted < -len(self)) | (wanted >= len(self))][0]
-            raise IndexError(f"there is no row {wrong}: {self.name} {self.data_type} has {len(self)} rows")
-        return np.where(wanted < 0, wanted + len(self), wanted)
 
     def _runs(self, rows: NDArray[np.int64]) -> Iterator[tuple[LinearStore, NDArray[np.int64], slice]]:
         """Yield runs of neighboring rows in one store: the store, the rows in it, and their place in ``rows``."""
@@ -256,19 +247,11 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def _sparse(self, rows: NDArray[np.int64]) -> Tensor:
         parts = [store.take_csr(local) for store, local, _ in self._runs(rows)]
-        indptr, columns, values = join_csr(parts, self._labels.numpy().dtype)
-        return _sparse_csr(indptr, columns, values, (len(rows), self.n_features))
-
-
-def _sparse_csr(
-    indptr: NDArray[np.int64], columns: NDArray[np.int64], values: NDArray[Any], shape: tuple[int, int]
-) -> Tensor:
-    """Return a tensor of compressed sparse rows, without torch's remark that they are in beta."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        return torch.sparse_csr_tensor(
-            torch.from_numpy(indptr), torch.from_numpy(columns), torch.from_numpy(values), shape, check_invariants=False
-        )
+        arrays = map(torch.from_numpy, join_csr(parts, self._labels.numpy().dtype))
+        with warnings.catch_warnings():
+            # torch warns of its sparse layout once per process, in the middle of a training's output.
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+            return torch.sparse_csr_tensor(*arrays, (len(rows), self.n_features), check_invariants=False)
 
 
 def _check_together(stores: list[LinearStore]) -> None:
@@ -276,11 +259,11 @@ def _check_together(stores: list[LinearStore]) -> None:
     first = stores[0]
     # Only fields that change the meaning of rows must agree.
     for store in stores[1:]:
-        for what in ("n_features", "dtype", "label_map"):
-            mine, other = getattr(store.header, what), getattr(first.header, what)
+        for field in ("n_features", "dtype", "label_map"):
+            mine, other = getattr(store.header, field), getattr(first.header, field)
             if mine != other:
                 raise DatasetError(
-                    f"{store.path} has {what} {mine}, but {first.path} has {other}: convert them again together"
+                    f"{store.path} has {field} {mine}, but {first.path} has {other}: convert them again together"
                 )
     count = first.header.shard[1]
     numbers = [store.header.shard[0] for store in stores]

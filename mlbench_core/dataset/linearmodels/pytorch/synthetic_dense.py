@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlbench_core.arguments import check_at_least
+from mlbench_core.arguments import check_at_least, check_positive
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_writer import StoreWriter
 
 __all__ = [
@@ -31,6 +31,8 @@ CHUNK_ROWS = 1_024  # each has its own random stream; part of the definition of 
 LOGIT_SCALE = 6.0  # standard deviation of the logits
 _WEIGHTS, _STREAMS = 0, {"train": 1, "test": 2}  # purpose of a stream of random bits
 _LABELS = 1_000
+_NEWTON_STEPS = 100  # far more than it takes to reach the precision of float64
+_ROWS_AT_ONCE = 4_096  # keeps the float64 copy of the features small
 
 
 def _bits(count: int, *purpose: int) -> NDArray[np.uint64]:
@@ -59,8 +61,7 @@ def synthetic_weights(n_features: int, seed: int = 0) -> NDArray[np.float64]:
     Returns:
         Weights, shape (n_features,).
     """
-    whole = _whole_numbers(n_features, seed, _WEIGHTS).astype(np.float64)
-    return whole * _weight_scale(n_features)
+    return _whole_numbers(n_features, seed, _WEIGHTS).astype(np.float64) * _weight_scale(n_features)
 
 
 def _weight_scale(n_features: int) -> float:
@@ -94,12 +95,13 @@ def synthetic_rows(
     Raises:
         ValueError: An argument is outside the values listed above.
     """
+    # With more features, sums of products of 16-bit integers could pass 2^53 and round.
     if not 1 <= n_features <= 1 << 22:
-        raise ValueError(f"n_features is {n_features}; it must be from 1 to {1 << 22}")
-    if chunk < 0 or seed < 0:
-        raise ValueError(f"chunk is {chunk} and seed is {seed}; both must be at least 0")
+        raise ValueError(f"n_features must be from 1 to {1 << 22}, not {n_features}")
+    check_at_least("chunk", chunk, 0)
+    check_at_least("seed", seed, 0)
     if data_type not in _STREAMS:
-        raise ValueError(f"data_type is {data_type!r}; it must be 'train' or 'test'")
+        raise ValueError(f"data_type must be 'train' or 'test', not {data_type!r}")
     stream = _STREAMS[data_type]
     whole = _whole_numbers(CHUNK_ROWS * n_features, seed, stream, chunk).reshape(CHUNK_ROWS, n_features)
     weights = _whole_numbers(n_features, seed, _WEIGHTS).astype(np.float64)
@@ -136,9 +138,7 @@ class LogisticOptimum:
         return {name: value for name, value in asdict(self).items() if name != "weights"}
 
 
-def logistic_optimum(
-    features: NDArray[Any], labels: NDArray[Any], l2: float, *, max_iterations: int = 100, chunk_rows: int = 4_096
-) -> LogisticOptimum:
+def logistic_optimum(features: NDArray[Any], labels: NDArray[Any], l2: float) -> LogisticOptimum:
     r"""Minimize the loss of L2-regularized logistic regression to the precision of float64.
 
     .. math::
@@ -152,8 +152,6 @@ def logistic_optimum(
         features: Rows, shape (n, n_features); converted to float64 in chunks.
         labels: 0 and 1, shape (n,) or (n, 1).
         l2: The penalty, above 0.
-        max_iterations: Newton steps at most.
-        chunk_rows: Rows that are processed at once.
 
     Returns:
         The minimum.
@@ -167,15 +165,15 @@ def logistic_optimum(
         >>> round(float(found.weights[0]), 6)  # w = sigma(-w)
         0.401058
     """
-    if not l2 > 0:
-        raise ValueError(f"l2 is {l2}; it must be above 0, or there may be no minimum")
+    # Without a penalty, separable data has no minimum: the loss falls as the weights grow.
+    check_positive("l2", l2)
     n = len(features)
     if features.ndim != 2 or labels.shape not in ((n,), (n, 1)) or not n:
         raise ValueError(f"features has shape {features.shape} and labels {labels.shape}; they must be (n, d), (n,)")
-    loss = _Loss(features, labels.reshape(-1).astype(np.float64), l2, chunk_rows)
+    loss = _Loss(features, labels.reshape(-1).astype(np.float64), l2)
     weights = np.zeros(features.shape[1] + 1)
     value, gradient, curvature = loss.at(weights)
-    for _ in range(max_iterations):
+    for _ in range(_NEWTON_STEPS):
         step = loss.newton_step(gradient, curvature)
         for halving in range(30):
             candidate = weights + 0.5**halving * step
@@ -197,10 +195,9 @@ def logistic_optimum(
 class _Loss:
     """The loss, its gradient and its curvature, computed over some rows at a time."""
 
-    def __init__(self, features: NDArray[Any], labels: NDArray[np.float64], l2: float, chunk_rows: int) -> None:
+    def __init__(self, features: NDArray[Any], labels: NDArray[np.float64], l2: float) -> None:
         self.features, self.labels, self.l2 = features, labels, l2
-        # Chunks keep the float64 copy of the features small.
-        self.slices = [slice(start, start + chunk_rows) for start in range(0, len(features), chunk_rows)]
+        self.slices = [slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(features), _ROWS_AT_ONCE)]
 
     def logits(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return z = X w + b."""
