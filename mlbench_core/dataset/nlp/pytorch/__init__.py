@@ -1,14 +1,15 @@
 """Text data sets for PyTorch."""
 
-from mlbench_core.dataset.nlp.pytorch.multi30k import Multi30k
-from mlbench_core.dataset.nlp.pytorch.wikitext2_dataset import Wikitext2Dataset
-from mlbench_core.dataset.nlp.pytorch.wmt16.batching import (
+from mlbench_core.dataset.nlp.pytorch.batches import (
     BucketBatchSampler,
     TeacherForcedBatches,
     build_collate_fn,
+    get_batches,
+    shard_batches,
 )
+from mlbench_core.dataset.nlp.pytorch.multi30k import Multi30k
+from mlbench_core.dataset.nlp.pytorch.wikitext2_dataset import Wikitext2Dataset
 from mlbench_core.dataset.nlp.pytorch.wmt16_dataset import WMT16Dataset
-from mlbench_core.dataset.nlp.pytorch.wmt17.batching import get_batches, shard_batches
 from mlbench_core.dataset.nlp.pytorch.wmt17_dataset import WMT17Dataset
 
 __all__ = [

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mlbench_core.arguments import check_at_least
+from mlbench_core.dataset.nlp.pytorch.batches import collate_batch
 from mlbench_core.dataset.nlp.pytorch.pair_part import Part
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
-from mlbench_core.dataset.nlp.pytorch.wmt17.batching import collate_batch
 from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
 from mlbench_core.dataset.nlp.pytorch.words import join_words
 from mlbench_core.errors import DatasetError
@@ -126,7 +126,7 @@ class TransformerPairs(Dataset[dict[str, Any]]):
         max_positions: Maximum tokens of source and target, with the end. Longer pairs of a training part are left out.
             Sentences of other parts are cut, because these parts must stay complete.
         seq_len_multiple: Lengths of batches are multiples of it.
-        shuffle: If True, :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.get_batches` shuffles pairs of one
+        shuffle: If True, :func:`~mlbench_core.dataset.nlp.pytorch.batches.get_batches` shuffles pairs of one
             length.
         indices: Numbers of the pairs in the store to take; None for all.
 
@@ -217,7 +217,7 @@ class TransformerPairs(Dataset[dict[str, Any]]):
             samples: Items of the data set.
 
         Returns:
-            The batch that :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.collate_batch` makes.
+            The batch that :func:`~mlbench_core.dataset.nlp.pytorch.batches.collate_batch` makes.
         """
         return collate_batch(
             samples, self.dictionary.pad(), self.dictionary.eos(), *self.left_pad, self.seq_len_multiple

@@ -53,8 +53,8 @@ class WMT16Dataset(RecurrentPairs):
     ``.gz``, may be in ``root`` instead; the archives' text is used as it is unpacked.
 
     An item is a pair of tensors, (source, target), int64 of shape (tokens + 2,), each from the beginning's id 2 to the
-    end's id 3. :func:`~mlbench_core.dataset.nlp.pytorch.wmt16.batching.build_collate_fn` makes batches of them,
-    :class:`~mlbench_core.dataset.nlp.pytorch.wmt16.batching.BucketBatchSampler` distributes them to workers.
+    end's id 3. :func:`~mlbench_core.dataset.nlp.pytorch.batches.build_collate_fn` makes batches of them,
+    :class:`~mlbench_core.dataset.nlp.pytorch.batches.BucketBatchSampler` distributes them to workers.
 
     Attributes:
         tokenizer: The tokenizer, a

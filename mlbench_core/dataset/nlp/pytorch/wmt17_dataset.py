@@ -52,8 +52,8 @@ class WMT17Dataset(TransformerPairs):
     Your own text, ``train.en``, ``validation.en``, ``test.en`` and so on, plain or ``.gz``, may be in ``root``
     instead; the archives' text is used as it is unpacked.
 
-    :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.get_batches` cuts the data set into batches,
-    :func:`~mlbench_core.dataset.nlp.pytorch.wmt17.batching.shard_batches` distributes them to workers, and
+    :func:`~mlbench_core.dataset.nlp.pytorch.batches.get_batches` cuts the data set into batches,
+    :func:`~mlbench_core.dataset.nlp.pytorch.batches.shard_batches` distributes them to workers, and
     ``DataLoader(dataset, batch_sampler=batches, collate_fn=dataset.collater)`` loads them.
 
     Attributes:

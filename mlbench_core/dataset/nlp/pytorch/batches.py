@@ -1,0 +1,425 @@
+"""Batches of sentence pairs of similar length, distributed to workers.
+
+:class:`BucketBatchSampler`, :func:`build_collate_fn` and :class:`TeacherForcedBatches` make batches of a number of
+pairs, time first, for GNMT. :func:`get_batches`, :func:`shard_batches` and :func:`collate_batch` make batches of about
+the same number of tokens, sentence first, for the Transformer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from mlbench_core.arguments import check_at_least, check_int, check_rank
+from mlbench_core.dataset.pytorch.resumable import ResumablePasses
+
+__all__ = [
+    "BucketBatchSampler",
+    "PaddedBatch",
+    "SizedPairs",
+    "TeacherForcedBatches",
+    "build_collate_fn",
+    "collate_batch",
+    "get_batches",
+    "shard_batches",
+]
+
+PaddedBatch = tuple[Tensor, Tensor]
+"""Ids of sentences, padded at the end, and the sentences' lengths."""
+
+_Order = npt.NDArray[np.int64]
+
+
+def build_collate_fn(
+    batch_first: bool = False, sort: bool = False, *, pad: int = 0, multiple: int = 1
+) -> Callable[[Sequence[tuple[Tensor, Tensor]]], tuple[PaddedBatch, PaddedBatch]]:
+    """Return a ``collate_fn`` for a ``DataLoader`` that pads the sentences of a batch to one length.
+
+    Args:
+        batch_first: If True, the first dimension is the sentence instead of the time.
+        sort: If True, the longest source comes first.
+        pad: Id of padding.
+        multiple: Lengths of batches are multiples of it.
+
+    Returns:
+        A function of a list of pairs (source, target), each int64 of shape (tokens,). It returns
+        ``((source, source_lengths), (target, target_lengths))``: ids of shape (time, batch), padded at the end, or
+        (batch, time) with ``batch_first``; lengths without padding, of shape (batch,). All are int64.
+
+    Raises:
+        ValueError: ``multiple`` is not positive.
+
+    Example:
+        >>> pairs = [(torch.tensor([2, 7, 3]), torch.tensor([2, 3])), (torch.tensor([2, 3]), torch.tensor([2, 5, 3]))]
+        >>> (source, lengths), _ = build_collate_fn()(pairs)
+        >>> source.tolist(), lengths.tolist()
+        ([[2, 2], [7, 3], [3, 0]], [3, 2])
+    """
+    check_at_least("multiple", multiple, 1)
+    return _Collate(batch_first, sort, pad, multiple)
+
+
+class _Collate:
+    """The function that :func:`build_collate_fn` returns; a class, so that it can be sent to processes."""
+
+    def __init__(self, batch_first: bool, sort: bool, pad: int, multiple: int) -> None:
+        self.batch_first, self.sort, self.pad, self.multiple = batch_first, sort, pad, multiple
+
+    def __call__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[PaddedBatch, PaddedBatch]:
+        if self.sort:
+            pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
+        return self._pad([source for source, _ in pairs]), self._pad([target for _, target in pairs])
+
+    def _pad(self, sentences: Sequence[Tensor]) -> PaddedBatch:
+        lengths = torch.tensor([len(sentence) for sentence in sentences], dtype=torch.int64)
+        width = -(-max(lengths.tolist(), default=0) // self.multiple) * self.multiple
+        batch = torch.full((len(sentences), width), self.pad, dtype=torch.int64)
+        for row, sentence in zip(batch, sentences, strict=True):
+            row[: len(sentence)] = sentence
+        return (batch if self.batch_first else batch.T.contiguous()), lengths
+
+
+class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
+    """Batches of pairs of similar length, the same number on every worker.
+
+    Training (``shuffle``): pairs are sorted into buckets by length and shuffled within each bucket. They are cut into
+    batches of all workers together. The remaining pairs of all buckets, in order of length, make further batches; a
+    rest smaller than a batch is left out of that epoch. The order of batches is shuffled. So k workers with batches of
+    b see, step by step, the same pairs as one worker with batches of kb. Everything depends only on (seed, epoch), so
+    workers do not communicate.
+
+    Validation (``shuffle=False``): every pair comes once, in order of its length; the workers' shares of a batch
+    differ by at most one pair. With fewer pairs than workers some get an empty batch.
+
+    Pass it to ``DataLoader(dataset, batch_sampler=..., collate_fn=build_collate_fn())``. Each pass is its own epoch
+    unless :meth:`set_epoch` sets another one.
+
+    Args:
+        lengths: Length of each pair, shape (pairs,): it determines the cost of a batch.
+        batch_size: Pairs in a worker's batch.
+        shuffle: Training or validation.
+        seed: Seed of the order, at least 0.
+        rank: This worker.
+        world_size: Number of workers.
+        buckets: Number of ranges of length, each with the same number of pairs.
+
+    Raises:
+        ValueError: An argument is outside the values listed above, or there are too few pairs for a batch to train on.
+
+    Example:
+        >>> samplers = [BucketBatchSampler([3, 9, 4, 8], 1, rank=rank, world_size=2, buckets=2) for rank in (0, 1)]
+        >>> sorted(sorted(one + other) for one, other in zip(*samplers))
+        [[0, 2], [1, 3]]
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        buckets: int = 5,
+    ) -> None:
+        for name, value, least in (("batch_size", batch_size, 1), ("buckets", buckets, 1), ("seed", seed, 0)):
+            check_int(name, value, least)
+        check_rank(rank, world_size)
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
+        self.rank, self.world_size, self.buckets = rank, world_size, buckets
+        if shuffle and len(self.lengths) < batch_size * world_size:
+            raise ValueError(
+                f"there are {len(self.lengths)} pairs; {world_size} workers with batches of {batch_size} need "
+                f"{batch_size * world_size} for one step: take smaller batches"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch, on every worker."""
+        # The count follows from the lengths alone: workers agree on it without communication.
+        together = self.batch_size * self.world_size
+        return len(self.lengths) // together if self.shuffle else -(-len(self.lengths) // together)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._generate(self._begin())
+
+    def _generate(self, first: int) -> Iterator[list[int]]:
+        batches = self._training_batches() if self.shuffle else self._validation_batches()
+        for number in range(first, len(batches)):
+            self._hand_out(number)
+            yield batches[number].tolist()
+
+    def _validation_batches(self) -> list[_Order]:
+        order = np.argsort(self.lengths, kind="stable")
+        return np.array_split(order, len(self) * self.world_size)[self.rank :: self.world_size] if len(order) else []
+
+    def _training_batches(self) -> list[_Order]:
+        """Return this worker's share of the batches of all workers."""
+        generator = np.random.default_rng((self.seed, self._epoch))
+        together = self.batch_size * self.world_size
+        full, rest = [], []
+        for bucket in np.array_split(np.argsort(self.lengths, kind="stable"), self.buckets):
+            order = generator.permutation(bucket)
+            # Only whole batches are cut here; the rest of each bucket is collected and cut below.
+            whole = len(order) // together * together
+            full += np.split(order[:whole], whole // together) if whole else []
+            rest.append(order[whole:])
+        left = np.concatenate(rest)
+        # The dropped pairs are drawn at random, because dropping the last ones would always drop long pairs.
+        drop = generator.permutation(len(left))[: len(left) % together]
+        left = np.delete(left, drop)
+        full += np.split(left, len(left) // together) if len(left) else []
+        # Batches of all workers together are cut first, so that k workers see the batches of one worker with k times
+        # the size.
+        mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+        return [full[number][mine] for number in generator.permutation(len(full))]
+
+    def _basis(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "world_size": self.world_size,
+            "buckets": self.buckets,
+            "pairs": len(self.lengths),
+        }
+
+
+class TeacherForcedBatches:
+    """Batches for training: the inputs of the model, and the words that it should predict next.
+
+    Args:
+        pairs: Pairs (source, target), each int64 of shape (tokens,), from the beginning's id to the end's.
+        order: Indices of each batch: a sampler such as :class:`BucketBatchSampler`, or a list of lists.
+        device: Device of the ids.
+
+    Example:
+        >>> pairs = [([2, 7, 3], [2, 8, 9, 3]), ([2, 3], [2, 3])]
+        >>> pairs = [(torch.tensor(source), torch.tensor(target)) for source, target in pairs]
+        >>> [((source, lengths, said), next_words)] = TeacherForcedBatches(pairs, [[0, 1]])
+        >>> lengths.tolist(), said.T.tolist(), next_words.T.tolist()
+        ([3, 2], [[2, 8, 9], [2, 3, 0]], [[8, 9, 3], [3, 0, 0]])
+    """
+
+    def __init__(
+        self,
+        pairs: Dataset[tuple[Tensor, Tensor]] | Sequence[tuple[Tensor, Tensor]],
+        order: Iterable[list[int]],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.loader = DataLoader(pairs, batch_sampler=order, collate_fn=build_collate_fn())  # type: ignore[arg-type]
+        self.device = torch.device(device)
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[tuple[Tensor, Tensor, Tensor], Tensor]]:
+        """Yield ``((source, lengths, target without its last row), target without its first row)``, time first.
+
+        Ids have the shapes (source, batch), (target - 1, batch) and (target - 1, batch); the sources' lengths, of shape
+        (batch,), stay on the CPU, where packing sentences needs them.
+        """
+        # The decoder reads the target without its last row, and predicts it without its first row.
+        for (source, lengths), (target, _) in self.loader:
+            target = target.to(self.device, non_blocking=True)
+            yield (source.to(self.device, non_blocking=True), lengths, target[:-1]), target[1:]
+
+
+class SizedPairs(Protocol):
+    """A data set that can be cut into batches by size."""
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Return the tokens that a pair takes in a batch, its longer side, of shape (pairs,)."""
+
+    @property
+    def shuffle(self) -> bool:
+        """Return whether pairs of the same size go into batches in random order."""
+
+
+def get_batches(
+    dataset: SizedPairs,
+    max_tokens: int | None = None,
+    max_sentences: int | None = None,
+    bsz_mult: int = 8,
+    shuffle: bool = True,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Cut a data set into batches of pairs of similar length.
+
+    A batch of n pairs whose longest side has l tokens takes n x l tokens, padding included. Pairs are taken in order of
+    their size. They are added to a batch as long as it takes at most ``max_tokens`` tokens and n is at most
+    ``max_sentences``. Then n is rounded down to a multiple of ``bsz_mult``, unless it is smaller than that. The result
+    depends only on the arguments, so it is the same on every worker: :func:`shard_batches` selects the share of each.
+
+    Args:
+        dataset: A :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset`, or another object with its
+            ``sizes`` and ``shuffle``.
+        max_tokens: The most tokens in a batch; None for no limit.
+        max_sentences: The most pairs in a batch; None for no limit.
+        bsz_mult: The number of pairs is a multiple of it if possible.
+        shuffle: If True, shuffle the order of batches and, if the data set's ``shuffle`` is True, of pairs of one size.
+        seed: Seed of both orders; use another one in each epoch, for example ``seed + epoch``.
+
+    Returns:
+        The batches: lists of indices; each pair is in one of them.
+
+    Raises:
+        ValueError: A limit is not positive, or a pair is longer than ``max_tokens``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> dataset = SimpleNamespace(sizes=np.array([4, 2, 3, 2, 4]), shuffle=False)
+        >>> get_batches(dataset, max_tokens=8, bsz_mult=2, shuffle=False)
+        [[1, 3], [2, 0], [4]]
+    """
+    for name, limit in (("max_tokens", max_tokens), ("max_sentences", max_sentences), ("bsz_mult", bsz_mult)):
+        if limit is not None:
+            check_at_least(name, limit, 1)
+    sizes = dataset.sizes
+    if max_tokens is not None and len(sizes) and sizes.max() > max_tokens:
+        longest = int(sizes.argmax())
+        raise ValueError(
+            f"pair {longest} takes {sizes[longest]} tokens and max_tokens is {max_tokens}; give a larger one, or the "
+            f"data set smaller max_positions"
+        )
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(sizes)) if shuffle and dataset.shuffle else np.arange(len(sizes))
+    # A stable sort keeps the random order of pairs of the same size.
+    order = order[np.argsort(sizes[order], kind="stable")]
+    batches = _cut(order, sizes[order], max_tokens, max_sentences, bsz_mult)
+    return [batches[i] for i in generator.permutation(len(batches))] if shuffle else batches
+
+
+def _cut(
+    order: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    max_tokens: int | None,
+    max_sentences: int | None,
+    bsz_mult: int,
+) -> list[list[int]]:
+    """Cut pairs, the shortest first, into batches.
+
+    Args:
+        order: Indices of pairs.
+        sizes: Their sizes, in increasing order.
+        max_tokens: The most tokens in a batch.
+        max_sentences: The most pairs.
+        bsz_mult: The number of pairs is a multiple of it.
+    """
+    most = len(order) if max_sentences is None else max_sentences
+    batches, start = [], 0
+    while start < len(order):
+        stop = start
+        while stop < min(len(order), start + most) and (
+            max_tokens is None or (stop + 1 - start) * sizes[stop] <= max_tokens
+        ):
+            stop += 1
+        # The last batch takes all remaining pairs, so it is not rounded down.
+        if stop < len(order) and stop - start > bsz_mult:
+            stop -= (stop - start) % bsz_mult
+        batches.append(order[start:stop].tolist())
+        start = stop
+    return batches
+
+
+def shard_batches(
+    batches: Sequence[list[int]], rank: int, world_size: int, *, drop_last: bool = True
+) -> list[list[int]]:
+    """Return this worker's share of batches that are the same on every worker: every k-th.
+
+    All workers get the same number of batches; otherwise some would wait indefinitely in a collective.
+
+    Args:
+        batches: Batches of all workers.
+        rank: This worker.
+        world_size: Number k of workers.
+        drop_last: True, for training: if k does not divide the number of batches, the last ones, fewer than k, are left
+            out. As batches are shuffled, these are others in each epoch. False, for validation: workers without a last
+            batch get an empty one, and ``collater`` turns it into an empty dictionary.
+
+    Returns:
+        The batches of the worker.
+
+    Raises:
+        ValueError: The rank is not below ``world_size``, or there are too few batches for a step of training.
+
+    Example:
+        >>> batches = [[0], [1], [2]]
+        >>> [shard_batches(batches, rank, 2) for rank in range(2)]
+        [[[0]], [[1]]]
+        >>> [shard_batches(batches, rank, 2, drop_last=False) for rank in range(2)]
+        [[[0], [2]], [[1], []]]
+    """
+    check_rank(rank, world_size)
+    rounds = len(batches) // world_size if drop_last else -(-len(batches) // world_size)
+    if drop_last and rounds == 0:
+        raise ValueError(
+            f"there are {len(batches)} batches; {world_size} workers need as many for one step: take smaller batches"
+        )
+    # Without shuffling, neighboring batches have similar sizes, so every k-th batch gives workers similar work.
+    mine = list(batches[rank : rounds * world_size : world_size])
+    return mine + [[] for _ in range(rounds - len(mine))]
+
+
+def collate_batch(
+    samples: Sequence[Mapping[str, Any]],
+    pad_idx: int,
+    eos_idx: int,
+    left_pad_source: bool = True,
+    left_pad_target: bool = False,
+    seq_len_multiple: int = 1,
+) -> dict[str, Any]:
+    """Make a batch of samples.
+
+    Args:
+        samples: Items of the data set: ``id``, an integer, and ``source`` and ``target``, int64 of shape (tokens,),
+            each with the end symbol.
+        pad_idx: Number of the padding.
+        eos_idx: Number of the end symbol.
+        left_pad_source: If True, sources are padded on the left.
+        left_pad_target: If True, targets are padded on the left.
+        seq_len_multiple: The lengths of the batch are multiples of it.
+
+    Returns:
+        ``id``: int64 of shape (batch,); ``ntokens``: number of target tokens without padding; ``target``: int64 of
+        shape (batch, tokens); ``net_input``: the arguments of the model: ``src_tokens``, int64 of shape (batch,
+        tokens), ``src_lengths`` of shape (batch,), and ``prev_output_tokens``, the targets with the end symbol moved
+        from the end to the beginning. An empty dictionary for no samples.
+
+    Example:
+        >>> sample = {"id": 7, "source": torch.tensor([5, 1]), "target": torch.tensor([8, 9, 1])}
+        >>> batch = collate_batch([sample], pad_idx=0, eos_idx=1, seq_len_multiple=4)
+        >>> batch["net_input"]["src_tokens"].tolist(), batch["net_input"]["prev_output_tokens"].tolist()
+        ([[0, 0, 5, 1]], [[1, 8, 9, 0]])
+    """
+    if not samples:
+        return {}
+    sources = [sample["source"] for sample in samples]
+    targets = [sample["target"] for sample in samples]
+    end = torch.tensor([eos_idx])
+
+    def pad(sentences: Sequence[Tensor], left: bool) -> Tensor:
+        width = -(-max(map(len, sentences)) // seq_len_multiple) * seq_len_multiple
+        batch = torch.full((len(sentences), width), pad_idx, dtype=torch.int64)
+        for row, sentence in zip(batch, sentences, strict=True):
+            (row[width - len(sentence) :] if left else row[: len(sentence)]).copy_(sentence)
+        return batch
+
+    return {
+        "id": torch.tensor([sample["id"] for sample in samples], dtype=torch.int64),
+        "ntokens": sum(len(target) for target in targets),
+        "net_input": {
+            "src_tokens": pad(sources, left_pad_source),
+            "src_lengths": torch.tensor([len(source) for source in sources], dtype=torch.int64),
+            "prev_output_tokens": pad([torch.cat((end, target[:-1])) for target in targets], left_pad_target),
+        },
+        "target": pad(targets, left_pad_target),
+    }
