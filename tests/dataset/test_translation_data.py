@@ -192,7 +192,7 @@ def test_text_that_is_damaged_or_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"train\.en has 3 lines and .*train\.de 2; they must have as many"):
         Multi30k(tmp_path, train=True)
     (tmp_path / "train.de").write_bytes(b"\xff\xfe\nb\nc\n")
-    with pytest.raises(DatasetError, match=r"train\.de is no UTF-8 text"):
+    with pytest.raises(DatasetError, match=r"train\.de is not UTF-8 text"):
         Multi30k(tmp_path, train=True)
     (tmp_path / "train.de").unlink()
     (tmp_path / "train.de.gz").write_bytes(gzip.compress(b"a\nb\nc\n")[:-9])
@@ -252,6 +252,8 @@ def test_collate_pads_time_first() -> None:
     assert target[:, 1].tolist() == [2, 3, 0, 0] and target_lengths.tolist() == [3, 2]
     (source, _), _ = build_collate_fn(batch_first=True)(pairs)
     assert source.tolist() == [[2, 5, 3, 0, 0], [2, 5, 6, 7, 3]]
+    (source, lengths), _ = build_collate_fn()([])  # of a worker without pairs
+    assert (source.shape, lengths.shape) == ((0, 0), (0,))
     with pytest.raises(ValueError, match="multiple must be at least 1, not 0"):
         build_collate_fn(multiple=0)
 

@@ -370,5 +370,5 @@ def test_what_goes_wrong(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="cannot be decompressed"):
         Wikitext2Dataset(folder, 2, train=True)
     (folder / "train.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(DatasetError, match="is no UTF-8"):
+    with pytest.raises(DatasetError, match="is not UTF-8"):
         Wikitext2Dataset(folder, 2, train=True)

@@ -7,6 +7,7 @@ the same number of tokens, sentence first, for the Transformer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -62,27 +63,31 @@ def build_collate_fn(
         ([[2, 2], [7, 3], [3, 0]], [3, 2])
     """
     check_at_least("multiple", multiple, 1)
-    return _Collate(batch_first, sort, pad, multiple)
+    # A partial of a function of the module, not a closure: processes of a DataLoader receive it as a pickle.
+    return functools.partial(_collate, batch_first=batch_first, sort=sort, pad=pad, multiple=multiple)
 
 
-class _Collate:
-    """The function that :func:`build_collate_fn` returns; a class, so that it can be sent to processes."""
-
-    def __init__(self, batch_first: bool, sort: bool, pad: int, multiple: int) -> None:
-        self.batch_first, self.sort, self.pad, self.multiple = batch_first, sort, pad, multiple
-
-    def __call__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[PaddedBatch, PaddedBatch]:
-        if self.sort:
-            pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
-        return self._pad([source for source, _ in pairs]), self._pad([target for _, target in pairs])
-
-    def _pad(self, sentences: Sequence[Tensor]) -> PaddedBatch:
+def _collate(
+    pairs: Sequence[tuple[Tensor, Tensor]], batch_first: bool, sort: bool, pad: int, multiple: int
+) -> tuple[PaddedBatch, PaddedBatch]:
+    if sort:
+        pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
+    sides = []
+    for sentences in ([source for source, _ in pairs], [target for _, target in pairs]):
+        batch = _pad(sentences, pad, multiple)
         lengths = torch.tensor([len(sentence) for sentence in sentences], dtype=torch.int64)
-        width = -(-max(lengths.tolist(), default=0) // self.multiple) * self.multiple
-        batch = torch.full((len(sentences), width), self.pad, dtype=torch.int64)
-        for row, sentence in zip(batch, sentences, strict=True):
-            row[: len(sentence)] = sentence
-        return (batch if self.batch_first else batch.T.contiguous()), lengths
+        sides.append((batch if batch_first else batch.T.contiguous(), lengths))
+    return sides[0], sides[1]
+
+
+def _pad(sentences: Sequence[Tensor], pad: int, multiple: int, left: bool = False) -> Tensor:
+    """Return sentences of ids as one tensor of shape (sentences, time); its length is a multiple of ``multiple``."""
+    # A worker without pairs gets an empty batch in a validation.
+    width = -(-max(map(len, sentences), default=0) // multiple) * multiple
+    batch = torch.full((len(sentences), width), pad, dtype=torch.int64)
+    for row, sentence in zip(batch, sentences, strict=True):
+        (row[width - len(sentence) :] if left else row[: len(sentence)]).copy_(sentence)
+    return batch
 
 
 class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
@@ -158,6 +163,7 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
 
     def _validation_batches(self) -> list[_Order]:
         order = np.argsort(self.lengths, kind="stable")
+        # All shares are cut at once, so that they differ by at most one pair.
         return np.array_split(order, len(self) * self.world_size)[self.rank :: self.world_size] if len(order) else []
 
     def _training_batches(self) -> list[_Order]:
@@ -305,15 +311,7 @@ def _cut(
     max_sentences: int | None,
     bsz_mult: int,
 ) -> list[list[int]]:
-    """Cut pairs, the shortest first, into batches.
-
-    Args:
-        order: Indices of pairs.
-        sizes: Their sizes, in increasing order.
-        max_tokens: The most tokens in a batch.
-        max_sentences: The most pairs.
-        bsz_mult: The number of pairs is a multiple of it.
-    """
+    """Cut pairs, given as indices and their sizes in increasing order, into batches."""
     most = len(order) if max_sentences is None else max_sentences
     batches, start = [], 0
     while start < len(order):
@@ -404,22 +402,16 @@ def collate_batch(
         return {}
     sources = [sample["source"] for sample in samples]
     targets = [sample["target"] for sample in samples]
+    # The decoder reads the target shifted by one: from the end symbol, which starts a translation, to the last word.
     end = torch.tensor([eos_idx])
-
-    def pad(sentences: Sequence[Tensor], left: bool) -> Tensor:
-        width = -(-max(map(len, sentences)) // seq_len_multiple) * seq_len_multiple
-        batch = torch.full((len(sentences), width), pad_idx, dtype=torch.int64)
-        for row, sentence in zip(batch, sentences, strict=True):
-            (row[width - len(sentence) :] if left else row[: len(sentence)]).copy_(sentence)
-        return batch
-
+    previous = [torch.cat((end, target[:-1])) for target in targets]
     return {
         "id": torch.tensor([sample["id"] for sample in samples], dtype=torch.int64),
         "ntokens": sum(len(target) for target in targets),
         "net_input": {
-            "src_tokens": pad(sources, left_pad_source),
+            "src_tokens": _pad(sources, pad_idx, seq_len_multiple, left_pad_source),
             "src_lengths": torch.tensor([len(source) for source in sources], dtype=torch.int64),
-            "prev_output_tokens": pad([torch.cat((end, target[:-1])) for target in targets], left_pad_target),
+            "prev_output_tokens": _pad(previous, pad_idx, seq_len_multiple, left_pad_target),
         },
-        "target": pad(targets, left_pad_target),
+        "target": _pad(targets, pad_idx, seq_len_multiple, left_pad_target),
     }

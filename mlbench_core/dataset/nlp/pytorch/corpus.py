@@ -10,16 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mlbench_core import files
-from mlbench_core.dataset.nlp.pytorch.lines import read_lines
+from mlbench_core.dataset.nlp.pytorch.lines import digest_texts, read_lines
 
 __all__ = ["EOS", "Corpus", "Dictionary", "Ids", "load_corpus"]
 
@@ -114,7 +113,7 @@ def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
     """
     if cache_dir is None:
         return _read_corpus(texts)
-    folder = cache_dir / f"corpus-{_digest(texts)}"
+    folder = cache_dir / f"corpus-{digest_texts(texts.values(), [_FORMAT, EOS, *texts])}"
     cached = _load_cache(folder, texts)
     if cached is not None:
         return cached
@@ -123,7 +122,7 @@ def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
     try:
         _save_cache(folder, corpus)
     except OSError as error:
-        _log.warning("the cache %s cannot be written (%s); the text will be read anew at each start", folder, error)
+        _log.warning("the cache %s cannot be written (%s); the text will be read again at each start", folder, error)
         return corpus
     return _load_cache(folder, texts) or corpus
 
@@ -131,29 +130,14 @@ def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
 def _read_corpus(texts: Mapping[str, Path]) -> Corpus:
     """Read all parts from their texts."""
     dictionary = Dictionary()
-    parts = {part: _read_ids(path, dictionary) for part, path in texts.items()}
-    return Corpus(dictionary, parts)
 
+    def ids(path: Path) -> Iterator[int]:
+        for line in read_lines(path):
+            for word in (*line.split(), EOS):
+                yield dictionary.add_word(word)
 
-def _read_ids(path: Path, dictionary: Dictionary) -> Ids:
-    """Return the ids of a text, and add new words to the dictionary."""
-    return np.fromiter((dictionary.add_word(word) for word in _words(read_lines(path))), dtype=np.int32)
-
-
-def _words(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        yield from line.split()
-        yield EOS
-
-
-def _digest(texts: Mapping[str, Path]) -> str:
-    """Return the name of a cache: a digest of the parts, and of path, size and time of change of their files."""
-    # Modification time and size detect a changed text without reading it.
-    content: list[Any] = [_FORMAT, EOS]
-    for part, path in texts.items():
-        status = path.stat()
-        content.append([part, str(path.resolve()), status.st_size, status.st_mtime_ns])
-    return files.digest(json.dumps(content).encode())[:24]
+    # An iterator, not a list: the words of a large text would take many times the memory of their ids.
+    return Corpus(dictionary, {part: np.fromiter(ids(path), dtype=np.int32) for part, path in texts.items()})
 
 
 def _save_cache(folder: Path, corpus: Corpus) -> None:
@@ -168,7 +152,8 @@ def _save_cache(folder: Path, corpus: Corpus) -> None:
 
 def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:
     """Map a cache into memory; return None if there is none, or if it is damaged and was deleted."""
-    if not folder.is_dir():  # nothing to throw away; another process may be about to put one there
+    # Nothing is deleted then: another process may be about to create it.
+    if not folder.is_dir():
         return None
     try:
         content = json.loads((folder / "dictionary.json").read_text(encoding="utf-8"))
@@ -180,7 +165,7 @@ def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:
             if ids.dtype != np.int32 or ids.shape != (content["tokens"][part],):
                 raise ValueError(f"{part}.npy holds {ids.dtype} of shape {ids.shape}")
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        _log.warning("the cache %s is damaged (%s) and is made anew", folder, error)
+        _log.warning("the cache %s is damaged (%s) and is created again", folder, error)
         shutil.rmtree(folder, ignore_errors=True)
         return None
     return Corpus(dictionary, parts)

@@ -1,18 +1,20 @@
-"""Read lines of text files, compressed or not."""
+"""Read lines of text files, compressed or not, and name what is derived from them."""
 
 from __future__ import annotations
 
 import gzip
 import html
+import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mlbench_core import files
 from mlbench_core.errors import DatasetError
 
-__all__ = ["count_lines", "read_lines"]
+__all__ = ["count_lines", "digest_texts", "read_lines"]
 
 _SEGMENT = re.compile(r"<seg\b[^>]*>(.*)</seg>")
 
@@ -31,19 +33,33 @@ def read_lines(path: Path) -> Iterator[str]:
         with opened(path, "rb") as file:
             # Decoded line by line after splitting at line feeds: text mode would end lines at carriage returns too.
             lines = (line.decode("utf-8").removesuffix("\n") for line in file)
-            yield from _segments(lines) if path.name.removesuffix(".gz").endswith(".sgm") else lines
+            if path.name.removesuffix(".gz").endswith(".sgm"):
+                lines = (html.unescape(match[1]).strip() for line in lines if (match := _SEGMENT.search(line)))
+            yield from lines
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DatasetError(f"{path} cannot be decompressed: {error}; delete it and get it again") from error
     except UnicodeDecodeError as error:
-        raise DatasetError(f"{path} is no UTF-8 text: {error}") from error
-
-
-def _segments(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        if match := _SEGMENT.search(line):
-            yield html.unescape(match[1]).strip()
+        raise DatasetError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def count_lines(path: Path) -> int:
     """Return the number of lines, or of segments, of a text."""
     return sum(1 for _ in read_lines(path))
+
+
+def digest_texts(paths: Iterable[Path], settings: list[Any]) -> str:
+    """Return a name for files derived from texts: a digest of the settings, and of path, size and mtime of each text.
+
+    Args:
+        paths: The texts.
+        settings: All settings that determine the derived files; JSON must be able to represent them.
+
+    Returns:
+        24 hexadecimal digits.
+    """
+    content = list(settings)
+    for path in paths:
+        status = path.stat()
+        # The modification time and size detect a changed text without reading it.
+        content.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
+    return files.digest(json.dumps(content, sort_keys=True).encode())[:24]
