@@ -113,11 +113,11 @@ def test_limits_and_order(real: tuple[Path, Path]) -> None:
     assert np.array_equal(limited.for_transformer().indices, limited.indices)
     assert load(math_precision="fp16").vocab_size == 1208
     assert np.array_equal(everything.sizes, everything.lengths.max(axis=1) + 2)
-    with pytest.raises(ValueError, match="min_len is 9 and max_len 8"):
+    with pytest.raises(ValueError, match="min_len must be from 0 to max_len, not 9 with max_len 8"):
         load(min_len=9, max_len=8)
-    with pytest.raises(ValueError, match="max_size is 0"):
+    with pytest.raises(ValueError, match="max_size must be at least 1, not 0"):
         load(max_size=0)
-    with pytest.raises(ValueError, match="tokens is 'letters'; it must be one of 'subwords', 'spacy'"):
+    with pytest.raises(ValueError, match="tokens must be one of 'subwords', 'spacy', not 'letters'"):
         load(tokens="letters")
     with pytest.raises(ValueError, match="train and test asked for; set one of train, validation, test to True"):
         load(test=True)
@@ -189,7 +189,9 @@ def test_text_that_is_damaged_or_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DatasetNotFoundError, match=r"has no train\.en and train\.de"):
         Multi30k(tmp_path, train=True)
     write_text(tmp_path, "train", {"en": ["a", "b", "c"], "de": ["x", "y"]})
-    with pytest.raises(DatasetError, match=r"train\.en has 3 lines and .*train\.de 2; they must have as many"):
+    with pytest.raises(
+        DatasetError, match=r"train\.en has 3 lines and .*train\.de 2; each line must be the translation"
+    ):
         Multi30k(tmp_path, train=True)
     (tmp_path / "train.de").write_bytes(b"\xff\xfe\nb\nc\n")
     with pytest.raises(DatasetError, match=r"train\.de is not UTF-8 text"):
@@ -396,7 +398,7 @@ def test_long_sentences(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert len(test) == 3 and test.lengths.tolist()[1] == [6, 9] and "1 of 3 pairs are cut" in caplog.text
     assert len(test[1]["source"]) == 6 and test[1]["source"][-1] == 1 and test[1]["target"][-1] == 1
     assert test.sizes.tolist()[1] == 9
-    with pytest.raises(ValueError, match=r"max_positions is \(1, 9\)"):
+    with pytest.raises(ValueError, match=r"max_positions must be at least 2 each, .* not \(1, 9\)"):
         load(test=True, max_positions=(1, 9), cache_dir=tmp_path / "cache")
 
 

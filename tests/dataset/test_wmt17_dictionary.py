@@ -56,7 +56,7 @@ def test_saved_and_loaded_again(dictionary: Dictionary, tmp_path: Path) -> None:
         Dictionary.load(tmp_path / "other.txt")
     for content in ("<pad>_\n", "a\nb\na\n"):
         path.write_text(content)
-        with pytest.raises(DatasetError, match="is no vocabulary"):
+        with pytest.raises(DatasetError, match="is not a vocabulary"):
             Dictionary.load(path)
 
 
@@ -65,9 +65,9 @@ def test_wrong_arguments_are_refused(dictionary: Dictionary) -> None:
         Dictionary("x", "x")
     with pytest.raises(KeyError, match="'Katze' is not among the 6 symbols"):
         dictionary.index("Katze")
-    with pytest.raises(IndexError, match="6 is no number of the vocabulary: 0 to 5"):
+    with pytest.raises(IndexError, match="6 is not a number of the vocabulary: 0 to 5"):
         dictionary.string(torch.tensor([6]))
-    with pytest.raises(ValueError, match=r"shape \(1, 1, 1\)"):
+    with pytest.raises(ValueError, match=r"not \(1, 1, 1\)"):
         dictionary.string(torch.zeros(1, 1, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match="end of a line"):
         dictionary.add_symbol("a\nb")

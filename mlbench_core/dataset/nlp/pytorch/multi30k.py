@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
+from typing import Any
 
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import RecurrentPairs, TransformerPairs
-from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part, find_files, language_pair, load_part
-from mlbench_core.dataset.nlp.pytorch.pair_text import Cleaning, PairFiles, Recipe
+from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part, find_files, load_part
+from mlbench_core.dataset.nlp.pytorch.pair_text import PairFiles, Recipe
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
 from mlbench_core.errors import DatasetNotFoundError
 
@@ -86,55 +88,30 @@ class Multi30k(RecurrentPairs):
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if tokens not in _TOKENIZERS:
-            raise ValueError(f"tokens is {tokens!r}; it must be one of {', '.join(map(repr, _TOKENIZERS))}")
-        folder = Path(root)
-        languages = language_pair(lang)
-        name = choose_part(train=train, validation=validation, test=test)
+            raise ValueError(f"tokens must be one of {', '.join(map(repr, _TOKENIZERS))}, not {tokens!r}")
+        folder, name = Path(root), choose_part(train=train, validation=validation, test=test)
+        recipe = Recipe(lang, tokenizer=_TOKENIZERS[tokens], size=vocab_size, min_count=min_count)
+        # 29,000 pairs fit in memory easily.
         part = load_part(
-            _files(folder, name, languages),
-            lambda: _files(folder, "train", languages),
-            Recipe(languages, tokenizer=_TOKENIZERS[tokens], size=vocab_size, min_count=min_count),
-            root=folder,
-            cache_dir=cache_dir,
-            cleaning=Cleaning() if train else None,
-            # 29,000 pairs fit in memory easily.
-            in_memory=True,
+            functools.partial(_files, folder, lang), name, recipe, root=folder, cache_dir=cache_dir, in_memory=True
         )
-        tokenizer = WMT16Tokenizer(
-            part.vocabulary_folder, math_precision, lang=languages[0], tokenizer=part.recipe.tokenizer
-        )
+        tokenizer = WMT16Tokenizer(part.vocabulary_folder, math_precision, lang=lang[0], tokenizer=recipe.tokenizer)
         super().__init__(part, tokenizer, sort=sort, min_len=min_len, max_len=max_len, max_size=max_size)
 
-    def for_transformer(
-        self,
-        *,
-        left_pad: tuple[bool, bool] = (True, False),
-        max_positions: tuple[int, int] = (256, 256),
-        seq_len_multiple: int = 1,
-        shuffle: bool = True,
-    ) -> TransformerPairs:
+    def for_transformer(self, **options: Any) -> TransformerPairs:
         """Return the same pairs for the Transformer, with its dictionary, samples and ``collater``.
 
         Args:
-            left_pad: If True, source and target are padded on the left.
-            max_positions: The most tokens of source and target, with the end.
-            seq_len_multiple: Lengths of batches are multiples of it.
-            shuffle: If True, ``get_batches`` shuffles pairs of one length.
+            options: ``left_pad``, ``max_positions``, ``seq_len_multiple`` and ``shuffle``, as for
+                :class:`~mlbench_core.dataset.nlp.pytorch.pair_datasets.TransformerPairs`.
 
         Returns:
             The data set; its symbols have other numbers than this one's ids.
         """
-        return TransformerPairs(
-            self.part,
-            left_pad=left_pad,
-            max_positions=max_positions,
-            seq_len_multiple=seq_len_multiple,
-            shuffle=shuffle,
-            indices=self.indices,
-        )
+        return TransformerPairs(self.part, indices=self.indices, **options)
 
 
-def _files(folder: Path, name: str, languages: tuple[str, str]) -> PairFiles:
+def _files(folder: Path, languages: tuple[str, str], name: str) -> PairFiles:
     found = find_files(folder, _NAMES[name], languages)
     if found is None:
         names = " and ".join(f"{_NAMES[name][0]}.{lang}" for lang in languages)

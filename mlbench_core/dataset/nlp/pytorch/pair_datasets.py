@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,35 @@ _UNKNOWN_SYMBOL = "<UNK>_"
 _FIRST_SYMBOL = 3  # of the Transformer's dictionary: after padding, end and unknown
 
 Lengths = npt.NDArray[np.int64]
+Item = TypeVar("Item", covariant=True)
 
 
-class RecurrentPairs(Dataset[tuple[Tensor, Tensor]]):
+class _PartPairs(Dataset[Item]):
+    """Some pairs of a part."""
+
+    part: Part
+    indices: Lengths
+
+    def references(self) -> list[str]:
+        """Return the targets as they are in the text, in this data set's order; not for training parts.
+
+        Raises:
+            ValueError: It is a training part, from which pairs were left out.
+        """
+        return self.part.read_targets(self.indices)
+
+    def _numbers(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return the store's numbers of the source and the target of a pair."""
+        if not 0 <= index < len(self.indices):
+            raise IndexError(f"pair {index} is not there: there are {len(self.indices)}, counted from 0")
+        number = int(self.indices[index])
+        return self.part.store.source[number], self.part.store.target[number]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
     """Pairs for GNMT: each side begins with its beginning's id and ends with its end's.
 
     Attributes:
@@ -61,9 +87,9 @@ class RecurrentPairs(Dataset[tuple[Tensor, Tensor]]):
         max_size: int | None = None,
     ) -> None:
         if min_len < 0 or (max_len is not None and max_len < min_len):
-            raise ValueError(f"min_len is {min_len} and max_len {max_len}; 0 <= min_len <= max_len is needed")
-        if max_size is not None and max_size < 1:
-            raise ValueError(f"max_size is {max_size}; it must be at least 1, or None for all pairs")
+            raise ValueError(f"min_len must be from 0 to max_len, not {min_len} with max_len {max_len}")
+        if max_size is not None:
+            check_at_least("max_size", max_size, 1)
         self.part = part
         self.tokenizer = tokenizer
         self.lang = part.recipe.languages
@@ -90,27 +116,16 @@ class RecurrentPairs(Dataset[tuple[Tensor, Tensor]]):
         """Return the ids in each pair's longer side with beginning and end, int64 of shape (pairs,)."""
         return self.lengths.max(axis=1, initial=0) + 2
 
-    def references(self) -> list[str]:
-        """Return the targets as they are in the text, in this data set's order; not for training parts.
-
-        Raises:
-            ValueError: It is a training part, from which pairs were left out.
-        """
-        return self.part.read_targets(self.indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return source and target, int64 of shape (tokens + 2,)."""
-        source, target = _pair(self.part, self.indices, index)
-        return torch.from_numpy(self.tokenizer.to_ids(source)), torch.from_numpy(self.tokenizer.to_ids(target))
+        source, target = (torch.from_numpy(self.tokenizer.to_ids(numbers)) for numbers in self._numbers(index))
+        return source, target
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'-'.join(self.lang)}: {len(self)} pairs, {self.vocab_size} ids)"
 
 
-class TransformerPairs(Dataset[dict[str, Any]]):
+class TransformerPairs(_PartPairs[dict[str, Any]]):
     """Pairs for the Transformer: each side ends with the end symbol, and both share one dictionary.
 
     Attributes:
@@ -146,7 +161,7 @@ class TransformerPairs(Dataset[dict[str, Any]]):
         indices: npt.ArrayLike | None = None,
     ) -> None:
         if min(max_positions) < 2:
-            raise ValueError(f"max_positions is {tuple(max_positions)}; each side needs at least 2, one for the end")
+            raise ValueError(f"max_positions must be at least 2 each, one for the end, not {tuple(max_positions)}")
         check_at_least("seq_len_multiple", seq_len_multiple, 1)
         self.part = part
         self.lang = part.recipe.languages
@@ -161,8 +176,8 @@ class TransformerPairs(Dataset[dict[str, Any]]):
         wanted = np.arange(len(lengths)) if indices is None else np.asarray(indices, dtype=np.int64)
         too_long = (lengths[wanted] > np.asarray(max_positions)).any(axis=1)
         if too_long.any():
-            what = "are left out" if part.is_cleaned else "are cut"
-            _log.warning("%d of %d pairs %s: they have more than %s tokens", too_long.sum(), len(wanted), what,
+            fate = "are left out" if part.is_cleaned else "are cut"
+            _log.warning("%d of %d pairs %s: they have more than %s tokens", too_long.sum(), len(wanted), fate,
                          " and ".join(map(str, max_positions)))  # fmt: skip
         self.indices: Lengths = wanted[~too_long] if part.is_cleaned else wanted
         # Sizes are those after cutting, so batches by tokens fit.
@@ -173,14 +188,6 @@ class TransformerPairs(Dataset[dict[str, Any]]):
         """Return the tokens that a pair takes in a batch: its longer side, rounded up; int64 of shape (pairs,)."""
         longest = self.lengths.max(axis=1, initial=0)
         return -(-longest // self.seq_len_multiple) * self.seq_len_multiple
-
-    def references(self) -> list[str]:
-        """Return the targets as they are in the text, in this data set's order; not for training parts.
-
-        Raises:
-            ValueError: It is a training part, from which pairs were left out.
-        """
-        return self.part.read_targets(self.indices)
 
     def detokenize(self, text: str) -> str:
         """Join words to text; a generator with ``remove_bpe="@@ "`` returns such words.
@@ -193,12 +200,9 @@ class TransformerPairs(Dataset[dict[str, Any]]):
         """
         return join_words(text.split())
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``id``, the index, and ``source`` and ``target``, int64 of shape (tokens,)."""
-        sides = zip(_pair(self.part, self.indices, index), self.max_positions, strict=True)
+        sides = zip(self._numbers(index), self.max_positions, strict=True)
         source, target = (self._symbols(numbers[: limit - 1]) for numbers, limit in sides)
         return {"id": index, "source": source, "target": target}
 
@@ -230,10 +234,3 @@ class TransformerPairs(Dataset[dict[str, Any]]):
 def _lengths(part: Part) -> Lengths:
     """Return the number of symbols in source and target of each pair, of shape (pairs, 2)."""
     return np.stack((part.store.source.lengths, part.store.target.lengths), axis=1)
-
-
-def _pair(part: Part, indices: Lengths, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    if not 0 <= index < len(indices):
-        raise IndexError(f"pair {index} is not there: there are {len(indices)}, counted from 0")
-    number = int(indices[index])
-    return part.store.source[number], part.store.target[number]

@@ -30,7 +30,6 @@ __all__ = [
     "choose_part",
     "download_files",
     "find_files",
-    "language_pair",
     "load_part",
 ]
 
@@ -126,21 +125,6 @@ def choose_part(**parts: bool) -> str:
     return chosen[0]
 
 
-def language_pair(lang: Sequence[str]) -> tuple[str, str]:
-    """Return source and target language.
-
-    Raises:
-        ValueError: There are not two languages, or ``lang`` is a string.
-
-    Example:
-        >>> language_pair(["en", "de"])
-        ('en', 'de')
-    """
-    if isinstance(lang, str) or len(lang) != 2:
-        raise ValueError(f"lang is {lang!r}; it must be two languages, as ('en', 'de')")
-    return lang[0], lang[1]
-
-
 def find_files(folder: Path, names: Iterable[str], languages: Sequence[str]) -> PairFiles | None:
     """Return the text of a part, ``NAME.LANG[.gz]``, under the first of its names that exists in both languages."""
     for name in names:
@@ -178,36 +162,35 @@ def download_files(folder: Path, archives: Sequence[Archive], languages: Sequenc
     for archive in archives:
         paths = archive.paths(folder, languages)
         missing = next((path for path in paths if not path.is_file()), None)
-        if missing is not None and not download:
-            raise DatasetNotFoundError(f"{missing} is not there; download=True gets it from {archive.url}")
         if missing is not None:
+            if not download:
+                raise DatasetNotFoundError(f"{missing} is not there; download=True gets it from {archive.url}")
             # One process downloads; the others find the files after they get the lock.
             with lock(folder / ".download.lock"):
-                _download(folder, archive, languages)
+                if not all(path.is_file() for path in paths):
+                    _download(folder, archive, languages)
         pairs.append(paths)
     sources, targets = zip(*pairs, strict=True)
     return PairFiles(sources, targets)
 
 
 def load_part(
-    files: PairFiles,
-    training_files: Callable[[], PairFiles],
+    find: Callable[[str], PairFiles],
+    name: str,
     recipe: Recipe,
     *,
     root: Path,
     cache_dir: str | os.PathLike[str] | None,
-    cleaning: Cleaning | None,
     in_memory: bool,
 ) -> Part:
     """Load vocabulary and store of a part; create both if they do not exist yet.
 
     Args:
-        files: The text of the part.
-        training_files: Returns the text to learn a vocabulary from; called only if one is needed.
+        find: Returns the text of a part, by name. The training text is requested only to learn a vocabulary.
+        name: Name of the part; raw text of ``"train"`` is cleaned.
         recipe: The settings for words and symbols.
         root: Folder of the data; a vocabulary ``vocab.bpe.NAME`` in it is used instead of a learned one.
         cache_dir: Folder for vocabulary and stores; None for the user's cache folder.
-        cleaning: Rules for pairs to leave out.
         in_memory: If True, read the store into memory.
 
     Returns:
@@ -216,16 +199,19 @@ def load_part(
     Raises:
         DatasetNotFoundError: The text is divided already, and the vocabulary is missing.
     """
+    files = find(name)
     cache = Path(cache_dir) if cache_dir else user_folder("cache", "text")
     if any(root.glob("vocab.bpe.*")):
         subwords, folder = Subwords.load(root, recipe.separator, skip=SPECIAL_SYMBOLS), root
     elif recipe.tokenizer is None:
         raise DatasetNotFoundError(f"{root} has no vocabulary vocab.bpe.NAME, which text that is divided already needs")
     else:
-        subwords, folder = prepare_subwords(training_files(), recipe, cache)
+        subwords, folder = prepare_subwords(find("train"), recipe, cache)
     # Divided text must not be divided again, so the merges are dropped.
-    if recipe.tokenizer is None:  # words are divided already
+    if recipe.tokenizer is None:
         subwords = Subwords(subwords.symbols, None, recipe.separator)
+    # Divided text was cleaned by the program that divided it.
+    cleaning = Cleaning() if name == "train" and recipe.tokenizer is not None else None
     store = prepare_store(files, recipe, subwords, cache, cleaning=cleaning, in_memory=in_memory)
     return Part(files, store, subwords, folder, recipe, cleaning is not None)
 
@@ -234,26 +220,19 @@ def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
     """Download and unpack an archive below ``downloads``; move its text into place if it is complete."""
     file_name = archive.url.rsplit("/", 1)[1]
     unpacked = folder / "downloads" / file_name.partition(".")[0]
-    paths = archive.paths(folder, languages)
-    if all(path.is_file() for path in paths):  # another process was faster
-        return
     maybe_download_and_extract_tar_gz(unpacked, file_name, archive.url)
     found = archive.paths(unpacked, languages)
-    # The number of lines is checked before the files get their place, so a wrong text is never used.
+    # All lines are counted before a file gets its place, so a wrong text is never used.
     for path in found:
-        _check_lines(path, archive)
-    for path, place in zip(found, paths, strict=True):
+        lines = count_lines(path) if path.is_file() else 0
+        if lines != archive.lines:
+            raise DownloadError(
+                f"{path} from {archive.url} has {lines} lines and should have {archive.lines}; delete {path.parent} "
+                f"and get the archive from elsewhere"
+            )
+    for path, place in zip(found, archive.paths(folder, languages), strict=True):
         place.parent.mkdir(parents=True, exist_ok=True)
         move_into_place(path, place)
-
-
-def _check_lines(path: Path, archive: Archive) -> None:
-    lines = count_lines(path) if path.is_file() else 0
-    if lines != archive.lines:
-        raise DownloadError(
-            f"{path} from {archive.url} has {lines} lines and should have {archive.lines}; delete {path.parent} and "
-            f"get the archive from elsewhere"
-        )
 
 
 def _check_newstest2014(path: Path) -> None:

@@ -34,6 +34,7 @@ FORMAT_VERSION = 1
 Numbers = npt.NDArray[np.integer[Any]]
 
 _SIDES = ("source", "target")
+_ADVICE = "delete the folder, and it is created again"
 
 
 @dataclass(frozen=True)
@@ -90,32 +91,6 @@ class Sentences:
             raise IndexError(f"sentence {index} is not there: there are {len(self)}, counted from 0")
         return self.numbers[self.offsets[index] : self.offsets[index + 1]]
 
-    def padded(self, indices: npt.ArrayLike, pad: int = 0) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Make a batch of sentences without a Python loop.
-
-        Args:
-            indices: Which sentences, shape (batch,).
-            pad: The number that fills the shorter ones.
-
-        Returns:
-            Their numbers, int64 of shape (batch, longest), and their lengths, int64 of shape (batch,).
-
-        Raises:
-            IndexError: The sentence does not exist.
-
-        Example:
-            >>> Sentences(np.array([7, 8, 9]), np.array([0, 2, 3])).padded([1, 0])[0].tolist()
-            [[9, 0], [7, 8]]
-        """
-        chosen = np.asarray(indices, dtype=np.int64)
-        starts = self.offsets[chosen]
-        lengths = self.offsets[chosen + 1] - starts
-        columns = np.arange(lengths.max(initial=0))
-        # Short sentences read on into the next one here; the next line overwrites these numbers.
-        batch = self.numbers.take(starts[:, None] + columns, mode="clip").astype(np.int64)
-        batch[columns >= lengths[:, None]] = pad
-        return batch, lengths
-
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Return the number of symbols of each sentence, int64 of shape (sentences,)."""
@@ -157,28 +132,23 @@ class PairStore:
         if vocabulary_checksum is not None and vocabulary_checksum != self.header.vocabulary_checksum:
             raise DatasetError(
                 f"{self.folder} was made with the vocabulary {self.header.vocabulary_checksum}, but here it is "
-                f"{vocabulary_checksum}; delete the folder, and it is made anew"
+                f"{vocabulary_checksum}; {_ADVICE}"
             )
-        self.source, self.target = (self._map(side, in_memory) for side in _SIDES)
-
-    def _map(self, side: str, in_memory: bool) -> Sentences:
         mode: Literal["r"] | None = None if in_memory else "r"
+        self.source, self.target = (self._map(*each, mode) for each in zip(_SIDES, self.header.tokens, strict=True))
+
+    def _map(self, side: str, tokens: int, mode: Literal["r"] | None) -> Sentences:
         try:
             numbers = np.load(self.folder / f"{side}.npy", mmap_mode=mode, allow_pickle=False)
             offsets = np.load(self.folder / f"{side}.offsets.npy", mmap_mode=mode, allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            raise DatasetError(f"{self.folder} is damaged: {error}; delete the folder, and it is made anew") from error
-        tokens = self.header.tokens[_SIDES.index(side)]
-        if (
-            numbers.shape != (tokens,)
-            or numbers.dtype != self.header.dtype
-            or offsets.shape != (self.header.pairs + 1,)
-            or offsets[-1] != tokens
-        ):
+            raise DatasetError(f"{self.folder} is damaged: {error}; {_ADVICE}") from error
+        found = (numbers.dtype, numbers.shape, offsets.shape, int(offsets[-1]))
+        if found != (self.header.dtype, (tokens,), (self.header.pairs + 1,), tokens):
             raise DatasetError(
                 f"{self.folder} is damaged: the {side} has {numbers.dtype} of shape {numbers.shape} and "
                 f"{len(offsets) - 1} sentences, its header says {self.header.dtype}, {tokens} and {self.header.pairs}; "
-                f"delete the folder, and it is made anew"
+                f"{_ADVICE}"
             )
         return Sentences(numbers, offsets)
 
@@ -187,9 +157,8 @@ class PairStore:
         return self.header.pairs
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({'-'.join(self.header.languages)}: {len(self)} pairs, {self.header.tokens} tokens)"
-        )
+        languages = "-".join(self.header.languages)
+        return f"{type(self).__name__}({languages}: {len(self)} pairs, {self.header.tokens} tokens)"
 
 
 def write_pairs(
@@ -239,10 +208,10 @@ class _NumberFile:
         if not sentences:
             return
         numbers = np.concatenate(sentences)
-        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.header.vocabulary_size:
+        largest = self.header.vocabulary_size - 1
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= largest:
             raise ValueError(
-                f"there are numbers from {numbers.min()} to {numbers.max()}; the vocabulary has 0 to "
-                f"{self.header.vocabulary_size - 1}"
+                f"there are numbers from {numbers.min()} to {numbers.max()}; the vocabulary has 0 to {largest}"
             )
         # Written block by block: a text of millions of pairs never is in memory as a whole.
         self.file.write(numbers.astype(self.header.dtype).tobytes())
@@ -271,14 +240,11 @@ def _read_header(folder: Path) -> PairHeader:
         content = json.loads((folder / "header.json").read_text(encoding="utf-8"))
         if content["version"] != FORMAT_VERSION:
             raise DatasetError(
-                f"{folder} has version {content['version']} of the format, this program reads {FORMAT_VERSION}; delete "
-                f"the folder, and it is made anew"
+                f"{folder} has version {content['version']} of the format, not {FORMAT_VERSION}; {_ADVICE}"
             )
         content["languages"], content["tokens"] = tuple(content["languages"]), tuple(content["tokens"])
         return PairHeader(**content)
     except FileNotFoundError:
         raise DatasetNotFoundError(f"there is no store at {folder}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DatasetError(
-            f"{folder}/header.json is damaged: {error}; delete the folder, and it is made anew"
-        ) from error
+        raise DatasetError(f"{folder}/header.json is damaged: {error}; {_ADVICE}") from error

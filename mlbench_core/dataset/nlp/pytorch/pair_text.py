@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mlbench_core.dataset.nlp.pytorch.lines import count_lines, read_lines
+from mlbench_core.dataset.nlp.pytorch.lines import count_lines, digest_texts, read_lines
 from mlbench_core.dataset.nlp.pytorch.pair_store import PairHeader, PairStore, write_pairs
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords, learn_subwords, learn_words
 from mlbench_core.dataset.nlp.pytorch.words import split_words
 from mlbench_core.errors import DatasetError
-from mlbench_core.files import creating_folder, digest, lock
+from mlbench_core.files import creating_folder, lock
 
 __all__ = ["Cleaning", "PairFiles", "Recipe", "prepare_store", "prepare_subwords"]
 
@@ -73,6 +72,9 @@ class Recipe:
         min_count: Minimum count of a whole word.
         min_character_count: A rarer character gets no symbol.
         separator: Mark of a part that does not end its word.
+
+    Raises:
+        ValueError: There are not two languages.
     """
 
     languages: tuple[str, str]
@@ -82,6 +84,10 @@ class Recipe:
     min_count: int = 2
     min_character_count: int = 1
     separator: str = "@@"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.languages, str) or len(self.languages) != 2:
+            raise ValueError(f"lang must be two languages, as ('en', 'de'), not {self.languages!r}")
 
 
 def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple[Subwords, Path]:
@@ -105,21 +111,19 @@ def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple
         if not folder.is_dir():
             words = _prepare_words(files, recipe, Cleaning(), cache_dir)
             lines = itertools.chain(read_lines(words / "source.txt"), read_lines(words / "target.txt"))
+            if recipe.tokenizer == "spacy":
+                subwords = learn_words(lines, min_count=recipe.min_count, separator=recipe.separator)
+            else:
+                subwords = learn_subwords(
+                    lines,
+                    merges=recipe.merges,
+                    size=recipe.size,
+                    separator=recipe.separator,
+                    min_character_count=recipe.min_character_count,
+                )
             with creating_folder(folder) as new:
-                _learn(lines, recipe).save(new, str(recipe.merges or recipe.size or "words"))
+                subwords.save(new, str(recipe.merges or recipe.size or "words"))
     return Subwords.load(folder, recipe.separator), folder
-
-
-def _learn(lines: Iterable[str], recipe: Recipe) -> Subwords:
-    if recipe.tokenizer == "spacy":
-        return learn_words(lines, min_count=recipe.min_count, separator=recipe.separator)
-    return learn_subwords(
-        lines,
-        merges=recipe.merges,
-        size=recipe.size,
-        separator=recipe.separator,
-        min_character_count=recipe.min_character_count,
-    )
 
 
 def prepare_store(
@@ -185,27 +189,25 @@ def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, 
     with lock(cache_dir / f".{folder.name}.lock"):
         if folder.is_dir():
             return folder
-        with creating_folder(folder) as new:
-            _write_words(files, recipe, cleaning, new)
-    return folder
-
-
-def _write_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, folder: Path) -> None:
-    tokenizer = recipe.tokenizer or "moses"
-    read = kept = 0
-    with ExitStack() as stack:
-        sides: list[IO[str]] = [
-            stack.enter_context((folder / f"{side}.txt").open("w", encoding="utf-8", newline="\n"))
-            for side in ("source", "target")
-        ]
-        for pair in _read_pairs(files):
-            words = [split_words(line, lang, tokenizer) for line, lang in zip(pair, recipe.languages, strict=True)]
-            read += 1
-            if cleaning is None or cleaning.keeps(*words):
-                kept += 1
-                for file, side in zip(sides, words, strict=True):
-                    file.write(" ".join(side) + "\n")
+        read = kept = 0
+        with creating_folder(folder) as new, ExitStack() as stack:
+            sides: list[IO[str]] = [
+                # No translation of line ends: a text must have the same bytes on every system.
+                stack.enter_context((new / f"{side}.txt").open("w", encoding="utf-8", newline="\n"))
+                for side in ("source", "target")
+            ]
+            for pair in _read_pairs(files):
+                read += 1
+                words = [
+                    split_words(line, lang, recipe.tokenizer or "moses")
+                    for line, lang in zip(pair, recipe.languages, strict=True)
+                ]
+                if cleaning is None or cleaning.keeps(*words):
+                    kept += 1
+                    for file, side in zip(sides, words, strict=True):
+                        file.write(" ".join(side) + "\n")
     _log.info("%s: kept %d of %d pairs", ", ".join(map(str, files.sources)), kept, read)
+    return folder
 
 
 def _read_pairs(files: PairFiles) -> Iterator[tuple[str, str]]:
@@ -214,17 +216,11 @@ def _read_pairs(files: PairFiles) -> Iterator[tuple[str, str]]:
         for lines in itertools.zip_longest(read_lines(source), read_lines(target)):
             if lines[0] is None or lines[1] is None:
                 raise DatasetError(
-                    f"{source} has {count_lines(source)} lines and {target} {count_lines(target)}; they must have as "
-                    f"many, each the translation of the other"
+                    f"{source} has {count_lines(source)} lines and {target} {count_lines(target)}; each line must be "
+                    f"the translation of the same line of the other file"
                 )
             yield lines
 
 
 def _digest(files: PairFiles, how: Any) -> str:
-    """Return the name of a derived file: a digest of the settings, and of path, size and mtime of each input."""
-    content: list[Any] = [_VERSION, how]
-    for path in (*files.sources, *files.targets):
-        status = path.stat()
-        # The modification time and size detect a changed text without reading it.
-        content.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
-    return digest(json.dumps(content, sort_keys=True).encode())[:24]
+    return digest_texts((*files.sources, *files.targets), [_VERSION, how])

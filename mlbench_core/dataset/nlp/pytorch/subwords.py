@@ -58,7 +58,7 @@ class Subwords:
 
     def __init__(self, symbols: Sequence[str], merges: Sequence[Pair] | None = None, separator: str = "@@") -> None:
         if not separator or any(c.isspace() for c in separator):
-            raise ValueError(f"separator is {separator!r}; it must be a text without white space")
+            raise ValueError(f"separator must be a text without white space, not {separator!r}")
         self.symbols = list(symbols)
         self.merges = None if merges is None else list(merges)
         self.separator = separator
@@ -150,7 +150,7 @@ class Subwords:
         try:
             return cls(symbols, _read_merges(merges) if merges.is_file() else None, separator)
         except ValueError as error:
-            raise DatasetError(f"{found[0]} is no vocabulary: {error}") from error
+            raise DatasetError(f"{found[0]} is not a vocabulary: {error}") from error
 
     def __len__(self) -> int:
         """Return the number of symbols."""
@@ -222,14 +222,14 @@ def learn_subwords(
         [('l', 'o'), ('lo', 'w</w>')]
     """
     if (merges is None) == (size is None):
-        raise ValueError(f"merges is {merges} and size is {size}; give one of the two")
+        raise ValueError(f"one of merges and size must be given, not {merges} and {size}")
     words = _count_words(lines, separator, min_character_count)
     # Characters inside words and at their ends are different symbols, and always in the vocabulary.
     inner = sorted({c for word in words for c in word[:-1]})
     final = sorted({word[-1] for word in words} | {SPACING_MARK})
     base = [c + separator for c in inner] + final
     if size is not None and size < len(base):
-        raise ValueError(f"size is {size}; the characters of the text alone need {len(base)} symbols")
+        raise ValueError(f"size must be at least {len(base)}, the number of characters of the text, not {size}")
     count = merges if merges is not None else (size or 0) - len(base)
     learned = _learn_merges(words, final, count, min_count)
     symbols = dict.fromkeys([*base, *(_symbol(left + right, separator) for left, right in learned)])
@@ -259,9 +259,7 @@ def learn_words(lines: Iterable[str], *, min_count: int = 2, separator: str = "@
 
 def _count_words(lines: Iterable[str], separator: str, min_character_count: int) -> dict[str, int]:
     """Return words and their counts, by code point, without words that contain a rare character or the separator."""
-    counts: Counter[str] = Counter()
-    for line in lines:
-        counts.update(line.split())
+    counts = Counter(word for line in lines for word in line.split())
     characters: Counter[str] = Counter()
     for word, count in counts.items():
         for c in word:
@@ -318,7 +316,7 @@ def _read_symbols(path: Path) -> list[str]:
         return [symbol for symbol, _ in lines]
     for line in lines:
         if len(line) > 1 or line[0].endswith("\r"):
-            raise DatasetError(f"{path} is no vocabulary: {' '.join(line)!r} is not one symbol without white space")
+            raise DatasetError(f"{path} is not a vocabulary: {' '.join(line)!r} is not one symbol without white space")
     return [symbol for (symbol,) in lines]
 
 
@@ -337,7 +335,7 @@ def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
-        raise DatasetError(f"{path} is no UTF-8 text: {error}") from error
+        raise DatasetError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _write_lines(path: Path, lines: Iterable[str]) -> None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import RecurrentPairs
-from mlbench_core.dataset.nlp.pytorch.pair_part import (
-    Archive,
-    choose_part,
-    download_files,
-    find_files,
-    language_pair,
-    load_part,
-)
-from mlbench_core.dataset.nlp.pytorch.pair_text import Cleaning, PairFiles, Recipe
+from mlbench_core.dataset.nlp.pytorch.pair_part import Archive, choose_part, download_files, find_files, load_part
+from mlbench_core.dataset.nlp.pytorch.pair_text import PairFiles, Recipe
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer import WMT16Tokenizer
 from mlbench_core.errors import DatasetError
 
@@ -38,7 +32,6 @@ _DIVIDED_NAMES = {
     "train": ("train.tok.clean.bpe.32000",),
     "validation": ("newstest2014.tok.bpe.32000", "newstest2014.tok.clean.bpe.32000"),
 }
-_MERGES = 32_000
 
 
 class WMT16Dataset(RecurrentPairs):
@@ -104,49 +97,32 @@ class WMT16Dataset(RecurrentPairs):
         max_len: int | None = None,
         max_size: int | None = None,
         *,
-        merges: int = _MERGES,
+        merges: int = 32_000,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        folder = Path(root)
-        name = choose_part(train=train, validation=validation)
-        recipe = Recipe(language_pair(lang), tokenizer=None if preprocessed else "moses", merges=merges)
-        part = load_part(
-            _files(folder, name, recipe.languages, download, preprocessed),
-            lambda: _files(folder, "train", recipe.languages, download, preprocessed),
-            recipe,
-            root=folder,
-            cache_dir=cache_dir,
-            cleaning=Cleaning() if train and not preprocessed else None,
-            in_memory=not lazy,
-        )
-        tokenizer = WMT16Tokenizer(
-            part.vocabulary_folder, math_precision, lang=recipe.languages[0], escaped=preprocessed
-        )
+        folder, name = Path(root), choose_part(train=train, validation=validation)
+        recipe = Recipe(lang, tokenizer=None if preprocessed else "moses", merges=merges)
+        find = functools.partial(_files, folder, lang, download, preprocessed)
+        part = load_part(find, name, recipe, root=folder, cache_dir=cache_dir, in_memory=not lazy)
+        tokenizer = WMT16Tokenizer(part.vocabulary_folder, math_precision, lang=lang[0], escaped=preprocessed)
         super().__init__(part, tokenizer, sort=sort, min_len=min_len, max_len=max_len, max_size=max_size)
 
     def prepare(self) -> None:
         """Do nothing: the data set is ready after construction. Scripts of version 3.0 call this before they use it."""
 
 
-def _files(folder: Path, name: str, languages: tuple[str, str], download: bool, preprocessed: bool) -> PairFiles:
+def _files(folder: Path, languages: tuple[str, str], download: bool, preprocessed: bool, name: str) -> PairFiles:
     """Return the text of a part; download it if it is missing."""
-    names = (_DIVIDED_NAMES if preprocessed else _NAMES)[name]
-    # The names of prepared text come first; plain names are accepted as well.
-    if preprocessed:
-        names += _NAMES[name]
+    # The names of divided text come first; plain names are accepted as well.
+    names = (*_DIVIDED_NAMES[name], *_NAMES[name]) if preprocessed else _NAMES[name]
     if found := find_files(folder, names, languages):
         return found
-    if preprocessed:
-        raise DatasetError(f"{folder} has no {names[0]}.{languages[0]}: {_what_to_do(folder)}")
-    return download_files(folder, _ARCHIVES[name], languages, download)
-
-
-def _what_to_do(folder: Path) -> str:
-    """Return advice for a folder without divided text."""
-    binary = next(folder.glob("*.bin"), None)
-    if binary is not None:
-        return (
+    if not preprocessed:
+        return download_files(folder, _ARCHIVES[name], languages, download)
+    advice = "give preprocessed=False, which makes it from raw text"
+    if binary := next(folder.glob("*.bin"), None):
+        advice = (
             f"{binary.name}, data that version 3.0 prepared, may hold pickled code and is not read; put the text from "
             "which it was made there, with its vocabulary, or give preprocessed=False, which reads raw text"
         )
-    return "give preprocessed=False, which makes it from raw text"
+    raise DatasetError(f"{folder} has no {names[0]}.{languages[0]}: {advice}")

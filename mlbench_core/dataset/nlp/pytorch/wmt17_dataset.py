@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 from mlbench_core.dataset.nlp.pytorch.pair_datasets import TransformerPairs
-from mlbench_core.dataset.nlp.pytorch.pair_part import (
-    Archive,
-    choose_part,
-    download_files,
-    find_files,
-    language_pair,
-    load_part,
-)
-from mlbench_core.dataset.nlp.pytorch.pair_text import Cleaning, PairFiles, Recipe
+from mlbench_core.dataset.nlp.pytorch.pair_part import Archive, choose_part, download_files, find_files, load_part
+from mlbench_core.dataset.nlp.pytorch.pair_text import PairFiles, Recipe
 from mlbench_core.dataset.nlp.pytorch.wmt16_dataset import COMMON_CRAWL, EUROPARL, NEWSTEST2014
 
 __all__ = ["WMT17Dataset"]
@@ -35,8 +29,7 @@ _NAMES = {
     "validation": ("newstest2013", "validation", "val"),
     "test": ("newstest2014", "test"),
 }
-_VOCABULARY = 32_768
-_SPECIAL = 3
+_SPECIAL = 3  # padding, end and unknown are not in the vocabulary's file
 _RARE = 50  # characters of other scripts, which are frequent in text from the web, would fill the vocabulary
 
 
@@ -101,31 +94,19 @@ class WMT17Dataset(TransformerPairs):
         seq_len_multiple: int = 1,
         shuffle: bool = True,
         *,
-        vocab_size: int = _VOCABULARY,
+        vocab_size: int = 32_768,
         min_character_count: int = _RARE,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        folder = Path(root)
-        languages = language_pair(lang)
-        name = choose_part(train=train, validation=validation, test=test)
-        part = load_part(
-            _files(folder, name, languages, download),
-            lambda: _files(folder, "train", languages, download),
-            Recipe(languages, size=vocab_size - _SPECIAL, min_character_count=min_character_count),
-            root=folder,
-            cache_dir=cache_dir,
-            cleaning=Cleaning() if train else None,
-            in_memory=False,
-        )
+        folder, name = Path(root), choose_part(train=train, validation=validation, test=test)
+        recipe = Recipe(lang, size=vocab_size - _SPECIAL, min_character_count=min_character_count)
+        find = functools.partial(_files, folder, lang, download)
+        part = load_part(find, name, recipe, root=folder, cache_dir=cache_dir, in_memory=False)
         super().__init__(
-            part,
-            left_pad=left_pad,
-            max_positions=max_positions,
-            seq_len_multiple=seq_len_multiple,
-            shuffle=shuffle,
+            part, left_pad=left_pad, max_positions=max_positions, seq_len_multiple=seq_len_multiple, shuffle=shuffle
         )
 
 
-def _files(folder: Path, name: str, languages: tuple[str, str], download: bool) -> PairFiles:
+def _files(folder: Path, languages: tuple[str, str], download: bool, name: str) -> PairFiles:
     """Return the text of a part; download it if it is missing."""
     return find_files(folder, _NAMES[name], languages) or download_files(folder, _ARCHIVES[name], languages, download)

@@ -14,13 +14,7 @@ from torch import Tensor
 from mlbench_core.dataset.nlp.pytorch.pair_part import SPECIAL_SYMBOLS
 from mlbench_core.dataset.nlp.pytorch.subwords import UNKNOWN, Subwords, join_parts
 from mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_config import BOS, EOS, PAD, UNK
-from mlbench_core.dataset.nlp.pytorch.words import (
-    clean_line,
-    escape_words,
-    join_words,
-    split_words,
-    unescape_words,
-)
+from mlbench_core.dataset.nlp.pytorch.words import escape_words, join_words, split_words, unescape_words
 
 __all__ = ["BOS", "EOS", "PAD", "UNK", "WMT16Tokenizer"]
 
@@ -85,7 +79,7 @@ class WMT16Tokenizer:
     ) -> None:
         if math_precision not in _MULTIPLES:
             allowed = ", ".join(map(repr, _MULTIPLES))
-            raise ValueError(f"math_precision is {math_precision!r}; it must be one of {allowed}")
+            raise ValueError(f"math_precision must be one of {allowed}, not {math_precision!r}")
         self.separator = separator
         self.lang = lang
         self.escaped = escaped
@@ -154,26 +148,9 @@ class WMT16Tokenizer:
         words = join_parts((self._symbol(i) for i in ids if i not in (PAD, BOS)), self.separator)
         return join_words(unescape_words(words) if self.escaped else words, delim)
 
-    def differing_lines(self, lines: Iterable[str], *, lang: str | None = None) -> list[tuple[int, str, str]]:
-        """Find the lines of a text that are not restored from their ids, apart from changes by cleaning.
-
-        Args:
-            lines: Lines of text.
-            lang: Their language; None for the tokenizer's.
-
-        Returns:
-            For each such line its number from 1, the cleaned line, and the restored line.
-        """
-        differing = []
-        for number, line in enumerate(lines, 1):
-            found = self.detokenize(self.segment(line, lang=lang))
-            if found != clean_line(line):
-                differing.append((number, clean_line(line), found))
-        return differing
-
     def _symbol(self, i: int) -> str:
         if not 0 <= i < len(self.symbols):
-            raise IndexError(f"{i} is no id of the vocabulary: 0 to {len(self.symbols) - 1}")
+            raise IndexError(f"{i} is not an id of the vocabulary: 0 to {len(self.symbols) - 1}")
         return self.symbols[i]
 
     def __len__(self) -> int:

@@ -36,7 +36,7 @@ class Dictionary:
 
     def __init__(self, pad: str = "<pad>_", eos: str = "<EOS>_", *, symbols: Iterable[str] = ()) -> None:
         if pad == eos:
-            raise ValueError(f"pad and eos are both {pad!r}; they must be different symbols")
+            raise ValueError(f"pad and eos must be different symbols, not both {pad!r}")
         self.symbols: list[str] = []
         self._numbers: dict[str, int] = {}
         self._pad = self.add_symbol(pad)
@@ -58,12 +58,9 @@ class Dictionary:
         Raises:
             KeyError: The symbol is not in the vocabulary.
         """
-        try:
-            return self._numbers[sym]
-        except KeyError:
-            raise KeyError(
-                f"{sym!r} is not among the {len(self)} symbols of the vocabulary; add_symbol adds it"
-            ) from None
+        if sym not in self._numbers:
+            raise KeyError(f"{sym!r} is not among the {len(self)} symbols of the vocabulary; add_symbol adds it")
+        return self._numbers[sym]
 
     def add_symbol(self, sym: str) -> int:
         """Return the number of a symbol; add the symbol if it is new.
@@ -72,7 +69,7 @@ class Dictionary:
             ValueError: The symbol contains the end of a line, which a file of one symbol a line cannot hold.
         """
         if "\n" in sym:
-            raise ValueError(f"the symbol {sym!r} has the end of a line in it")
+            raise ValueError(f"sym must not contain the end of a line, as {sym!r} does: a file has one symbol a line")
         number = self._numbers.setdefault(sym, len(self.symbols))
         if number == len(self.symbols):
             self.symbols.append(sym)
@@ -113,7 +110,7 @@ class Dictionary:
         if tensor.dim() == 2:
             return "\n".join(self.string(row, bpe_symbol) for row in tensor)
         if tensor.dim() != 1:
-            raise ValueError(f"the tensor has shape {tuple(tensor.shape)}; it must be (tokens,) or (sentences, tokens)")
+            raise ValueError(f"tensor must have shape (tokens,) or (sentences, tokens), not {tuple(tensor.shape)}")
         # Padding and end have no text.
         symbols = [self[number] for number in tensor.tolist() if number not in (self._pad, self._eos)]
         if bpe_symbol is None:
@@ -139,7 +136,7 @@ class Dictionary:
         except FileNotFoundError:
             raise DatasetNotFoundError(f"there is no vocabulary at {path}") from None
         if len(lines) < 2 or len(set(lines)) < len(lines):
-            raise DatasetError(f"{path} is no vocabulary: it needs padding and end symbol first, and no symbol twice")
+            raise DatasetError(f"{path} is not a vocabulary: it needs padding and end first, and no symbol twice")
         return cls(lines[0], lines[1], symbols=lines[2:])
 
     def __len__(self) -> int:
@@ -147,7 +144,7 @@ class Dictionary:
 
     def __getitem__(self, number: int) -> str:
         if not 0 <= number < len(self.symbols):
-            raise IndexError(f"{number} is no number of the vocabulary: 0 to {len(self.symbols) - 1}")
+            raise IndexError(f"{number} is not a number of the vocabulary: 0 to {len(self.symbols) - 1}")
         return self.symbols[number]
 
     def __contains__(self, sym: object) -> bool:
