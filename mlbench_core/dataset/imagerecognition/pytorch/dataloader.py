@@ -17,6 +17,7 @@ from mlbench_core.dataset.download import maybe_download_and_extract_tar_gz, pro
 from mlbench_core.dataset.imagerecognition.pytorch import readers
 from mlbench_core.dataset.imagerecognition.pytorch.augment import Augmentation
 from mlbench_core.dataset.imagerecognition.pytorch.images import ImageDataset
+from mlbench_core.dataset.local_files import find_file
 from mlbench_core.dataset.pytorch import stratified_split
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
@@ -124,7 +125,7 @@ def _find_cifar_batch(root: Path, name: str, partial: bool) -> Path | None:
     names = [f"{name}.bin", name]
     if partial and name == "test_batch":
         names.append("test_batch_first1000.bin")
-    return readers.find_file([root / folder for folder in _CIFAR10_FOLDERS], names)
+    return find_file([root / folder for folder in _CIFAR10_FOLDERS], names)
 
 
 def _cifar_files(root: Path, names: list[str], partial: bool) -> list[Path]:
@@ -213,7 +214,7 @@ class MNIST(ImageDataset):
 def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> Tensor:
     """Read one of MNIST's files; download it if requested."""
     folders = [root / folder for folder in _MNIST_FOLDERS]
-    path = readers.find_file(folders, [name])
+    path = find_file(folders, [name])
     if path is None and download:
         path = progress_download(f"{MNIST_URL}{name}.gz", root / f"{name}.gz", md5=_MNIST_ARCHIVE_MD5[name])
     if path is None:

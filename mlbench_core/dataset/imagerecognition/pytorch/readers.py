@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import io
-import itertools
-import lzma
 import pickle
-import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +12,16 @@ import torch
 from torch import Tensor
 
 from mlbench_core import files
+from mlbench_core.dataset.local_files import open_file
 from mlbench_core.errors import DatasetError
 
-__all__ = ["find_file", "parse_cifar_binary", "parse_cifar_python", "parse_idx", "read_bytes"]
+__all__ = ["parse_cifar_binary", "parse_cifar_python", "parse_idx", "read_bytes"]
 
-_SUFFIXES = ("", ".xz", ".gz")
 _CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
 
 
-def find_file(folders: Iterable[Path], names: Iterable[str]) -> Path | None:
-    """Return the first existing file, uncompressed or compressed by xz or gzip.
-
-    Args:
-        folders: Folders to search, the first choice first.
-        names: Names that the file may have, the first choice first.
-
-    Returns:
-        Its path, or None.
-    """
-    candidates = (folder / (name + suffix) for folder, name, suffix in itertools.product(folders, names, _SUFFIXES))
-    return next((path for path in candidates if path.is_file()), None)
-
-
 def read_bytes(path: Path, md5: str | None = None) -> bytes:
-    """Return the content of a file, decompressed if its name ends in ``.xz`` or ``.gz``.
+    """Return the content of a file, decompressed if it is compressed.
 
     Args:
         path: The file.
@@ -52,11 +33,8 @@ def read_bytes(path: Path, md5: str | None = None) -> bytes:
     Raises:
         DatasetError: The file cannot be decompressed or has another checksum.
     """
-    decompress = {".xz": lzma.decompress, ".gz": gzip.decompress}.get(path.suffix, bytes)
-    try:
-        content = decompress(path.read_bytes())
-    except (lzma.LZMAError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DatasetError(f"{path} is damaged: {error}; delete it and get it again") from error
+    with open_file(path) as file:
+        content = file.read()
     # The checksum is that of the content, so that it holds however the file is compressed.
     found = files.digest(content, "md5") if md5 else None
     if found != md5:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import lzma
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mlbench_core.dataset.local_files import open_file
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
 __all__ = ["Chunk", "TextShape", "format_rows", "read_chunks", "scan"]
 
 CHUNK_BYTES = 1 << 25  # of decompressed text: the parsed rows take several times as much memory
-_OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-# Errors that the decompressors raise for a damaged file, depending on the position of the damage.
-_DAMAGED = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 
 
 @dataclass(frozen=True)
@@ -88,8 +82,9 @@ def read_chunks(
     line = 1
     if not path.is_file():
         raise DatasetNotFoundError(f"there is no file {path}")
-    with _OPENERS.get(path.suffix, open)(path, "rb") as file:
-        while text := _read_lines(file, path):
+    with open_file(path) as file:
+        # A read may end inside a line: it is completed, because the parser needs whole lines.
+        while text := file.read(CHUNK_BYTES) + file.readline():
             try:
                 features, labels = parse(text)
             except (ValueError, OverflowError):
@@ -97,17 +92,6 @@ def read_chunks(
             line += text.count(b"\n")
             if len(labels):
                 yield Chunk(features, labels, len(text))
-
-
-def _read_lines(file: IO[bytes], path: Path) -> bytes:
-    """Read the next lines: at least ``CHUNK_BYTES`` bytes, up to the end of a line."""
-    try:
-        # A read may end inside a line: complete it, because the parser needs whole lines.
-        return file.read(CHUNK_BYTES) + file.readline()
-    except _DAMAGED as error:
-        raise DatasetError(f"{path} is damaged: {error}; get it again") from error
-    except OSError as error:
-        raise DatasetError(f"{path} cannot be read: {error}") from error
 
 
 def _wrong_line(path: Path, first_line: int, text: bytes, parse: Callable[[bytes], Any]) -> DatasetError:

@@ -14,13 +14,13 @@ from mlbench_core.dataset.linearmodels.pytorch.libsvm import SYNTHETIC, convert,
 from mlbench_core.dataset.linearmodels.pytorch.libsvm_names import KNOWN
 from mlbench_core.dataset.linearmodels.pytorch.libsvm_text import scan
 from mlbench_core.dataset.linearmodels.pytorch.lmdb_store import find_stores
+from mlbench_core.dataset.local_files import COMPRESSIONS, find_file
 from mlbench_core.errors import DatasetNotFoundError
 
 __all__ = ["find_text", "prepare_stores"]
 
 logger = logging.getLogger(__name__)
 
-_COMPRESSIONS = ("", ".gz", ".bz2", ".xz")
 _PARTS = ("train", "test")
 Found = TypeVar("Found")
 
@@ -79,12 +79,10 @@ def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
     stems = [name if part == "train" else f"{name}.t"]
     if name in KNOWN and part in KNOWN[name].files:
         published = Path(KNOWN[name].files[part].file_name)
-        stems.insert(0, published.stem if published.suffix in _COMPRESSIONS[1:] else published.name)
-    wanted = [stem + compression for stem in dict.fromkeys(stems) for compression in _COMPRESSIONS]
-    for file_name in wanted:
-        path = Path(folder) / file_name
-        if path.is_file():
-            return path
+        stems.insert(0, published.stem if published.suffix in COMPRESSIONS[1:] else published.name)
+    if path := find_file([Path(folder)], stems):
+        return path
+    wanted = [stem + ending for stem in dict.fromkeys(stems) for ending in COMPRESSIONS]
     raise DatasetNotFoundError(f"{folder} has no text of {name} {part}; looked for {', '.join(wanted)}")
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import html
 import json
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mlbench_core import files
+from mlbench_core.dataset.local_files import open_file
 from mlbench_core.errors import DatasetError
 
 __all__ = ["count_lines", "digest_texts", "read_lines"]
@@ -28,16 +27,13 @@ def read_lines(path: Path) -> Iterator[str]:
     Raises:
         DatasetError: The file cannot be decompressed or is not valid UTF-8.
     """
-    opened: Callable[[Path, str], Any] = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rb") as file:
+        with open_file(path) as file:
             # Decoded line by line after splitting at line feeds: text mode would end lines at carriage returns too.
             lines = (line.decode("utf-8").removesuffix("\n") for line in file)
             if path.name.removesuffix(".gz").endswith(".sgm"):
                 lines = (html.unescape(match[1]).strip() for line in lines if (match := _SEGMENT.search(line)))
             yield from lines
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DatasetError(f"{path} cannot be decompressed: {error}; delete it and get it again") from error
     except UnicodeDecodeError as error:
         raise DatasetError(f"{path} is not UTF-8 text: {error}") from error
 

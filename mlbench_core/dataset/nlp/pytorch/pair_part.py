@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlbench_core.dataset.download import maybe_download_and_extract_tar_gz
+from mlbench_core.dataset.local_files import find_file
 from mlbench_core.dataset.nlp.pytorch.lines import count_lines, read_lines
 from mlbench_core.dataset.nlp.pytorch.pair_store import PairStore
 from mlbench_core.dataset.nlp.pytorch.pair_text import (
@@ -126,16 +127,13 @@ def choose_part(**parts: bool) -> str:
 
 
 def find_files(folder: Path, names: Iterable[str], languages: Sequence[str]) -> PairFiles | None:
-    """Return the text of a part, ``NAME.LANG[.gz]``, under the first of its names that exists in both languages."""
+    """Return the text of a part, under the first of its names that exists as ``NAME.LANG`` in both languages."""
     for name in names:
-        found = [
-            next((path for path in (folder / f"{name}.{lang}", folder / f"{name}.{lang}.gz") if path.is_file()), None)
-            for lang in languages
-        ]
-        if found[0] and found[1]:
+        source, target = (find_file([folder], [f"{name}.{lang}"]) for lang in languages)
+        if source and target:
             if name.startswith("newstest2014"):
-                _check_newstest2014(found[0])
-            return PairFiles((found[0],), (found[1],))
+                _check_newstest2014(source)
+            return PairFiles((source,), (target,))
     return None
 
 

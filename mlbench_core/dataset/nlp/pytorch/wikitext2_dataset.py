@@ -16,6 +16,7 @@ from torch import Tensor
 from mlbench_core import files
 from mlbench_core.arguments import check_at_least, check_rank
 from mlbench_core.dataset.download import maybe_download_and_extract_zip, progress_download
+from mlbench_core.dataset.local_files import find_file
 from mlbench_core.dataset.nlp.pytorch.corpus import Corpus, Dictionary, Ids, load_corpus
 from mlbench_core.dataset.nlp.pytorch.pair_part import choose_part
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError, MissingDependencyError, require
@@ -304,17 +305,9 @@ def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
 
 def _find_texts(folder: Path) -> dict[str, Path]:
     """Return the files of the existing parts, the training part first."""
-    found = {}
-    for part in WIKITEXT2_TOKENS:
-        for candidate in (
-            folder / below / (name.format(part=part) + suffix)
-            for below in _FOLDERS
-            for name in _NAMES
-            for suffix in ("", ".gz")
-        ):
-            if part not in found and candidate.is_file():
-                found[part] = candidate
-    return found
+    folders = [folder / below for below in _FOLDERS]
+    found = {part: find_file(folders, [name.format(part=part) for name in _NAMES]) for part in WIKITEXT2_TOKENS}
+    return {part: path for part, path in found.items() if path is not None}
 
 
 def _download(folder: Path) -> None:
