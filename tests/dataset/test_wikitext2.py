@@ -349,17 +349,17 @@ def test_what_goes_wrong(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="call generate_batches"):
             call()
     for arguments, message in [
-        ((0,), "global_bsz is 0"),
-        ((5,), "global_bsz is 5; .* at most 4"),
-        ((4, 2, 2), "worker_bsz is 2 and rank 2"),
-        ((4, 0, 0), "worker_bsz is 0"),
+        ((0,), "global_bsz must be from 1 to 4, not 0"),
+        ((5,), "global_bsz must be from 1 to 4, not 5"),
+        ((4, 2, 2), "worker_bsz must be .* of rank 2 .*, not 2"),
+        ((4, 0, 0), "worker_bsz must be .*, not 0"),
         ((4, 2, -1), "rank -1"),
     ]:
         with pytest.raises(ValueError, match=message):
             dataset.generate_batches(*arguments)
     with pytest.raises(ValueError, match="rank must be from 0 to 1, not 2"):
         dataset.generate_batches(4, rank=2, world_size=2)
-    with pytest.raises(ValueError, match="both given"):
+    with pytest.raises(ValueError, match="only one of worker_bsz and world_size"):
         dataset.generate_batches(4, 2, 0, world_size=2)
     (folder / "train.txt").rename(folder / "train.bak")
     with pytest.raises(DatasetNotFoundError, match=r"no wiki.train.tokens or train.txt .*smerity"):

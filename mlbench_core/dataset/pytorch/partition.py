@@ -116,17 +116,11 @@ class DataPartitioner(Partitioner):
     """
 
     def __init__(
-        self,
-        data: Any,
-        rank: int,
-        shuffle: bool,
-        sizes: Sequence[float] = [0.7, 0.2, 0.1],
-        *,
-        seed: int = 0,
+        self, data: Any, rank: int, shuffle: bool, sizes: Sequence[float] = [0.7, 0.2, 0.1], *, seed: int = 0
     ) -> None:
         total = float(sum(sizes))
         if len(sizes) == 0 or min(sizes) < 0 or not 0 < total <= 1 + 1e-6:
-            raise ValueError(f"sizes is {list(sizes)}; it must hold shares of at least 0 that add up to at most 1")
+            raise ValueError(f"sizes must be shares of at least 0 that add up to at most 1, not {list(sizes)}")
         self.data = data
         self.rank = rank
         count = len(data)
@@ -151,7 +145,7 @@ class DataPartitioner(Partitioner):
         """
         index = operator.index(partition_ind)
         if not 0 <= index < len(self.partitions):
-            raise ValueError(f"partition_ind is {partition_ind}; there are {len(self.partitions)} parts, from 0")
+            raise ValueError(f"partition_ind must be from 0 to {len(self.partitions) - 1}, not {partition_ind}")
         return Partition(self.data, self.partitions[index].tolist())
 
 
@@ -258,7 +252,7 @@ def stratified_split(
         (12, 3, 1)
     """
     if not 0 < held_out < 1:
-        raise ValueError(f"held_out is {held_out}; it must be a share above 0 and below 1")
+        raise ValueError(f"held_out must be a share above 0 and below 1, not {held_out}")
     generator = np.random.default_rng(seed)
     classes = np.asarray(labels)
     is_validation = np.zeros(len(classes), dtype=bool)
@@ -283,7 +277,7 @@ def _classes(dataset: Any, labels: Sequence[int] | None) -> np.ndarray:
         )
     array = np.asarray(found)
     if array.shape != (len(dataset),):
-        raise ValueError(f"labels has shape {array.shape}; for this data set it must be ({len(dataset)},)")
+        raise ValueError(f"labels must have shape ({len(dataset)},) as the data set, not {array.shape}")
     return np.unique(array, return_inverse=True)[1]
 
 

@@ -107,6 +107,7 @@ def train_and_validation(
         DatasetError: A file is damaged.
     """
     train = LMDBDataset(name, "train", root)
+    # Both parts in one layout: the test part may be stored in the other one.
     train.layout = layout = layout or ("sparse_csr" if train.stores[0].header.layout == "csr" else "dense")
     try:
         return train, LMDBDataset(name, "test", root, layout=layout)

@@ -102,13 +102,10 @@ class Wikitext2Dataset:
         cache_dir: str | os.PathLike[str] | None = None,
         seed: int = 0,
     ) -> None:
-        for name, length in (("bptt", bptt), ("min_seq_len", min_seq_len)):
-            check_at_least(name, length, 1)
-        self.path = Path(path)
-        self.part = choose_part(train=train, valid=valid, test=test)
-        self.bptt = bptt
-        self.min_seq_len = min_seq_len
-        self.seed = seed
+        check_at_least("bptt", bptt, 1)
+        check_at_least("min_seq_len", min_seq_len, 1)
+        self.path, self.part = Path(path), choose_part(train=train, valid=valid, test=test)
+        self.bptt, self.min_seq_len, self.seed = bptt, min_seq_len, seed
         corpus = _load(self.path, self.part, download, Path(cache_dir or user_folder("cache")))
         self.dictionary: Dictionary = corpus.dictionary
         self.tokens: Ids = corpus.parts[self.part]
@@ -158,8 +155,8 @@ class Wikitext2Dataset:
         words_in_stream = len(self.tokens) // global_bsz if global_bsz > 0 else 0
         if words_in_stream < 2:
             raise ValueError(
-                f"global_bsz is {global_bsz}; it must be at least 1 and leave 2 of the {len(self.tokens)} words of the "
-                f"text for each stream, so at most {len(self.tokens) // 2}"
+                f"global_bsz must be from 1 to {len(self.tokens) // 2}, not {global_bsz}: each stream needs 2 of the "
+                f"{len(self.tokens)} words of the text"
             )
         first, last = _share(global_bsz, worker_bsz, rank, world_size)
         # A view of the mapped ids: no copy of the text is made.
@@ -252,7 +249,7 @@ class Wikitext2Dataset:
         if length < 1 or start < 0 or start + length > to_predict:
             raise ValueError(
                 f"sequence_lengths must be at least 1 and have a sum of at most {to_predict}, not {length} after "
-                f"{start} words: generate them anew or send those of one worker to all"
+                f"{start} words: generate them again or send those of one worker to all"
             )
         # One word more than the length: the targets are the words shifted by one.
         words = torch.from_numpy(streams[:, start : start + length + 1].T.astype(np.int64, order="C"))
@@ -273,25 +270,26 @@ def _share(global_bsz: int, worker_bsz: int | None, rank: int, world_size: int |
     """Return the first stream of a worker, and the one after its last."""
     if world_size is not None:
         if worker_bsz is not None:
-            raise ValueError("worker_bsz and world_size are both given; give the one that is to decide")
+            raise ValueError("only one of worker_bsz and world_size can be given, not both: they decide the same")
         check_rank(rank, world_size)
         return rank * global_bsz // world_size, (rank + 1) * global_bsz // world_size
     if worker_bsz is None:
         return 0, global_bsz
-    if worker_bsz < 1 or rank < 0 or (rank + 1) * worker_bsz > global_bsz:
+    first, last = rank * worker_bsz, (rank + 1) * worker_bsz
+    if not 0 <= first < last <= global_bsz:
         raise ValueError(
-            f"worker_bsz is {worker_bsz} and rank {rank}: streams {rank * worker_bsz} to {(rank + 1) * worker_bsz - 1} "
-            f"are not all among the {global_bsz} of global_bsz, which is to be worker_bsz times the number of workers"
+            f"worker_bsz must be the share of one worker, so that streams {first} to {last - 1} of rank {rank} are "
+            f"among the {global_bsz} of global_bsz, not {worker_bsz}"
         )
-    return rank * worker_bsz, (rank + 1) * worker_bsz
+    return first, last
 
 
 def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
     """Load the corpus of a folder, which must have the part and the training part."""
     if download and not _find_texts(folder):
-        # The first check needs no lock; the second finds the data of a faster process.
         with files.lock(folder / ".download.lock"):
-            if not _find_texts(folder):  # no other process was faster
+            # Another process may have downloaded the text while this one waited for the lock.
+            if not _find_texts(folder):
                 _download(folder)
     texts = _find_texts(folder)
     missing = [name for name in dict.fromkeys(("train", part)) if name not in texts]

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
-import torch
 from torch import Tensor
-
-from mlbench_core.errors import DatasetError, DatasetNotFoundError
 
 __all__ = ["Dictionary"]
 
@@ -27,6 +23,7 @@ class Dictionary:
         ValueError: ``pad`` and ``eos`` are equal.
 
     Example:
+        >>> import torch
         >>> dictionary = Dictionary(symbols=["a_", "fine_", "wor@@", "d"])
         >>> len(dictionary), dictionary.pad(), dictionary.eos(), dictionary.index("fine_"), dictionary[3]
         (6, 0, 1, 3, 'fine_')
@@ -63,33 +60,11 @@ class Dictionary:
         return self._numbers[sym]
 
     def add_symbol(self, sym: str) -> int:
-        """Return the number of a symbol; add the symbol if it is new.
-
-        Raises:
-            ValueError: The symbol contains the end of a line, which a file of one symbol a line cannot hold.
-        """
-        if "\n" in sym:
-            raise ValueError(f"sym must not contain the end of a line, as {sym!r} does: a file has one symbol a line")
+        """Return the number of a symbol; add the symbol if it is new."""
         number = self._numbers.setdefault(sym, len(self.symbols))
         if number == len(self.symbols):
             self.symbols.append(sym)
         return number
-
-    def encode(self, symbols: Iterable[str], append_eos: bool = True) -> Tensor:
-        """Return the numbers of the symbols of a sentence.
-
-        Args:
-            symbols: Symbols that are all in the vocabulary.
-            append_eos: If True, append the end symbol.
-
-        Returns:
-            int64 of shape (symbols,).
-
-        Raises:
-            KeyError: A symbol is not in the vocabulary.
-        """
-        numbers = [self.index(symbol) for symbol in symbols]
-        return torch.tensor([*numbers, self._eos] if append_eos else numbers, dtype=torch.int64)
 
     def string(self, tensor: Tensor, bpe_symbol: str | None = None) -> str:
         """Return the text of a sentence, or of several, one per line, without padding and end symbols.
@@ -118,26 +93,6 @@ class Dictionary:
         if bpe_symbol == "_":
             return "".join(symbols).replace("_", " ").strip()
         return (" ".join(symbols) + " ").replace(bpe_symbol, "").rstrip()
-
-    def save(self, path: str | Path) -> None:
-        """Write one symbol a line, UTF-8, in the order of their numbers."""
-        Path(path).write_text("".join(f"{symbol}\n" for symbol in self.symbols), encoding="utf-8", newline="\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Dictionary:
-        """Read a file written by :meth:`save`; the first two lines are padding and end of sentence.
-
-        Raises:
-            DatasetNotFoundError: The file does not exist.
-            DatasetError: The file has less than two lines, or a symbol twice.
-        """
-        try:
-            lines = Path(path).read_bytes().decode("utf-8").removesuffix("\n").split("\n")
-        except FileNotFoundError:
-            raise DatasetNotFoundError(f"there is no vocabulary at {path}") from None
-        if len(lines) < 2 or len(set(lines)) < len(lines):
-            raise DatasetError(f"{path} is not a vocabulary: it needs padding and end first, and no symbol twice")
-        return cls(lines[0], lines[1], symbols=lines[2:])
 
     def __len__(self) -> int:
         return len(self.symbols)
