@@ -30,8 +30,8 @@ import _sections
 import numpy as np
 import numpy.typing as npt
 
+from mlbench_core.dataset.local_files import read_lines
 from mlbench_core.dataset.nlp.pytorch import Multi30k
-from mlbench_core.dataset.nlp.pytorch.lines import read_lines
 from mlbench_core.dataset.nlp.pytorch.pair_store import PairStore
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords
 from mlbench_core.dataset.nlp.pytorch.words import split_words

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from mlbench_core.dataset.local_files import read_lines
 from mlbench_core.dataset.nlp.pytorch import (
     BucketBatchSampler,
     Multi30k,
@@ -33,7 +34,6 @@ from mlbench_core.dataset.nlp.pytorch import (
     wmt16_dataset,
     wmt17_dataset,
 )
-from mlbench_core.dataset.nlp.pytorch.lines import read_lines
 from mlbench_core.dataset.nlp.pytorch.pair_part import find_files
 from mlbench_core.dataset.nlp.pytorch.pair_text import Cleaning
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, DownloadError

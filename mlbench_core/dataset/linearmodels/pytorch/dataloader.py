@@ -247,11 +247,13 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def _sparse(self, rows: NDArray[np.int64]) -> Tensor:
         parts = [store.take_csr(local) for store, local, _ in self._runs(rows)]
-        arrays = map(torch.from_numpy, join_csr(parts, self._labels.numpy().dtype))
+        indptr, columns, values = map(torch.from_numpy, join_csr(parts, self._labels.numpy().dtype))
         with warnings.catch_warnings():
             # torch warns of its sparse layout once per process, in the middle of a training's output.
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-            return torch.sparse_csr_tensor(*arrays, (len(rows), self.n_features), check_invariants=False)
+            return torch.sparse_csr_tensor(
+                indptr, columns, values, (len(rows), self.n_features), check_invariants=False
+            )
 
 
 def _check_together(stores: list[LinearStore]) -> None:

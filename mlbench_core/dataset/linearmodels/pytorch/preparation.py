@@ -99,7 +99,7 @@ def _parts(name: str, text_folder: Path | None) -> list[str]:
     if name in KNOWN:
         return list(KNOWN[name].files)
     if text_folder is not None:
-        return [part for part in _PARTS if part == "train" or _found(find_text, text_folder, name, part)]
+        return [part for part in _PARTS if part == "train" or _found(find_text, text_folder, name, part) is not None]
     if name == SYNTHETIC:
         return list(_PARTS)
     known = ", ".join(sorted([*KNOWN, SYNTHETIC]))

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlbench_core import files
-from mlbench_core.dataset.nlp.pytorch.lines import digest_texts, read_lines
+from mlbench_core.dataset.local_files import digest_texts, read_lines
 
 __all__ = ["EOS", "Corpus", "Dictionary", "Ids", "load_corpus"]
 

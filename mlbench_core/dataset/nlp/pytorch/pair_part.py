@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlbench_core.dataset.download import maybe_download_and_extract_tar_gz
-from mlbench_core.dataset.local_files import find_file
-from mlbench_core.dataset.nlp.pytorch.lines import count_lines, read_lines
+from mlbench_core.dataset.local_files import count_lines, find_file, read_lines
 from mlbench_core.dataset.nlp.pytorch.pair_store import PairStore
 from mlbench_core.dataset.nlp.pytorch.pair_text import (
     Cleaning,

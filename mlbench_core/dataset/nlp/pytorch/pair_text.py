@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mlbench_core.dataset.nlp.pytorch.lines import count_lines, digest_texts, read_lines
+from mlbench_core.dataset.local_files import count_lines, digest_texts, read_lines
 from mlbench_core.dataset.nlp.pytorch.pair_store import PairHeader, PairStore, write_pairs
 from mlbench_core.dataset.nlp.pytorch.subwords import Subwords, learn_subwords, learn_words
 from mlbench_core.dataset.nlp.pytorch.words import split_words
