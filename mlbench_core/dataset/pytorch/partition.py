@@ -143,6 +143,7 @@ class DataPartitioner(Partitioner):
         Raises:
             ValueError: The part does not exist.
         """
+        # No negative positions: a wrong rank would silently get the part of another one.
         index = operator.index(partition_ind)
         if not 0 <= index < len(self.partitions):
             raise ValueError(f"partition_ind must be from 0 to {len(self.partitions) - 1}, not {partition_ind}")
@@ -225,6 +226,7 @@ def partition_dataset_by_rank(
         mine = parts[rank]
         # The draws above group samples by class: permute them, so that batches mix the classes of this worker.
         mine = generator.permutation(mine) if shuffle else np.sort(mine)
+    # The first workers take the samples that the number of workers does not divide, so the last part is the smallest.
     return Partition(dataset, mine.tolist(), smallest_part=sizes[-1])
 
 
@@ -278,6 +280,7 @@ def _classes(dataset: Any, labels: Sequence[int] | None) -> np.ndarray:
     array = np.asarray(found)
     if array.shape != (len(dataset),):
         raise ValueError(f"labels must have shape ({len(dataset)},) as the data set, not {array.shape}")
+    # Labels may have gaps, or be texts: only their order is used.
     return np.unique(array, return_inverse=True)[1]
 
 
@@ -293,6 +296,7 @@ def _dirichlet(
     for worker in generator.permutation(len(sizes)):
         mixture = _draw_mixture(alpha * prior, generator)
         taken = _draw_counts(sizes[worker], mixture, left, generator)
+        # A class is used up from its front: `have` samples are left at its end.
         chosen = [
             member[len(member) - have : len(member) - have + take]
             for member, have, take in zip(members, left, taken, strict=True)
@@ -333,6 +337,7 @@ def _label_skew(
     """Cut the samples, sorted by class, into shards, and assign the shards at random."""
     # The empty array keeps the concatenation valid for a data set without samples.
     in_order = np.concatenate([*_members(classes, shuffle, generator), np.empty(0, dtype=np.int64)])
+    # Shards of one worker differ by at most one sample, and together have exactly the size of its part.
     shards = [
         (worker, size // per_worker + (s < size % per_worker))
         for worker, size in enumerate(sizes)

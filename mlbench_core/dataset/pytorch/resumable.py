@@ -20,6 +20,7 @@ class ResumablePasses(ABC):
     :meth:`_basis` returns the values that determine its batches.
     """
 
+    # Class attributes need no constructor: samplers also inherit from torch's Sampler, and call none.
     _epoch = 0
     _next_batch = 0  # of the current pass: the first batch that was not yielded yet
     _started = False  # whether a pass of this epoch has begun
@@ -50,6 +51,7 @@ class ResumablePasses(ABC):
         """
         if operator.index(epoch) < 0:
             raise ValueError(f"epoch is {epoch}; epochs count from 0")
+        # A training loop sets the epoch that it has just loaded: the position in this epoch must survive that.
         if self._started or epoch != self._epoch:
             self._next_batch = 0
         self._epoch = epoch

@@ -29,6 +29,7 @@ CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 _CIFAR10_RECORDS = 10_000
+# The folders that the two archives unpack to.
 _CIFAR10_FOLDERS = ("", "cifar-10-batches-bin", "cifar-10-batches-py")
 # The published checksums. No verifiable checksum of the other binary batches is published, so their number of records
 # is checked instead.
@@ -46,7 +47,9 @@ _CIFAR10_MD5 = {
 MNIST_MEAN, MNIST_STD = 0.1307, 0.3081  # of the 60,000 training images, 28x28
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 _MNIST_FOLDERS = ("", "raw", "MNIST/raw")
-_MNIST_MD5 = {  # of the decompressed content
+# Two checksums of each file: of the decompressed content, which holds however a file is compressed, and of the archive,
+# so that a damaged download is noticed before it takes its place.
+_MNIST_MD5 = {
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
     "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",

@@ -179,6 +179,7 @@ class ImageDataset(Dataset):
     @property
     def data(self) -> np.ndarray:
         """Return the images as in torchvision: uint8 of shape (N, height, width, channels), a view on the CPU."""
+        # A view of the tensor's bytes in another order; torchvision's users expect the channels last.
         return self.images.cpu().permute(0, 2, 3, 1).numpy()
 
     @property

@@ -164,6 +164,7 @@ def download(name: str, data_type: str, folder: str | os.PathLike[str]) -> Path:
     """
     text = _known_text(name, data_type)
     path = Path(folder) / text.file_name
+    # A file without a published checksum would be downloaded again by `progress_download`.
     if path.is_file():
         check_digest(path, sha256=text.sha256)
         return path
@@ -312,6 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     from rich.console import Console
 
+    # Without soft wrapping, rich breaks a long path at the width of the terminal, or at 80 characters in a pipe.
     try:
         for line in _run(options):
             Console(soft_wrap=True).print(line, highlight=False, markup=False)
@@ -339,6 +341,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     text.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     text.add_argument("--labels", type=_labels, help="auto, keep, or NEGATIVE,POSITIVE as in --labels=-1,1")
     text.add_argument("--zero-based", action="store_true", help="indices count from 0")
+    # `const` stands for the default path, which depends on the other arguments.
     text.add_argument("--to-text", type=Path, nargs="?", const=Path(), metavar="PATH", help="write the store as text")
     text.add_argument("--verify", action="store_true", help="check the checksums of a store")
     made = parser.add_argument_group(SYNTHETIC)

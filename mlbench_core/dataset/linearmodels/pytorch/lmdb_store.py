@@ -110,6 +110,7 @@ class StoreHeader:
             kind, version = found.pop("format"), found.pop("version")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise _foreign(path) from error
+        # An LMDB of another program may have a key `header` too.
         if kind != FORMAT:
             raise _foreign(path)
         if version != VERSION:
@@ -158,6 +159,7 @@ class LinearStore:
         if text is None:
             raise _foreign(self.path)
         self.header = StoreHeader.from_json(bytes(text), self.path)
+        # Labels are small next to features, so all of them are in memory from the start.
         labels = _get(self._open(), LABELS_KEY, self.path)
         if len(labels) != self.header.n_rows * self.header.number.itemsize:
             raise DatasetError(f"{self.path} is damaged: its labels are not complete; convert the data again")
@@ -356,7 +358,7 @@ class _ReadEnvironment:
 
 # LMDB allows a file to be open once in a process, so its users share it. Keyed by device and inode.
 _open: weakref.WeakValueDictionary[tuple[int, int], _ReadEnvironment] = weakref.WeakValueDictionary()
-_guard = threading.Lock()
+_guard = threading.Lock()  # two threads must not open one file at the same time
 
 
 def _open_for_reading(path: Path) -> _ReadEnvironment:

@@ -175,13 +175,14 @@ def logistic_optimum(features: NDArray[Any], labels: NDArray[Any], l2: float) ->
     value, gradient, curvature = loss.at(weights)
     for _ in range(_NEWTON_STEPS):
         step = loss.newton_step(gradient, curvature)
+        # Far from the minimum a full Newton step may raise the loss.
         for halving in range(30):
             candidate = weights + 0.5**halving * step
             new_value, new_gradient, new_curvature = loss.at(candidate)
             # Near the minimum the loss no longer shows progress in float64, but the gradient does.
             if new_value < value or np.linalg.norm(new_gradient) < 0.5 * np.linalg.norm(gradient):
                 break
-        else:
+        else:  # no step makes progress: this is the precision of float64
             break
         weights, value, gradient, curvature = candidate, new_value, new_gradient, new_curvature
         if np.linalg.norm(gradient) < 1e-14:

@@ -140,6 +140,7 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
         self.rank, self.world_size, self.buckets = rank, world_size, buckets
+        # Without a whole batch for all workers, an epoch would have no step.
         if shuffle and len(self.lengths) < batch_size * world_size:
             raise ValueError(
                 f"there are {len(self.lengths)} pairs; {world_size} workers with batches of {batch_size} need "
@@ -296,6 +297,7 @@ def get_batches(
             f"pair {longest} takes {sizes[longest]} tokens and max_tokens is {max_tokens}; give a larger one, or the "
             f"data set smaller max_positions"
         )
+    # Drawn from the seed alone, so every worker cuts the same batches without communication.
     generator = np.random.default_rng(seed)
     order = generator.permutation(len(sizes)) if shuffle and dataset.shuffle else np.arange(len(sizes))
     # A stable sort keeps the random order of pairs of the same size.

@@ -29,6 +29,7 @@ Ids = npt.NDArray[np.int32]
 EOS = "<eos>"
 """The word at the end of each line."""
 
+# Part of the name of a cache: increase it if the content or the way of splitting changes.
 _FORMAT = 2
 
 
@@ -124,6 +125,7 @@ def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
     except OSError as error:
         _log.warning("the cache %s cannot be written (%s); the text will be read again at each start", folder, error)
         return corpus
+    # Mapped again, so that the workers of one machine share the pages of one file.
     return _load_cache(folder, texts) or corpus
 
 

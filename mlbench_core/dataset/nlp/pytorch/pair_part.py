@@ -105,6 +105,7 @@ class Part:
             raise ValueError("the text is divided into sub-words already, it is no reference; take raw text")
         if self.is_cleaned:
             raise ValueError("a training part was cleaned, its pairs are not the lines of its text; take another part")
+        # Read from the text: the store holds sub-words, not the original lines.
         lines = [line for path in self.files.targets for line in read_lines(path)]
         return [lines[index] for index in indices]
 

@@ -62,6 +62,7 @@ class PairHeader:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Return the type of the numbers in the files, little-endian on every machine."""
+        # 16 bits are enough for the usual vocabularies, and half of the space.
         return np.dtype("<u2" if self.vocabulary_size <= 1 << 16 else "<i4")
 
 
@@ -242,6 +243,7 @@ def _read_header(folder: Path) -> PairHeader:
             raise DatasetError(
                 f"{folder} has version {content['version']} of the format, not {FORMAT_VERSION}; {_ADVICE}"
             )
+        # JSON has lists only.
         content["languages"], content["tokens"] = tuple(content["languages"]), tuple(content["tokens"])
         return PairHeader(**content)
     except FileNotFoundError:

@@ -21,7 +21,7 @@ __all__ = ["Cleaning", "PairFiles", "Recipe", "prepare_store", "prepare_subwords
 
 _log = logging.getLogger(__name__)
 
-_BLOCK = 4096
+_BLOCK = 4096  # pairs that are in memory at once
 _VERSION = 1  # of prepared texts: increase it if splitting or cleaning changes
 
 
@@ -213,6 +213,7 @@ def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, 
 def _read_pairs(files: PairFiles) -> Iterator[tuple[str, str]]:
     """Yield pairs of lines; both languages must have the same number of lines."""
     for source, target in zip(files.sources, files.targets, strict=True):
+        # `zip` would silently end with the shorter text.
         for lines in itertools.zip_longest(read_lines(source), read_lines(target)):
             if lines[0] is None or lines[1] is None:
                 raise DatasetError(

@@ -81,6 +81,7 @@ class Subwords:
         Raises:
             MissingDependencyError: tokenizers is not installed, and there are merges.
         """
+        # Whole words need no encoder, and so no package tokenizers.
         if self.merges is None:
             get = self._numbers.get
             return [np.array([get(word, UNKNOWN) for word in line.split()], dtype=np.int32) for line in lines]
@@ -324,6 +325,7 @@ def _read_merges(path: Path) -> list[Pair]:
     lines = _read_lines(path)
     if not lines or lines[0].strip() != _VERSION:
         raise DatasetError(f"{path} does not begin with {_VERSION!r}; other versions of the format are not read")
+    # Split at the space alone: a part may contain other white space of Unicode.
     pairs = [tuple(line.split(" ")) for line in lines[1:] if line]
     for number, pair in enumerate(pairs, 2):
         if len(pair) != 2 or not all(pair):
@@ -332,6 +334,7 @@ def _read_merges(path: Path) -> list[Pair]:
 
 
 def _read_lines(path: Path) -> list[str]:
+    # Only a line feed ends a line: a symbol may contain characters that Python's `splitlines` takes for line ends.
     try:
         return path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:

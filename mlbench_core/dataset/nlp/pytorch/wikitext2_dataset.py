@@ -192,6 +192,7 @@ class Wikitext2Dataset:
         Raises:
             RuntimeError: :meth:`generate_batches` was not called before.
         """
+        # The last word of a stream is only a target: nothing follows it.
         to_predict = self._stream_array().shape[1] - 1
         if random:
             self.sequence_lengths = self._draw_lengths(to_predict)
@@ -253,6 +254,7 @@ class Wikitext2Dataset:
             )
         # One word more than the length: the targets are the words shifted by one.
         words = torch.from_numpy(streams[:, start : start + length + 1].T.astype(np.int64, order="C"))
+        # Pinned memory lets the copy overlap with the computation of the batch before.
         if cuda:
             words = words.pin_memory().cuda(non_blocking=True)
         return words[:-1], words[1:].flatten()

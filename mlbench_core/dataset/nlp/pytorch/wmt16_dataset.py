@@ -14,6 +14,7 @@ from mlbench_core.errors import DatasetError
 
 __all__ = ["COMMON_CRAWL", "EUROPARL", "NEWSTEST2014", "WMT16Dataset"]
 
+# The publishers give no checksums; the last number of each archive is its number of lines, which is checked instead.
 EUROPARL = Archive("https://www.statmt.org/europarl/v7/de-en.tgz", "europarl-v7.de-en.{lang}", 1_920_209)
 COMMON_CRAWL = Archive(
     "https://www.statmt.org/wmt13/training-parallel-commoncrawl.tgz", "commoncrawl.de-en.{lang}", 2_399_123

@@ -13,6 +13,7 @@ from mlbench_core.dataset.nlp.pytorch.wmt16_dataset import COMMON_CRAWL, EUROPAR
 
 __all__ = ["WMT17Dataset"]
 
+# Europarl, Common Crawl and the test set are the archives of WMT16, so a text downloaded for one serves the other.
 _NEWS = Archive(
     "https://data.statmt.org/wmt17/translation-task/training-parallel-nc-v12.tgz",
     "training/news-commentary-v12.de-en.{lang}",

@@ -124,7 +124,9 @@ def unescape_words(words: Iterable[str]) -> list[str]:
         >>> unescape_words(["It", "&apos;s", "well", "@-@", "known"])
         ['It', "'s", 'well-known']
     """
+    # `@-@` stands between two words: joined first, it can be replaced together with its spaces.
     joined = " ".join(words).replace(f" {_HYPHEN} ", "-")
+    # The ampersand comes last: `&amp;lt;` is an escaped `&lt;`, not `<`.
     for character, escape in (*_ESCAPES.items(), ("&", "&amp;")):
         joined = joined.replace(escape, character)
     return joined.split()
@@ -154,6 +156,7 @@ def _usual_spaces(words: list[str]) -> set[int]:
     differ in apostrophes alone.)
     """
     text = str(_detokenizer().detokenize(words, unescape=False))
+    # A detokenizer that changes a character gives no positions: a space between all words is the rule then.
     if text.replace(" ", "") != "".join(words):
         text = " ".join(words)
     return _spaces(text)

@@ -84,8 +84,10 @@ class WMT16Tokenizer:
         self.lang = lang
         self.escaped = escaped
         self.subwords = Subwords.load(Path(base_dir), separator, skip=SPECIAL_SYMBOLS)
+        # Without merges, lines are divided already, and splitting would break the marks of parts. spaCy's words have none.
         self.tokenizer = tokenizer if self.subwords.merges is not None or tokenizer == "spacy" else None
         self.symbols = [*SPECIAL_SYMBOLS, *self.subwords.symbols]
+        # Tensor cores need sizes that are multiples of 8 in half precision.
         missing = -len(self.symbols) % _MULTIPLES[math_precision]
         self.symbols += [f"<made-up-{number}>" for number in range(missing)]
         self.pad, self.unk, self.bos, self.eos = PAD, UNK, BOS, EOS

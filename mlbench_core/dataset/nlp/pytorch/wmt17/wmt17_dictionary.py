@@ -36,6 +36,7 @@ class Dictionary:
             raise ValueError(f"pad and eos must be different symbols, not both {pad!r}")
         self.symbols: list[str] = []
         self._numbers: dict[str, int] = {}
+        # Added first: models and batches rely on the numbers 0 and 1.
         self._pad = self.add_symbol(pad)
         self._eos = self.add_symbol(eos)
         for symbol in symbols:
@@ -92,6 +93,7 @@ class Dictionary:
             return " ".join(symbols)
         if bpe_symbol == "_":
             return "".join(symbols).replace("_", " ").strip()
+        # The mark includes the space after it; the added space lets it match at the end of the text too.
         return (" ".join(symbols) + " ").replace(bpe_symbol, "").rstrip()
 
     def __len__(self) -> int:
