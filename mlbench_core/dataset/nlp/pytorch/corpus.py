@@ -102,7 +102,7 @@ def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
     ends a line. The dictionary takes the parts in the order given, so the ids of the first do not depend on the others.
 
     Args:
-        texts: The file of each part, UTF-8, plain or ``.gz``.
+        texts: The file of each part, UTF-8, plain or compressed.
         cache_dir: Folder for caches, created if it does not exist. With None, or if the folder is not writable, no
             cache is used.
 

@@ -26,7 +26,7 @@ _TOKENIZERS = {"subwords": "moses", "spacy": "spacy"}
 class Multi30k(RecurrentPairs):
     """One part of Multi30k: 29,000 pairs to train, 1,014 to validate, 1,000 to test.
 
-    The raw text (``train.en``, ``val.en``, ``test_2016_flickr.en``, and the same with ``.de``, plain or ``.gz``) must
+    The raw text (``train.en``, ``val.en``, ``test_2016_flickr.en``, and the same with ``.de``, plain or compressed) must
     be in ``root``. Vocabulary and store are created as for WMT16, and kept in the user's cache folder.
 
     Items and methods are those of :class:`~mlbench_core.dataset.nlp.pytorch.wmt16_dataset.WMT16Dataset`;
@@ -116,7 +116,7 @@ def _files(folder: Path, languages: tuple[str, str], name: str) -> PairFiles:
     if found is None:
         names = " and ".join(f"{_NAMES[name][0]}.{lang}" for lang in languages)
         raise DatasetNotFoundError(
-            f"{folder} has no {names} (or the same with .gz); they are in data/task1/raw of "
+            f"{folder} has no {names} (or the same compressed); they are in data/task1/raw of "
             f"https://github.com/multi30k/dataset"
         )
     return found

@@ -30,7 +30,7 @@ class PairFiles:
     """The text of one part of a data set: line i of the targets translates line i of the sources.
 
     Attributes:
-        sources: Files in the first language, read one after another: plain, ``.gz``, or ``.sgm`` as in the archives of
+        sources: Files in the first language, read one after another: plain or compressed, or ``.sgm`` as in the archives of
             the translation conferences.
         targets: Files in the second language.
     """

@@ -47,7 +47,7 @@ class Wikitext2Dataset:
     alone.
 
     The files ``train.txt``, ``valid.txt`` and ``test.txt``, or ``wiki.train.tokens`` and so on as in the original
-    archive, plain or ``.gz``, are in ``path`` or below it in ``wikitext-2``. If there are none, the archive is
+    archive, plain or compressed, are in ``path`` or below it in ``wikitext-2``. If there are none, the archive is
     downloaded. Any text in files of these names works. The first reading creates a cache, which later starts map into
     memory.
 
@@ -298,7 +298,7 @@ def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
     if missing:
         names = " or ".join(name.format(part=missing[0]) for name in _NAMES)
         raise DatasetNotFoundError(
-            f"{folder} has no {names} (or the same with .gz); put the files of WikiText-2 there, from {WIKITEXT2_URL}"
+            f"{folder} has no {names} (or the same compressed); put the files of WikiText-2 there, from {WIKITEXT2_URL}"
         )
     return load_corpus(texts, cache_dir)
 

@@ -44,7 +44,7 @@ class WMT16Dataset(RecurrentPairs):
     out if a side has fewer than 1 or more than 80 words, or more than 9 times as many as the other.
 
     Your own text, ``train.en`` and ``train.de``, ``newstest2014.en`` and so on (or ``validation.en``), plain or
-    ``.gz``, may be in ``root`` instead; the archives' text is used as it is unpacked.
+    compressed, may be in ``root`` instead; the archives' text is used as it is unpacked.
 
     An item is a pair of tensors, (source, target), int64 of shape (tokens + 2,), each from the beginning's id 2 to the
     end's id 3. :func:`~mlbench_core.dataset.nlp.pytorch.batches.build_collate_fn` makes batches of them,

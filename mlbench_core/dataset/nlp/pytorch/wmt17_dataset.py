@@ -43,7 +43,7 @@ class WMT17Dataset(TransformerPairs):
     stored, and later starts map it into memory. A training pair is left out if a side has fewer than 1 or more than 80
     words, or more than 9 times as many as the other.
 
-    Your own text, ``train.en``, ``validation.en``, ``test.en`` and so on, plain or ``.gz``, may be in ``root``
+    Your own text, ``train.en``, ``validation.en``, ``test.en`` and so on, plain or compressed, may be in ``root``
     instead; the archives' text is used as it is unpacked.
 
     :func:`~mlbench_core.dataset.nlp.pytorch.batches.get_batches` cuts the data set into batches,

@@ -84,7 +84,7 @@ class WMT16Tokenizer:
         self.lang = lang
         self.escaped = escaped
         self.subwords = Subwords.load(Path(base_dir), separator, skip=SPECIAL_SYMBOLS)
-        # Without merges, lines are divided already, and splitting would break the marks of parts. spaCy's words have none.
+        # Without merges, lines are divided already: splitting would break the marks of parts. spaCy's words have none.
         self.tokenizer = tokenizer if self.subwords.merges is not None or tokenizer == "spacy" else None
         self.symbols = [*SPECIAL_SYMBOLS, *self.subwords.symbols]
         # Tensor cores need sizes that are multiples of 8 in half precision.
