@@ -174,14 +174,14 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         ({"layout": "sparse"}, "layout must be 'auto', 'dense' or 'csr', not 'sparse'"),
         ({"labels": "0/1"}, "labels must be .* not '0/1'"),
         ({"labels": (1, 1)}, "two different labels"),
-        ({"dtype": "float16", "n_features": 3, "layout": "dense"}, "dtype 'float16'"),
-        ({"n_features": 0, "layout": "dense"}, "n_features is 0"),
+        ({"dtype": "float16", "n_features": 3, "layout": "dense"}, "not 'dense' and 'float16'"),
+        ({"n_features": 0, "layout": "dense"}, "at least 1, not 0 and None"),
     ]:
         with pytest.raises(ValueError, match=says):
             libsvm.convert([text], tmp_path / "a.lmdb", **change)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must end in \.lmdb"):
         libsvm.convert([text], tmp_path / "a")
-    with pytest.raises(ValueError, match="rows_per_block 0"):
+    with pytest.raises(ValueError, match="at least 1, not 3 and 0"):
         StoreWriter(tmp_path / "a.lmdb", 3, rows_per_block=0)
     with pytest.raises(ValueError, match="sources is empty"):
         libsvm.convert([], tmp_path / "a.lmdb")

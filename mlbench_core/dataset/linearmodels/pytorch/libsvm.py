@@ -30,6 +30,7 @@ from mlbench_core.dataset.linearmodels.pytorch.synthetic_dense import (
     DEFAULT_ROWS,
     write_synthetic_dense,
 )
+from mlbench_core.dataset.local_files import COMPRESSIONS
 from mlbench_core.errors import DatasetError, DatasetNotFoundError, MLBenchError
 from mlbench_core.files import replacing
 
@@ -385,7 +386,7 @@ def _make(options: argparse.Namespace, part: str) -> list[Path]:
         return [dest]
     files = options.file or [download(options.name, part, options.dest_dir)]
     # Without compression the size in bytes is the total of the progress bar; a compressed file has none.
-    sizes = [path.stat().st_size for path in files if path.is_file() and path.suffix not in (".gz", ".bz2", ".xz")]
+    sizes = [path.stat().st_size for path in files if path.is_file() and path.suffix not in COMPRESSIONS[1:]]
     with show_progress(dest.name, sum(sizes) if len(sizes) == len(files) else None, of_bytes=True) as advance:
         paths = convert(
             files,

@@ -75,9 +75,9 @@ class StoreWriter:
         self._lmdb: Any = require("lmdb", "linear")
         self._sparse: Any = require("scipy.sparse", "linear")
         if n_features < 1 or (rows_per_block is not None and rows_per_block < 1):
-            raise ValueError(f"n_features is {n_features} and rows_per_block {rows_per_block}; both must be at least 1")
+            raise ValueError(f"n_features and rows_per_block must be at least 1, not {n_features} and {rows_per_block}")
         if layout not in LAYOUTS or dtype not in DTYPES:
-            raise ValueError(f"layout is {layout!r} and dtype {dtype!r}; allowed: {LAYOUTS} and {DTYPES}")
+            raise ValueError(f"layout and dtype must be in {LAYOUTS} and {DTYPES}, not {layout!r} and {dtype!r}")
         self.path = Path(path)
         self.n_features, self.layout, self.dtype = n_features, layout, dtype
         self.n_rows = 0
@@ -119,7 +119,7 @@ class StoreWriter:
             DatasetError: The disk is full.
         """
         if features.shape != (len(labels), self.n_features):
-            raise ValueError(f"features has shape {features.shape}; it must be ({len(labels)}, {self.n_features})")
+            raise ValueError(f"features must have shape ({len(labels)}, {self.n_features}), not {features.shape}")
         self._labels.append(np.asarray(labels, dtype=np.float64))
         # A copy, because the caller may change its array. Sparse rows become dense later, block by block.
         if isinstance(features, np.ndarray) and self.layout == "dense":
@@ -191,9 +191,8 @@ class StoreWriter:
     def _write_blocks(self, at_least: int) -> None:
         """Write pending rows as blocks while at least ``at_least`` rows are left."""
         assert self._rows_per_block is not None
-        if len(self._pending) == 1:
-            rows = self._pending[0]
-        elif all(isinstance(part, np.ndarray) for part in self._pending):
+        # Rows of one kind are stacked as they are; a mixture of arrays and sparse rows becomes sparse.
+        if all(isinstance(part, np.ndarray) for part in self._pending):
             rows = np.concatenate(self._pending)
         else:
             rows = self._sparse.vstack([self._sparse.csr_matrix(part) for part in self._pending], "csr")

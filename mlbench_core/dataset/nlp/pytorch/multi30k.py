@@ -26,8 +26,8 @@ _TOKENIZERS = {"subwords": "moses", "spacy": "spacy"}
 class Multi30k(RecurrentPairs):
     """One part of Multi30k: 29,000 pairs to train, 1,014 to validate, 1,000 to test.
 
-    The raw text (``train.en``, ``val.en``, ``test_2016_flickr.en``, and the same with ``.de``, plain or compressed) must
-    be in ``root``. Vocabulary and store are created as for WMT16, and kept in the user's cache folder.
+    The raw text must be in ``root``: ``train.en``, ``val.en``, ``test_2016_flickr.en``, and the same with ``.de``,
+    plain or compressed. Vocabulary and store are created as for WMT16, and kept in the user's cache folder.
 
     Items and methods are those of :class:`~mlbench_core.dataset.nlp.pytorch.wmt16_dataset.WMT16Dataset`;
     :meth:`for_transformer` returns the same pairs in the format of

@@ -30,8 +30,8 @@ class PairFiles:
     """The text of one part of a data set: line i of the targets translates line i of the sources.
 
     Attributes:
-        sources: Files in the first language, read one after another: plain or compressed, or ``.sgm`` as in the archives of
-            the translation conferences.
+        sources: Files in the first language, read one after another: plain or compressed text, or ``.sgm`` as in the
+            archives of the translation conferences.
         targets: Files in the second language.
     """
 
