@@ -86,11 +86,11 @@ def progress_download(
                 wrong = _wrong_digest(part, sha256, md5)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DownloadError(f"the disk is full: {url} does not fit beside {path}; free some space") from error
+            raise DownloadError(f"the disk is full: {url} does not fit into {path.parent}; free some space") from error
         raise
     if wrong:
         _discard(part)
-        raise DownloadError(f"{url} is not what it should be: {wrong}; nothing was kept, try again or another mirror")
+        raise DownloadError(f"{url} has the wrong content: {wrong}; nothing was kept, try again or another mirror")
     files.move_into_place(part, path)
     _mark_file(part).unlink(missing_ok=True)
     return path
@@ -271,7 +271,7 @@ def maybe_download_and_extract_bz2(
         DatasetError: The file is damaged.
     """
     if not file_name.endswith(".bz2"):
-        raise ValueError(f"file_name is {file_name!r}; it must end in .bz2")
+        raise ValueError(f"file_name must end in .bz2, not be {file_name!r}")
     with _archive(root, file_name, data_url, sha256, md5) as archive:
         target = archive.with_suffix("")
         with files.replacing(target) as temporary, bz2.open(archive) as source, temporary.open("wb") as copy:
@@ -355,7 +355,7 @@ def _archive(
     folder = Path(root)
     path = folder / file_name
     if not _is_below(folder, path) or path.name in ("", ".", ".."):
-        raise ValueError(f"file_name is {file_name!r}; it must name a file below {folder}")
+        raise ValueError(f"file_name must name a file below {folder}, not be {file_name!r}")
     folder.mkdir(parents=True, exist_ok=True)
     with files.lock(path.with_name(f".{path.name}.lock")):
         if not path.is_file():

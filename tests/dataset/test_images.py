@@ -291,7 +291,7 @@ def test_a_resumed_run_gets_the_very_batches(done: int, name_epoch: bool) -> Non
 
 def test_resuming_something_else_is_refused() -> None:
     state = ImageBatches(tiny(10), 4, seed=1).state_dict()
-    with pytest.raises(ValueError, match="taken with seed 1, but here it is 0"):
+    with pytest.raises(ValueError, match="saved with seed 1, but here it is 0"):
         ImageBatches(tiny(10), 4).load_state_dict(state)
     with pytest.raises(ValueError, match="taken with samples 10, but here it is 9"):
         ImageBatches(tiny(9), 4, seed=1).load_state_dict(state)
@@ -385,7 +385,7 @@ def test_batches_are_made_on_the_gpu() -> None:
 def test_bad_batches(arguments: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         ImageBatches(**{"dataset": tiny(), "batch_size": 2, **arguments})
-    with pytest.raises(ValueError, match="epoch is -1"):
+    with pytest.raises(ValueError, match="epoch must be at least 0, not -1"):
         ImageBatches(tiny(), 2).set_epoch(-1)
 
 

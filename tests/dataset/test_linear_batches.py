@@ -277,7 +277,7 @@ def test_a_run_goes_on_with_the_very_batches_it_would_have_had(stop: int, tmp_pa
     rest = [*ids(second), *(ids(second) if stop < 7 else [])]
     assert begun + rest == expected
     for other in (LinearBatches(dataset, 5, rank=0, world_size=2), LinearBatches(dataset, 6, rank=1, world_size=2)):
-        with pytest.raises(ValueError, match="the state was taken with"):
+        with pytest.raises(ValueError, match="the state was saved with"):
             other.load_state_dict(state)
 
 
@@ -292,7 +292,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=says):
             LinearBatches(dataset, **{"batch_size": 4, **change})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="epoch is -1"):
+    with pytest.raises(ValueError, match="epoch must be at least 0, not -1"):
         LinearBatches(dataset, 4).set_epoch(-1)
     with pytest.raises(ValueError, match="layout must be 'dense' or 'sparse_csr', not 'coo'"):
         LMDBDataset("n", "train", tmp_path, layout="coo")

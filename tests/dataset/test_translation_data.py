@@ -305,7 +305,7 @@ def test_bucket_batches_differ_by_epoch_and_resume() -> None:
     resumed.load_state_dict(state)
     resumed.set_epoch(state["epoch"])
     assert state["epoch"] == 1 and begun[: state["batch"]] + list(resumed) == epochs[1]
-    with pytest.raises(ValueError, match="the state was taken with seed 1, but here it is 2"):
+    with pytest.raises(ValueError, match="the state was saved with seed 1, but here it is 2"):
         BucketBatchSampler(LENGTHS, 8, seed=2).load_state_dict(state)
     with pytest.raises(ValueError, match="4 pairs; 2 workers with batches of 3 need 6"):
         BucketBatchSampler([1] * 4, 3, world_size=2)
@@ -511,7 +511,7 @@ def test_wmt16_is_downloaded_checked_and_kept(
     turned = WMT16Dataset(root, ("de", "en"), train=True, merges=30, cache_dir=cache)
     assert turned.tokenizer.detokenize(turned[1][1]) == TEXT["en"][1]
     assert len(server.requests) == 4
-    with pytest.raises(ValueError, match=r"lang is \('en', 'fr'\); this data set has en and de"):
+    with pytest.raises(ValueError, match=r"lang must be en and de for this data set, not \('en', 'fr'\)"):
         WMT16Dataset(root, ("en", "fr"), train=True)
 
 

@@ -77,7 +77,7 @@ def test_words_of_a_model_need_not_be_well_formed() -> None:
 
 
 def test_unknown_tokenizer_is_named() -> None:
-    with pytest.raises(ValueError, match="tokenizer is 'blank'; it must be one of moses, spacy"):
+    with pytest.raises(ValueError, match="tokenizer must be 'moses' or 'spacy', not 'blank'"):
         split_words("a", tokenizer="blank")
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from typing import Any
+
+from mlbench_core.arguments import check_int
 
 __all__ = ["ResumablePasses"]
 
@@ -49,8 +50,7 @@ class ResumablePasses(ABC):
         Raises:
             ValueError: It is negative.
         """
-        if operator.index(epoch) < 0:
-            raise ValueError(f"epoch is {epoch}; epochs count from 0")
+        check_int("epoch", epoch, 0)
         # A training loop sets the epoch that it has just loaded: the position in this epoch must survive that.
         if self._started or epoch != self._epoch:
             self._next_batch = 0
@@ -86,7 +86,7 @@ class ResumablePasses(ABC):
         # A state of other data or settings would resume silently with wrong batches.
         for name, here in self._basis().items():
             if state.get(name) != here:
-                raise ValueError(f"the state was taken with {name} {state.get(name)}, but here it is {here}")
+                raise ValueError(f"the state was saved with {name} {state.get(name)}, but here it is {here}")
         self._epoch = state["epoch"]
         self._next_batch = state["batch"]
         self._started = False

@@ -242,7 +242,9 @@ def __getattr__(name: str) -> Any:
 def _known_text(name: str, data_type: str) -> TextFile:
     """Return the text of a known data set."""
     if name not in KNOWN:
-        raise ValueError(f"name is {name!r}; known are {', '.join(sorted([*KNOWN, SYNTHETIC]))}; others need --file")
+        raise ValueError(
+            f"name must be one of {', '.join(sorted([*KNOWN, SYNTHETIC]))}, not {name!r}: others need --file"
+        )
     if data_type not in KNOWN[name].files:
         raise ValueError(f"{name} has no part {data_type!r}; it has {', '.join(KNOWN[name].files)}")
     return KNOWN[name].files[data_type]

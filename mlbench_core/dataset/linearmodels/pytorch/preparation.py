@@ -103,7 +103,7 @@ def _parts(name: str, text_folder: Path | None) -> list[str]:
     if name == SYNTHETIC:
         return list(_PARTS)
     known = ", ".join(sorted([*KNOWN, SYNTHETIC]))
-    raise ValueError(f"name is {name!r}; known are {known}; any other needs a folder with its text")
+    raise ValueError(f"name must be one of {known}, not {name!r}: any other needs a folder with its text")
 
 
 def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:

@@ -155,7 +155,7 @@ def download_files(folder: Path, archives: Sequence[Archive], languages: Sequenc
         DownloadError: A download failed, or its text has another number of lines.
     """
     if sorted(languages) != ["de", "en"]:
-        raise ValueError(f"lang is {tuple(languages)}; this data set has en and de")
+        raise ValueError(f"lang must be en and de for this data set, not {tuple(languages)}")
     pairs = []
     for archive in archives:
         paths = archive.paths(folder, languages)

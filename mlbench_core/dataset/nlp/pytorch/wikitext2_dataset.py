@@ -326,7 +326,7 @@ def _download(folder: Path) -> None:
     tokens = {part: len(ids) for part, ids in corpus.parts.items()}
     if tokens != WIKITEXT2_TOKENS or len(corpus.dictionary) != WIKITEXT2_WORDS:
         raise DatasetError(
-            f"what was downloaded into {unpacked} is not WikiText-2: it has {tokens} tokens and "
+            f"the download in {unpacked} is not WikiText-2: it has {tokens} tokens and "
             f"{len(corpus.dictionary)} words instead of {WIKITEXT2_TOKENS} and {WIKITEXT2_WORDS}; delete the folder "
             f"and get it from elsewhere"
         )

@@ -21,7 +21,6 @@ SPACING_MARK = "\uffed"
 """Mark before a word whose spacing is the reverse of Moses' rules: ``U+FFED``, a small black square."""
 
 _REPLACEMENT = "\u25a0"
-_TOKENIZERS = ("moses", "spacy")
 _ESCAPES = {"|": "&#124;", "<": "&lt;", ">": "&gt;", "'": "&apos;", '"': "&quot;", "[": "&#91;", "]": "&#93;"}
 _HYPHEN = "@-@"  # Moses' optional mark for a hyphen at which a word was split
 
@@ -172,7 +171,7 @@ def _splitter(tokenizer: str, lang: str) -> Callable[[str], list[str]]:
         spacy: Any = require("spacy", "spacy")
         rules = spacy.blank(lang).tokenizer
         return lambda text: [word.text for word in rules(text) if not word.is_space]
-    raise ValueError(f"tokenizer is {tokenizer!r}; it must be one of {', '.join(_TOKENIZERS)}")
+    raise ValueError(f"tokenizer must be 'moses' or 'spacy', not {tokenizer!r}")
 
 
 @functools.lru_cache(maxsize=1)
