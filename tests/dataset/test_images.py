@@ -293,7 +293,7 @@ def test_resuming_something_else_is_refused() -> None:
     state = ImageBatches(tiny(10), 4, seed=1).state_dict()
     with pytest.raises(ValueError, match="saved with seed 1, but here it is 0"):
         ImageBatches(tiny(10), 4).load_state_dict(state)
-    with pytest.raises(ValueError, match="taken with samples 10, but here it is 9"):
+    with pytest.raises(ValueError, match="saved with samples 10, but here it is 9"):
         ImageBatches(tiny(9), 4, seed=1).load_state_dict(state)
 
 
@@ -347,7 +347,7 @@ def test_dealt_out_batches_are_augmented_apart_and_resume() -> None:
     resumed.load_state_dict(state)
     again = ImageBatches(dataset, 4, rank=1, world_size=2)
     assert same(drain(resumed), drain(again)[1:])
-    with pytest.raises(ValueError, match="taken with world_size 2, but here it is 1"):
+    with pytest.raises(ValueError, match="saved with world_size 2, but here it is 1"):
         ImageBatches(dataset, 4, rank=1).load_state_dict(state)
     older = {name: value for name, value in ImageBatches(dataset, 4).state_dict().items() if name != "world_size"}
     ImageBatches(dataset, 4).load_state_dict(older)
