@@ -477,7 +477,19 @@ class Tracker:
             self._add_to_validation(value, n)
         self.record_stat(name, value, n, log_to_api)
 
-    def record_stat(self, name: str, value: float, n: float = 1, log_to_api: bool = False) -> None:
+    def position(self) -> tuple[int, float]:
+        """Return the number of batches finished so far and the seconds since :meth:`start`, as ``history`` has them."""
+        return self._counters.batches, self._wall_s()
+
+    def record_stat(
+        self,
+        name: str,
+        value: float,
+        n: float = 1,
+        log_to_api: bool = False,
+        *,
+        at: tuple[int, float] | None = None,
+    ) -> None:
         """Record a statistic and pass it to the goal.
 
         Args:
@@ -486,6 +498,7 @@ class Tracker:
             value: A number, or a tensor of one element: the mean over ``n`` samples.
             n: Number of samples, the weight in the mean of the epoch.
             log_to_api: True to send it to the master.
+            at: The :meth:`position` that the value belongs to, if it was read from the device later; None for now.
 
         Raises:
             TypeError: ``value`` is not a number.
@@ -502,11 +515,12 @@ class Tracker:
         # Dictionaries keep insertion order, so the first key is the oldest epoch.
         if len(by_epoch) > (self.history.maxlen or 1):
             del by_epoch[next(iter(by_epoch))]
-        self.history.append((self.current_epoch, name, value, self._counters.batches, self._wall_s()))
+        batch, time_s = self.position() if at is None else at
+        self.history.append((self.current_epoch, name, value, batch, time_s))
         if log_to_api:
             self._send(name, value)
         if self._sinks:
-            self._sinks.record(name, value, self.current_epoch, self._counters.batches)
+            self._sinks.record(name, value, self.current_epoch, batch)
         if self._goal is not None and not self.goal_reached:
             self._check_goal(name, value)
 

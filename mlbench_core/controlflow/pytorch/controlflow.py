@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import deprecation
 import torch
 from torch import Tensor, nn
 
 from mlbench_core import __version__
-from mlbench_core.controlflow.pytorch.helpers import DTYPES, batch_size, iterate_dataloader, prepare_batch
+from mlbench_core.controlflow.pytorch.batches import DTYPES, batch_size, iterate_dataloader, prepare_batch
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
 from mlbench_core.models.pytorch.modes import evaluation_mode
@@ -39,6 +40,9 @@ def compute_train_batch_metrics(
 ) -> dict[MLBenchMetric, float]:
     """Compute the metrics of one training batch on this worker.
 
+    The call waits for the device. :func:`~mlbench_core.controlflow.pytorch.train_validation.train_round` reads the
+    metrics of several batches together instead.
+
     Args:
         output: Output of the model.
         target: The expected output.
@@ -47,8 +51,13 @@ def compute_train_batch_metrics(
     Returns:
         The value of each metric.
     """
+    return {metric: value.item() for metric, value in batch_metrics(output, target, metrics).items()}
+
+
+def batch_metrics(output: Any, target: Any, metrics: Iterable[MLBenchMetric]) -> dict[MLBenchMetric, Tensor]:
+    """Compute the metrics of one training batch, and leave them on the device."""
     detached = output.detach() if isinstance(output, Tensor) else output
-    return {metric: metric(detached, target).item() for metric in metrics}
+    return {metric: metric(detached, target) for metric in metrics}
 
 
 def record_train_batch_stats(
@@ -71,16 +80,122 @@ def record_train_batch_stats(
         tracker: The tracker to record with; None records nothing.
         num_batches_per_device_train: Number of this worker's batches in an epoch; None if it is not known.
     """
-    if tracker is None:
-        return
-    is_last = num_batches_per_device_train is not None and batch_idx >= num_batches_per_device_train - 1
-    log_to_api = is_last or batch_idx % LOG_EVERY_N_BATCHES == 0
-    size = batch_size(None, output)
-    tracker.record_loss(_number(loss), size, log_to_api=log_to_api)
-    for metric, value in (metric_results or {}).items():
-        tracker.record_metric(metric, value, size, log_to_api=log_to_api)
-    if log_to_api:
-        logger.debug("batch %d: %s", batch_idx, tracker)
+    records = BatchRecords(tracker, num_batches_per_device_train)
+    records.add(batch_idx, loss, batch_size(None, output) if tracker is not None else 0, metric_results)
+    records.read()
+
+
+class _Record(NamedTuple):
+    """The values of one batch, which are still on the device."""
+
+    batch_idx: int
+    at: tuple[int, float]
+    samples: int
+    is_logged: bool
+    values: list[tuple[str, Tensor]]
+
+
+class BatchRecords:
+    """The losses and metrics of a round's training batches, which are read from the device once per interval.
+
+    Reading a number makes the host wait for the device, and the device then waits for the next batch. So the values
+    stay on the device up to batch 0, 25, 50 and so on, and to the end of the round. One transfer then brings them all.
+
+    The tracker records each value with the batch and the time that it belongs to. Its goal and its sinks receive the
+    values when they are read. As a context manager, it also reads the remaining values after an exception.
+
+    Args:
+        tracker: The tracker; None records nothing.
+        total: Number of batches of the round; None if it is not known.
+
+    Example:
+        >>> tracker = Tracker([], "1", 0)
+        >>> with BatchRecords(tracker, total=3) as records:
+        ...     for batch_idx, loss in enumerate(torch.tensor([0.5, 0.25, 0.75])):
+        ...         records.add(batch_idx, loss, samples=8)
+        >>> tracker.epoch_stats["train_loss"].avg
+        0.5
+    """
+
+    def __init__(self, tracker: Tracker | None, total: int | None) -> None:
+        self.tracker = tracker
+        self.total = total
+        self._pending: list[_Record] = []
+
+    def __enter__(self) -> BatchRecords:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A device that has failed cannot be read; the error that ended the round says more than that.
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
+            self.read()
+
+    def add(
+        self,
+        batch_idx: int,
+        loss: float | Tensor,
+        samples: int,
+        results: Mapping[MLBenchMetric, float | Tensor] | None = None,
+    ) -> None:
+        """Add a batch, and read the values if an interval ends with it.
+
+        Args:
+            batch_idx: Number of the batch in the round, from 0.
+            loss: Mean loss of the batch.
+            samples: Number of samples, the weight of the values in the means of the epoch.
+            results: Value of each metric.
+        """
+        if self.tracker is None:
+            return
+        is_last = self.total is not None and batch_idx >= self.total - 1
+        ends_interval = batch_idx % LOG_EVERY_N_BATCHES == 0
+        values = [("loss", loss), *((metric.name, value) for metric, value in (results or {}).items())]
+        self._pending.append(
+            _Record(
+                batch_idx,
+                self.tracker.position(),
+                samples,
+                is_last or ends_interval,
+                [(name, _copied(value)) for name, value in values],
+            )
+        )
+        # The last batch is read with the mean loss of the round, in one transfer.
+        if ends_interval and not is_last:
+            self.read()
+
+    def read(self, *others: float | Tensor) -> list[float]:
+        """Record the values added so far.
+
+        Args:
+            others: Other values to read with them.
+
+        Returns:
+            The numbers of ``others``.
+        """
+        pending, self._pending = self._pending, []
+        tensors = [value for record in pending for _, value in record.values]
+        numbers = iter(_read(tensors + [_copied(value) for value in others]))
+        for record in pending:
+            assert self.tracker is not None
+            for name, _ in record.values:
+                self.tracker.record_stat(name, next(numbers), record.samples, record.is_logged, at=record.at)
+            if record.is_logged:
+                logger.debug("batch %d: %s", record.batch_idx, self.tracker)
+        return list(numbers)
+
+
+def _copied(value: float | Tensor) -> Tensor:
+    """Return a float64 copy without dimensions: a function may return a view of a large tensor, or reuse its result."""
+    return torch.as_tensor(value).detach().to(torch.float64, copy=True).reshape(())
+
+
+def _read(tensors: Sequence[Tensor]) -> list[float]:
+    """Read numbers from the device with one transfer, or one for each device if there are several."""
+    of_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        of_device.setdefault(tensor.device, []).append(tensor)
+    numbers = {device: iter(torch.stack(values).tolist()) for device, values in of_device.items()}
+    return [next(numbers[tensor.device]) for tensor in tensors]
 
 
 def _validate(

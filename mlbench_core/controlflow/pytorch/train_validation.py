@@ -13,14 +13,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
 from mlbench_core.arguments import check_at_least
+from mlbench_core.controlflow.pytorch.batches import batch_size, maybe_range, number_of_batches, prepare_batch
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer
 from mlbench_core.controlflow.pytorch.controlflow import (
-    compute_train_batch_metrics,
-    record_train_batch_stats,
+    BatchRecords,
+    batch_metrics,
     record_validation_stats,
     validation_round,
 )
-from mlbench_core.controlflow.pytorch.helpers import batch_size, maybe_range, number_of_batches, prepare_batch
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
 from mlbench_core.tracking.tracker import Tracker
@@ -53,6 +53,9 @@ def train_round(
     The tracker records the steps of each batch: load (including the loader), init (gradients to zero), forward pass,
     loss, backward pass, aggregation, update and metrics. The optimizer records aggregation and update if its ``step``
     takes a tracker.
+
+    Losses and metrics stay on the device. They are read every 25 batches and after the last one, in one transfer each
+    time, so the host does not wait for the device in between. The tracker's goal and its sinks receive them then.
 
     All workers train on the same number of batches, that of the worker with the fewest. Parts of a data set that differ
     by one sample can differ by one batch, and the worker with an extra batch would wait indefinitely. The workers agree
@@ -115,31 +118,33 @@ def train_round(
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     samples = 0
-    for batch_idx in maybe_range(total if total is not None else max_batch_per_epoch):
-        # The batch starts before its data is drawn, so that waiting for the loader counts as training time.
-        if tracker is not None:
-            tracker.batch_start()
-        batch = next(iterator, None)
-        if batch is None:
-            break
-        data, target = batch
-        data, target = prepare_batch(data, target, dtype, transform_target_type, use_cuda)
-        _mark(tracker, "batch_load")
-        loss, output, updated = updates.train_batch(batch_idx, data, target)
-        if updated and scheduler is not None and schedule_per == "batch":
-            _step_after_batch(scheduler)
-        results = compute_train_batch_metrics(output, target, metrics)
-        _mark(tracker, "comp_metrics")
-        size = batch_size(data, output)
-        if tracker is not None:
-            tracker.batch_end(samples=size)
-        # Recorded after the end of the batch, so that sending to the master is not part of the training time.
-        record_train_batch_stats(batch_idx, loss, output, results, tracker, total)
-        loss_sum = loss_sum + loss.to(torch.float64) * size
-        samples += size
+    with BatchRecords(tracker, total) as records:
+        for batch_idx in maybe_range(total if total is not None else max_batch_per_epoch):
+            # The batch starts before its data is drawn, so that waiting for the loader counts as training time.
+            if tracker is not None:
+                tracker.batch_start()
+            batch = next(iterator, None)
+            if batch is None:
+                break
+            data, target = batch
+            data, target = prepare_batch(data, target, dtype, transform_target_type, use_cuda)
+            _mark(tracker, "batch_load")
+            loss, output, updated = updates.train_batch(batch_idx, data, target)
+            if updated and scheduler is not None and schedule_per == "batch":
+                _step_after_batch(scheduler)
+            results = batch_metrics(output, target, metrics)
+            _mark(tracker, "comp_metrics")
+            size = batch_size(data, output)
+            if tracker is not None:
+                tracker.batch_end(samples=size)
+            # Recorded after the end of the batch, so that sending to the master is not part of the training time.
+            records.add(batch_idx, loss, size, results)
+            loss_sum = loss_sum + loss.to(torch.float64) * size
+            samples += size
+        loss_sum = records.read(loss_sum)[0]
     if scheduler is not None and schedule_per == "epoch" and not isinstance(scheduler, ReduceLROnPlateau):
         scheduler.step()
-    return float(loss_sum) / max(1, samples)
+    return loss_sum / max(1, samples)
 
 
 class Updates:

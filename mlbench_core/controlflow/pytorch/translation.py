@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core.arguments import check_at_least
-from mlbench_core.controlflow.pytorch.controlflow import prepare_batch, record_train_batch_stats
+from mlbench_core.controlflow.pytorch.controlflow import BatchRecords, prepare_batch
 from mlbench_core.controlflow.pytorch.train_validation import Updates
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
@@ -165,22 +165,24 @@ def train_round_by_tokens(
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     tokens_seen = 0
-    for index in range(total):
-        if tracker is not None:
-            tracker.batch_start()
-        batch, _ = prepare_batch(next(iterator), None, None, use_cuda=use_cuda)
-        if tracker is not None:
-            tracker.record_batch_load()
-        loss, output, is_updated = updates.train_batch(index, batch, batch["target"])
-        if scheduler is not None and is_updated:
-            scheduler.step()
-        if tracker is not None:
-            tracker.batch_end(samples=len(output), tokens=batch["ntokens"])
-        record_train_batch_stats(index, loss / batch["ntokens"], output, None, tracker, total)
-        # The sum stays on the device: reading each loss would wait for the device.
-        loss_sum = loss_sum + loss.to(torch.float64)
-        tokens_seen += batch["ntokens"]
-    return float(loss_sum) / max(1, tokens_seen)
+    with BatchRecords(tracker, total) as records:
+        for index in range(total):
+            if tracker is not None:
+                tracker.batch_start()
+            batch, _ = prepare_batch(next(iterator), None, None, use_cuda=use_cuda)
+            if tracker is not None:
+                tracker.record_batch_load()
+            loss, output, is_updated = updates.train_batch(index, batch, batch["target"])
+            if scheduler is not None and is_updated:
+                scheduler.step()
+            if tracker is not None:
+                tracker.batch_end(samples=len(output), tokens=batch["ntokens"])
+            records.add(index, loss / batch["ntokens"], len(output))
+            # The sum is in float64, because a float32 sum over many batches loses digits.
+            loss_sum = loss_sum + loss.to(torch.float64)
+            tokens_seen += batch["ntokens"]
+        loss_sum = records.read(loss_sum)[0]
+    return loss_sum / max(1, tokens_seen)
 
 
 def _scores(output: Any) -> Tensor:

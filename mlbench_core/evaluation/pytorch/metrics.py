@@ -299,8 +299,9 @@ class TopKAccuracy(MLBenchMetric):
             predicted = (output >= self.threshold).to(target.dtype)
         else:
             predicted = output.topk(self.topk, dim=1).indices
-        correct = (predicted == target).sum().reshape(1)
-        return _ratio(100.0 * correct.to(torch.float32), correct.new_tensor([len(output)], dtype=torch.float32))
+        correct = (predicted == target).sum().reshape(1).to(torch.float32)
+        # new_full() fills on the device; new_tensor() would copy a number there, for which the host waits.
+        return _ratio(100.0 * correct, correct.new_full((1,), len(output)))
 
     @property
     def name(self) -> str:
@@ -393,7 +394,7 @@ class DiceCoefficient(_StatisticsMetric):
             ValueError: The numbers of elements differ.
         """
         predicted, true = _flat_pair(output, target)
-        elements = predicted.new_tensor(float(predicted.numel()))
+        elements = predicted.new_full((), predicted.numel())
         return self._value_of(torch.stack([2.0 * (predicted * true).sum(), predicted.sum() + true.sum(), elements]))
 
     @property

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from mlbench_core.controlflow.pytorch.helpers import convert_dtype, iterate_dataloader, maybe_range, prepare_batch
+from mlbench_core.controlflow.pytorch.batches import convert_dtype, iterate_dataloader, maybe_range, prepare_batch
 
 DTYPES = [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)]
 

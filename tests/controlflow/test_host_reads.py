@@ -1,0 +1,228 @@
+"""A training round reads numbers of the device once per logging interval, not once per batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mlbench_core.controlflow.pytorch import compute_train_batch_metrics, record_train_batch_stats, train_round
+from mlbench_core.controlflow.pytorch.controlflow import LOG_EVERY_N_BATCHES
+from mlbench_core.controlflow.pytorch.translation import train_round_by_tokens
+from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
+from mlbench_core.evaluation.pytorch.metrics import DiceCoefficient, F1Score, MLBenchMetric, Perplexity, TopKAccuracy
+from mlbench_core.optim.pytorch.centralized import CentralizedSGD
+from mlbench_core.utils import Tracker
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations for which a host has to wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __enter__(self) -> HostReads:
+        # tolist() of a tensor of the CPU reads the memory without an operation.
+        self._patch = pytest.MonkeyPatch()
+        for name in ("tolist", "numpy"):
+            self._patch.setattr(Tensor, name, self._counting(name, getattr(Tensor, name)))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.undo()
+        super().__exit__(*error)
+
+    def _counting(self, name: str, method: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.counts[name] += 1
+            return method(*args, **kwargs)
+
+        return counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        to_host = torch.device(kwargs.get("device") or "cuda").type == "cpu"
+        # item(), float() and tolist(); bool(); and cpu(), which the round is to call on whole transfers only.
+        if name in ("_local_scalar_dense", "is_nonzero") or (name == "_to_copy" and to_host):
+            self.counts[name] += 1
+        return func(*args, **kwargs)
+
+    @property
+    def waits(self) -> int:
+        return sum(self.counts.values())
+
+
+@pytest.fixture(autouse=True)
+def log(mocker) -> Any:
+    """What is sent to the master."""
+    return mocker.patch("mlbench_core.tracking.tracker.LogMetrics").log
+
+
+def batches_of(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(6, 4, generator=generator), torch.arange(6) % 2) for _ in range(count)]
+
+
+def model_of() -> nn.Linear:
+    torch.manual_seed(7)
+    return nn.Linear(4, 2)
+
+
+class LastColumn(MLBenchMetric):
+    """A mask metric of the second class's probabilities."""
+
+    def __init__(self, metric: MLBenchMetric) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.metric(output.softmax(1)[:, 1], target)
+
+    @property
+    def name(self) -> str:
+        return self.metric.name
+
+
+def metrics_of() -> list[MLBenchMetric]:
+    return [TopKAccuracy(), Perplexity(), LastColumn(F1Score()), LastColumn(DiceCoefficient())]
+
+
+def waits_of_a_round(count: int, with_tracker: bool = True, sized: bool = True) -> int:
+    model, metrics = model_of(), metrics_of()
+    optimizer = CentralizedSGD(world_size=1, model=model, lr=0.1)
+    tracker = Tracker(metrics, "run", 0) if with_tracker else None
+    batches = batches_of(count)
+    with HostReads() as reads:
+        loader = batches if sized else iter(batches)
+        train_round(loader, model, optimizer, F.cross_entropy, metrics, None, "fp32", tracker=tracker)
+    return reads.waits
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("with_tracker", [True, False])
+def test_a_round_waits_for_the_device_once_per_logging_interval(with_tracker: bool, sized: bool) -> None:
+    waits_of_a_round(1)  # the first optimizer reads numbers of its own
+    intervals = 4
+    few = waits_of_a_round(LOG_EVERY_N_BATCHES, with_tracker, sized)
+    many = waits_of_a_round(intervals * LOG_EVERY_N_BATCHES, with_tracker, sized)
+    # The first batch of a round is logged too, so the round has one read more than intervals.
+    assert few <= 2
+    assert many <= intervals + 1
+
+
+class SumSGD(SGD):
+    """Follows the sum: an optimizer that divides may read the divisor in order to check it."""
+
+    def step(self, closure: Any = None, denom: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+def test_a_round_by_tokens_waits_once_per_logging_interval() -> None:
+    def waits(count: int) -> int:
+        model = nn.Embedding(4, 4)
+        optimizer = SumSGD(model.parameters(), lr=0.1)
+        batch = {"net_input": {"input": torch.tensor([[1, 2]])}, "target": torch.tensor([[2, 3]]), "ntokens": 2}
+        with HostReads() as reads:
+            train_round_by_tokens([batch] * count, model, optimizer, LabelSmoothing(0), tracker=Tracker([], "run", 0))
+        return reads.waits
+
+    waits(1)
+    assert waits(LOG_EVERY_N_BATCHES) <= 2
+    assert waits(4 * LOG_EVERY_N_BATCHES) <= 5
+
+
+def recorded(tracker: Tracker) -> list[tuple[Any, ...]]:
+    """Every recorded statistic with its epoch and its number of finished batches, without times."""
+    return [entry[:4] for entry in tracker.history if entry[1] != "batch_time_s"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 26, 60])
+def test_deferred_values_are_those_of_a_loop_that_reads_each_batch(count: int, log) -> None:
+    sent: list[Any] = []
+    runs = []
+    for is_deferred in (True, False):
+        log.reset_mock()
+        model, metrics = model_of(), metrics_of()
+        optimizer = SGD(model.parameters(), 0.1)
+        seen: list[Any] = []
+        tracker = Tracker(metrics, "run", 0, sinks=[lambda *record, seen=seen: seen.append(record)])
+        if is_deferred:
+            loss = train_round(
+                batches_of(count), model, optimizer, F.cross_entropy, metrics, None, "fp32", tracker=tracker
+            )
+        else:
+            total = 0.0
+            for i, (data, target) in enumerate(batches_of(count)):
+                tracker.batch_start()
+                optimizer.zero_grad()
+                output = model(data)
+                value = F.cross_entropy(output, target)
+                value.backward()
+                optimizer.step()
+                results = compute_train_batch_metrics(output, target, metrics)
+                tracker.batch_end(samples=6)
+                record_train_batch_stats(i, value, output, results, tracker, count)
+                total += value.item() * 6
+            loss = total / (count * 6)
+        sent.append([call.args for call in log.call_args_list])
+        means = {name: (meter.val, meter.sum, meter.count) for name, meter in tracker.epoch_stats.items()}
+        runs.append((loss, recorded(tracker), seen, means, tracker.records))
+    assert sent[0] == sent[1]
+    assert runs[0] == runs[1]
+
+
+def test_times_of_deferred_values_are_those_of_their_batches() -> None:
+    tracker = Tracker([], "run", 0)
+    model = model_of()
+    train_round(batches_of(30), model, SGD(model.parameters(), 0.1), F.cross_entropy, [], None, "fp32", tracker=tracker)
+    times = [entry[4] for entry in tracker.history if entry[1] == "train_loss"]
+    assert len(set(times)) == 30 and times == sorted(times)
+
+
+def test_an_interrupted_round_records_the_batches_before() -> None:
+    tracker = Tracker([], "run", 0)
+    model = model_of()
+
+    def loss_function(output: Tensor, target: Tensor) -> Tensor:
+        if tracker.summary().batches == 5:
+            raise ArithmeticError("stop")
+        return F.cross_entropy(output, target)
+
+    with pytest.raises(ArithmeticError, match="stop"):
+        train_round(
+            batches_of(9), model, SGD(model.parameters(), 0.1), loss_function, [], None, "fp32", tracker=tracker
+        )
+    assert tracker.epoch_stats["train_loss"].count == 5 * 6
+
+
+def test_a_loss_that_is_not_a_number_is_recorded_as_such() -> None:
+    tracker = Tracker([], "run", 0)
+    model = model_of()
+    loss = train_round(
+        batches_of(3), model, SGD(model.parameters(), 0.0), lambda output, _: output.sum() * float("nan"), [], None,
+        "fp32", tracker=tracker,
+    )  # fmt: skip
+    assert loss != loss
+    assert tracker.epoch_stats["train_loss"].val != tracker.epoch_stats["train_loss"].val
+
+
+@pytest.mark.parametrize("metric", [TopKAccuracy(), Perplexity(), LastColumn(F1Score()), LastColumn(DiceCoefficient())])
+def test_no_metric_copies_a_number_from_the_host(metric: MLBenchMetric) -> None:
+    """A tensor that is made of a Python number on the host waits for the device when it is copied there."""
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func.overloadpacket.__name__ not in ("lift_fresh", "lift_fresh_copy"), "a tensor of a Python number"
+            return func(*args, **(kwargs or {}))
+
+    output, target = torch.rand(6, 2), torch.arange(6) % 2
+    with Copies():
+        metric(output, target)
