@@ -6,12 +6,13 @@ collectives do nothing.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from mlbench_core import torch_private
 
 __all__ = [
     "backend",
@@ -125,7 +126,7 @@ def store() -> Any:
     if backend() == "mpi":  # torch's is an abstract one there, and fails
         found = getattr(dist.group.WORLD, "signs", None)
     else:
-        found = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+        found = torch_private.default_store()
     if found is None:
         raise RuntimeError("the process group has no store")
     return found
@@ -141,10 +142,9 @@ def timeout_s(group: Any = None) -> float:
         group = dist.group.WORLD if group is None else group
         if hasattr(group, "timeout_s"):  # our MPI's
             return float(group.timeout_s)
-        # torch has no public name for the limit of a group. If this one is missing, the store's limit is the answer.
-        with contextlib.suppress(AttributeError, RuntimeError):
-            device = torch.device("cuda" if backend(group) == dist.Backend.NCCL else "cpu")
-            return float(group._get_backend(device).options._timeout.total_seconds())
+        limit = torch_private.group_timeout_s(group, "cuda" if backend(group) == dist.Backend.NCCL else "cpu")
+        if limit is not None:
+            return limit
     return float(store().timeout.total_seconds())
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core.distributed.pytorch import process_groups
+from mlbench_core.torch_private import check_batch_norm_input
 
 __all__ = ["DistributedBatchNorm2d", "convert_batch_norm"]
 
@@ -48,7 +49,7 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
         """
         if not self.training:
             return super().forward(input)
-        self._check_input_dim(input)
+        check_batch_norm_input(self, input)
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         # The number of values travels with the sums: workers may have batches of different sizes.
         count = x.new_tensor([x.numel() / x.shape[1]])

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from mlbench_core.torch_private import mark_constant
+
 __all__ = ["VARIABLE", "is_available", "is_built", "library_path", "load", "why_not"]
 
 VARIABLE = "MLBENCH_CUDA_KERNELS"
@@ -126,10 +128,9 @@ def why_not() -> str | None:
     return None
 
 
-# torch.compile cannot follow the loading of a library, so it keeps the answer that it gets while it compiles. These
-# lines replace torch.compiler.assume_constant_result, which would import the whole compiler.
-is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
-why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# torch.compile cannot follow the loading of a library, so it keeps the answer that it gets while it compiles.
+mark_constant(is_available)
+mark_constant(why_not)
 
 
 def _is_turned_on() -> bool:

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
+from mlbench_core import torch_private
 from mlbench_core.distributed.pytorch.mpi.group import MPIProcessGroup
 from mlbench_core.distributed.pytorch.mpi.lane import Work
 from mlbench_core.distributed.pytorch.mpi.store import connect, serve
@@ -60,7 +60,7 @@ def is_available() -> bool:
 
 def is_registered() -> bool:
     """Return True if ``mpi`` is the backend of this package."""
-    return getattr(c10d, "ProcessGroupMPI", None) is _Maker
+    return torch_private.mpi_class() is _Maker
 
 
 def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
@@ -100,8 +100,7 @@ def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
         dist.Backend.register_backend("mpi", _make_by_plugin, devices=["cpu", "cuda"])
         # torch does not look among the registered backends for this one name: it uses the class that an MPI build
         # would contain, which is this one from now on.
-        c10d.ProcessGroupMPI = _Maker  # type: ignore[misc, assignment, attr-defined]
-        c10d._MPI_AVAILABLE = True  # type: ignore[attr-defined]
+        torch_private.set_mpi_class(_Maker)
     return True
 
 

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from mlbench_core import torch_private
+
 __all__ = ["LockedDropout", "WeightDrop", "check_probability", "embedded_dropout"]
 
 
@@ -193,18 +195,16 @@ def _computing_with(module: nn.RNNBase, weights: Mapping[str, Tensor]) -> Iterat
     Its forward pass gives the list ``_flat_weights`` to the fused kernel. ``functional_call`` would flatten all of its
     parameters twice, once for the other tensors and once to restore its own.
     """
-    # The list may be out of date, for example after the parameters were replaced.
-    module._update_flat_weights()
-    own = module._flat_weights
-    used = [weights.get(name, weight) for name, weight in zip(module._flat_weights_names, own, strict=True)]
+    names, own = torch_private.recurrent_weights(module)
+    used = [weights.get(name, weight) for name, weight in zip(names, own, strict=True)]
     # Parts of one buffer in cuDNN's order. Otherwise cuDNN would copy the weights itself, with a warning.
     if _runs_on_cudnn(used):
         used = list(_PackForCudnn.apply(module, *used))  # type: ignore[no-untyped-call]
-    module._flat_weights = used
+    torch_private.set_recurrent_weights(module, used)
     try:
         yield
     finally:
-        module._flat_weights = own
+        torch_private.set_recurrent_weights(module, own)
 
 
 def _runs_on_cudnn(weights: Sequence[Any]) -> bool:
@@ -223,23 +223,10 @@ class _PackForCudnn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, module: nn.RNNBase, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        import torch.backends.cudnn.rnn as cudnn_rnn
-
         # New tensors on the same memory: flattening moves them into the buffer and leaves the parameters alone.
         parts = [weight.new_empty(0).set_(weight.detach()) for weight in weights]  # type: ignore[call-overload]
-        per_layer = (4 if module.bias else 2) + (module.proj_size > 0)
         with torch.cuda.device_of(parts[0]):
-            torch._cudnn_rnn_flatten_weight(
-                parts,
-                per_layer,
-                module.input_size,
-                cudnn_rnn.get_cudnn_mode(module.mode),
-                module.hidden_size,
-                module.proj_size,
-                module.num_layers,
-                module.batch_first,
-                module.bidirectional,
-            )
+            torch_private.pack_for_cudnn(module, parts)
         return tuple(parts)
 
     @staticmethod
