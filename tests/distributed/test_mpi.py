@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,9 +19,9 @@ import torch.distributed as dist
 
 from mlbench_core.distributed.environment import MPIWorldEnvironment
 from mlbench_core.distributed.pytorch import mpi
-from mlbench_core.distributed.pytorch.mpi import lane as lanes
 from mlbench_core.distributed.pytorch.mpi import store as stores
 from mlbench_core.distributed.pytorch.mpi.buffers import Buffer
+from mlbench_core.distributed.pytorch.mpi.queue import Work, WorkQueue
 from mlbench_core.distributed.pytorch.mpi.watchdog import Watchdog
 from mlbench_core.errors import BackendError, MissingDependencyError
 from mlbench_core.utils.pytorch import initialize_backends
@@ -204,28 +205,28 @@ class Request:
 
 
 def _work(
-    lane: lanes.Lane, log: list[str], name: str, request: Request, timeout_s: float = 50.0, in_order: bool = True
-) -> lanes.Work:
-    def post() -> list[Request]:
+    jobs: WorkQueue, log: list[str], name: str, request: Request, timeout_s: float = 50.0, in_order: bool = True
+) -> Work:
+    def post() -> list[Any]:
         log.append(f"post {name}")
-        return [request]
+        return [request.Test]
 
-    return lanes.Work(lane, None, name, post, lambda: log.append(f"finish {name}"), [], timeout_s, in_order)
+    return Work(jobs, None, name, post, lambda: log.append(f"finish {name}"), [], timeout_s, in_order)
 
 
 def test_collectives_are_done_in_order_and_messages_pass_them() -> None:
-    lane, log = lanes.Lane(), list[str]()
+    jobs, log = WorkQueue(), list[str]()
     works = [
-        _work(lane, log, "slow", Request(5)),
-        _work(lane, log, "fast", Request(0)),
-        _work(lane, log, "message", Request(0), in_order=False),
+        _work(jobs, log, "slow", Request(5)),
+        _work(jobs, log, "fast", Request(0)),
+        _work(jobs, log, "message", Request(0), in_order=False),
     ]
     for work in works:
-        lane.submit(work, background=False)
+        jobs.submit(work, background=False)
     assert works[1].wait()
     assert log == ["post slow", "post fast", "post message", "finish message", "finish slow", "finish fast"]
     assert all(work.is_success() for work in works)
-    lane.close(drain=True)
+    jobs.close(drain=True)
 
 
 def test_a_blocking_call_that_does_not_return_ends_the_process_with_its_name() -> None:
@@ -236,13 +237,13 @@ def test_a_blocking_call_that_does_not_return_ends_the_process_with_its_name() -
         messages.append(message)
         told.set()
 
-    lane = lanes.Lane()
-    lane.watchdog = Watchdog(end)
+    jobs = WorkQueue()
+    jobs.watchdog = Watchdog(end)
     for name, call in [("broadcast", lambda: None), ("all_reduce", lambda: told.wait(60))]:  # what finish does
-        work = lanes.Work(lane, None, name, lambda: [Request(0)], call, [], timeout_s=0.01, in_order=True)
-        lane.submit(work, background=False)
+        work = Work(jobs, None, name, lambda: [Request(0).Test], call, [], timeout_s=0.01, in_order=True)
+        jobs.submit(work, background=False)
         work.wait()
-    lane.close(drain=True)
+    jobs.close(drain=True)
     (message,) = messages
     assert "MPI: all_reduce: timed out, all workers came but the data did not get through within 0.01 s" in message
 
@@ -307,35 +308,35 @@ def test_an_ended_process_runs_no_finalizer_and_loses_no_log(how: str, tmp_path:
 
 
 def test_the_thread_works_on_its_own_and_ends_with_the_last_group() -> None:
-    lane, log = lanes.Lane(), list[str]()
+    jobs, log = WorkQueue(), list[str]()
     for _ in range(2):
-        lane.join()
-        work = _work(lane, log, "background", Request(300))
-        lane.submit(work, background=True)
+        jobs.add_group()
+        work = _work(jobs, log, "background", Request(300))
+        jobs.submit(work, background=True)
         assert work.get_future().wait() == []  # nobody drives it
-        other = _work(lane, log, "left", Request(10))
-        lane.submit(other, background=True)
-        lane.leave(None, drain=True)
+        other = _work(jobs, log, "left", Request(10))
+        jobs.submit(other, background=True)
+        jobs.remove_group(None, drain=True)
         assert other.is_success()
     assert log.count("finish left") == 2
 
 
 def test_errors_reach_those_who_wait() -> None:
-    lane, log = lanes.Lane(), list[str]()
-    work = _work(lane, log, "all_reduce", Request(0, "message truncated"))
-    lane.submit(work, background=True)
+    jobs, log = WorkQueue(), list[str]()
+    work = _work(jobs, log, "all_reduce", Request(0, "message truncated"))
+    jobs.submit(work, background=True)
     with pytest.raises(dist.DistBackendError, match="MPI: all_reduce: message truncated"):
         work.wait()
     assert work.is_completed() and not work.is_success() and "truncated" in str(work.exception())
     with pytest.raises(dist.DistBackendError, match="truncated"):
         work.get_future().wait()
-    late = _work(lane, log, "broadcast", Request(10**9), timeout_s=0.01)
-    lane.submit(late, background=True)
+    late = _work(jobs, log, "broadcast", Request(10**9), timeout_s=0.01)
+    jobs.submit(late, background=True)
     with pytest.raises(dist.DistBackendError, match=r"broadcast: timed out, .* did not come within 0.01"):
         late.wait()
     with pytest.raises(dist.DistBackendError, match="impossible after an earlier failure"):
-        lane.submit(_work(lane, log, "barrier", Request(0)), background=False)
-    lane.close(drain=True)
+        jobs.submit(_work(jobs, log, "barrier", Request(0)), background=False)
+    jobs.close(drain=True)
 
 
 def test_tensors_that_mpi_cannot_read_as_they_are_are_copied() -> None:

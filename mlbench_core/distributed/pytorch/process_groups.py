@@ -124,7 +124,7 @@ def store() -> Any:
     if not is_distributed():
         raise RuntimeError("there is no process group")
     if backend() == "mpi":  # torch's is an abstract one there, and fails
-        found = getattr(dist.group.WORLD, "signs", None)
+        found = getattr(dist.group.WORLD, "notices", None)
     else:
         found = torch_private.default_store()
     if found is None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from mlbench_core import torch_private
 from mlbench_core.distributed.pytorch.mpi.group import MPIProcessGroup
-from mlbench_core.distributed.pytorch.mpi.lane import Work
+from mlbench_core.distributed.pytorch.mpi.queue import Test, Work
 from mlbench_core.distributed.pytorch.mpi.store import connect, serve
 from mlbench_core.distributed.pytorch.mpi.world import check_launch, check_variables, fail_at_exit, why_not, world
 from mlbench_core.errors import BackendError, MissingDependencyError
@@ -125,18 +125,18 @@ class _Maker:
                 comm = found.mpi.COMM_WORLD.Dup()
                 made.extend([comm, *(serve(comm) if found.size > 1 else ())])
 
-        def meet() -> list[Any]:
+        def post() -> list[Test]:
             # Workers that are a part of the world have no communicator yet on which to meet.
-            return [] if ranks else [found.mpi.COMM_WORLD.Ibarrier()]
+            return [] if ranks else [found.mpi.COMM_WORLD.Ibarrier().Test]
 
         # Making a communicator blocks until all workers do it: as a work it has a time limit.
         name = f"making a process group, rank {found.rank} of {found.size}"
-        work = Work(found.lane, cls, name, meet, make, [], cls.timeout_s, in_order=True)
-        found.lane.submit(work, background=False)
+        work = Work(found.works, cls, name, post, make, [], cls.timeout_s, in_order=True)
+        found.works.submit(work, background=False)
         work.wait()
         fail_at_exit("")
-        comm, *meeting = made
-        store = (meeting[0] or connect(*meeting[1])) if meeting else None
+        comm, *served = made
+        store = (served[0] or connect(*served[1])) if served else None
         return MPIProcessGroup(found, comm, cls.timeout_s, store)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -77,8 +76,3 @@ def is_cuda_aware() -> bool:
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Copy the elements of all tensors, one after the other, into new memory."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def address(mpi: Any, memory: torch.Tensor) -> Any:
-    """Return the memory of a contiguous tensor as mpi4py takes it."""
-    return mpi.memory.fromaddress(memory.data_ptr(), memory.numel() * memory.element_size())

@@ -97,8 +97,8 @@ class Datatypes:
             >>> Datatypes(MPI).reduction(torch.distributed.ReduceOp.AVG, torch.float32).divide  # doctest: +SKIP
             True
         """
+        name = str(getattr(op, "op", op).name)
         # Kept: MPI has room for a limited number of operators, and a new one for each call would leak.
-        name = _name_of(op)
         key = (dtype, name)
         if key not in self._reductions:
             self._reductions[key] = self._make(name, dtype)
@@ -140,7 +140,3 @@ def _allowed(dtype: torch.dtype) -> dict[str, str]:
     if dtype.is_floating_point:
         return _ARITHMETIC
     return {name: op for name, op in (_ARITHMETIC | _BITWISE).items() if name != "AVG"}
-
-
-def _name_of(op: Any) -> str:
-    return str(getattr(op, "op", op).name)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mlbench_core.distributed.pytorch.mpi.buffers import Buffer, flat
-from mlbench_core.distributed.pytorch.mpi.lane import Work
+from mlbench_core.distributed.pytorch.mpi.queue import Test, Work
 from mlbench_core.distributed.pytorch.mpi.transfers import MAX_ELEMENTS, Transfers, chunks
 from mlbench_core.distributed.pytorch.mpi.world import World
 
@@ -34,19 +35,19 @@ class MPIProcessGroup(dist.ProcessGroup):
         store: A store in which the workers of the whole world leave each other notices; None for other groups.
 
     Attributes:
-        signs: The store, until the group is shut down.
+        notices: The store, until the group is shut down.
     """
 
     def __init__(self, world: World, comm: Any, timeout_s: float, store: dist.Store | None = None) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
         self.timeout_s = timeout_s
-        self.signs = store
+        self.notices = store
         self._world = world
         self._comm = comm
         self._transfers = Transfers(world, comm)
         self._name = self._description = ""
         self._collected: list[Work] | None = None
-        world.lane.join()
+        world.works.add_group()
         self._place = f"rank {comm.Get_rank()} of {comm.Get_size()}"
 
     # torch calls these methods by these names
@@ -261,8 +262,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         for name, parts in (("output", outputs), ("input", inputs)):
             if len(parts) != self.size():
                 raise ValueError(f"all_to_all has {len(parts)} {name} tensors for a group of {self.size()} workers")
-        incoming, outgoing = [Buffer(part, fill=False) for part in outputs], [Buffer(part) for part in inputs]
-        return self._all_to_all(incoming, outgoing, incoming, outputs, opts)
+        received, sent = [Buffer(part, fill=False) for part in outputs], [Buffer(part) for part in inputs]
+        incoming, outgoing = [part.memory for part in received], [part.memory for part in sent]
+        return self._all_to_all(incoming, outgoing, received, outputs, opts)
 
     def all_to_all_single(
         self,
@@ -272,28 +274,24 @@ class MPIProcessGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> Work:
-        outward, inward = Buffer(output, fill=False), Buffer(source)
-        incoming = self._rows("output", outward.memory, output_split_sizes)
-        outgoing = self._rows("input", inward.memory, input_split_sizes)
-        return self._all_to_all(incoming, outgoing, [outward], [output], opts)
+        received, sent = Buffer(output, fill=False), Buffer(source)
+        incoming = self._rows("output", received.memory, output_split_sizes)
+        outgoing = self._rows("input", sent.memory, input_split_sizes)
+        return self._all_to_all(incoming, outgoing, [received], [output], opts)
 
     alltoall_base = all_to_all_single
 
     def _all_to_all(
         self,
-        incoming: Sequence[Any],
-        outgoing: Sequence[Any],
-        buffers: Sequence[Buffer],
+        incoming: Sequence[torch.Tensor],
+        outgoing: Sequence[torch.Tensor],
+        received: Sequence[Buffer],
         result: Sequence[torch.Tensor],
         opts: Any,
     ) -> Work:
-        memories = [
-            [part.memory if isinstance(part, Buffer) else part for part in parts] for parts in (incoming, outgoing)
-        ]
-
         def finish() -> None:
-            self._transfers.all_to_all(*memories)
-            for buffer in buffers:
+            self._transfers.all_to_all(incoming, outgoing)
+            for buffer in received:
                 buffer.write_back()
 
         return self._collective("all_to_all", finish, result, dist.AllToAllOptions() if opts is None else opts)
@@ -318,11 +316,11 @@ class MPIProcessGroup(dist.ProcessGroup):
         buffer = Buffer(_only(tensors, "send"))
         peer, tag = self._peer(dst_rank, "send"), self._tag(tag)
 
-        def post() -> list[Any]:
+        def post() -> list[Test]:
             send = self._comm.Isend
-            return [send(self._transfers.moving(chunk), peer, tag) for chunk in chunks(buffer.memory)]
+            return [send(self._transfers.message(chunk), peer, tag).Test for chunk in chunks(buffer.memory)]
 
-        return self._submit(self._work(f"send to {peer}", post, None, tensors, None, in_order=False), True)
+        return self._submit(self._work(f"send to {peer}", post, None, tensors), background=True)
 
     def recv(self, tensors: Sequence[torch.Tensor], src_rank: int, tag: int = 0) -> Work:
         return self._receive(tensors, self._peer(src_rank, "recv"), tag, f"recv from {src_rank}")
@@ -340,20 +338,21 @@ class MPIProcessGroup(dist.ProcessGroup):
         buffer, tag = Buffer(_only(tensors, "recv"), fill=False), self._tag(tag)
         status = self._world.mpi.Status()
 
-        def post() -> list[Any]:
+        def post() -> list[Test]:
             receive = self._comm.Irecv
+            requests = [receive(self._transfers.message(chunk), source, tag) for chunk in chunks(buffer.memory)]
             # Only the first chunk's status is kept: all chunks come from the same worker.
-            requests = [receive(self._transfers.moving(chunk), source, tag) for chunk in chunks(buffer.memory)]
-            return [_Receipt(requests[0], status), *requests[1:]]
+            return [partial(requests[0].Test, status), *(request.Test for request in requests[1:])]
 
         def finish() -> None:
             buffer.write_back()
             work.source = status.Get_source()
 
-        work = self._work(name, post, finish, tensors, None, in_order=False)
-        return self._submit(work, True)
+        # Made before it is submitted: a message that has already arrived is finished while it is submitted.
+        work = self._work(name, post, finish, tensors)
+        return self._submit(work, background=True)
 
-    # Meeting
+    # Barrier, blocks of operations, and the end
 
     def barrier(self, opts: Any = None) -> Work:
         return self._collective("barrier", None, [], dist.BarrierOptions() if opts is None else opts)
@@ -370,22 +369,21 @@ class MPIProcessGroup(dist.ProcessGroup):
             for work in works:
                 work.wait()
 
-        def post() -> list[_Done]:
-            return [_Done(work) for work in works]
+        def post() -> list[Test]:
+            return [partial(getattr, work, "done") for work in works]
 
         tensors = [tensor for work in works for tensor in work.result()]
-        return self._submit(self._work("coalesced operations", post, finish, tensors, None, in_order=False), True)
+        return self._submit(self._work("coalesced operations", post, finish, tensors), background=True)
 
     def shutdown(self) -> None:
         """Finish the operations under way and free the communicator."""
         if self._comm is None:
             return
-        lane = self._world.lane
-        lane.leave(self, drain=not self._world.failed)
+        self._world.works.remove_group(self, drain=not self._world.failed)
         # Free() is a collective: a worker that failed, or whose MPI is stuck, must not wait in it.
-        if lane.broken is None and not self._world.failed:
+        if self._world.works.broken is None and not self._world.failed:
             self._comm.Free()
-        self._comm = self.signs = None
+        self._comm = self.notices = None
 
     def abort(self) -> None:
         """End all workers of the run at once."""
@@ -397,27 +395,27 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, name: str, finish: Callable[[], None] | None, result: Sequence[torch.Tensor], opts: Any
     ) -> Work:
         # The barrier completes when all workers have come; only then does finish() block in MPI.
-        work = self._work(name, lambda: [self._comm.Ibarrier()], finish, result, opts.timeout, in_order=True)
+        work = self._work(name, lambda: [self._comm.Ibarrier().Test], finish, result, opts.timeout, in_order=True)
         return self._submit(work, opts.asyncOp)
 
     def _work(
         self,
         name: str,
-        post: Callable[[], Sequence[Any]],
+        post: Callable[[], Sequence[Test]],
         finish: Callable[[], None] | None,
         result: Sequence[torch.Tensor],
-        timeout: datetime.timedelta | None,
-        in_order: bool,
+        timeout: datetime.timedelta = datetime.timedelta(0),
+        in_order: bool = False,
     ) -> Work:
-        own = timeout is not None and timeout.total_seconds() > 0
-        seconds = timeout.total_seconds() if own and timeout is not None else self.timeout_s
-        return Work(self._world.lane, self, f"{name}, {self._place}", post, finish, result, seconds, in_order)
+        # Options that do not set a time limit have a negative one, which torch calls "unset".
+        limit_s = timeout.total_seconds() if timeout.total_seconds() > 0 else self.timeout_s
+        return Work(self._world.works, self, f"{name}, {self._place}", post, finish, result, limit_s, in_order)
 
     def _submit(self, work: Work, background: bool) -> Work:
         if self._comm is None:
             raise dist.DistBackendError(f"MPI: {work.name}: this process group was destroyed")
         # Nobody waits for a single one of collected operations, so the communication thread must do them.
-        self._world.lane.submit(work, background or self._collected is not None)
+        self._world.works.submit(work, background or self._collected is not None)
         if self._collected is not None:
             self._collected.append(work)
         return work
@@ -449,27 +447,6 @@ class MPIProcessGroup(dist.ProcessGroup):
                 f"{name}'s {whole_name} must have {self.size()} times the elements of its {part_name}, in the same "
                 f"dtype: {tuple(whole.shape)} of {whole.dtype} and {tuple(part.shape)} of {part.dtype} do not fit"
             )
-
-
-class _Receipt:
-    """A request that stores its status, which has the source of a message."""
-
-    def __init__(self, request: Any, status: Any) -> None:
-        self._request = request
-        self._status = status
-
-    def Test(self) -> bool:
-        return bool(self._request.Test(self._status))
-
-
-class _Done:
-    """A request that has completed when a work is done."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def Test(self) -> bool:
-        return self._work.done
 
 
 def _only(items: Sequence[Any], name: str) -> Any:

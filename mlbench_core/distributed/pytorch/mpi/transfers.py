@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from mlbench_core.distributed.pytorch.mpi.buffers import address
 from mlbench_core.distributed.pytorch.mpi.datatypes import Reduction
 from mlbench_core.distributed.pytorch.mpi.world import World
 
@@ -51,21 +50,31 @@ class Transfers:
         self.own_tag: int = comm.Get_attr(world.mpi.TAG_UB)
         self._datatypes = world.datatypes
 
-    def moving(self, tensor: torch.Tensor) -> list[Any]:
-        """Describe a tensor to mpi4py whose elements are only moved."""
-        return [address(self.mpi, tensor), tensor.numel(), self._datatypes.moving(tensor.dtype)]
+    def message(self, tensor: torch.Tensor, datatype: Any = None, count: int | None = None) -> list[Any]:
+        """Describe a contiguous tensor to mpi4py.
+
+        Args:
+            tensor: The tensor.
+            datatype: MPI's datatype for its elements; by default one that only moves them.
+            count: Number of elements for each worker; by default all of them.
+        """
+        size_bytes = tensor.numel() * tensor.element_size()
+        return [
+            self.mpi.memory.fromaddress(tensor.data_ptr(), size_bytes),
+            tensor.numel() if count is None else count,
+            self._datatypes.moving(tensor.dtype) if datatype is None else datatype,
+        ]
 
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> None:
         """Reduce in place; every worker gets the result."""
         for chunk in chunks(tensor):
-            message = [address(self.mpi, chunk), chunk.numel(), reduction.datatype]
-            self.comm.Allreduce(self.mpi.IN_PLACE, message, reduction.op)
+            self.comm.Allreduce(self.mpi.IN_PLACE, self.message(chunk, reduction.datatype), reduction.op)
         self._divide(tensor, reduction)
 
     def reduce(self, tensor: torch.Tensor, root: int, reduction: Reduction) -> None:
         """Reduce in place on ``root``; elsewhere the tensor stays as it is."""
         for chunk in chunks(tensor):
-            message = [address(self.mpi, chunk), chunk.numel(), reduction.datatype]
+            message = self.message(chunk, reduction.datatype)
             if self.rank == root:
                 self.comm.Reduce(self.mpi.IN_PLACE, message, reduction.op, root)
             else:
@@ -76,9 +85,8 @@ class Transfers:
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, reduction: Reduction) -> None:
         """Reduce ``source``, a part for each worker; ``output`` is this worker's part of the result."""
         if source.numel() <= MAX_ELEMENTS:
-            inward = [address(self.mpi, source), output.numel(), reduction.datatype]
-            outward = [address(self.mpi, output), output.numel(), reduction.datatype]
-            self.comm.Reduce_scatter_block(inward, outward, reduction.op)
+            sent = self.message(source, reduction.datatype, output.numel())
+            self.comm.Reduce_scatter_block(sent, self.message(output, reduction.datatype), reduction.op)
             self._divide(output, reduction)
             return
         # Each part may be longer than one message: reduce() sends it in chunks. On this worker the part is copied,
@@ -92,13 +100,12 @@ class Transfers:
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Give ``root``'s tensor to all."""
         for chunk in chunks(tensor):
-            self.comm.Bcast(self.moving(chunk), root)
+            self.comm.Bcast(self.message(chunk), root)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> None:
         """Put every worker's ``source`` into ``output``, in the order of the ranks."""
         if output.numel() <= MAX_ELEMENTS:
-            received = [address(self.mpi, output), source.numel(), self._datatypes.moving(source.dtype)]
-            self.comm.Allgather(self.moving(source), received)
+            self.comm.Allgather(self.message(source), self.message(output, count=source.numel()))
             return
         for root, part in enumerate(output.view(-1).split(source.numel())):
             if root == self.rank:
@@ -116,17 +123,16 @@ class Transfers:
         requests = []
         # Receives first: a message that finds its receive posted need not be buffered.
         for peer, part in enumerate(output):
-            requests += [self.comm.Irecv(self.moving(chunk), peer, tag) for chunk in chunks(part) if chunk.numel()]
+            requests += [self.comm.Irecv(self.message(chunk), peer, tag) for chunk in chunks(part) if chunk.numel()]
         for peer, part in enumerate(source):
-            requests += [self.comm.Isend(self.moving(chunk), peer, tag) for chunk in chunks(part) if chunk.numel()]
+            requests += [self.comm.Isend(self.message(chunk), peer, tag) for chunk in chunks(part) if chunk.numel()]
         self.mpi.Request.Waitall(requests)
 
     def gather(self, output: torch.Tensor | None, source: torch.Tensor, root: int) -> None:
         """Put every worker's ``source`` into ``root``'s ``output``, in the order of the ranks."""
-        datatype = self._datatypes.moving(source.dtype)
         if source.numel() * self.size <= MAX_ELEMENTS:
-            received = None if output is None else [address(self.mpi, output), source.numel(), datatype]
-            self.comm.Gather(self.moving(source), received, root)
+            received = None if output is None else self.message(output, count=source.numel())
+            self.comm.Gather(self.message(source), received, root)
             return
         # MPI cannot count the whole output: each worker's part goes in messages of its own, all other parts are empty.
         incoming = self._nothing(source) if output is None else output.view(-1).split(source.numel())
@@ -136,10 +142,9 @@ class Transfers:
 
     def scatter(self, output: torch.Tensor, source: torch.Tensor | None, root: int) -> None:
         """Give each worker its part of ``root``'s ``source``, in the order of the ranks."""
-        datatype = self._datatypes.moving(output.dtype)
         if output.numel() * self.size <= MAX_ELEMENTS:
-            sent = None if source is None else [address(self.mpi, source), output.numel(), datatype]
-            self.comm.Scatter(sent, self.moving(output), root)
+            sent = None if source is None else self.message(source, count=output.numel())
+            self.comm.Scatter(sent, self.message(output), root)
             return
         incoming = self._nothing(output)
         incoming[root] = output

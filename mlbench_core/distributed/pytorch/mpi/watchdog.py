@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -26,17 +25,7 @@ __all__ = ["Watchdog", "end_process", "end_process_after"]
 # Seconds between two checks of the watchdog: it notices a call past its limit this much late at most.
 _PAUSE_S = 0.25
 # Time to write the error message: a pipe that nobody reads must not keep the process alive.
-_LAST_WORDS_S = 2.0
-
-
-# Not frozen: a frozen instance takes three times as long to make, and every collective makes one.
-@dataclass(slots=True)
-class _Call:
-    """A blocking call that is under way."""
-
-    name: str
-    limit_s: float
-    deadline: float
+_REPORT_S = 2.0
 
 
 class Watchdog:
@@ -48,8 +37,8 @@ class Watchdog:
     Example:
         >>> messages = []
         >>> dog = Watchdog(messages.append)
-        >>> dog.watch("all_reduce, rank 0 of 2", limit_s=60.0)  # before the call
-        >>> dog.rest()  # after it
+        >>> dog.start("all_reduce, rank 0 of 2", limit_s=60.0)  # before the call
+        >>> dog.stop()  # after it
         >>> dog.close()
         >>> messages
         []
@@ -57,31 +46,32 @@ class Watchdog:
 
     def __init__(self, end: Callable[[str], None] | None = None) -> None:
         self._end = end_process if end is None else end
-        self._call: _Call | None = None
+        # Name, limit in seconds and deadline of the call under way.
+        self._call: tuple[str, float, float] | None = None
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._ended = threading.Event()
 
-    def watch(self, name: str, limit_s: float) -> None:
+    def start(self, name: str, limit_s: float) -> None:
         """Start to watch a blocking call. There is one at a time.
 
         Args:
             name: The operation and its worker, for the message.
             limit_s: Seconds from now after which the process ends.
         """
-        self._call = _Call(name, limit_s, time.perf_counter() + limit_s)
+        self._call = name, limit_s, time.perf_counter() + limit_s
         if self._thread is None:
             # Each thread has its own event: a thread that is ending looks at the old one.
-            self._stop = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(self._stop,), name="mpi-watchdog", daemon=True)
+            self._ended = threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(self._ended,), name="mpi-watchdog", daemon=True)
             self._thread.start()
 
-    def rest(self) -> None:
+    def stop(self) -> None:
         """Stop watching the call, which has returned."""
         self._call = None
 
     def close(self) -> None:
         """End the thread, which starts again with the next call."""
-        self._stop.set()
+        self._ended.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -89,39 +79,38 @@ class Watchdog:
     def _run(self, stop: threading.Event) -> None:
         while not stop.wait(_PAUSE_S):
             call = self._call
-            if call is not None and time.perf_counter() > call.deadline:
-                # Finding the lost worker takes seconds, in which the call may return after all: so look again.
-                message = str(explained(_stuck(call)))
-                if self._call is call:
-                    self._end(message)
-                    return
-
-
-def _stuck(call: _Call) -> dist.DistBackendError:
-    return dist.DistBackendError(
-        f"MPI: {call.name}: timed out, all workers came but the data did not get through within {call.limit_s:g} s"
-    )
+            if call is None or time.perf_counter() <= call[2]:
+                continue
+            name, limit_s, _ = call
+            stuck = dist.DistBackendError(
+                f"MPI: {name}: timed out, all workers came but the data did not get through within {limit_s:g} s"
+            )
+            # Finding the lost worker takes seconds, in which the call may return after all: so look again.
+            message = str(explained(stuck))
+            if self._call is call:
+                self._end(message)
+                return
 
 
 def end_process(message: str) -> None:
     """End this process at once with status 1 and one line on standard error; MPI's own clean-up does not run."""
-    speaking = threading.Thread(target=_say, args=(message,), name="last-words", daemon=True)
-    speaking.start()
-    speaking.join(_LAST_WORDS_S)
+    program = os.path.basename(sys.argv[0]) or "python"
+
+    def report() -> None:
+        for write in (
+            sys.stdout.flush,
+            lambda: sys.stderr.write(f"{program}: error: {' '.join(message.split())}\n"),
+            sys.stderr.flush,
+            logging.shutdown,  # writes the records that handlers have buffered
+        ):
+            with contextlib.suppress(OSError, ValueError):
+                write()
+
+    reporting = threading.Thread(target=report, name="mpi-error-report", daemon=True)
+    reporting.start()
+    reporting.join(_REPORT_S)
     # A normal exit would run MPI's clean-up, which waits for the worker that was lost.
     os._exit(1)
-
-
-def _say(message: str) -> None:
-    program = os.path.basename(sys.argv[0]) or "python"
-    for write in (
-        sys.stdout.flush,
-        lambda: sys.stderr.write(f"{program}: error: {' '.join(message.split())}\n"),
-        sys.stderr.flush,
-        logging.shutdown,  # writes the records that handlers have buffered
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            write()
 
 
 def end_process_after(seconds: float) -> None:

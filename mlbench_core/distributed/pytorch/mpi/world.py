@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mlbench_core.distributed.pytorch.mpi.datatypes import Datatypes
-from mlbench_core.distributed.pytorch.mpi.lane import Lane
+from mlbench_core.distributed.pytorch.mpi.queue import WorkQueue
 from mlbench_core.distributed.pytorch.mpi.watchdog import end_process_after
 from mlbench_core.errors import BackendError, ConfigurationError, require
 
@@ -47,7 +47,7 @@ class World:
         rank: This process's number.
         size: Number of processes.
         datatypes: MPI's names for torch's dtypes.
-        lane: The queue through which all MPI calls are made.
+        works: The queue through which all MPI calls are made.
         failed: The reason to end the other workers when this process ends; empty for no reason.
     """
 
@@ -55,7 +55,7 @@ class World:
     rank: int
     size: int
     datatypes: Datatypes
-    lane: Lane = field(default_factory=Lane)
+    works: WorkQueue = field(default_factory=WorkQueue)
     failed: str = ""
 
     def hosts(self) -> list[str]:
@@ -127,11 +127,12 @@ def check_launch(found: World, rank: int, size: int, source: str) -> None:
         ConfigurationError: They differ.
     """
     if found.size != size:
+        script = os.path.basename(sys.argv[0]) or "..."
         alone = f"this process was not started by an mpirun of the MPI that mpi4py uses ({_library(found)})"
         found.failed = (
             f"{source} says {size} workers, but MPI's world has {found.size}: "
             + (alone if found.size == 1 else "the two must agree")
-            + f". Start the workers with MPI, as in: mpirun -n {size} {_command()}"
+            + f". Start the workers with MPI, as in: mpirun -n {size} python {script} ..."
         )
         raise ConfigurationError(found.failed)
     if rank not in (-1, found.rank):
@@ -173,11 +174,11 @@ def _end(found: World, pid: int) -> None:
     # An exception outside of the block of initialize_backends: Python keeps the one that ended the main thread.
     if isinstance(uncaught := getattr(sys, "last_value", None), BaseException):
         reason = reason or f"{type(uncaught).__name__}: {uncaught}"
-    found.lane.close(drain=not reason)
-    if found.lane.broken is None and (not reason or _all_end(found)):
+    found.works.close(drain=not reason)
+    if found.works.broken is None and (not reason or _all_end(found)):
         return
     if found.size > 1:
-        reason = reason or str(found.lane.broken)
+        reason = reason or str(found.works.broken)
         _log.critical("worker %d of %d failed and ends the others: %s", found.rank, found.size, reason)
         end_process_after(_ABORT_S)
         found.mpi.COMM_WORLD.Abort(1)
@@ -196,7 +197,3 @@ def _all_end(found: World) -> bool:
 
 def _library(found: World) -> str:
     return str(found.mpi.Get_library_version()).split("\n", 1)[0].split(",", 1)[0].strip("\0 ")
-
-
-def _command() -> str:
-    return f"python {os.path.basename(sys.argv[0]) or '...'} ..."

@@ -6,9 +6,9 @@ waiting thread does the due works itself, because waking the other thread costs 
 
 A work goes through these states::
 
-    queued --start()--> posted --arrived()--> due --complete()--> done
-                          |                                        ^
-                          +----------- overdue, or an error -------+
+    queued --start()--> posted --has_arrived()--> due --complete()--> done
+                          |                                           ^
+                          +------------ overdue, or an error ---------+
 
 * *Posted*: MPI requests that do not block are under way, those of the work's messages. For a collective the request is
   a non-blocking barrier, so that its completion means that all workers have come.
@@ -37,22 +37,25 @@ import torch.distributed as dist
 
 from mlbench_core.distributed.pytorch.mpi.watchdog import Watchdog
 
-__all__ = ["Lane", "Work"]
+__all__ = ["Work", "WorkQueue"]
 
 # Time to poll MPI without a pause. A longer wait pauses in between and leaves the core to others.
 _SPIN_S = 2e-3
 _SHORT_PAUSE_S = 5e-5
 _LONG_PAUSE_S = 1e-3
 
+Test = Callable[[], bool]
+"""The ``Test`` of a request of mpi4py: return True if it has completed."""
+
 
 class Work(dist.Work):
     """One operation in the queue, and the handle that ``async_op=True`` returns.
 
     Args:
-        lane: The queue.
+        queue: The queue.
         owner: The process group it belongs to.
         name: The operation and its worker, for messages, as in ``"all_reduce, rank 0 of 2"``.
-        post: Starts MPI's requests without blocking and returns them.
+        post: Start MPI's requests without blocking and return their ``Test`` methods.
         finish: Called when the requests have completed; None for nothing.
         result: The tensors that the operation fills, as its future gives them.
         timeout_s: Seconds from now after which it has failed. Once its requests have completed, ``finish`` has the same
@@ -62,10 +65,10 @@ class Work(dist.Work):
 
     def __init__(
         self,
-        lane: Lane,
+        queue: WorkQueue,
         owner: object,
         name: str,
-        post: Callable[[], Sequence[Any]],
+        post: Callable[[], Sequence[Test]],
         finish: Callable[[], None] | None,
         result: Sequence[torch.Tensor],
         timeout_s: float,
@@ -75,17 +78,18 @@ class Work(dist.Work):
         self.name = name
         self.owner = owner
         self.in_order = in_order
-        self.requests: Sequence[Any] = ()
         self.source = -1
         self.done = False
-        self._lane = lane
+        self._queue = queue
         self._post = post
         self._finish = finish
         self._result = list(result)
         self._timeout_s = timeout_s
         self._deadline = time.perf_counter() + timeout_s
+        self._requests: Sequence[Test] = ()
         self._error: Exception | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._is_future_set = False
         self._future_lock = threading.Lock()
 
     # Called by the queue
@@ -93,56 +97,55 @@ class Work(dist.Work):
     def start(self) -> None:
         """Post the requests."""
         try:
-            self.requests = self._post()
+            self._requests = self._post()
         except Exception as error:
-            self.fail(_named(self.name, error))
+            self._fail(error)
 
-    def arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         """Return True if the requests have completed or failed."""
         try:
-            self.requests = [request for request in self.requests if not request.Test()]
+            self._requests = [has_completed for has_completed in self._requests if not has_completed()]
         except Exception as error:
-            self.fail(_named(self.name, error))
-            return True
-        return not self.requests
+            self._fail(error)
+        return self.done or not self._requests
 
     def complete(self) -> None:
         """Finish the work after its requests."""
         if self._finish is not None and not self.done:
             # This call may block in MPI, out of reach of any exception.
-            self._lane.watchdog.watch(self.name, self._timeout_s)
+            self._queue.watchdog.start(self.name, self._timeout_s)
             try:
                 self._finish()
             except Exception as error:
-                self.fail(_named(self.name, error))
+                self._fail(error)
             finally:
-                self._lane.watchdog.rest()
+                self._queue.watchdog.stop()
         self.done = True
 
-    def fail(self, error: Exception) -> None:
-        """End with an error."""
-        if not self.done:
-            self._error = error
-            self.done = True
+    def _fail(self, error: Exception) -> None:
+        self._error = dist.DistBackendError(f"MPI: {self.name}: {error}")
+        self._error.__cause__ = error
+        self.done = True
 
-    def overdue(self, now: float) -> bool:
-        return now > self._deadline
-
-    def late(self) -> dist.DistBackendError:
-        """Return the error of a work whose time is up."""
-        return dist.DistBackendError(
+    def expire(self, now: float) -> Exception | None:
+        """Fail if the time is up, and return the error."""
+        if now <= self._deadline:
+            return None
+        self._error = dist.DistBackendError(
             f"MPI: {self.name}: timed out, the other workers did not come within {self._timeout_s:g} s: was one lost, "
             f"or does it call another operation? MPI cannot be used any more in this process"
         )
+        self.done = True
+        return self._error
 
-    def announce(self) -> None:
-        """Complete the future, if there is one."""
+    def set_future(self) -> None:
+        """Complete the future, if there is one, once."""
         with self._future_lock:
             future = self._future
-        if future is not None:
-            self._tell(future)
-
-    def _tell(self, future: torch.futures.Future[Any]) -> None:
+            if future is None or self._is_future_set:
+                return
+            self._is_future_set = True
+        # Without the lock, because the callbacks of the future run here.
         if self._error is None:
             future.set_result(self._result)
         else:
@@ -163,7 +166,7 @@ class Work(dist.Work):
             torch.distributed.DistBackendError: It failed, or was not done in time.
         """
         seconds = timeout.total_seconds()
-        if not self.done and not self._lane.drive(self, seconds if seconds > 0 else None):
+        if not self.done and not self._queue.run_until(self, seconds if seconds > 0 else None):
             raise dist.DistBackendError(f"MPI: {self.name}: timed out, it was not done within {seconds:g} s")
         if self._error is not None:
             raise self._error
@@ -176,7 +179,7 @@ class Work(dist.Work):
         """Return True if it is done, successfully or not. The call also lets MPI make progress."""
         if not self.done:
             # A loop that only polls must not depend on the communication thread.
-            self._lane.nudge()
+            self._queue.poll()
         return self.done
 
     def is_success(self) -> bool:
@@ -196,9 +199,8 @@ class Work(dist.Work):
                 return self._future
             devices = sorted({str(tensor.device) for tensor in self._result if tensor.is_cuda})
             self._future = torch.futures.Future(devices=[torch.device(device) for device in devices])
-            if not self.done:
-                return self._future
-        self._tell(self._future)
+        if self.done:
+            self.set_future()
         return self._future
 
     def source_rank(self) -> int:
@@ -208,38 +210,38 @@ class Work(dist.Work):
     _source_rank = source_rank
 
 
-class Lane:
+class WorkQueue:
     """The queue of works and its communication thread, which starts with the first work in the background.
 
     Example:
-        >>> lane, done = Lane(), []
-        >>> work = Work(lane, None, "nothing", lambda: [], lambda: done.append(1), [], timeout_s=1.0, in_order=True)
-        >>> lane.submit(work, background=False)
+        >>> works, done = WorkQueue(), []
+        >>> work = Work(works, None, "nothing", lambda: [], lambda: done.append(1), [], timeout_s=1.0, in_order=True)
+        >>> works.submit(work, background=False)
         >>> work.wait(), done
         (True, [1])
-        >>> lane.close(drain=True)
+        >>> works.close(drain=True)
     """
 
     def __init__(self) -> None:
         self.broken: Exception | None = None
         self.watchdog = Watchdog()
-        self._inbox: collections.deque[Work] = collections.deque()
+        self._queued: collections.deque[Work] = collections.deque()
         self._posted: list[Work] = []
-        # Only the thread that holds the turn may call MPI, which is started for one caller at a time.
-        self._turn = threading.Lock()
+        # Only the thread that holds this lock may call MPI, which is started for one caller at a time.
+        self._mpi_lock = threading.Lock()
         # For the attributes below; never held while MPI works.
-        self._guard = threading.Lock()
-        self._drivers = 0
+        self._lock = threading.Lock()
+        self._waiting_threads = 0
         self._groups = 0
         self._thread: threading.Thread | None = None
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def join(self) -> None:
+    def add_group(self) -> None:
         """Count one more process group that uses the queue."""
-        with self._guard:
+        with self._lock:
             self._groups += 1
 
-    def leave(self, owner: object, drain: bool) -> None:
+    def remove_group(self, owner: object, drain: bool) -> None:
         """Remove a process group, which no longer uses the queue; with the last one the thread ends.
 
         Args:
@@ -247,10 +249,10 @@ class Lane:
             drain: True to finish its works before. Otherwise, if it has any, MPI cannot be used any more.
         """
         self._end_works([work for work in self._works() if work.owner is owner], drain)
-        with self._guard:
+        with self._lock:
             self._groups -= 1
-            last = self._groups <= 0
-        if last:
+            is_last = self._groups <= 0
+        if is_last:
             self.close(drain)
 
     def submit(self, work: Work, background: bool) -> None:
@@ -265,24 +267,19 @@ class Lane:
         """
         if self.broken is not None:
             raise dist.DistBackendError(f"MPI: {work.name}: impossible after an earlier failure: {self.broken}")
-        self._inbox.append(work)
+        self._queued.append(work)
         if not background:
             return
         # Post it from here: others can go on with it before the thread has woken up.
-        self.nudge()
+        self.poll()
         if not work.done:
             self._wake_thread()
 
-    def nudge(self) -> None:
+    def poll(self) -> None:
         """Post queued works and check which messages have arrived, unless another thread does."""
-        if self._turn.acquire(blocking=False):
-            try:
-                finished = self._progress(finish_collectives=False)
-            finally:
-                self._turn.release()
-            _announce(finished)
+        self._progress(wait_s=0, finish_collectives=False)
 
-    def drive(self, work: Work, timeout_s: float | None) -> bool:
+    def run_until(self, work: Work, timeout_s: float | None) -> bool:
         """Do due works until a given work is done.
 
         Args:
@@ -293,17 +290,12 @@ class Lane:
             True if it is done, False if the time was up before.
         """
         start = time.perf_counter()
-        # While a thread drives, the communication thread leaves the turn to it.
-        with self._guard:
-            self._drivers += 1
+        # While a thread waits here, the communication thread leaves MPI to it.
+        with self._lock:
+            self._waiting_threads += 1
         try:
             while not work.done:
-                if self._turn.acquire(timeout=_LONG_PAUSE_S):
-                    try:
-                        finished = self._progress(finish_collectives=True)
-                    finally:
-                        self._turn.release()
-                    _announce(finished)
+                self._progress(_LONG_PAUSE_S, finish_collectives=True)
                 if work.done:
                     break
                 waited = time.perf_counter() - start
@@ -314,36 +306,50 @@ class Lane:
                 else:
                     os.sched_yield()  # maybe to the worker that this one waits for
         finally:
-            with self._guard:
-                self._drivers -= 1
+            with self._lock:
+                self._waiting_threads -= 1
         return True
 
     def close(self, drain: bool) -> None:
         """End all works and the threads, which start again when they are needed."""
         self._end_works(self._works(), drain)
-        with self._guard:
+        with self._lock:
             thread, self._thread = self._thread, None
             wake = self._wake
         if thread is not None:
             wake.put(False)
             if thread is not threading.current_thread():
+                # After a failure the thread may be stuck in MPI for good.
                 thread.join(1.0 if self.broken else None)
         self.watchdog.close()
 
     def _works(self) -> list[Work]:
-        return [*self._posted, *self._inbox]
+        return [*self._posted, *self._queued]
 
     def _end_works(self, works: Sequence[Work], drain: bool) -> None:
         for work in works:
             if drain and self.broken is None:
-                self.drive(work, None)
+                self.run_until(work, None)
             elif not work.done:
                 self.broken = self.broken or dist.DistBackendError(f"MPI: {work.name}: given up")
 
-    def _progress(self, finish_collectives: bool) -> list[Work]:
-        """Post new works, finish those that are due and return those that ended. The caller holds the turn."""
-        while self._inbox:
-            work = self._inbox.popleft()
+    def _progress(self, wait_s: float, finish_collectives: bool) -> bool:
+        """Post new works and finish those that are due, if no other thread does; return True if works ended."""
+        if not self._mpi_lock.acquire(timeout=wait_s):
+            return False
+        try:
+            ended = self._advance(finish_collectives)
+        finally:
+            self._mpi_lock.release()
+        # Callbacks of futures run here; one that starts an operation would wait for the lock forever if it was held.
+        for work in ended:
+            work.set_future()
+        return bool(ended)
+
+    def _advance(self, finish_collectives: bool) -> list[Work]:
+        """Post new works, finish those that are due and return those that ended. The caller holds the lock."""
+        while self._queued:
+            work = self._queued.popleft()
             work.start()
             self._posted.append(work)
         ended = []
@@ -354,11 +360,11 @@ class Lane:
         for work in list(self._posted):
             if work.in_order and blocked and not work.done:
                 continue
-            if work.done or work.arrived():
+            if work.done or work.has_arrived():
                 work.complete()
-            elif work.overdue(now):
-                work.fail(work.late())
-                self.broken = self.broken or work.late()
+            else:
+                error = work.expire(now)
+                self.broken = self.broken or error
             if work.done:
                 self._posted.remove(work)
                 ended.append(work)
@@ -367,7 +373,7 @@ class Lane:
         return ended
 
     def _wake_thread(self) -> None:
-        with self._guard:
+        with self._lock:
             if self._thread is None:
                 # Each thread has its own: a thread that is ending reads the old one.
                 self._wake = queue.SimpleQueue()
@@ -379,32 +385,14 @@ class Lane:
 
     def _run(self, wake: queue.SimpleQueue[bool]) -> None:
         """Run the communication thread: wait for works, then do them unless a thread that waits for them does."""
-        go_on = wake.get()
+        goes_on = wake.get()
         since = time.perf_counter()
-        while go_on:
-            if not self._drivers and self._turn.acquire(timeout=_LONG_PAUSE_S):
-                try:
-                    finished = self._progress(finish_collectives=True)
-                finally:
-                    self._turn.release()
-                _announce(finished)
-                if finished:
-                    since = time.perf_counter()
-            if not self._posted and not self._inbox:
-                go_on = wake.get()
+        while goes_on:
+            if not self._waiting_threads and self._progress(_LONG_PAUSE_S, finish_collectives=True):
                 since = time.perf_counter()
-            elif self._drivers or time.perf_counter() - since > _SPIN_S:
+            if not self._posted and not self._queued:
+                goes_on = wake.get()
+                since = time.perf_counter()
+            elif self._waiting_threads or time.perf_counter() - since > _SPIN_S:
                 with contextlib.suppress(queue.Empty):
-                    go_on = wake.get(timeout=_LONG_PAUSE_S if self._drivers else _SHORT_PAUSE_S)
-
-
-def _announce(works: Sequence[Work]) -> None:
-    """Complete the futures of works; their callbacks run here, so the caller must not hold the turn."""
-    for work in works:
-        work.announce()
-
-
-def _named(name: str, error: Exception) -> dist.DistBackendError:
-    named = dist.DistBackendError(f"MPI: {name}: {error}")
-    named.__cause__ = error
-    return named
+                    goes_on = wake.get(timeout=_LONG_PAUSE_S if self._waiting_threads else _SHORT_PAUSE_S)
