@@ -57,15 +57,13 @@ def _accepting_an_epoch(save: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         # True is an Integral too, but it is never an epoch.
         is_epoch = bool(args) and isinstance(args[0], numbers.Integral) and not isinstance(args[0], bool)
-        if is_epoch and ("is_best" in kwargs or (len(args) > 1 and _is_flag(args[1]))):
+        # The second argument of the current order is a sampler, which is none of these.
+        is_flag = len(args) > 1 and isinstance(args[1], (bool, int, np.bool_, np.integer, torch.Tensor))
+        if is_epoch and ("is_best" in kwargs or is_flag):
             kwargs["epoch"], *args = args  # type: ignore[assignment]
         save(self, tracker, model, optimizer, scheduler, *args, **kwargs)
 
     return wrapper
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, (bool, int, np.bool_, np.integer, torch.Tensor))
 
 
 class Checkpointer:
@@ -148,7 +146,7 @@ class Checkpointer:
 
         With ``CheckpointFreq.ALL``, every worker writes its file of the epoch. Rank 0 also writes
         ``model_best.pth.tar`` if ``is_best``. With ``BEST``, files are written only if ``is_best``: rank 0 writes
-        ``model_best.pth.tar``, and the others write their parts. With ``NONE`` nothing is written.
+        ``model_best.pth.tar``, and the others write their parts. With ``NONE``, nothing is written.
 
         As in version 3.0.0, ``save(tracker, model, optimizer, scheduler, epoch, is_best)`` works too.
 
@@ -170,59 +168,37 @@ class Checkpointer:
         if self.freq is CheckpointFreq.NONE:
             return
         epoch = int(tracker.current_epoch if epoch is None else epoch)
-        if self.freq is CheckpointFreq.ALL or is_best:
-            self._save(tracker, model, optimizer, scheduler, bool(is_best), sampler, extra, epoch)
+        folder, world_size = Path(self.dirname), process_groups.world_size()
+        keeps_best = self.freq is CheckpointFreq.BEST
+        # With Horovod torch does not know the other workers, so nobody could find the part of a higher rank.
+        is_unknown = keeps_best and self.rank >= world_size
+        if (is_best or not keeps_best) and not is_unknown:
+            state = {
+                "format": files.FORMAT,
+                # The id and the number of workers show on loading if all files of this save exist.
+                "save": self._name_save(epoch),
+                "epoch": epoch,
+                "rank": self.rank,
+                "world_size": world_size,
+                "freq": self.freq.name.lower(),
+                "save_stats": bool(self.save_stats),
+                "model": states.capture("model", model),
+                "optimizer": None if optimizer is None else states.capture("optimizer", optimizer),
+                "scheduler": None if scheduler is None else states.capture("scheduler", scheduler),
+                "tracker": states.capture_tracker(tracker) if self.save_stats else None,
+                "sampler": None if sampler is None else states.capture("sampler", sampler),
+                "extra": {name: states.capture(name, value) for name, value in (extra or {}).items()},
+                "rng": states.rng_state(),
+            }
+            if not keeps_best:
+                files.write(folder / names.epoch_name(epoch, self.rank), state, self.rank)
+            if is_best and self.rank == 0:
+                files.write(folder / names.BEST_NAME, state, self.rank)
+            if keeps_best:
+                part = states.own_part(state, model, optimizer) if self.rank > 0 else None
+                files.write_part(folder, state["save"], part, self.rank, world_size)
         if self.save_stats:
             self._save_statistics(tracker, epoch)
-
-    def _save(
-        self,
-        tracker: Any,
-        model: torch.nn.Module,
-        optimizer: Any,
-        scheduler: Any,
-        is_best: bool,
-        sampler: Any,
-        extra: Mapping[str, Any] | None,
-        epoch: int,
-    ) -> None:
-        folder, world_size = Path(self.dirname), process_groups.world_size()
-        if self.freq is CheckpointFreq.BEST and self.rank > 0 and self.rank >= world_size:
-            return  # torch does not know the other workers, so this part could not be found
-        state = {
-            "format": files.FORMAT,
-            # The id and the number of workers show on loading if all files of this save exist.
-            "save": self._name_save(epoch),
-            "epoch": epoch,
-            "rank": self.rank,
-            "world_size": world_size,
-            "freq": self.freq.name.lower(),
-            "save_stats": bool(self.save_stats),
-            "model": states.capture("model", model),
-            "optimizer": None if optimizer is None else states.capture("optimizer", optimizer),
-            "scheduler": None if scheduler is None else states.capture("scheduler", scheduler),
-            "tracker": states.capture_tracker(tracker) if self.save_stats else None,
-            "sampler": None if sampler is None else states.capture("sampler", sampler),
-            "extra": {name: states.capture(name, value) for name, value in (extra or {}).items()},
-            "rng": states.rng_state(),
-        }
-        if self.freq is CheckpointFreq.ALL:
-            files.write(folder / names.epoch_name(epoch, self.rank), state, self.rank)
-        if is_best and self.rank == 0:
-            files.write(folder / names.BEST_NAME, state, self.rank)
-        if self.freq is CheckpointFreq.BEST:
-            self._save_part(folder, state, model, optimizer, world_size)
-
-    def _save_part(
-        self, folder: Path, state: Mapping[str, Any], model: torch.nn.Module, optimizer: Any, world_size: int
-    ) -> None:
-        """Write this worker's part of the best epoch, and delete older parts if it is the last one missing."""
-        part = names.part_name(state["save"], self.rank, world_size)
-        if self.rank > 0:
-            files.write(folder / part, states.own_part(state, model, optimizer), self.rank)
-        elif world_size > 1:
-            files.share_best(folder, part, self.rank)
-        files.tidy(folder, state["save"], self.rank, world_size)
 
     def _name_save(self, epoch: int) -> str:
         """Return the id of this save, the same on every worker."""
@@ -289,7 +265,7 @@ class Checkpointer:
             ``current_epoch`` set.
 
         Raises:
-            CheckpointNotFoundError: There is no checkpoint. It is a CheckpointError and a FileNotFoundError.
+            CheckpointNotFoundError: The folder has no checkpoint. It is a CheckpointError and a FileNotFoundError.
             CheckpointError: No checkpoint can be read, or it does not fit the objects given.
         """
         save, state = files.read_newest(Path(ckpt_run_dir), rank, epoch)
@@ -323,7 +299,7 @@ class Checkpointer:
             ``model``.
 
         Raises:
-            CheckpointNotFoundError: There is no such file. It is a CheckpointError and a FileNotFoundError.
+            CheckpointNotFoundError: The file does not exist. It is a CheckpointError and a FileNotFoundError.
             CheckpointError: The file is damaged, or it does not fit the model.
         """
         path = Path(ckpt_run_dir, names.epoch_name(epoch, rank))
@@ -354,7 +330,7 @@ def determine_restore_ckpt_path(rank: int, checkpoint_root: _Path, run_id: str |
         The path of the newest whole checkpoint: the worker's own, or rank 0's if the worker has none or only a part.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint. It is a CheckpointError and a FileNotFoundError.
+        CheckpointNotFoundError: The folder has no checkpoint. It is a CheckpointError and a FileNotFoundError.
     """
     folder = Path(checkpoint_root, str(run_id))
     folder = folder if folder.is_dir() else Path(checkpoint_root)

@@ -27,7 +27,7 @@ import pickle
 import secrets
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,8 @@ __all__ = [
     "name_run",
     "read",
     "read_newest",
-    "share_best",
-    "tidy",
     "write",
+    "write_part",
 ]
 
 _log = logging.getLogger("mlbench_core.controlflow.pytorch.checkpoint")
@@ -94,29 +93,39 @@ def write(path: Path, content: Mapping[str, Any] | bytes, rank: int) -> None:
             else:
                 torch.save(content, file)
     except (OSError, RuntimeError) as error:
-        reason = _os_error(error) or error
+        # torch raises an error of its own when a write fails; the operating system's error says why it failed.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
         raise CheckpointError(
-            f"the checkpoint {path} could not be written ({reason}): free space or choose another folder with "
+            f"the checkpoint {path} could not be written ({cause or error}): free space or choose another folder with "
             f"--root-checkpoint; checkpoints written earlier are intact"
         ) from error
 
 
-def share_best(folder: Path, part: str, rank: int) -> None:
-    """Give ``model_best.pth.tar`` a second name, which keeps it when the next best epoch is saved."""
-    best, path = folder / names.BEST_NAME, folder / part
-    with files.replacing(path, _temporary(path, rank)) as temporary:
-        try:
-            os.link(best, temporary)
-        except OSError:  # a file system without hard links
-            shutil.copy2(best, temporary)
-
-
-def tidy(folder: Path, save: str, rank: int, world_size: int) -> None:
-    """Delete files that are no longer needed, after this worker wrote its file of a save of the best epoch.
+def write_part(folder: Path, save: str, part: Mapping[str, Any] | None, rank: int, world_size: int) -> None:
+    """Write this worker's file of a save of the best epoch, and delete files that are no longer needed.
 
     If the save is whole, all files of previous saves are deleted. Otherwise a worker deletes its own files except those
     of this save and of the last whole save.
+
+    Args:
+        folder: The folder.
+        save: Id of the save.
+        part: The part of this worker's state that differs from the state of rank 0. None on rank 0, whose
+            ``model_best.pth.tar`` is written already and gets its second name.
+        rank: This worker's rank.
+        world_size: Number of workers.
     """
+    path = folder / names.part_name(save, rank, world_size)
+    if part is not None:
+        write(path, part, rank)
+    elif world_size > 1:
+        with files.replacing(path, _temporary(path, rank)) as temporary:
+            try:
+                os.link(folder / names.BEST_NAME, temporary)
+            except OSError:  # a file system without hard links
+                shutil.copy2(folder / names.BEST_NAME, temporary)
     saves = _best_saves(folder)
     mine = saves.pop(save, _Save())
     if world_size == 1:
@@ -124,8 +133,7 @@ def tidy(folder: Path, save: str, rank: int, world_size: int) -> None:
     elif mine.is_whole:
         start = min(_written_ns(path) for path in mine.files.values())
         # Newer files belong to a save that other workers have begun in the meantime.
-        old = (path for other in saves.values() for path in other.files.values() if _written_ns(path) < start)
-        _delete(old)
+        _delete(path for other in saves.values() for path in other.files.values() if _written_ns(path) < start)
     else:
         # A kill may come before this save is whole, so the newest whole one must stay.
         kept = max([s for s in saves.values() if s.is_whole] or saves.values(), key=_Save.written_ns, default=None)
@@ -134,13 +142,6 @@ def tidy(folder: Path, save: str, rank: int, world_size: int) -> None:
 
 def _temporary(path: Path, rank: int) -> Path:
     return path.with_name(f".saving_{rank}.tmp")  # one name per rank, so that a file left by a kill is overwritten
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-    """Return the operating system's error that caused ``error``: torch raises its own error when a write fails."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _delete(paths: Iterator[Path]) -> None:
@@ -253,15 +254,11 @@ class Candidate:
         except CheckpointError as error:
             _log.warning("%s; taking the file of rank 0 for it", error)
             return first
-        return _completed(own, first) if own.get(PARTIAL) else own
-
-
-def _completed(own: dict[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a partial state, completed from the state of rank 0."""
-    own["model"] = {**first["model"], **own["model"]}
-    if first["optimizer"] is not None:
-        own["optimizer"] = {**first["optimizer"], **own["optimizer"]}
-    return own
+        if own.get(PARTIAL):
+            own["model"] = {**first["model"], **own["model"]}
+            if first["optimizer"] is not None:
+                own["optimizer"] = {**first["optimizer"], **own["optimizer"]}
+        return own
 
 
 def find(folder: Path, rank: int, epoch: int | None = None) -> Iterator[Candidate]:
@@ -281,18 +278,19 @@ def find(folder: Path, rank: int, epoch: int | None = None) -> Iterator[Candidat
             epochs.setdefault(int(match[1]), {})[int(match[2])] = folder / name
     numbers = sorted(epochs, reverse=True) if epoch is None else [epoch]
     partial: list[Candidate] = []
-    told = 0  # the number of partial saves that a warning was logged for
+    passed_over: list[str] = []
     for number in numbers:
         files = epochs.get(number, {})
         if rank not in files and 0 not in files:
             continue
         candidate, is_whole = _of_epoch(files, rank)
         if is_whole or epoch is not None:
-            _say_passed_over(*(other.path.name for other in partial[told:]))
-            told = len(partial)
+            _warn_of_partial(passed_over)
+            passed_over.clear()
             yield candidate
         else:
             partial.append(candidate)
+            passed_over.append(candidate.path.name)
     yield from partial
     if epoch is None:
         yield from _of_best(folder, rank)
@@ -330,7 +328,7 @@ def _of_best(folder: Path, rank: int) -> Iterator[Candidate]:
     for save in sorted(saves.values(), key=_Save.written_ns, reverse=True):
         if save.is_whole:
             if not is_whole:
-                _say_passed_over(names.BEST_NAME)
+                _warn_of_partial([names.BEST_NAME])
             yield Candidate(save.files[0], save.files.get(rank) if rank else None)
     if not is_whole:
         yield best
@@ -381,7 +379,7 @@ def _names(folder: Path) -> list[str]:
     return os.listdir(folder) if folder.is_dir() else []
 
 
-def _say_passed_over(*names: str) -> None:
+def _warn_of_partial(names: Sequence[str]) -> None:
     for name in names:
         _log.warning(
             "other workers' files of the same save as %s are missing, as after a kill: taking the save before", name

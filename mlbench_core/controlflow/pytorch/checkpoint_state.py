@@ -128,16 +128,13 @@ def capture_tracker(tracker: Any) -> dict[str, Any]:
     """Return the state of a tracker, its goal and the id of its run."""
     state = _plain(tracker.state_dict(), "tracker") if hasattr(tracker, "state_dict") else None
     goal: Any = getattr(tracker, "goal", None)
-    # Any other goal is a function, which a checkpoint cannot hold: reading it would run code.
-    is_data = type(goal) in _GOALS.values()
-    kept = (
-        {"kind": type(goal).__name__, "fields": _plain(asdict(goal), "tracker.goal")} if is_data else {"kind": "code"}
-    )
-    return {
-        "run_id": _plain(getattr(tracker, "run_id", None), "tracker.run_id"),
-        "state": state,
-        "goal": None if goal is None else kept,
-    }
+    kept: dict[str, Any] | None = None
+    if type(goal) in _GOALS.values():
+        kept = {"kind": type(goal).__name__, "fields": _plain(asdict(goal), "tracker.goal")}
+    elif goal is not None:
+        # Any other goal is a function, which a checkpoint cannot hold: reading it would run code.
+        kept = {"kind": "code"}
+    return {"run_id": _plain(getattr(tracker, "run_id", None), "tracker.run_id"), "state": state, "goal": kept}
 
 
 def restore_tracker(path: Path, state: Mapping[str, Any], rank: int, tracker: Any) -> Any:
