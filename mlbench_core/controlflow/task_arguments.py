@@ -133,12 +133,16 @@ def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None
         [('checkpoint', False), ('epochs', 8), ('past_goal', False), ('resume', True), ('seed', 0)]
     """
     shown = "" if epochs is None else " [%(default)s]"
-    parser.add_argument("--epochs", type=count, default=epochs, metavar="N", help="at most so many epochs" + shown)
-    parser.add_argument("--past-goal", action="store_true", help="use up the epochs, even when the goal is reached")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run")
-    parser.add_argument("--checkpoint", action="store_true", help="write one after every epoch, not of the best")
+    parser.add_argument("--epochs", type=count, default=epochs, metavar="N", help="largest number of epochs" + shown)
+    parser.add_argument("--past-goal", action="store_true", help="train all epochs, even after the goal is reached")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint of this run")
+    parser.add_argument("--checkpoint", action="store_true", help="save one after every epoch, not only of the best")
     parser.add_argument(
-        "--seed", type=_seed, default=42, metavar="N", help="of weights, dropout and the data's order [%(default)s]"
+        "--seed",
+        type=_seed,
+        default=42,
+        metavar="N",
+        help="seed of weights, dropout and data order [%(default)s]",
     )
 
 
@@ -153,14 +157,14 @@ def count(text: str) -> int:
         12
     """
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def _seed(text: str) -> int:
     """Return a seed that every random generator accepts: NumPy's global one takes 32 bits."""
     if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 2^32 - 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^32 - 1")
     return int(text)
 
 
@@ -207,7 +211,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not (seconds > 0 and math.isfinite(seconds)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
     return seconds
 
 

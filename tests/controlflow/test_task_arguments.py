@@ -256,16 +256,16 @@ def test_a_timeout_is_a_positive_number_of_seconds(text: str, capsys: pytest.Cap
     with pytest.raises(SystemExit) as stop:
         call("--timeout", text, add_arguments=lambda parser: None)
     assert stop.value.code == 2
-    assert f"argument --timeout: {text!r} is no positive number of seconds" in capsys.readouterr().err
+    assert f"argument --timeout: {text!r} is not a positive number of seconds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--epochs", "0"], "'0' is no whole number of at least 1"),
-        (["--epochs", "2.5"], "'2.5' is no whole number of at least 1"),
-        (["--seed", "-1"], "'-1' is no whole number from 0 to 2^32 - 1"),
-        (["--seed", "4294967296"], "'4294967296' is no whole number from 0 to 2^32 - 1"),
+        (["--epochs", "0"], "'0' is not a whole number of at least 1"),
+        (["--epochs", "2.5"], "'2.5' is not a whole number of at least 1"),
+        (["--seed", "-1"], "'-1' is not a whole number from 0 to 2^32 - 1"),
+        (["--seed", "4294967296"], "'4294967296' is not a whole number from 0 to 2^32 - 1"),
     ],
 )
 def test_arguments_of_a_training_are_checked(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

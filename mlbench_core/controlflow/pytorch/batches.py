@@ -188,12 +188,3 @@ def batch_size(data: Any, output: Any) -> int:
         f"neither the model's output ({type(output).__name__}) nor the data ({type(data).__name__}) has a length, so "
         "the size of the batch is unknown; give tensors whose first dimension is the batch, or lists"
     )
-
-
-def number_of_batches(dataloader: Iterable[Any], maximum: int | None) -> int | None:
-    """Return the number of batches in an epoch, or None if the loader does not know it."""
-    try:
-        length = len(dataloader)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-    return length if maximum is None else min(length, maximum)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import deprecation
@@ -130,6 +130,37 @@ class BatchRecords:
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             self.read()
 
+    def start_batch(self) -> None:
+        """Start the clock of a batch. Call it before its data is drawn, so that waiting for the loader counts too."""
+        if self.tracker is not None:
+            self.tracker.batch_start()
+
+    def mark(self, step: str) -> None:
+        """Mark the end of a step of the batch."""
+        if self.tracker is not None:
+            self.tracker.record_batch_step(step)
+
+    def end_batch(
+        self,
+        batch_idx: int,
+        loss: Tensor,
+        samples: int,
+        results: Mapping[MLBenchMetric, Tensor] | None = None,
+        tokens: int = 0,
+    ) -> None:
+        """Stop the clock of a batch, then add it: sending to the master is not part of the training time.
+
+        Args:
+            batch_idx: As in :meth:`add`.
+            loss: As in :meth:`add`.
+            samples: As in :meth:`add`.
+            results: As in :meth:`add`.
+            tokens: Number of tokens of the batch, for the throughput.
+        """
+        if self.tracker is not None:
+            self.tracker.batch_end(samples=samples, tokens=tokens)
+        self.add(batch_idx, loss, samples, results)
+
     def add(
         self,
         batch_idx: int,
@@ -198,37 +229,8 @@ def _read(tensors: Sequence[Tensor]) -> list[float]:
     return [next(numbers[tensor.device]) for tensor in tensors]
 
 
-def _validate(
-    dataloader: Iterable[Any],
-    model: nn.Module,
-    loss_function: Callable[[Any, Any], Tensor],
-    metrics: Sequence[MLBenchMetric],
-    batches: Callable[[], Iterator[tuple[Any, Any]]],
-) -> _Result:
-    """Sum over this worker's batches, then average over all workers."""
-    for metric in metrics:
-        metric.reset()
-    loss_sum: float | Tensor = 0.0
-    samples = 0
-    for data, target in batches():
-        output = model(data)
-        size = batch_size(data, output)
-        # The sum stays on the device, because reading the loss of every batch would wait for the device every time.
-        # It is in float64, because a float32 sum over many batches loses digits.
-        loss_sum = loss_sum + torch.as_tensor(loss_function(output, target)).detach().to(torch.float64) * size
-        samples += size
-        for metric in metrics:
-            metric.update(metric(output, target), size)
-    averages = {metric: metric.average().item() for metric in metrics}
-    return averages, process_groups.global_average(loss_sum, samples).item()
-
-
 def _number(value: float | Tensor) -> float:
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _is_dtype(value: object) -> bool:
-    return isinstance(value, str) and value in DTYPES
 
 
 _OLDER_KEYWORDS = {"run_id", "rank", "max_batch_per_epoch"}
@@ -240,7 +242,8 @@ def _accepts_older_call(function: Callable[..., _Result]) -> Callable[..., _Resu
     @functools.wraps(function)
     def dispatch(*args: Any, **kwargs: Any) -> _Result:
         # The older call has its dtype as the seventh positional argument, the current call as the fifth.
-        has_dtype_seventh = len(args) >= 7 and _is_dtype(args[6]) and not _is_dtype(args[4])
+        dtypes = tuple(DTYPES)
+        has_dtype_seventh = len(args) >= 7 and args[6] in dtypes and args[4] not in dtypes
         if has_dtype_seventh or not _OLDER_KEYWORDS.isdisjoint(kwargs):
             return _validation_round_of_run(*args, **kwargs)
         return function(*args, **kwargs)
@@ -280,18 +283,27 @@ def validation_round(
         ``({metric: average}, loss)``: plain numbers over all batches and workers. The loss of each batch is weighted
         by the size of the batch. Pass both to :func:`record_validation_stats`.
     """
+    for metric in metrics:
+        metric.reset()
     if tracker is not None:
         tracker.validation()
         tracker.validation_start()
+    loss_sum: float | Tensor = 0.0
+    samples = 0
     try:
         with evaluation_mode(model), torch.no_grad():
-            return _validate(
-                dataloader,
-                model,
-                loss_function,
-                metrics,
-                lambda: iterate_dataloader(dataloader, dtype, max_batches, use_cuda, transform_target_type),
-            )
+            for data, target in iterate_dataloader(dataloader, dtype, max_batches, use_cuda, transform_target_type):
+                output = model(data)
+                size = batch_size(data, output)
+                # The sum stays on the device, because reading the loss of every batch would wait for the device every
+                # time. It is in float64, because a float32 sum over many batches loses digits.
+                loss = torch.as_tensor(loss_function(output, target)).detach()
+                loss_sum = loss_sum + loss.to(torch.float64) * size
+                samples += size
+                for metric in metrics:
+                    metric.update(metric(output, target), size)
+            averages = {metric: metric.average().item() for metric in metrics}
+            return averages, process_groups.global_average(loss_sum, samples).item()
     finally:
         if tracker is not None:
             tracker.validation_end()

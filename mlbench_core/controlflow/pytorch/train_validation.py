@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mlbench_core.aggregation.pytorch.centralized import AllReduceAggregation
 from mlbench_core.arguments import check_at_least
-from mlbench_core.controlflow.pytorch.batches import batch_size, maybe_range, number_of_batches, prepare_batch
+from mlbench_core.controlflow.pytorch.batches import batch_size, maybe_range, prepare_batch
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer
 from mlbench_core.controlflow.pytorch.controlflow import (
     BatchRecords,
@@ -106,45 +106,47 @@ def train_round(
     model.train()
     if tracker is not None:
         tracker.train()
-    total = number_of_batches(dataloader, max_batch_per_epoch)
-    if total is not None:
-        total = process_groups.smallest(total)
-    elif update_freq > 1:
-        raise ValueError(
-            f"update_freq is {update_freq}, but {type(dataloader).__name__} has no length, so the last update of the "
-            "epoch cannot be known in time; give a loader with __len__"
-        )
+    total = _number_of_batches(dataloader, max_batch_per_epoch, update_freq)
     updates = Updates(model, optimizer, loss_function, tracker, update_freq, total, step_arguments)
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     samples = 0
     with BatchRecords(tracker, total) as records:
         for batch_idx in maybe_range(total if total is not None else max_batch_per_epoch):
-            # The batch starts before its data is drawn, so that waiting for the loader counts as training time.
-            if tracker is not None:
-                tracker.batch_start()
+            records.start_batch()
             batch = next(iterator, None)
             if batch is None:
                 break
             data, target = batch
             data, target = prepare_batch(data, target, dtype, transform_target_type, use_cuda)
-            _mark(tracker, "batch_load")
+            records.mark("batch_load")
             loss, output, updated = updates.train_batch(batch_idx, data, target)
             if updated and scheduler is not None and schedule_per == "batch":
                 _step_after_batch(scheduler)
             results = batch_metrics(output, target, metrics)
-            _mark(tracker, "comp_metrics")
+            records.mark("comp_metrics")
             size = batch_size(data, output)
-            if tracker is not None:
-                tracker.batch_end(samples=size)
-            # Recorded after the end of the batch, so that sending to the master is not part of the training time.
-            records.add(batch_idx, loss, size, results)
+            records.end_batch(batch_idx, loss, size, results)
             loss_sum = loss_sum + loss.to(torch.float64) * size
             samples += size
         loss_sum = records.read(loss_sum)[0]
     if scheduler is not None and schedule_per == "epoch" and not isinstance(scheduler, ReduceLROnPlateau):
         scheduler.step()
     return loss_sum / max(1, samples)
+
+
+def _number_of_batches(dataloader: Iterable[Any], maximum: int | None, update_freq: int) -> int | None:
+    """Return the number of batches that every worker trains on, or None if the loaders do not know their length."""
+    try:
+        length = len(dataloader)  # type: ignore[arg-type]
+    except TypeError:
+        if update_freq == 1:
+            return None
+        raise ValueError(
+            f"update_freq is {update_freq}, but {type(dataloader).__name__} has no length, so the last update of the "
+            "epoch cannot be known in time; give a loader with __len__"
+        ) from None
+    return process_groups.smallest(length if maximum is None else min(length, maximum))
 
 
 class Updates:
@@ -183,35 +185,29 @@ class Updates:
         _mark(self.tracker, "fwd_pass")
         loss = self.loss_function(output, target)
         _mark(self.tracker, "comp_loss")
-        count = self._batches_of_update(batch_idx)
+        # The last update of an epoch may have fewer batches.
+        first = batch_idx - len(self.batches)
+        count = self.frequency if self.total is None else min(self.frequency, self.total - first)
         self.batches.append((data, target))
-        ends = len(self.batches) == count
+        is_last = len(self.batches) == count
         # The last backward pass of an update may send gradients while it runs; the ones before it must not.
-        with contextlib.nullcontext() if ends else self._without_communication():
-            self._backward(loss if self.step_arguments is not None or count == 1 else loss / count)
+        waits = not is_last and hasattr(self.optimizer, "no_sync")
+        with self.optimizer.no_sync() if waits else contextlib.nullcontext():
+            share = loss if self.step_arguments is not None or count == 1 else loss / count
+            if hasattr(self.optimizer, "backward_loss"):
+                self.optimizer.backward_loss(share)
+            else:
+                share.backward()
         _mark(self.tracker, "backprop")
-        if ends:
+        if is_last:
             self._step()
             self.batches = []
-        return loss.detach(), output, ends
-
-    def _batches_of_update(self, batch_idx: int) -> int:
-        """Return the number of batches in the update of this batch; the last update of an epoch may have fewer."""
-        first = batch_idx - len(self.batches)
-        return self.frequency if self.total is None else min(self.frequency, self.total - first)
-
-    def _without_communication(self) -> contextlib.AbstractContextManager[Any]:
-        return self.optimizer.no_sync() if hasattr(self.optimizer, "no_sync") else contextlib.nullcontext()
-
-    def _backward(self, loss: Tensor) -> None:
-        if hasattr(self.optimizer, "backward_loss"):
-            self.optimizer.backward_loss(loss)
-        else:
-            loss.backward()
+        return loss.detach(), output, is_last
 
     def _step(self) -> None:
         arguments = self.step_arguments(self.batches) if self.step_arguments is not None else {}
-        if self.tracker is not None and _takes_tracker(self.optimizer):
+        # An optimizer that takes a tracker marks its own steps.
+        if self.tracker is not None and "tracker" in inspect.signature(self.optimizer.step).parameters:
             self.optimizer.step(tracker=self.tracker, **arguments)
         else:
             self.optimizer.step(**arguments)
@@ -221,11 +217,6 @@ class Updates:
 def _mark(tracker: Tracker | None, step: str) -> None:
     if tracker is not None:
         tracker.record_batch_step(step)
-
-
-def _takes_tracker(optimizer: Any) -> bool:
-    """Return True if ``optimizer.step`` has an argument ``tracker``, and so marks its own steps."""
-    return "tracker" in inspect.signature(optimizer.step).parameters
 
 
 def _step_after_batch(scheduler: Any) -> None:
@@ -387,14 +378,8 @@ class TrainValidation:
             raise ValueError(
                 "resume is True but there is no checkpoint to go on from; pass checkpoint=Checkpointer(...)"
             )
-        Checkpointer.load(
-            self.checkpoint.dirname,
-            self.rank,
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            tracker=self.tracker,
-        )
+        trained = (self.model, self.optimizer, self.scheduler)
+        Checkpointer.load(self.checkpoint.dirname, self.rank, *trained, tracker=self.tracker)
 
 
 def _maker(

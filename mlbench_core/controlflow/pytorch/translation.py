@@ -167,17 +167,13 @@ def train_round_by_tokens(
     tokens_seen = 0
     with BatchRecords(tracker, total) as records:
         for index in range(total):
-            if tracker is not None:
-                tracker.batch_start()
+            records.start_batch()
             batch, _ = prepare_batch(next(iterator), None, None, use_cuda=use_cuda)
-            if tracker is not None:
-                tracker.record_batch_load()
+            records.mark("batch_load")
             loss, output, is_updated = updates.train_batch(index, batch, batch["target"])
             if scheduler is not None and is_updated:
                 scheduler.step()
-            if tracker is not None:
-                tracker.batch_end(samples=len(output), tokens=batch["ntokens"])
-            records.add(index, loss / batch["ntokens"], len(output))
+            records.end_batch(index, loss / batch["ntokens"], len(output), tokens=batch["ntokens"])
             # The sum is in float64, because a float32 sum over many batches loses digits.
             loss_sum = loss_sum + loss.to(torch.float64)
             tokens_seen += batch["ntokens"]
