@@ -59,7 +59,12 @@ def interface_towards(address: str) -> str | None:
                 # The kernel chooses the route here and with it the local address.
                 probe.connect(target)
                 local = probe.getsockname()[0]
-                return None if is_loopback(local) else _interface_with(local)
+                if is_loopback(local):
+                    return None
+                import psutil
+
+                interfaces = psutil.net_if_addrs().items()
+                return next((name for name, found in interfaces if local in [entry.address for entry in found]), None)
     return None
 
 
@@ -94,11 +99,3 @@ def own_addresses() -> list[str]:
         entry.address for family in (socket.AF_INET, socket.AF_INET6) for entry in entries if entry.family == family
     ]
     return [address for address in found if not is_loopback(address)]
-
-
-def _interface_with(address: str) -> str | None:
-    """Return the name of the interface that has an address."""
-    import psutil
-
-    addresses = {entry.address: name for name, entries in psutil.net_if_addrs().items() for entry in entries}
-    return addresses.get(address)

@@ -489,7 +489,7 @@ def lost_workers_know_their_way() -> None:
     assert error == "communication failed, though all workers are there: was the network cut?; the backend says: " + (
         "connection closed"
     )
-    assert len(lost_workers._known.cards) == size()
+    assert len(lost_workers._known.records) == size()
     dist.barrier()
 
 

@@ -50,7 +50,7 @@ _RAISE = frozenset(dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE"))
 
 
 @dataclass(frozen=True)
-class _Card:
+class _Record:
     """A record of a worker's host and process. ``machine`` is equal for processes that see each other's ids."""
 
     host: str
@@ -61,7 +61,7 @@ class _Card:
         return f"process {self.pid} on {self.host}"
 
 
-class _Acquaintances:
+class _KnownWorkers:
     """The records of the workers of one process group.
 
     ``processes`` has the processes of this machine. They are looked up when the records are read, because a process id
@@ -70,7 +70,7 @@ class _Acquaintances:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
-        self.cards: dict[int, _Card] = {}
+        self.records: dict[int, _Record] = {}
         self.processes: dict[int, psutil.Process | None] = {}
 
     def of_this_group(self) -> bool:
@@ -88,7 +88,7 @@ class _Acquaintances:
             return True
 
 
-_known = _Acquaintances()
+_known = _KnownWorkers()
 
 
 def introduce() -> None:
@@ -100,16 +100,16 @@ def introduce() -> None:
     global _known
     if process_groups.world_size() == 1 or _known.of_this_group():
         return
-    _known = _Acquaintances(dist.group.WORLD)
-    card = _Card(socket.gethostname(), os.getpid(), _machine())
+    _known = _KnownWorkers(dist.group.WORLD)
+    record = _Record(socket.gethostname(), os.getpid(), _machine())
     with contextlib.suppress(RuntimeError, ValueError):
-        process_groups.store().set(_key("card", process_groups.rank()), json.dumps(asdict(card)))
+        process_groups.store().set(_key("record", process_groups.rank()), json.dumps(asdict(record)))
 
 
 def forget() -> None:
     """Release the process group before it is destroyed: its store keeps the rendezvous' port."""
     global _known
-    _known = _Acquaintances()
+    _known = _KnownWorkers()
 
 
 @contextlib.contextmanager
@@ -131,8 +131,8 @@ def naming_lost_workers() -> Iterator[None]:
             raise
         raise explained(error) from error
     # A collective has gone through by now, so every worker has written its record.
-    if _known.of_this_group() and not _known.cards:
-        _read_cards()
+    if _known.of_this_group() and not _known.records:
+        _read_records()
 
 
 def is_failed_communication(error: RuntimeError) -> bool:
@@ -171,17 +171,15 @@ def explained(error: Exception) -> WorkerError:
     Args:
         error: The backend's error.
     """
-    return WorkerError(f"{_who_is_lost_in_time()}; the backend says: {_first_line(error)}")
-
-
-def _who_is_lost_in_time() -> str:
-    """Return the text of :func:`_who_is_lost`, or another one if the store does not answer in time."""
     # A request to the store over a cut cable never returns, so a thread makes it that may be left behind.
     answer: list[str] = []
     asking = threading.Thread(target=lambda: answer.append(_who_is_lost()), name="who-is-lost", daemon=True)
     asking.start()
     asking.join(2 * SILENCE_S)
-    return answer[0] if answer else f"communication failed: {_name(0)}, who keeps the process group's store, is silent"
+    if not answer:
+        answer.append(f"communication failed: {_name(0)}, who keeps the process group's store, is silent")
+    reason = str(error).strip().split("\n", 1)[0]
+    return WorkerError(f"{answer[0]}; the backend says: {reason}")
 
 
 def _who_is_lost() -> str:
@@ -217,29 +215,29 @@ def _who_is_lost() -> str:
     return f"communication failed, and there is no sign of life from {names}"
 
 
-def _read_cards() -> None:
+def _read_records() -> None:
     """Read all workers' records; every worker that took part in a collective has written one."""
-    keys = [_key("card", rank) for rank in range(process_groups.world_size())]
+    keys = [_key("record", rank) for rank in range(process_groups.world_size())]
     with contextlib.suppress(RuntimeError):
-        if process_groups.store().check(keys):
-            _known.cards = {rank: _Card(**json.loads(process_groups.store().get(key))) for rank, key in enumerate(keys)}
-            machine = _machine()
-            _known.processes = {
-                rank: _find_process(card.pid) for rank, card in _known.cards.items() if card.machine == machine != ""
-            }
+        store = process_groups.store()
+        if not store.check(keys):
+            return
+        _known.records = {rank: _Record(**json.loads(store.get(key))) for rank, key in enumerate(keys)}
+        machine = _machine()
+        for rank, record in _known.records.items():
+            if record.machine == machine != "":
+                _known.processes[rank] = None
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    _known.processes[rank] = psutil.Process(record.pid)
 
 
 def _name(rank: int) -> str:
-    card = _known.cards.get(rank)
-    return f"worker {rank}" if card is None else f"worker {rank} ({card})"
+    record = _known.records.get(rank)
+    return f"worker {rank}" if record is None else f"worker {rank} ({record})"
 
 
-def _key(what: str, rank: int) -> str:
-    return f"mlbench/{what}/{rank}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
+def _key(kind: str, rank: int) -> str:
+    return f"mlbench/{kind}/{rank}"
 
 
 def _machine() -> str:
@@ -250,10 +248,3 @@ def _machine() -> str:
             return file.read().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
-
-
-def _find_process(pid: int) -> psutil.Process | None:
-    try:
-        return psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return None

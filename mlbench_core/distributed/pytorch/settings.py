@@ -64,7 +64,11 @@ def config_logging(
         True
         >>> undo()
     """
-    level = _level_number(logging_level)
+    level = logging_level if isinstance(logging_level, int) else logging.getLevelName(str(logging_level).upper())
+    # getLevelName() returns a text for a name that it does not know.
+    if not isinstance(level, int):
+        known = "DEBUG, INFO, WARNING, ERROR, CRITICAL or a number"
+        raise ValueError(f"logging_level is {logging_level!r}; it must be {known}")
     handlers: list[logging.Handler] = [_StandardErrorHandler()]
     if logging_file is not None:
         try:
@@ -100,13 +104,6 @@ def config_logging(
             handler.close()
 
     return undo
-
-
-def _level_number(level: str | int) -> int:
-    number = level if isinstance(level, int) else logging.getLevelName(str(level).upper())
-    if not isinstance(number, int):
-        raise ValueError(f"logging_level is {level!r}; it must be DEBUG, INFO, WARNING, ERROR, CRITICAL or a number")
-    return number
 
 
 def config_pytorch(
