@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from mlbench_core.distributed.pytorch.mpi.transfers import MAX_ELEMENTS, Transfe
 from mlbench_core.distributed.pytorch.mpi.world import World
 
 __all__ = ["MPIProcessGroup"]
+
+Job: TypeAlias = tuple[Callable[[], None], Sequence[Buffer]]
+"""A part of a collective: a call that blocks in MPI, and the buffers that it has filled."""
 
 
 class MPIProcessGroup(dist.ProcessGroup):
@@ -87,17 +90,12 @@ class MPIProcessGroup(dist.ProcessGroup):
         return self._all_reduce("all_reduce_coalesced", tensors, opts)
 
     def _all_reduce(self, name: str, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
-        reductions = [self._world.datatypes.reduction(opts.reduceOp, tensor.dtype) for tensor in tensors]
-        buffers = [
-            Buffer(tensor, on_host=reduction.on_host) for tensor, reduction in zip(tensors, reductions, strict=True)
-        ]
-
-        def finish() -> None:
-            for buffer, reduction in zip(buffers, reductions, strict=True):
-                self._transfers.all_reduce(buffer.memory, reduction)
-                buffer.write_back()
-
-        return self._collective(name, finish, tensors, opts)
+        jobs: list[Job] = []
+        for tensor in tensors:
+            reduction = self._world.datatypes.reduction(opts.reduceOp, tensor.dtype)
+            buffer = Buffer(tensor, on_host=reduction.on_host)
+            jobs.append((partial(self._transfers.all_reduce, buffer.memory, reduction), [buffer]))
+        return self._collective(name, jobs, tensors, opts)
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
         opts = dist.ReduceOptions() if opts is None else opts
@@ -105,13 +103,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         root = self._peer(opts.rootRank, "reduce")
         reduction = self._world.datatypes.reduction(opts.reduceOp, tensor.dtype)
         buffer = Buffer(tensor, on_host=reduction.on_host)
-
-        def finish() -> None:
-            self._transfers.reduce(buffer.memory, root, reduction)
-            if root == self.rank():
-                buffer.write_back()
-
-        return self._collective("reduce", finish, tensors, opts)
+        reduce = partial(self._transfers.reduce, buffer.memory, root, reduction)
+        return self._collective("reduce", [(reduce, [buffer] if root == self.rank() else [])], tensors, opts)
 
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
@@ -135,34 +128,26 @@ class MPIProcessGroup(dist.ProcessGroup):
         self, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any
     ) -> Work:
         opts = dist.ReduceScatterOptions() if opts is None else opts
-        jobs = []
+        jobs: list[Job] = []
         for output, source in zip(outputs, inputs, strict=True):
             self._check_whole(name, "input", source, "output", output)
             reduction = self._world.datatypes.reduction(opts.reduceOp, output.dtype)
             host = reduction.on_host
-            jobs.append((Buffer(output, fill=False, on_host=host), Buffer(source, on_host=host), reduction))
-
-        def finish() -> None:
-            for output, source, reduction in jobs:
-                self._transfers.reduce_scatter(output.memory, source.memory, reduction)
-                output.write_back()
-
-        return self._collective(name, finish, outputs, opts)
+            target, given = Buffer(output, fill=False, on_host=host), Buffer(source, on_host=host)
+            jobs.append((partial(self._transfers.reduce_scatter, target.memory, given.memory, reduction), [target]))
+        return self._collective(name, jobs, outputs, opts)
 
     # Moving data
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Work:
         opts = dist.BroadcastOptions() if opts is None else opts
         root = self._peer(opts.rootRank, "broadcast")
-        buffers = [Buffer(tensor, fill=root == self.rank()) for tensor in tensors]
-
-        def finish() -> None:
-            for buffer in buffers:
-                self._transfers.broadcast(buffer.memory, root)
-                if root != self.rank():
-                    buffer.write_back()
-
-        return self._collective("broadcast", finish, tensors, opts)
+        is_root = root == self.rank()
+        jobs: list[Job] = []
+        for tensor in tensors:
+            buffer = Buffer(tensor, fill=is_root)
+            jobs.append((partial(self._transfers.broadcast, buffer.memory, root), [] if is_root else [buffer]))
+        return self._collective("broadcast", jobs, tensors, opts)
 
     def allgather(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
@@ -182,11 +167,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             self._check_parts(name, parts, source)
         # MPI gathers into one piece of memory, and the list's tensors lie apart: so gather, then copy.
         wholes = [source.new_empty(self.size() * source.numel()) for source in inputs]
-
-        def spread() -> None:
-            for parts, whole in zip(outputs, wholes, strict=True):
-                _spread(whole, parts)
-
+        spread: list[Job] = [(partial(_spread, whole, parts), ()) for parts, whole in zip(outputs, wholes, strict=True)]
         tensors = [tensor for parts in outputs for tensor in parts]
         return self._all_gather(name, wholes, inputs, opts, tensors, spread)
 
@@ -208,20 +189,15 @@ class MPIProcessGroup(dist.ProcessGroup):
         inputs: Sequence[torch.Tensor],
         opts: Any,
         result: Sequence[torch.Tensor],
-        then: Callable[[], None] = lambda: None,
+        then: Sequence[Job] = (),
     ) -> Work:
-        jobs = []
+        jobs: list[Job] = []
         for output, source in zip(outputs, inputs, strict=True):
             self._check_whole(name, "output", output, "input", source)
-            jobs.append((Buffer(output, fill=False), Buffer(source)))
-
-        def finish() -> None:
-            for output, source in jobs:
-                self._transfers.all_gather(output.memory, source.memory)
-                output.write_back()
-            then()
-
-        return self._collective(name, finish, result, dist.AllgatherOptions() if opts is None else opts)
+            target, given = Buffer(output, fill=False), Buffer(source)
+            jobs.append((partial(self._transfers.all_gather, target.memory, given.memory), [target]))
+        opts = dist.AllgatherOptions() if opts is None else opts
+        return self._collective(name, [*jobs, *then], result, opts)
 
     def gather(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
@@ -230,16 +206,13 @@ class MPIProcessGroup(dist.ProcessGroup):
         source, root = _only(inputs, "gather"), self._peer(opts.rootRank, "gather")
         parts = list(_only(outputs, "gather")) if root == self.rank() else []
         buffer, whole = Buffer(source), None
+        then: list[Job] = []
         if root == self.rank():
             self._check_parts("gather", parts, source)
             whole = buffer.memory.new_empty(self.size() * source.numel())
-
-        def finish() -> None:
-            self._transfers.gather(whole, buffer.memory, root)
-            if whole is not None:
-                _spread(whole, parts)
-
-        return self._collective("gather", finish, parts, opts)
+            then.append((partial(_spread, whole, parts), ()))
+        gather = partial(self._transfers.gather, whole, buffer.memory, root)
+        return self._collective("gather", [(gather, ()), *then], parts, opts)
 
     def scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
@@ -250,13 +223,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         if root == self.rank():
             parts = _only(inputs, "scatter")
             self._check_parts("scatter", parts, output)
-            whole = Buffer(flat(parts))
-
-        def finish() -> None:
-            self._transfers.scatter(buffer.memory, None if whole is None else whole.memory, root)
-            buffer.write_back()
-
-        return self._collective("scatter", finish, outputs, opts)
+            whole = Buffer(flat(parts)).memory
+        scatter = partial(self._transfers.scatter, buffer.memory, whole, root)
+        return self._collective("scatter", [(scatter, [buffer])], outputs, opts)
 
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Work:
         for name, parts in (("output", outputs), ("input", inputs)):
@@ -289,12 +258,9 @@ class MPIProcessGroup(dist.ProcessGroup):
         result: Sequence[torch.Tensor],
         opts: Any,
     ) -> Work:
-        def finish() -> None:
-            self._transfers.all_to_all(incoming, outgoing)
-            for buffer in received:
-                buffer.write_back()
-
-        return self._collective("all_to_all", finish, result, dist.AllToAllOptions() if opts is None else opts)
+        opts = dist.AllToAllOptions() if opts is None else opts
+        exchange = partial(self._transfers.all_to_all, incoming, outgoing)
+        return self._collective("all_to_all", [(exchange, received)], result, opts)
 
     def _rows(self, name: str, memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Split a tensor into each worker's rows (entries of the first dimension)."""
@@ -355,7 +321,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     # Barrier, blocks of operations, and the end
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._collective("barrier", None, [], dist.BarrierOptions() if opts is None else opts)
+        return self._collective("barrier", [], [], dist.BarrierOptions() if opts is None else opts)
 
     # torch calls these two around a block of operations, for which one handle is returned.
     def _start_coalescing(self, device: torch.device) -> None:
@@ -391,9 +357,13 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     # From an operation to a work
 
-    def _collective(
-        self, name: str, finish: Callable[[], None] | None, result: Sequence[torch.Tensor], opts: Any
-    ) -> Work:
+    def _collective(self, name: str, jobs: Sequence[Job], result: Sequence[torch.Tensor], opts: Any) -> Work:
+        def finish() -> None:
+            for call, buffers in jobs:
+                call()
+                for buffer in buffers:
+                    buffer.write_back()
+
         # The barrier completes when all workers have come; only then does finish() block in MPI.
         work = self._work(name, lambda: [self._comm.Ibarrier().Test], finish, result, opts.timeout, in_order=True)
         return self._submit(work, opts.asyncOp)
