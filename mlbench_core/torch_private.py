@@ -227,7 +227,7 @@ def _hook_table(kind: str) -> Part:
     name = f"_optimizer_{kind}_hooks"
     return Part(
         f"torch.optim.Optimizer.{name}",
-        "mlbench_core.optim.pytorch.wrapper",
+        "mlbench_core.optim.pytorch",
         "calling a user's hooks around a state dict of its own",
         "a state dict of a distributed optimizer raises an AttributeError",
         lambda: _named_in(torch.optim.Optimizer, name),
@@ -324,14 +324,14 @@ PARTS: tuple[Part, ...] = (
     *(_hook_table(f"{kind}_{time}") for kind in ("state_dict", "load_state_dict") for time in ("pre", "post")),
     Part(
         "torch.optim.Optimizer._opt_called",
-        "mlbench_core.optim.pytorch.wrapper",
+        "mlbench_core.optim.pytorch",
         "leaving the marks of a scheduler out of copies of an optimizer",
         "copies have one attribute more or less",
         lambda: _named_in(torch.optim.lr_scheduler.LRScheduler, "_opt_called"),
     ),
     Part(
         "torch.optim.Optimizer._zero_grad_profile_name",
-        "mlbench_core.optim.pytorch.wrapper",
+        "mlbench_core.optim.pytorch",
         "leaving the marks of the profiler out of copies of an optimizer",
         "copies have one attribute more or less",
         lambda: _named_in(torch.optim.Optimizer, "_zero_grad_profile_name"),
@@ -345,7 +345,7 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "torch.amp.GradScaler._unscale_grads_",
-        "mlbench_core.optim.pytorch.grad_scaler",
+        "mlbench_core.optim.pytorch",
         "agreeing on an overflow (overridden by DistributedGradScaler)",
         "a worker skips a step alone, and the workers' weights differ",
         lambda: torch.amp.GradScaler._unscale_grads_,
