@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 __all__ = ["convert_dtype", "iterate_dataloader", "maybe_range", "prepare_batch"]
 
+# Not int64: those are token ids, which a float32 would round above 2^24.
 _INTEGERS_OF_IMAGES = (torch.uint8, torch.int8, torch.int16, torch.int32)
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}

@@ -192,6 +192,7 @@ class Checkpointer:
             }
             if not keeps_best:
                 files.write(folder / names.epoch_name(epoch, self.rank), state, self.rank)
+            # One worker writes this file, because all workers share the folder.
             if is_best and self.rank == 0:
                 files.write(folder / names.BEST_NAME, state, self.rank)
             if keeps_best:

@@ -172,6 +172,7 @@ def read(path: Path) -> dict[str, Any]:
             damaged = archive.testzip()
         if damaged is not None:
             raise CheckpointError(f"the checkpoint {path} is damaged: the checksum of {damaged} is wrong")
+        # By default tensors go to the GPU that they were saved from, which may be another worker's.
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
@@ -215,6 +216,7 @@ def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, 
         except FileNotFoundError:  # there is no file of rank 0, or a worker deleted one in the meantime
             continue
         except CheckpointError as error:
+            # The save before this one is tried next; if there is none, all failures are reported.
             failures.append(str(error))
     if failures:
         raise CheckpointError("; ".join(failures))
@@ -291,6 +293,7 @@ def find(folder: Path, rank: int, epoch: int | None = None) -> Iterator[Candidat
         else:
             partial.append(candidate)
             passed_over.append(candidate.path.name)
+    # Without a whole save, a partial one is better than a start from scratch.
     yield from partial
     if epoch is None:
         yield from _of_best(folder, rank)

@@ -190,7 +190,7 @@ class BatchRecords:
                 [(name, _copied(value)) for name, value in values],
             )
         )
-        # The last batch is read with the mean loss of the round, in one transfer.
+        # The last batch is read together with the mean loss of the round, in one transfer.
         if ends_interval and not is_last:
             self.read()
 
@@ -222,6 +222,7 @@ def _copied(value: float | Tensor) -> Tensor:
 
 def _read(tensors: Sequence[Tensor]) -> list[float]:
     """Read numbers from the device with one transfer, or one for each device if there are several."""
+    # A metric may compute on the CPU, for example on text, while the loss is on a GPU.
     of_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         of_device.setdefault(tensor.device, []).append(tensor)

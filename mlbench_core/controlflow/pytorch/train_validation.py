@@ -130,6 +130,7 @@ def train_round(
             loss_sum = loss_sum + loss.to(torch.float64) * size
             samples += size
         loss_sum = records.read(loss_sum)[0]
+    # A scheduler for plateaus needs the result of a validation, which only the caller has.
     if scheduler is not None and schedule_per == "epoch" and not isinstance(scheduler, ReduceLROnPlateau):
         scheduler.step()
     return loss_sum / max(1, samples)
@@ -178,6 +179,7 @@ class Updates:
 
     def train_batch(self, batch_idx: int, data: Any, target: Any) -> tuple[Tensor, Any, bool]:
         """Add the gradients of a batch; return the detached loss, the output, and True after an update."""
+        # Gradients accumulate until the update, so only its first batch starts from zero.
         if not self.batches:
             self.optimizer.zero_grad()
         _mark(self.tracker, "init")
@@ -328,6 +330,7 @@ class TrainValidation:
         val_batches = make_val() if make_val is not None else None
         first_epoch = self.tracker.current_epoch
         for epoch in self.tracker.epochs(self.train_epochs):
+            # The batches of the first epoch were made just before.
             if repartition_per_epoch and epoch > first_epoch:
                 train_batches = make_train()
                 val_batches = make_val() if make_val is not None else None
