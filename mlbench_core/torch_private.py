@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -54,14 +55,14 @@ class Part:
         user: The module that uses it.
         reason: What it is used for.
         otherwise: What happens without it.
-        find: Function that raises an exception if torch does not have the part.
+        find: Function that raises an exception if torch does not have the part; by default it looks up ``name``.
     """
 
     name: str
     user: str
     reason: str
     otherwise: str
-    find: Callable[[], object]
+    find: Callable[[], object] | None = None
 
     def problem(self) -> str | None:
         """Return a message if the installed torch lacks this part, else None.
@@ -71,7 +72,10 @@ class Part:
             True
         """
         try:
-            self.find()
+            if self.find is None:
+                attrgetter(self.name.removeprefix("torch."))(torch)
+            else:
+                self.find()
         except (AttributeError, ImportError, LookupError) as error:
             return (
                 f"torch {torch.__version__} no longer has {self.name}, which {self.user} uses for {self.reason}; "
@@ -240,7 +244,6 @@ def _foreach(name: str) -> Part:
         "mlbench_core.optim and mlbench_core.aggregation",
         "working on all gradients in few kernels, as torch's own optimizers do",
         "steps of these optimizers raise an AttributeError",
-        lambda: getattr(torch, name),
     )
 
 
@@ -251,11 +254,14 @@ def _overridden(owner: str, name: str, reason: str) -> Part:
         "mlbench_core.distributed.pytorch.mpi",
         reason,
         "the operation is not called, and torch says that the backend mpi does not support it",
-        lambda: getattr(getattr(dist, owner), name),
     )
 
 
-_RNN = ("mlbench_core.models.pytorch.layers.dropout_layers", "dropping recurrent weights without a copy of the module")
+_RNN = (
+    "mlbench_core.models.pytorch.layers.dropout_layers",
+    "dropping recurrent weights without a copy of the module",
+    "WeightDrop of an LSTM fails",
+)
 
 PARTS: tuple[Part, ...] = (
     Part(
@@ -263,21 +269,18 @@ PARTS: tuple[Part, ...] = (
         "mlbench_core.aggregation.pytorch.overlap",
         "telling one backward pass from another that runs inside it",
         "overlap=True raises an AttributeError in the first backward pass",
-        current_backward_pass,
     ),
     Part(
         "torch.autograd.Variable._execution_engine.queue_callback",
         "mlbench_core.aggregation.pytorch.overlap",
         "sending the remaining buckets at the end of a backward pass",
         "overlap=True raises an AttributeError in the first backward pass",
-        lambda: torch.autograd.Variable._execution_engine.queue_callback,  # type: ignore[attr-defined]
     ),
     Part(
         "torch._C._storage_Use_Count",
         "mlbench_core.aggregation.pytorch.buckets",
         "reducing a gradient in place only if no other tensor shares its memory",
         "every gradient counts as shared and is copied first",
-        lambda: torch._C._storage_Use_Count,
     ),
     Part(
         "torch.UntypedStorage._cdata",
@@ -299,27 +302,15 @@ PARTS: tuple[Part, ...] = (
         "mlbench_core.models.pytorch.batch_norm",
         "raising torch's own error for an input of a wrong shape",
         "training with DistributedBatchNorm2d raises an AttributeError",
-        lambda: nn.BatchNorm2d._check_input_dim,
     ),
-    Part("torch.nn.RNNBase._flat_weights", *_RNN, "WeightDrop of an LSTM fails", lambda: nn.RNN(1, 1)._flat_weights),
-    Part(
-        "torch.nn.RNNBase._flat_weights_names",
-        *_RNN,
-        "WeightDrop of an LSTM fails",
-        lambda: nn.RNN(1, 1)._flat_weights_names,
-    ),
-    Part(
-        "torch.nn.RNNBase._update_flat_weights",
-        *_RNN,
-        "WeightDrop of an LSTM fails",
-        lambda: nn.RNNBase._update_flat_weights,
-    ),
+    Part("torch.nn.RNNBase._flat_weights", *_RNN, lambda: nn.RNN(1, 1)._flat_weights),
+    Part("torch.nn.RNNBase._flat_weights_names", *_RNN, lambda: nn.RNN(1, 1)._flat_weights_names),
+    Part("torch.nn.RNNBase._update_flat_weights", *_RNN),
     Part(
         "torch._cudnn_rnn_flatten_weight",
         _RNN[0],
         "packing the weights that are used for one step in the order of cuDNN",
         "WeightDrop of an LSTM fails on a GPU",
-        lambda: torch._cudnn_rnn_flatten_weight,
     ),
     *(_hook_table(f"{kind}_{time}") for kind in ("state_dict", "load_state_dict") for time in ("pre", "post")),
     Part(
@@ -348,7 +339,6 @@ PARTS: tuple[Part, ...] = (
         "mlbench_core.optim.pytorch",
         "agreeing on an overflow (overridden by DistributedGradScaler)",
         "a worker skips a step alone, and the workers' weights differ",
-        lambda: torch.amp.GradScaler._unscale_grads_,
     ),
     Part(
         "torch.optim.lr_scheduler.LRScheduler._last_lr",
@@ -369,21 +359,18 @@ PARTS: tuple[Part, ...] = (
         "mlbench_core.distributed.pytorch.process_groups",
         "the records of the workers, which name the worker that was lost",
         "starting a run with several workers raises an AttributeError",
-        lambda: dist.distributed_c10d._get_default_store,  # type: ignore[attr-defined]
     ),
     Part(
         "torch.distributed.ProcessGroup._get_backend",
         "mlbench_core.distributed.pytorch.process_groups",
         "the time limit of a subgroup",
         "the limit of the store is used",
-        lambda: dist.ProcessGroup._get_backend,
     ),
     Part(
         "torch.distributed.distributed_c10d._MPI_AVAILABLE",
         "mlbench_core.distributed.pytorch.mpi",
         "making mpi a backend of a torch that was built without MPI",
         'init_process_group("mpi") says that torch was built without MPI',
-        lambda: dist.distributed_c10d._MPI_AVAILABLE,  # type: ignore[attr-defined]
     ),
     Part(
         "torch.distributed.distributed_c10d.ProcessGroupMPI",
