@@ -20,6 +20,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from mlbench_core import torch_private
+
 __all__ = ["Bucket", "Signature", "plan_buckets", "signature"]
 
 Signature: TypeAlias = "tuple[tuple[Any, ...], ...]"
@@ -83,7 +85,7 @@ class Bucket:
         present = [(p.grad, v) for p, v in zip(self.parameters, self.views, strict=True) if p.grad is not None]
         if present:
             gradients, views = zip(*present, strict=True)
-            torch._foreach_copy_(list(gradients), list(views))
+            torch_private.foreach_copy_(list(gradients), list(views))
 
     def adopt(self, index: int, message: Tensor) -> None:
         """Give a parameter that has no gradient on this worker the one that the other workers sent."""
@@ -190,8 +192,8 @@ def _is_shared(tensor: Tensor) -> bool:
     """Return whether another tensor may use the same memory."""
     storage = tensor.untyped_storage()
     # The tensor and the storage object of this function are two users; a third one is somebody else.
-    count_users = getattr(torch._C, "_storage_Use_Count", None)
-    return count_users is None or count_users(storage._cdata) > 2
+    users = torch_private.storage_users(storage)
+    return users is None or users > 2
 
 
 def _flat(gradient: Tensor, divisor: int | None) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_WORLD, AllReduceAggregation
 from mlbench_core.distributed.pytorch import process_groups
@@ -95,7 +96,7 @@ def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())  # a registered buffer may be None
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in torch_private.buffers_of(module).items()
     ]
     extra = [
         (module, copy.deepcopy(module.get_extra_state()))
@@ -112,6 +113,6 @@ def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn
             for module, name, buffer, value in buffers:
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
-                module._buffers[name] = buffer  # a validation may have replaced the tensor
+                torch_private.buffers_of(module)[name] = buffer  # a validation may have replaced the tensor
             for module, state in extra:
                 module.set_extra_state(state)

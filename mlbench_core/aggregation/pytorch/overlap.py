@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import refuse_sparse, trainable
 from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation, Transfer
 from mlbench_core.aggregation.pytorch.buckets import Bucket, Signature, plan_buckets, signature
@@ -188,13 +189,13 @@ class OverlappedReduction:
         if not self._synchronizes:
             self._is_reduced = False
             return
-        graph_task = torch._C._current_graph_task_id()
+        graph_task = torch_private.current_backward_pass()
         if self._pass is None or self._pass.graph_task != graph_task:
             # This pass runs inside another one (checkpointing), or follows one that raised an error. The messages
             # of the other pass must go first: every worker sends them in one order.
             self.synchronize()
             self._open(graph_task)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
+            torch_private.call_after_backward(self._end_of_pass)
         current = self._pass
         assert current is not None
         bucket = self._place.get(id(parameter))
@@ -211,7 +212,7 @@ class OverlappedReduction:
 
     def _before_gradient(self, gradient: Tensor) -> None:
         """Wait for the last pass before another one accumulates on a gradient that is on its way."""
-        if self._pass is not None and self._pass.graph_task != torch._C._current_graph_task_id():
+        if self._pass is not None and self._pass.graph_task != torch_private.current_backward_pass():
             self.synchronize()
 
     def _end_of_pass(self) -> None:

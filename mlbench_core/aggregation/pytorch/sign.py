@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 from mlbench_core.aggregation.pytorch.compressed import CompressedAggregation, recall
 from mlbench_core.aggregation.pytorch.messages import as_bytes, divide, from_bytes, in_blocks, unpack
@@ -149,7 +150,7 @@ class EFSignAggregation(CompressedAggregation):
             for part in in_blocks(p_n.view(-1)):
                 part -= scaled_signs(part >= 0, scale)  # now e
         if scales.is_cuda or not scales.isfinite().all():  # a GPU is not waited for
-            torch._foreach_copy_(p, [p_n.nan_to_num(nan=0, posinf=0, neginf=0) for p_n in p])
+            torch_private.foreach_copy_(p, [p_n.nan_to_num(nan=0, posinf=0, neginf=0) for p_n in p])
         total = self._sum_of(self._gather(message), [p_n.numel() for p_n in p], scales)
         unpack(divide(total, divisor), tensors.values())
 

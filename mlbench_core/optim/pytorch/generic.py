@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
+from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, check_denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.names import check_names
@@ -282,7 +283,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
                 tracker.record_batch_agg()
             scale = self._scale(denom)
             if scale is not None and not are_sums:
-                torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
+                torch_private.foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
             with dividing(self._inner, divisor if are_sums else None, parameters[0].device):
                 self._update(parameters)
             if tracker is not None:
@@ -379,7 +380,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         reduction.complete()
         if scale is not None:
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-            torch._foreach_mul_(gradients, scale)
+            torch_private.foreach_mul_(gradients, scale)
 
     def _scale(self, denom: Denominator | None) -> Denominator | None:
         """Return k/d, which turns an average over k workers into a sum divided by d; None to keep the average."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import Denominator
 
 __all__ = [
@@ -82,7 +83,7 @@ def lay_out_like_parameters(optimizer: Optimizer) -> None:
 def divides_gradients(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is one of torch's fused ones, whose kernels can divide gradients by a scale."""
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
-    return is_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return is_fused and torch_private.takes_scale(optimizer)
 
 
 @contextlib.contextmanager

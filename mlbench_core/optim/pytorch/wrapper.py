@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mlbench_core import torch_private
+
 __all__ = ["OptimizerWrapper", "shared_optimizer_state", "state_without_hooks"]
 
 
@@ -131,10 +133,10 @@ class OptimizerWrapper(Optimizer):
         As in torch, its tensors are the optimizer's own: they change with the next step. Copy it with
         :func:`copy.deepcopy` if both this optimizer and the one that loads it continue in one process.
         """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+        for pre_hook in torch_private.optimizer_hooks(self, "state_dict_pre"):
             pre_hook(self)
         state_dict = {**self._inner.state_dict(), **self.extra_state()}
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
+        for post_hook in torch_private.optimizer_hooks(self, "state_dict_post"):
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
 
@@ -145,13 +147,13 @@ class OptimizerWrapper(Optimizer):
             state_dict: The state of an optimizer with the same groups.
         """
         state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for pre_hook in torch_private.optimizer_hooks(self, "load_state_dict_pre"):
             state_dict = pre_hook(self, state_dict) or state_dict
         extra = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
         # The extra state goes first, so that a refused one leaves the wrapped optimizer as it was.
         self.load_extra_state(extra)
         self._inner.load_state_dict({key: value for key, value in state_dict.items() if key not in extra})
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+        for post_hook in torch_private.optimizer_hooks(self, "load_state_dict_post"):
             post_hook(self)
 
     def shared_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,5 +197,5 @@ def shared_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> dic
 
 def state_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
     """Return the attributes of an optimizer that its copies and pickles get, for ``__getstate__``."""
-    own = {"step", "_opt_called", "_zero_grad_profile_name"}
+    own = {"step", *torch_private.PRIVATE_OPTIMIZER_ATTRIBUTES}
     return {k: v for k, v in optimizer.__dict__.items() if k not in own and not k.endswith("_hooks")}
