@@ -1,4 +1,4 @@
-"""Batches of sentences for `attention.py`: three layouts, what is computed on them exactly, and what that must cost."""
+"""Batches of sentences for `attention.py`: their three layouts, exact results on them, and the least cost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Batch:
         shortest: The least of them.
         padding: bool of shape (sentences, length), True at padding; None if all sentences have the same length.
         starts: First row of each sentence in the packed layout, and the number of rows; int32, shape (sentences + 1,).
-        rows: Which of the sentences x length positions are tokens, int64 of shape (tokens,).
+        rows: Indices of the tokens among the sentences x length positions, int64 of shape (tokens,).
     """
 
     length: int
@@ -38,22 +38,22 @@ class Batch:
 
     @property
     def sentences(self) -> int:
-        """Number of sentences."""
+        """Return the number of sentences."""
         return len(self.lengths)
 
     @property
     def real(self) -> Tensor:
-        """bool of shape (sentences, length), True at tokens."""
+        """Return a mask of shape (sentences, length), True at tokens."""
         return torch.arange(self.length, device=self.lengths.device) < self.lengths.unsqueeze(1)
 
     def put(self, x: Tensor, layout: Layout) -> Tensor:
-        """A tensor of shape (sentences, length, ...) in another layout, contiguous."""
+        """Convert a tensor of shape (sentences, length, ...) to another layout, contiguous."""
         if layout == "time first":
             return x.transpose(0, 1).contiguous()
         return x.flatten(0, 1)[self.rows] if layout == "packed" else x.contiguous()
 
     def take(self, x: Tensor, layout: Layout) -> Tensor:
-        """The inverse of :meth:`put`, with zeros at padding."""
+        """Invert :meth:`put`, with zeros at padding."""
         if layout == "packed":
             padded = x.new_zeros(self.sentences * self.length, *x.shape[1:]).index_copy(0, self.rows, x)
             return padded.unflatten(0, (self.sentences, self.length))
@@ -62,7 +62,7 @@ class Batch:
 
 
 def make_batch(length: int, tokens: int, padded: bool, device: torch.device, seed: int) -> Batch:
-    """As many sentences of ``length`` positions as make ``tokens``; if padded, half to all of them are tokens."""
+    """Make sentences of ``length`` positions, ``tokens`` in total; if padded, half to all of them are tokens."""
     sentences = max(1, tokens // length)
     lengths = torch.full((sentences,), length)
     if padded:
@@ -78,7 +78,7 @@ def make_batch(length: int, tokens: int, padded: bool, device: torch.device, see
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that one call has to do.
+    """The least work of one call.
 
     Attributes:
         bytes: Read and written, every tensor once, tokens only.
@@ -93,9 +93,10 @@ class Cost:
 
 
 def core_cost(lengths: list[int], backward: bool) -> Cost:
-    """Forward: reads Q, K, V and writes O and the log-sum-exp; two products of 2 d FLOPs for each pair of positions.
+    """Return the least cost of the core.
 
-    Backward adds: reads Q, K, V, dO and the log-sum-exp, writes dQ, dK and dV; five products.
+    The forward pass reads Q, K, V and writes O and the log-sum-exp; it has two products of 2 d FLOPs for each pair of
+    positions. The backward pass reads Q, K, V, dO and the log-sum-exp, and writes dQ, dK and dV; it has five products.
     """
     tensor, statistics = 2 * WIDTH * sum(lengths), 4 * HEADS * sum(lengths)
     product = 2 * WIDTH * sum(length * length for length in lengths)
@@ -104,10 +105,10 @@ def core_cost(lengths: list[int], backward: bool) -> Cost:
 
 
 def module_cost(lengths: list[int], backward: bool) -> Cost:
-    """The core, and both projections: each reads its input and weights and writes its output.
+    """Return the least cost of the core with both projections.
 
-    Backward adds for each: reads the output's gradient, the input and the weights, writes the gradients of the latter
-    two; two products.
+    In the forward pass a projection reads its input and weights, and writes its output. In the backward pass it reads
+    the output's gradient, the input and the weights, and writes the gradients of the latter two, with two products.
     """
     tokens, cost = sum(lengths), core_cost(lengths, backward)
     for columns in (3 * WIDTH, WIDTH):
@@ -120,7 +121,7 @@ def module_cost(lengths: list[int], backward: bool) -> Cost:
 
 
 def random_leaves(part: str, batch: Batch, dtype: torch.dtype, seed: int) -> tuple[Tensor, ...]:
-    """Random operands, batch first: Q, K, V of the core; input and both weights of the module."""
+    """Make random operands, batch first: Q, K, V of the core; input and both weights of the module."""
     device = batch.lengths.device
     generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -136,7 +137,7 @@ def random_leaves(part: str, batch: Batch, dtype: torch.dtype, seed: int) -> tup
 
 
 def random_gradient(part: str, batch: Batch, dtype: torch.dtype, seed: int) -> Tensor:
-    """A gradient of the output, batch first, zeros at padding."""
+    """Make a gradient of the output, batch first, with zeros at padding."""
     shape = (HEADS, HEAD_DIM) if part == "core" else (WIDTH,)
     generator = torch.Generator(device=batch.lengths.device).manual_seed(seed + 1)
     gradient = torch.randn(batch.sentences, batch.length, *shape, generator=generator, device=batch.lengths.device)
@@ -144,7 +145,7 @@ def random_gradient(part: str, batch: Batch, dtype: torch.dtype, seed: int) -> T
 
 
 def exact(part: str, batch: Batch, leaves: tuple[Tensor, ...], gradient: Tensor) -> list[Tensor]:
-    """Output and gradients in float64 without dropout, batch first, zeros at padding."""
+    """Compute output and gradients in float64 without dropout, batch first, with zeros at padding."""
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     if part == "core":
         q, k, v = wide
@@ -160,7 +161,7 @@ def exact(part: str, batch: Batch, leaves: tuple[Tensor, ...], gradient: Tensor)
 
 
 def probe_leaves(part: str, batch: Batch, dtype: torch.dtype, first_key: int) -> tuple[Tensor, ...]:
-    """Operands by which the output shows which weights were dropped.
+    """Make operands that let the output show the dropped weights.
 
     Feature c of a head's output is the weight of key ``first_key`` + c, which is never 0 by itself.
     """
@@ -175,7 +176,7 @@ def probe_leaves(part: str, batch: Batch, dtype: torch.dtype, first_key: int) ->
 
 
 def dropped(batch: Batch, output: Tensor, first_key: int) -> tuple[int, int]:
-    """How many weights of the probe were dropped, and how many there were; output batch first."""
+    """Count the dropped weights and all weights of the probe in a batch-first output."""
     weights = output.reshape(batch.sentences, batch.length, HEADS, HEAD_DIM)
     keys = batch.real[:, first_key : first_key + HEAD_DIM]
     counted = (batch.real.unsqueeze(2) & keys.unsqueeze(1)).unsqueeze(2)

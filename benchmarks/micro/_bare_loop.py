@@ -1,4 +1,4 @@
-"""All-reduce timed without this project: what a measurement with it is held against. Imports nothing of it."""
+"""Time all-reduce without this project, for comparison with `collectives.py`. It imports nothing of the project."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ WARM_UP = 10
 
 
 def bare_loop(elements: int, operations: int, repetitions: int, group: dist.ProcessGroup) -> list[float]:
-    """Seconds of one all-reduce of float32 by repetition, the slowest worker's; the mean of several operations."""
+    """Return the seconds of one float32 all-reduce by repetition: the slowest worker's mean over several operations."""
     tensor = torch.ones(elements)
     for _ in range(WARM_UP):
         dist.all_reduce(tensor, group=group)
     seconds = torch.zeros(repetitions, dtype=torch.float64)
     for repetition in range(repetitions):
-        tensor.fill_(1.0)
+        tensor.fill_(1.0)  # otherwise the sums overflow, and operations on inf may have another speed
         dist.barrier(group=group)
         start = time.perf_counter()
         for _ in range(operations):

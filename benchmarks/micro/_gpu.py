@@ -1,211 +1,133 @@
-"""What the scripts that time GPU kernels share: three clocks, interleaved blocks, and the limits of the card itself.
+"""Time GPU kernels by three clocks, and measure the limits of the device, for the scripts of the CUDA kernels.
 
-* ``wall``: seconds on the host from the first call of a block to the end of the last one's work. This is what a plain
-  training loop feels; small kernels are bound here by how fast Python starts them.
+* ``wall``: seconds on the host from the first call of a block to the end of the last one's work. A plain training loop
+  takes this time; for small kernels it is bound by the time that Python needs to start them.
 * ``gpu``: seconds between two CUDA events. A kernel that only waits goes first and holds the GPU until the host has
-  queued everything, so that the gaps in which the GPU would wait for Python do not count.
-* ``graph``: seconds between two events around the replay of a CUDA graph, in which Python has no part at all.
+  queued all calls, so that gaps in which the GPU would wait for Python do not count. This clock gives the value of a
+  row.
+* ``graph``: seconds between two events around the replay of a CUDA graph, in which Python has no part.
 
-Work is a sequence of calls on different tensors that follow one another round and round: enough of them that nothing a
-call needs can still lie in the GPU's cache from the round before. On a CPU there is only ``wall``, which says nothing
-of a GPU; it is for trying the scripts.
+Work is a sequence of calls on different tensors, repeated in turn. There are enough of them that the GPU's cache no
+longer holds the tensors of a call when its turn comes again. On a CPU only the wall clock exists; it serves to try the
+scripts.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from _sections import machine
+from _bench import Row, Subject, Timed, make_parser, measure, positive
 
 from mlbench_core.ops.pytorch import extension
 
-CLOCKS = ("wall", "gpu", "graph")
-CPU_NOTE = "This is a CPU: the script runs, the times say nothing about the kernels."
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+FORWARD, BOTH = "forward", "forward + backward"
 WARM_UP_ROUNDS = 3
 
 
 class Work(NamedTuple):
-    """What to time.
+    """The work to time.
 
     Attributes:
         calls: Calls that do the same on different tensors.
-        around: Makes the context in which they run, which is entered and left outside of what is timed.
+        around: Makes the context in which they run. Entering and leaving it is not timed.
     """
 
     calls: Sequence[Callable[[], object]]
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __call__(self, rounds: int = 1) -> None:
-        """Do all of it so many times."""
+        """Do all of it ``rounds`` times."""
         for _ in range(rounds):
             for call in self.calls:
                 call()
 
 
-@dataclass
-class Timing:
-    """Seconds of one call, by clock, in each block; a clock that could not be used is not in it.
-
-    Attributes:
-        seconds: By clock.
-        notes: Why a clock is missing, by clock.
-    """
-
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-
-    def median(self, clock: str) -> float | None:
-        """The median over the blocks; None without that clock."""
-        return median(self.seconds[clock]) if self.seconds.get(clock) else None
-
-    def best(self) -> float:
-        """The median by the clock that shows the kernels alone best: events, or the wall clock where there is none."""
-        found = self.median("gpu")
-        return found if found is not None else median(self.seconds["wall"])
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What this device reaches at most, measured in the same run.
-
-    Attributes:
-        copy_bytes_per_s: Bytes read and written in a second by copying a large tensor.
-        matrix_flops_per_s: Floating-point operations in a second of a large matrix product, by dtype.
-    """
-
-    copy_bytes_per_s: float
-    matrix_flops_per_s: dict[torch.dtype, float]
-
-    def sentence(self) -> str:
-        """Both in words."""
-        rates = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {short(d)}" for d, rate in self.matrix_flops_per_s.items())
-        return (
-            f"Copying a large tensor reaches {self.copy_bytes_per_s / 1e9:,.0f} GB/s, a large matrix product {rates}."
-        )
-
-
-def short(dtype: torch.dtype) -> str:
-    """``"float16"`` for ``torch.float16``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def pick_device(name: str, script: str) -> torch.device | None:
-    """The device to measure on; None, after one line that says so, where there is no GPU.
-
-    On a GPU the kernels are turned on: their times are what the scripts are for.
-    """
-    if name != "cuda":
-        print(CPU_NOTE)
-        return torch.device(name)
-    if not torch.cuda.is_available():
-        print(f"{script}: nothing measured, torch finds no CUDA GPU here. `--device cpu` tries the script itself.")
-        return None
-    os.environ.setdefault(extension.VARIABLE, "1")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def where(device: torch.device) -> str:
-    """Device and software in words."""
-    if device.type != "cuda":
-        return machine()
-    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}; {machine()}"
-
-
-def sets_of_inputs(bytes_of_a_set: float, device: torch.device) -> int:
-    """How many sets of tensors calls must take turns with so that a set has left the cache when its turn comes."""
-    if device.type != "cuda":
-        return 1
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return 1 + int(2 * cache / bytes_of_a_set)
-
-
-def measure(
-    ways: Mapping[str, Work], device: torch.device, *, blocks: int, rounds: int
-) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Time every way by every clock, the ways taking turns.
+class Clocks:
+    """Reads every clock once per call, as a variant of :func:`_bench.measure`.
 
     Args:
-        ways: What to time, by name.
-        device: Where it runs.
-        blocks: How many times each way has a turn; the order changes from block to block.
-        rounds: Rounds of a way's work in a turn.
+        work: The work to time.
+        device: The device that runs it.
+        rounds: Rounds of the work per reading.
 
-    Returns:
-        The timings, and why those ways that raised a RuntimeError when they were first tried have none.
+    Raises:
+        RuntimeError: From the first call, if the work is refused; with torch's reasons in one line.
     """
-    clocks, timings, refused = {}, {}, {}
-    for name, work in ways.items():
+
+    def __init__(self, work: Work, device: torch.device, rounds: int) -> None:
+        self.work, self.device, self.rounds = work, device, rounds
+        self.is_ready, self.replay = False, None
+
+    def __call__(self) -> Timed:
+        if not self.is_ready:
+            self._prepare()
+        wall_s = wall_seconds(self.work, self.device, self.rounds)
+        if self.device.type != "cuda":
+            return Timed(wall_s)
+        extra = {"wall µs": 1e6 * wall_s}
+        if self.replay is not None:
+            extra["graph µs"] = 1e6 * self.replay.seconds(self.rounds)
+        return Timed(event_seconds(self.work, self.rounds), extra)
+
+    def _prepare(self) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                clocks[name], timings[name] = _clocks(work, device, rounds)
+                with self.work.around():
+                    self.work(WARM_UP_ROUNDS)
             except RuntimeError as error:
-                refused[name] = first_line(error, caught)
-    for block in range(blocks):
-        for name in list(clocks) if block % 2 else list(clocks)[::-1]:
-            for clock, seconds in clocks[name].items():
-                timings[name].seconds.setdefault(clock, []).append(seconds())
-    return timings, refused
+                raise RuntimeError(reason(error, caught)) from None
+            if self.device.type == "cuda":
+                try:
+                    # Work that waits for a result cannot be captured; its other clocks are still valid.
+                    self.replay = Replay(self.work, self.device)
+                except RuntimeError as error:
+                    print(f"no graph: {reason(error, caught)}", file=sys.stderr)
+        self.is_ready = True
 
 
-def first_line(error: BaseException, caught: Sequence[warnings.WarningMessage] = ()) -> str:
-    """Why something was refused, in one line: torch puts the reasons of attention backends into warnings."""
-    reasons = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
-    told = [str(error).strip() or type(error).__name__, *(r for r in reasons if "because" in r or "not" in r)]
-    lines = [" ".join(text.splitlines()[0].split("(Triggered")[0].split()) for text in told]
+def reason(error: BaseException, caught: Sequence[warnings.WarningMessage] = ()) -> str:
+    """Say in one line why work was refused: torch puts the reasons of attention backends into warnings."""
+    texts = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    reasons = [str(error).strip() or type(error).__name__, *(t for t in texts if "because" in t or "not" in t)]
+    lines = [" ".join(text.splitlines()[0].split("(Triggered")[0].split()) for text in reasons]
     return "; ".join(line[:150] for line in dict.fromkeys(lines))
 
 
-def _clocks(work: Work, device: torch.device, rounds: int) -> tuple[dict[str, Callable[[], float]], Timing]:
-    """Warm up, and make what reads each clock once."""
-    with work.around():
-        work(WARM_UP_ROUNDS)
-    timing = Timing()
-    clocks: dict[str, Callable[[], float]] = {"wall": lambda: wall_seconds(work, device, rounds)}
-    if device.type == "cuda":
-        clocks["gpu"] = lambda: event_seconds(work, rounds)
-        try:
-            replay = Replay(work, device)
-            clocks["graph"] = lambda: replay.seconds(rounds)
-        except RuntimeError as error:
-            timing.notes["graph"] = first_line(error)
-    return clocks, timing
-
-
 def wall_seconds(work: Work, device: torch.device, rounds: int) -> float:
-    """Seconds of a call by the host's clock."""
+    """Return the seconds of a call by the host's clock."""
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     with work.around():
-        _synchronize(device)
+        synchronize()
         start = time.perf_counter()
         work(rounds)
-        _synchronize(device)
+        synchronize()
         return (time.perf_counter() - start) / (rounds * len(work.calls))
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def event_seconds(work: Work, rounds: int) -> float:
-    """Seconds of a call on the GPU, which is held until the host has queued all calls."""
+    """Return the seconds of a call on the GPU, which is held until the host has queued all calls."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with work.around():
-        host_s = _queueing_seconds(work) * rounds
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        # Calls only queue work, so this is the time of the host alone.
+        queueing_s = (time.perf_counter() - start) * rounds
+        torch.cuda.synchronize()
         # Cycles of a clock of at most 2 GHz: the GPU is held for one and a half times as long as the host will take.
-        torch.cuda._sleep(int(1.5 * 2e9 * host_s))
+        torch.cuda._sleep(int(1.5 * 2e9 * queueing_s))
         begin.record()
         work(rounds)
         end.record()
@@ -213,21 +135,11 @@ def event_seconds(work: Work, rounds: int) -> float:
     return begin.elapsed_time(end) / 1e3 / (rounds * len(work.calls))
 
 
-def _queueing_seconds(work: Work) -> float:
-    """Seconds the host takes to queue a round."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    queued_s = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return queued_s
-
-
 class Replay:
     """A round of work as a CUDA graph.
 
     Args:
-        work: What to capture. It must have run before.
+        work: The work to capture. It must have run before.
         device: The GPU.
 
     Raises:
@@ -241,7 +153,7 @@ class Replay:
         torch.cuda.synchronize(device)
         with work.around():
             with torch.cuda.stream(side):
-                work()  # the first calls on a stream make workspaces
+                work()  # the first calls on a stream allocate workspaces, which a capture must not
             torch.cuda.synchronize(device)
             try:
                 with torch.cuda.graph(self.graph, stream=side):
@@ -252,7 +164,7 @@ class Replay:
         self.graph.replay()
 
     def seconds(self, rounds: int) -> float:
-        """Seconds of a call on the GPU."""
+        """Return the seconds of a call on the GPU."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()
@@ -264,7 +176,7 @@ class Replay:
 
 
 def _leave_failed_capture(stream: torch.cuda.Stream) -> None:
-    """Go back to a stream, with a fresh state of the generator: the old one believes that a capture is under way."""
+    """Return to a stream, with a fresh state of the generator: the old one believes that a capture is in progress."""
     torch.cuda.set_stream(stream)
     torch.cuda.synchronize(stream.device)
     generator = torch.cuda.default_generators[stream.device.index]
@@ -273,85 +185,68 @@ def _leave_failed_capture(stream: torch.cuda.Stream) -> None:
     generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-def measure_limits(device: torch.device, dtypes: Sequence[torch.dtype], blocks: int = 5) -> Limits:
-    """Copy a large tensor and multiply large matrices; the median of the blocks counts."""
-    on_gpu = device.type == "cuda"
-    size, n = (1 << 30, 8192) if on_gpu else (1 << 20, 64)
+def pick_device(name: str, script: str) -> torch.device:
+    """Return the device to measure on, and turn the kernels on if it is a GPU; end the script if there is none."""
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise SystemExit(f"{script} needs a CUDA GPU, and torch finds none: `--device cpu` only tries the script")
+        # The kernels are off by default, as they are experimental; here they are the subject.
+        os.environ.setdefault(extension.VARIABLE, "1")
+        name = f"cuda:{torch.cuda.current_device()}"
+    if why := extension.why_not():
+        print(f"Ours runs its plain implementation: {why}.", file=sys.stderr)
+    return torch.device(name)
+
+
+def sets_of_inputs(bytes_of_a_set: float, device: torch.device) -> int:
+    """Return the number of sets of tensors after which the first one has left the GPU's cache."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return 1 + int(2 * cache / bytes_of_a_set)
+
+
+def run_pass(
+    subject: Subject, case: str, works: Mapping[str, Work], device: torch.device, arguments: argparse.Namespace
+) -> list[Row]:
+    """Measure one pass of all variants."""
+    variants = {title: Clocks(work, device, arguments.rounds) for title, work in works.items()}
+    return measure(subject, case, variants, arguments.blocks)
+
+
+def limits(device: torch.device, dtypes: Sequence[torch.dtype]) -> str:
+    """Measure the speeds of copying and of a matrix product, which bound every kernel, and put them into words."""
+    size, n = (1 << 30, 8192) if device.type == "cuda" else (1 << 20, 64)
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    copying = _median_seconds(lambda: target.copy_(source), device, blocks)
-    rates = {}
+
+    def seconds(call: Callable[[], object]) -> float:
+        clocks = Clocks(Work([call]), device, 5)
+        return median(clocks().seconds for _ in range(5))
+
+    rates = [f"{2 * size / seconds(lambda: target.copy_(source)) / 1e9:,.0f} GB/s by copying"]
     for dtype in dtypes:
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-        rates[dtype] = 2 * n**3 / _median_seconds(partial(torch.matmul, a, b), device, blocks)
-    return Limits(2 * size / copying, rates)
+        rate = 2 * n**3 / seconds(partial(torch.matmul, a, b))
+        rates.append(f"{rate / 1e12:.3g} TFLOP/s by a matrix product in {short(dtype)}")
+    return f"The device reaches {', '.join(rates)}."
 
 
-def _median_seconds(call: Callable[[], object], device: torch.device, blocks: int) -> float:
-    timings, _ = measure({"call": Work([call])}, device, blocks=blocks, rounds=5)
-    return timings["call"].best()
+def short(dtype: torch.dtype) -> str:
+    """Return ``"float16"`` for ``torch.float16``."""
+    return str(dtype).removeprefix("torch.")
 
 
-def times(rival: Timing, ours: Timing, clock: str) -> tuple[float, float, float] | None:
-    """How many times as long a rival takes: median, least and largest ratio of the blocks; None without the clock."""
-    pairs = list(zip(rival.seconds.get(clock, []), ours.seconds.get(clock, []), strict=False))
-    if not pairs:
-        return None
-    ratios = [theirs / own for theirs, own in pairs]
-    return median(ratios), min(ratios), max(ratios)
+def relative_errors(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Return the largest errors of the output and of all gradients, relative to the largest number of each tensor."""
+    output, *gradients = (float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, expected, strict=True))
+    return {"error": output, "error of gradients": max(gradients)}
 
 
-def timing_columns(timing: Timing, ours: Timing | None) -> dict[str, Any]:
-    """Microseconds by each clock, and how many times ours that is."""
-    row: dict[str, Any] = {}
-    for clock in CLOCKS:
-        seconds = timing.median(clock)
-        row[f"{clock}_us"] = None if seconds is None else 1e6 * seconds
-        ratio = None if ours is None else times(timing, ours, clock)
-        if ratio is not None:
-            row[f"{clock}_times"], row[f"{clock}_times_least"], row[f"{clock}_times_most"] = ratio
-    return row | {f"no_{clock}": note for clock, note in timing.notes.items()}
-
-
-def clock_of(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The clock that counts: the GPU's where there is one."""
-    return "gpu" if any(row.get("gpu_us") is not None for row in rows) else "wall"
-
-
-def text(value: float | None, form: str) -> str | None:
-    """A number in a format; an empty cell without one."""
-    return None if value is None else format(value, form)
-
-
-def verdict(ratio: float, target: float | None, *, is_judged: bool = True) -> str:
-    """A ratio beside what was aimed at, if anything was."""
-    if target is None:
-        return f"{ratio:.2f}"
-    judgement = (": reached" if ratio >= target else ": missed") if is_judged else ""
-    return f"{ratio:.2f} (target {target:g}{judgement})"
-
-
-def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """One line for each row; columns in the order in which they first come up."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table; None is an empty cell."""
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    lines += [f"| {' | '.join('' if cell is None else str(cell) for cell in row)} |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def add_arguments(parser: argparse.ArgumentParser, *, output: str) -> None:
-    """What all scripts that time on a GPU take."""
+def make_gpu_parser(description: str | None) -> argparse.ArgumentParser:
+    """Make a parser with the arguments of the scripts that time kernels."""
+    parser = make_parser(description, blocks=7)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the script")
-    parser.add_argument("--blocks", type=int, default=7, help="turns of each way; the median counts")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds of each way's work in a turn")
+    parser.add_argument("--rounds", type=positive, default=10, help="rounds of each variant's work in a block")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float16"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path(output), help="folder for CSV and plot")
-    parser.add_argument("--append-results", action="store_true", help="write the section into RESULTS.md")
+    return parser

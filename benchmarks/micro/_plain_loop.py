@@ -1,7 +1,7 @@
-"""ResNet-20 on CIFAR-10 as a plain PyTorch loop: what `task1a_epoch.py` compares task 1a with.
+"""Train ResNet-20 on CIFAR-10 in a plain PyTorch loop, for comparison with task 1a in `task1a_epoch.py`.
 
-torchvision's transforms image by image, DataLoader, DistributedDataParallel, torch.optim.SGD, float32, contiguous.
-Nothing of this project is imported here.
+It uses torchvision's transforms image by image, DataLoader, DistributedDataParallel and torch.optim.SGD, with
+contiguous float32 tensors. Nothing of this project is imported here.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output."""
+        """Compute the block's output."""
         out = relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         return relu(out + self.shortcut(x))
 
 
 def resnet20() -> nn.Module:
-    """Three stages of three blocks."""
+    """Make three stages of three blocks."""
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     inputs = 16
     for outputs in (16, 32, 64):
@@ -54,7 +54,7 @@ def resnet20() -> nn.Module:
 
 
 class Images(Dataset):
-    """An array of images, transformed one by one, as torchvision's CIFAR10 does."""
+    """An array of images that are transformed one by one, as in torchvision's CIFAR10."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
         self.images, self.labels = images, labels.tolist()
@@ -77,14 +77,14 @@ class Images(Dataset):
 def make(
     images: np.ndarray, labels: np.ndarray, rank: int, workers: int, batch_size: int, loader_processes: int
 ) -> Callable[[int], None]:
-    """A function that trains for a number of steps.
+    """Make a function that trains for a number of steps.
 
     Args:
         images: uint8 of shape (N, 32, 32, 3).
         labels: Classes, shape (N,).
-        rank: This worker's number.
+        rank: Rank of this worker.
         workers: Number of workers.
-        batch_size: Images a worker.
+        batch_size: Images per worker.
         loader_processes: ``num_workers`` of the DataLoader.
     """
     torch.manual_seed(42)

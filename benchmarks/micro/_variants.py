@@ -1,4 +1,4 @@
-"""What `optimizers.py` compares: networks, and ways to take a step with k workers."""
+"""The networks that `optimizers.py` trains, and the variants of a training step that it compares."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ HUGE_MB = 10_000
 
 @dataclass(frozen=True)
 class Workload:
-    """A network, the size of a worker's batch, and how many steps make a block.
+    """A network, the size of a worker's batch, and the number of steps in a block.
 
     Args:
         title: For tables.
         make: Makes the network.
         inputs: Shape of a batch.
-        steps: Steps of a block; the methods that communicate now and then do so once a block.
+        steps: Steps of a block. The methods with a period communicate once per block.
     """
 
     title: str
@@ -44,7 +44,7 @@ class Workload:
     steps: int
 
     def batch(self, rank: int) -> tuple[Tensor, Tensor]:
-        """A worker's batch, the same for every variant."""
+        """Make a worker's batch, the same for every variant."""
         generator = torch.Generator().manual_seed(rank)
         return (
             torch.randn(self.inputs, generator=generator),
@@ -53,7 +53,8 @@ class Workload:
 
 
 def make_mlp() -> nn.Module:
-    """19.7 million parameters, most of them in two matrices: much to send, little to compute."""
+    """Make an MLP of 19.7 million parameters: much to send, little to compute."""
+    # Large matrices, so that communication dominates the step.
     sizes = (3072, 2560, 2560, 2048)
     layers = [layer for n, m in pairwise(sizes) for layer in (nn.Linear(n, m), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
@@ -75,12 +76,12 @@ class Trainee:
     """A network under one optimizer.
 
     Args:
-        module: What computes the forward pass.
+        module: Computes the forward pass.
         optimizer: Takes the steps.
         backward: Computes the gradients of a loss.
         dtype: Of the inputs.
-        is_tracked: Whether ``step`` takes a tracker and reports bytes and exposed time to it.
-        bytes_per_step: Bytes that a worker hands to collectives in a step, where no tracker hears of them.
+        is_tracked: True if ``step`` takes a tracker and reports bytes and exposed time to it.
+        bytes_per_step: Bytes that a worker hands to collectives in a step, if no tracker counts them.
     """
 
     module: nn.Module
@@ -91,7 +92,7 @@ class Trainee:
     bytes_per_step: Callable[[], float] = field(default=lambda: 0.0)
 
     def step(self, inputs: Tensor, targets: Tensor, tracker: Any) -> None:
-        """Forward, backward and update, as a user writes it."""
+        """Run forward pass, backward pass and update, as a user writes them."""
         self.optimizer.zero_grad()
         output = self.module(inputs.to(self.dtype))
         self.backward(nn.functional.cross_entropy(output.float(), targets))
@@ -103,7 +104,7 @@ class Trainee:
 
 @dataclass(frozen=True)
 class Context:
-    """What a variant is made for: the network (its own copy), the number of workers, and a block's steps."""
+    """The surroundings of a variant: its own copy of the network, the number of workers, and a block's steps."""
 
     model: nn.Module
     workers: int
@@ -112,36 +113,34 @@ class Context:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the gradient."""
+        """Return the bytes of the gradient."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to take a step.
+    """A variant of the training step.
 
     Args:
         title: For tables; ``{steps}`` becomes the steps of a block.
         make: Makes it.
-        is_ours: Whether it is this library's.
-        is_default: Whether it runs where nobody names it. (Convolutions in fp16 take a CPU many seconds.)
-        needs_own_process: Whether it changes the whole process, and so is no neighbour for others.
+        is_default: True if it runs without being named. (Convolutions in fp16 take many seconds on a CPU.)
+        needs_own_process: True if it changes the whole process, and so cannot share one with other variants.
     """
 
     title: str
     make: Callable[[Context], Trainee]
-    is_ours: bool = True
     is_default: bool = True
     needs_own_process: bool = False
 
 
 def alone(context: Context, fused: bool | None = None) -> Trainee:
-    """Every worker for itself: the bound of what communication can cost."""
+    """Train without communication: the upper bound of the speed."""
     return Trainee(context.model, SGD(context.model.parameters(), LR, MOMENTUM, fused=fused))
 
 
 def ddp(context: Context, share: float = 1.0, fused: bool | None = None, hook: Any = None, **options: Any) -> Trainee:
-    """Torch's own; ``share`` is the part of the gradient's bytes that a hook sends."""
+    """Make torch's DistributedDataParallel; a hook sends the part ``share`` of the gradient's bytes."""
     module = DistributedDataParallel(context.model, **options)
     if hook is not None:
         module.register_comm_hook(None, hook)
@@ -151,12 +150,13 @@ def ddp(context: Context, share: float = 1.0, fused: bool | None = None, hook: A
 
 
 def ddp_power(context: Context, rank: int) -> Trainee:
-    """Torch's PowerSGD. On Gloo it hangs or aborts with more than one bucket, so there is one."""
+    """Make torch's PowerSGD. On Gloo it hangs or aborts with more than one bucket, so it gets one."""
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
     module = DistributedDataParallel(context.model, bucket_cap_mb=HUGE_MB)
     module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def bytes_per_step() -> float:
+        # torch counts the elements of all steps; the first steps are not compressed.
         compressed_steps = max(1, state.iter - state.start_powerSGD_iter)
         return 4 * state.total_numel_after_compression / compressed_steps
 
@@ -164,51 +164,51 @@ def ddp_power(context: Context, rank: int) -> Trainee:
 
 
 def ours(name: str, context: Context, **options: Any) -> Trainee:
-    """One of the library's optimizers, by class."""
+    """Make one of the library's optimizers, by class."""
     optimizer = find(name)(model=context.model, lr=LR, **options)
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
 def find(name: str) -> Any:
-    """A class of the library's optimizers."""
+    """Return a class of the library's optimizers."""
     return getattr(importlib.import_module("mlbench_core.optim.pytorch"), name)
 
 
 def sgd(context: Context, **options: Any) -> Trainee:
-    """The library's counterpart of DDP + SGD."""
+    """Make the library's counterpart of DDP + SGD."""
     return ours("CentralizedSGD", context, momentum=MOMENTUM, **options)
 
 
 def power(context: Context, rank: int) -> Trainee:
-    """PowerSGD with warm start."""
+    """Make PowerSGD with warm start."""
     return ours("PowerSGD", context, momentum=MOMENTUM, rank=rank, reuse_query=True, world_size=context.workers)
 
 
 def sign(context: Context, name: str) -> Trainee:
-    """Signs of the gradient; the step's length does not shrink with it."""
+    """Make an optimizer of signs; its steps do not shrink with the gradient, so the learning rate is smaller."""
     optimizer = find(name)(context.model.named_parameters(), lr=SIGN_LR, momentum=MOMENTUM)
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
 def sparse(context: Context, random: bool) -> Trainee:
-    """A hundredth of the gradient."""
+    """Send one percent of the gradient."""
     make, named = find("CentralizedSparsifiedSGD"), context.model.named_parameters()
     optimizer = make(named, LR, sparse_grad_size=0.01, random_sparse=random, world_size=context.workers)
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
 def gossip(name: str, context: Context, **options: Any) -> Trainee:
-    """Averaging with the neighbours on a ring."""
+    """Average with the neighbors on a ring."""
     return ours(name, context, momentum=MOMENTUM, topology=ring(context.workers), **options)
 
 
 def periodic(name: str, **options: Any) -> Callable[[Context], Trainee]:
-    """Agreement once a block."""
+    """Average once per block."""
     return lambda context: ours(name, context, period=context.steps, **options)
 
 
 def kept(make: Callable[[Context], Trainee]) -> Callable[[Context], Trainee]:
-    """A variant whose process keeps the memory that tensors free, as those of the library's tasks do."""
+    """Keep the memory that tensors free, in the whole process, as the library's tasks do."""
 
     def make_kept(context: Context) -> Trainee:
         keep_freed_memory()
@@ -218,7 +218,7 @@ def kept(make: Callable[[Context], Trainee]) -> Callable[[Context], Trainee]:
 
 
 def half(context: Context, dtype: torch.dtype) -> Trainee:
-    """A network in half precision with float32 master weights."""
+    """Train in half precision with float32 master weights."""
     model = context.model.to(dtype)
     optimizer = FP16Optimizer(model, context.workers, average_world=True)
     optimizer.set_optimizer(SGD([optimizer.fp32_params], LR, MOMENTUM))
@@ -227,14 +227,14 @@ def half(context: Context, dtype: torch.dtype) -> Trainee:
 
 SHARED = "CentralizedSGD, shared memory"
 VARIANTS = {
-    ALONE: Variant("no communication", alone, False),
-    "alone_fused": Variant("no communication, fused SGD", partial(alone, fused=True), False),
-    DDP: Variant("DDP + SGD (both default)", ddp, False),
+    ALONE: Variant("no communication", alone),
+    "alone_fused": Variant("no communication, fused SGD", partial(alone, fused=True)),
+    DDP: Variant("DDP + SGD (both default)", ddp),
     "ddp_fused": Variant(
-        "DDP, gradients as bucket views, fused SGD", partial(ddp, fused=True, gradient_as_bucket_view=True), False
+        "DDP, gradients as bucket views, fused SGD", partial(ddp, fused=True, gradient_as_bucket_view=True)
     ),
-    "ddp_fp16": Variant("DDP, fp16 hook", partial(ddp, share=0.5, hook=default_hooks.fp16_compress_hook), False),
-    "ddp_power2": Variant("DDP, PowerSGD hook, rank 2, one bucket", partial(ddp_power, rank=2), False),
+    "ddp_fp16": Variant("DDP, fp16 hook", partial(ddp, share=0.5, hook=default_hooks.fp16_compress_hook)),
+    "ddp_power2": Variant("DDP, PowerSGD hook, rank 2, one bucket", partial(ddp_power, rank=2)),
     "sgd": Variant("CentralizedSGD", sgd),
     "sgd_fused": Variant("CentralizedSGD, fused", partial(sgd, fused=True)),
     "sgd_overlap_unfused": Variant(
@@ -256,7 +256,7 @@ VARIANTS = {
         for size_mb in (1, 4, 25, 1000)
     },
     **{
-        f"{name}_kept": Variant(f"{title}, freed memory kept", kept(make), name != "ddp", False, True)
+        f"{name}_kept": Variant(f"{title}, freed memory kept", kept(make), is_default=False, needs_own_process=True)
         for name, title, make in (
             ("ddp", "DDP + SGD", ddp),
             ("sgd_overlap", "CentralizedSGD, overlap", partial(sgd, overlap=True)),
@@ -275,16 +275,8 @@ VARIANTS = {
     "ring": Variant("DecentralizedSGD, ring", partial(gossip, "DecentralizedSGD")),
     "choco": Variant("ChocoSGD, ring, largest 10 %", partial(gossip, "ChocoSGD")),
     "local": Variant("LocalSGD, every {steps} steps", periodic("LocalSGD", momentum=MOMENTUM)),
-    "diloco": Variant("DiLoCo (AdamW inside), every {steps} steps", periodic("DiLoCo")),
+    "diloco": Variant("DiLoCo (AdamW), every {steps} steps", periodic("DiLoCo")),
     "half_fp16": Variant("FP16Optimizer, fp16", partial(half, dtype=torch.float16), is_default=False),
     "half_bf16": Variant("FP16Optimizer, bf16", partial(half, dtype=torch.bfloat16)),
 }
-"""In the order of the table. What is not there or fails is reported with its error."""
-
-PAIRS = (
-    ("sgd_overlap", "ddp_fused"),
-    ("sgd_step", "ddp_fused"),
-    ("power2", "ddp_power2"),
-    ("power2", "sgd"),
-)
-"""Variants that are compared with one another, and therefore share a launch where memory allows it."""
+"""In the order of the table. A variant that fails is reported with its error."""

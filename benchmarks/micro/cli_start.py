@@ -1,47 +1,44 @@
-"""How long ``mlbench --help`` takes against an empty Python.
+"""Time the start of ``mlbench --help`` against the start of an empty Python.
 
-Both are started in turn, so that a busy machine slows both; the medians are compared::
-
-    python benchmarks/micro/cli_start.py --repeats 31
+python benchmarks/micro/cli_start.py [--save]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
+from functools import partial
+
+from _bench import Subject, finish, make_parser, measure, parse
 
 COMMANDS = {
-    "python -c pass": [sys.executable, "-c", "pass"],
-    "import click": [sys.executable, "-c", "import click"],
-    "mlbench --help": [sys.executable, "-m", "mlbench_core.cli", "--help"],
-    "mlbench --version": [sys.executable, "-m", "mlbench_core.cli", "--version"],
+    "python -c pass": ["-c", "pass"],
+    "import click": ["-c", "import click"],
+    "mlbench --help": ["-m", "mlbench_core.cli", "--help"],
+    "mlbench --version": ["-m", "mlbench_core.cli", "--version"],
 }
+SUBJECT = Subject(
+    "cli_start",
+    "Start of the command (`cli_start.py`)",
+    "ms",
+    ("python -c pass",),
+    ("`mlbench --help` starts in less than 3 times the time of an empty Python; `import click` is most of it.",
+     "Limit: at most 5 times."),
+)  # fmt: skip
 
 
-def measure(repeats: int) -> dict[str, float]:
-    """Median wall time of each command in milliseconds, after one start of each that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    for round_ in range(repeats + 1):
-        for name, command in COMMANDS.items():
-            start = time.perf_counter()
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            if round_:
-                times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
+def start(options: list[str]) -> None:
+    """Start Python and wait for its end."""
+    subprocess.run([sys.executable, *options], check=True, stdout=subprocess.DEVNULL)
 
 
-def main() -> None:
-    """Measure and print one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=31)
-    medians = measure(parser.parse_args().repeats)
-    empty = medians["python -c pass"]
-    found = {name: {"median_ms": round(ms, 1), "times_empty": round(ms / empty, 2)} for name, ms in medians.items()}
-    print(json.dumps(found, indent=2))
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    arguments = parse(make_parser(__doc__, blocks=31), argv)
+    variants = {name: partial(start, options) for name, options in COMMANDS.items()}
+    rows = measure(SUBJECT, "start", variants, arguments.blocks)
+    finish(SUBJECT, rows, arguments, f"{arguments.blocks} starts of each command.")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,14 @@
-"""Steps per second of every distributed optimizer, beside torch's own and beside no communication at all.
+"""Time the training steps of every distributed optimizer, against torch's DistributedDataParallel and no communication.
 
-All variants live in the same worker processes and run interleaved: in every block each takes a few steps after a
-barrier, in an order that changes, and the slowest worker's time counts. So a change of the machine's load meets all of
-them, and the ratios of a block to DistributedDataParallel's in the same block mean something. Where not all fit into
-memory there are several launches, each with DistributedDataParallel and no communication in it.
+By default all variants share the same worker processes. If they need more memory than there is, they are split into
+several launches, each with both references. With ``--apart`` each variant has worker processes of its own, as in a
+training run; then the heap's growth in each step is due to the variant alone, and not to the ones before it.
 
-With ``--apart`` each variant has worker processes of its own, as in a training run: whether the heap grows and shrinks
-in every step is then each variant's own doing, and not what the one before it left.
+Exposed communication is the time that the optimizer reports to the Tracker. Variants without a tracker have the time
+beyond a step without communication. Bytes are those that one worker hands to collectives in a step.
 
-Each combination of network and workers goes to a JSON file in the output folder; table, CSV and plot are made of all
-files there.
-
-    python benchmarks/micro/optimizers.py --models mlp vgg11 --workers 2 --output FOLDER
-    python benchmarks/micro/optimizers.py --models mlp --workers 2 --apart --variants sgd_overlap --output FOLDER
+    python benchmarks/micro/optimizers.py --models mlp vgg11 --workers 2 [--save]
+    python benchmarks/micro/optimizers.py --models mlp --workers 2 --apart --variants sgd_overlap
     python benchmarks/micro/optimizers.py --models vgg11 --workers 2 --network 100mbit --blocks 2 --steps 1
 """
 
@@ -20,214 +16,173 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import json
-import os
+import copy
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import _report
-from _sections import RESULTS, machine
-from _turns import Party
-from _variants import ALONE, DDP, PAIRS, VARIANTS, WORKLOADS
-from _worker import Plan, rotated
+import psutil
+import torch
+import torch.distributed as dist
+from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
+from _variants import ALONE, DDP, VARIANTS, WORKLOADS, Context, Trainee
+from _workers import Workers, serve
 
 from mlbench_core.network.emulated import EmulatedNetwork
 
 REFERENCES = [ALONE, DDP]
-COPIES = 6  # weights, gradients, momentum, buckets, an error memory, something in flight
-PATIENCE_S = 3600.0
+PEERS = (DDP, ALONE, "ddp_fused", "ddp_power2", "sgd")
+WARM_UP_STEPS = 4
+COPIES = 6  # weights, gradients, momentum, buckets, an error memory, a message in flight
+SUBJECT = Subject(
+    "optimizers",
+    "Steps per second of the distributed optimizers (`optimizers.py`)",
+    "steps/s",
+    tuple(VARIANTS[name].title for name in PEERS),
+    ("With 2 workers, overlap in shared memory is 1.66 (MLP), 1.12 (ResNet-18) and 1.04 (ResNet-20) times DDP.",
+     "Limits: 1.2, 1.1 and 1.0 times DDP; PowerSGD of rank 2 at least 1.3 times torch's hook on the MLP (3.0)."),
+)  # fmt: skip
+
+
+@dataclass
+class Recorder:
+    """The part of a Tracker that an optimizer's step needs; adds up the reports."""
+
+    exposed_s: float = 0.0
+    size_bytes: int = 0
+
+    def record_batch_agg(self) -> None:
+        """Do nothing."""
+
+    def record_batch_opt_step(self) -> None:
+        """Do nothing."""
+
+    def record_communication(self, total_s: float, exposed_s: float, size_bytes: int) -> None:
+        """Add a message."""
+        self.exposed_s += exposed_s
+        self.size_bytes += size_bytes
+
+
+def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Make the network in a worker; a request then takes some steps with one variant."""
+    workload, steps, rank = WORKLOADS[setup["model"]], setup["steps"], dist.get_rank()
+    torch.manual_seed(0)
+    model = workload.make()
+    batch = workload.batch(rank)
+    trainees: dict[str, Trainee] = {}
+
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        name = request["variant"]
+        # Made at the first request, as new workers after a failure do not have the variants yet.
+        if name not in trainees:
+            context = Context(copy.deepcopy(model), dist.get_world_size(), rank, steps)
+            trainees[name] = VARIANTS[name].make(context)
+            for _ in range(max(WARM_UP_STEPS, steps)):
+                trainees[name].step(*batch, Recorder())
+        trainee, recorder = trainees[name], Recorder()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            trainee.step(*batch, recorder)
+        seconds = time.perf_counter() - start
+        if not trainee.is_tracked:
+            return {"seconds": seconds, "bytes": trainee.bytes_per_step()}
+        return {"seconds": seconds, "bytes": recorder.size_bytes / steps, "exposed_s": recorder.exposed_s}
+
+    return handle
 
 
 def groups(names: Sequence[str], model: str, workers: int, memory_bytes: float) -> list[list[str]]:
-    """Split the variants so that a launch fits into memory; both references are in each, pairs in the first."""
+    """Split the variants so that a launch fits into memory; both references are in each."""
     size = sum(p.numel() * p.element_size() for p in WORKLOADS[model].make().parameters())
     room = max(1, int(memory_bytes / (workers * COPIES * size)) - len(REFERENCES))
-    paired = {name for pair in PAIRS for name in pair}
-    others = sorted((name for name in names if name not in REFERENCES), key=lambda name: name not in paired)
+    others = [name for name in names if name not in REFERENCES]
     return [[*REFERENCES, *others[i : i + room]] for i in range(0, max(1, len(others)), room)]
 
 
-def launch(plan: Plan, bandwidth: str | None) -> dict[str, Any]:
-    """Run a plan without the variants that kill it; return the results by worker and the errors by variant."""
-    errors: dict[str, str] = {}
-    while True:
-        with tempfile.TemporaryDirectory(prefix="optimizers-") as name:
-            folder = Path(name)
-            (folder / "plan.json").write_text(json.dumps(asdict(plan)))
-            tails = run_workers(folder, plan.workers, bandwidth)
-            if not tails:
-                results = [json.loads((folder / f"result{rank}.json").read_text()) for rank in range(plan.workers)]
-                return {"workers": results, "errors": {**errors, **results[0]["errors"]}}
-            variant, error = blame(folder, tails)
-        if variant is None or variant in REFERENCES:
-            raise SystemExit(f"the run failed: {error}")
-        print(f"  without {variant}: {error}", file=sys.stderr, flush=True)
-        errors[variant] = error
-        plan = replace(plan, variants=[name for name in plan.variants if name != variant])
-
-
-def launch_apart(plan: Plan) -> dict[str, Any]:
-    """Run a plan with processes for each variant, which take turns; a variant that fails ends everything."""
-    script = Path(__file__).with_name("_worker.py")
-    with tempfile.TemporaryDirectory(prefix="optimizers-") as name, contextlib.ExitStack() as stack:
-        parties = {}
-        for variant in plan.variants:
-            folder = Path(name) / variant
-            folder.mkdir()
-            (folder / "plan.json").write_text(json.dumps(asdict(replace(plan, variants=[variant], by_turns=True))))
-            parties[variant] = Party(variant, script, [str(folder)], plan.workers, stack)
-            parties[variant].wait()
-            parties[variant].take_turn()  # warm up
-        for block in range(plan.blocks):
-            for _, variant in rotated(plan.variants, block):
-                parties[variant].take_turn()
-        for party in parties.values():
-            party.finish()
-        findings: list[dict[str, Any]] = [{} for _ in range(plan.workers)]
-        for variant in plan.variants:
-            for rank, found in enumerate(findings):
-                found.update(json.loads((Path(name) / variant / f"result{rank}.json").read_text())["findings"])
-    return {"workers": [{"findings": found} for found in findings], "errors": {}}
-
-
-def run_workers(folder: Path, workers: int, bandwidth: str | None) -> dict[int, str]:
-    """Start the workers and wait for all; return what those that failed wrote last."""
-    argv = [sys.executable, str(Path(__file__).with_name("_worker.py")), str(folder)]
-    with contextlib.ExitStack() as stack:
-        network = stack.enter_context(EmulatedNetwork(workers, bandwidth)) if bandwidth else None
-        processes = []
-        for rank in range(workers):
-            log = stack.enter_context(open(folder / f"log{rank}", "w"))
-            if network is not None:
-                process = network.popen(rank, argv, stdout=log, stderr=log)
-            else:
-                env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(workers)}
-                process = subprocess.Popen(argv, stdout=log, stderr=log, env=env)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            processes.append(process)
-        wait(processes)
-        codes = [process.poll() for process in processes]
-    return {
-        rank: f"exit code {code}: " + (folder / f"log{rank}").read_text()[-300:].strip().rpartition("\n")[2]
-        for rank, code in enumerate(codes)
-        if code != 0
-    }
-
-
-def wait(processes: Sequence[subprocess.Popen[Any]]) -> None:
-    """Wait until all have ended, or one has failed and the others have had time to, or patience is over."""
-    deadline = time.monotonic() + PATIENCE_S
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if any(process.poll() for process in processes):
-            deadline = min(deadline, time.monotonic() + 10)
-        time.sleep(0.1)
-
-
-def blame(folder: Path, tails: dict[int, str]) -> tuple[str | None, str]:
-    """The variant that a failed run was in first, and what was said of it."""
-    seen = []
-    for rank, tail in tails.items():
-        path = folder / f"progress{rank}.json"
-        if not path.exists():
-            return None, tail
-        at = json.loads(path.read_text())
-        seen.append((at["block"], at["place"], at["error"] is None, at["variant"], at["error"] or tail))
-    _, _, _, variant, error = min(seen)
-    return variant, error
-
-
-def compare(model: str, workers: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all variants of one network with one number of workers."""
+def launch(model: str, count: int, names: Sequence[str], arguments: argparse.Namespace) -> list[Row]:
+    """Measure some variants of one network with one number of workers."""
     steps = arguments.steps or WORKLOADS[model].steps
-    merged: dict[str, Any] = {"launches": [], "errors": {}}
-    for names in groups(arguments.variants, model, workers, arguments.memory_gb * 1e9):
-        print(f"{model}, {workers} workers: {', '.join(names)}", file=sys.stderr, flush=True)
-        plan = Plan(model, workers, names, arguments.blocks, steps)
-        result = launch_apart(plan) if arguments.apart else launch(plan, arguments.network)
-        merged["launches"].append(result["workers"])
-        merged["errors"].update(result["errors"])
-    return {
-        "model": model,
-        "workers": workers,
-        "network": arguments.network,
-        "apart": arguments.apart,
-        "steps": steps,
-        "blocks": arguments.blocks,
-        "machine": machine(),
-        "date": datetime.date.today().isoformat(),
-        "rows": _report.rows(merged, steps),
-    }
+    case = f"{WORKLOADS[model].title}, {count} workers" + (f", {arguments.network}" if arguments.network else "")
+    case += ", own processes" if arguments.apart else ""
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(EmulatedNetwork(count, arguments.network)) if arguments.network else None
+
+        def start() -> Workers:
+            setup = {"model": model, "steps": steps}
+            return stack.enter_context(Workers(__file__, count, setup, network=network))
+
+        shared = None if arguments.apart else start()
+
+        def block(workers: Workers, name: str) -> Timed:
+            replies = workers.ask(variant=name)
+            extra = {"ms/step": 1000 * max(reply["seconds"] for reply in replies) / steps}
+            if "exposed_s" in replies[0]:
+                extra["exposed ms"] = 1000 * max(reply["exposed_s"] for reply in replies) / steps
+            extra["MB/step"] = max(reply["bytes"] for reply in replies) / 1e6
+            return Timed(max(reply["seconds"] for reply in replies), extra)
+
+        variants = {VARIANTS[name].title.format(steps=steps): partial(block, shared or start(), name) for name in names}
+        rows = measure(SUBJECT, case, variants, arguments.blocks, amount=steps)
+    alone_ms = rows[0]["extra"].get("ms/step")
+    for row in rows:
+        # DistributedDataParallel reports no communication, so its part is the time beyond a step without any.
+        if alone_ms and "error" not in row and "exposed ms" not in row["extra"]:
+            row["extra"]["exposed ms"] = max(0.0, row["extra"]["ms/step"] - alone_ms)
+    return rows
 
 
-def parse(argv: Iterable[str] | None = None) -> argparse.Namespace:
+def compare(model: str, count: int, arguments: argparse.Namespace) -> list[Row]:
+    """Measure all variants of one network with one number of workers, in as many launches as memory demands."""
+    rows: list[Row] = []
+    for names in groups(arguments.variants, model, count, arguments.memory_gb * 1e9):
+        print(f"{model}, {count} workers: {', '.join(names)}", file=sys.stderr, flush=True)
+        known = {row["variant"] for row in rows}
+        rows += [row for row in launch(model, count, names, arguments) if row["variant"] not in known]
+    return rows
+
+
+def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    physical_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = [name for name, variant in VARIANTS.items() if variant.is_default]
+    others = f"besides {' and '.join(REFERENCES)}, which always run: {', '.join(VARIANTS)}"
+    parser = make_parser(__doc__, blocks=8)
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4], help="numbers of workers")
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        choices=VARIANTS,
-        default=[name for name, variant in VARIANTS.items() if variant.is_default],
-        metavar="VARIANT",
-        help=f"besides {' and '.join(REFERENCES)}, which are always there: {', '.join(VARIANTS)}",
-    )
-    parser.add_argument("--blocks", type=int, default=8, help="blocks of each variant; the median counts")
-    parser.add_argument("--steps", type=int, help="steps of a block (default: by network, 2 to 10)")
+    parser.add_argument("--workers", nargs="+", type=positive, default=[2, 4], help="numbers of workers")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=default, metavar="VARIANT", help=others)
+    parser.add_argument("--steps", type=positive, help="steps of a block (default: by network, 2 to 10)")
     parser.add_argument("--apart", action="store_true", help="give each variant worker processes of its own")
     parser.add_argument("--network", metavar="BANDWIDTH", help="put each worker on an emulated host, e.g. 100mbit")
-    parser.add_argument("--memory-gb", type=float, default=0.75 * physical_gb, help="memory that a launch may take")
-    parser.add_argument("--output", type=Path, default=Path("optimizers-results"), help="folder for JSON, CSV, plot")
-    parser.add_argument("--append-results", action="store_true", help=f"update the section in {RESULTS.name}")
-    arguments = parser.parse_args(None if argv is None else list(argv))
-    for name in ("blocks", "steps"):
-        if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1, not {getattr(arguments, name)}")
+    memory_gb = 0.75 * psutil.virtual_memory().total / 1e9
+    parser.add_argument("--memory-gb", type=float, default=memory_gb, help="memory that a launch may use")
+    quick = {"models": ["mlp"], "workers": [2], "steps": 1, "variants": ["sgd_overlap", "power2"]}
+    arguments = parse(parser, argv, **quick)
     if min(arguments.workers) < 2:
-        parser.error(f"--workers must be at least 2 each, not {min(arguments.workers)}")
-    alone = [name for name in arguments.variants if VARIANTS[name].needs_own_process]
-    if alone and not arguments.apart:
-        parser.error(f"{', '.join(alone)}: only with --apart")
-    if arguments.network and arguments.apart:
-        parser.error("--apart is for loopback; leave --network out")
+        parser.error(f"argument --workers: must be at least 2, not {min(arguments.workers)}")
+    apart = [name for name in arguments.variants if VARIANTS[name].needs_own_process]
+    if apart and not arguments.apart:
+        parser.error(f"argument --variants: {', '.join(apart)} must run in processes of their own: add --apart")
     if arguments.network and (reason := EmulatedNetwork.why_not()):
-        parser.error(f"--network: {reason}")
+        parser.error(f"argument --network: {reason}")
     return arguments
 
 
-def main() -> None:
-    """Measure, print, write."""
-    arguments = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that workers and networks are cleared away
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    arguments = read_arguments(argv)
+    # Workers and emulated networks are only removed if Python ends by an exception.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     if arguments.network:
         EmulatedNetwork.cleanup()
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    for model in arguments.models:
-        for workers in arguments.workers:
-            result = compare(model, workers, arguments)
-            name = (
-                f"{model}-{workers}"
-                + (f"-{arguments.network}" if arguments.network else "")
-                + "-apart" * arguments.apart
-            )
-            (arguments.output / f"{name}.json").write_text(json.dumps(result, indent=1))
-            print(_report.table(result), flush=True)
-    results = _report.load(arguments.output)
-    _report.write_csv(results, arguments.output / "optimizers.csv")
-    _report.plot(results, arguments.output / "optimizers.png")
-    if arguments.append_results:
-        _report.update_section(RESULTS, results)
+    rows = [
+        row for model in arguments.models for count in arguments.workers for row in compare(model, count, arguments)
+    ]
+    finish(SUBJECT, rows, arguments, f"Gloo, {arguments.blocks} blocks, one thread per worker.")
 
 
 if __name__ == "__main__":
-    main()
+    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()

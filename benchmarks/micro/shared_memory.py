@@ -1,81 +1,90 @@
-"""Sums of gradients by Gloo and through shared memory: milliseconds, and processor time of a worker.
+"""Time the sum of gradients over Gloo and through shared memory, and count the processor time of a worker.
 
-Each round sums by both ways the bytes of ResNet-18's gradient, or as many as 256 messages have, in messages of one size
-that are all on their way at a time, after a barrier and with nothing beside it. The slowest worker's time counts;
-processor time is that of all threads of a worker, the mean over the workers.
+Each block sums messages of one size, all in flight at a time, after a barrier and with no other work. Their bytes
+together are those of ResNet-18's gradient, or of 256 messages if these are fewer. The slowest worker's time counts.
+Processor time is that of all threads of a worker, as the mean over the workers.
 
-    torchrun --nproc-per-node 2 benchmarks/micro/shared_memory.py [--rounds 15]
+    python benchmarks/micro/shared_memory.py [--workers 2 4] [--save]
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _sections import machine
-from torch import Tensor
+from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
+from _workers import Workers, serve
 
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
-from mlbench_core.distributed.pytorch.initialize import initialize_backends
 
 TOTAL_BYTES = 44_695_848  # the gradient of ResNet-18
 MESSAGE_BYTES = (4096, 1 << 16, 1 << 20, 8 << 20, TOTAL_BYTES)
 MOST_MESSAGES = 256
+GLOO, SHARED = "Gloo", "shared memory"
+SUBJECT = Subject(
+    "shared_memory",
+    "Sums over Gloo and through shared memory (`shared_memory.py`)",
+    "ms",
+    (GLOO,),
+    ("Shared memory is 2.2 to 8.6 times as fast as Gloo over the loopback interface,",
+     "and needs about half of the processor time or less. No limit is set."),
+)  # fmt: skip
 
 
-def measure(start: Callable[[Tensor], Any], messages: list[Tensor]) -> tuple[float, float]:
-    """Milliseconds of the slowest worker, and processor milliseconds of the mean one."""
-    dist.barrier()
-    begin, busy = time.perf_counter(), time.process_time()
-    for exchange in [start(message) for message in messages]:
-        exchange.wait()
-    times = torch.tensor([time.perf_counter() - begin, time.process_time() - busy], dtype=torch.float64)
-    slowest = times.clone()
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    dist.all_reduce(times)
-    return 1000 * slowest[0].item(), 1000 * times[1].item() / dist.get_world_size()
+def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Make both ways of summing in a worker; a request then sums the messages of one size in one of them."""
+    shared = SharedMemorySum()
+    starts: dict[str, Callable[..., Any]] = {GLOO: partial(dist.all_reduce, async_op=True), SHARED: shared.start}
+
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        messages = [torch.full((request["bytes"] // 4,), dist.get_rank() + 1.0) for _ in range(request["count"])]
+        dist.barrier()
+        begin, busy = time.perf_counter(), time.process_time()
+        # All messages are started before the first is awaited, as buckets of a backward pass are.
+        for exchange in [starts[request["variant"]](message) for message in messages]:
+            exchange.wait()
+        seconds, busy = time.perf_counter() - begin, time.process_time() - busy
+        # Both ways sum in place, so the messages show whether every element is right.
+        total = sum(range(1, dist.get_world_size() + 1))
+        wrong = sum(int((message != total).sum()) for message in messages)
+        if wrong:
+            raise RuntimeError(f"{wrong} wrong elements")
+        return {"seconds": seconds, "busy": busy}
+
+    return handle
 
 
-def main() -> None:
-    """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="of which the median counts (default: 15)")
-    rounds = parser.parse_args().rounds
-    torch.set_num_threads(1)
-    with initialize_backends("gloo") as (rank, world_size, _):
-        shared = SharedMemorySum()
-        ways: dict[str, Callable[[Tensor], Any]] = {
-            "gloo": lambda message: dist.all_reduce(message, async_op=True),
-            "shared": shared.start,
-        }
-        lines = []
-        for size_bytes in MESSAGE_BYTES:
-            count = min(MOST_MESSAGES, -(-TOTAL_BYTES // size_bytes))
-            messages = [torch.rand(size_bytes // 4) for _ in range(count)]
-            found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-            for number in range(rounds + 1):
-                for way in sorted(ways, reverse=number % 2 == 1):
-                    times = measure(ways[way], messages)
-                    found[way] += [times] if number else []  # the first round warms up
-            (gloo, gloo_cpu), (ours, our_cpu) = (
-                [statistics.median(column) for column in zip(*found[way], strict=True)] for way in ways
-            )
-            ratio = statistics.median(g / s for (g, _), (s, _) in zip(found["gloo"], found["shared"], strict=True))
-            lines.append(
-                f"| {count} x {size_bytes:,} | {gloo:.2f} | {ours:.2f} | {ratio:.1f} | {gloo_cpu:.2f} | {our_cpu:.2f} |"
-            )
-        if rank == 0:
-            print(f"{world_size} workers, medians of {rounds} rounds. {machine()}; {datetime.date.today()}.\n")
-            print("| messages x bytes | Gloo, ms | shared, ms | times as fast | Gloo, CPU ms | shared, CPU ms |")
-            print("|---|---|---|---|---|---|")
-            print("\n".join(lines))
+def run(count: int, blocks: int, sizes: Sequence[int]) -> list[Row]:
+    """Measure all sizes with one number of workers."""
+    rows = []
+    with Workers(__file__, count, {}) as workers:
+
+        def block(variant: str, size: int, messages: int) -> Timed:
+            replies = workers.ask(variant=variant, bytes=size, count=messages)
+            busy_ms = 1000 * sum(reply["busy"] for reply in replies) / count
+            return Timed(max(reply["seconds"] for reply in replies), {"CPU ms": busy_ms})
+
+        for size in sizes:
+            messages = min(MOST_MESSAGES, -(-TOTAL_BYTES // size))
+            variants = {name: partial(block, name, size, messages) for name in (GLOO, SHARED)}
+            rows += measure(SUBJECT, f"{count} workers, {messages} x {size:,} bytes", variants, blocks)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    parser = make_parser(__doc__, blocks=15)
+    parser.add_argument("--workers", nargs="+", type=positive, default=[2, 4], help="numbers of workers")
+    parser.add_argument("--bytes", nargs="+", type=positive, default=MESSAGE_BYTES, help="sizes of a message")
+    arguments = parse(parser, argv, workers=[2], bytes=[4096])
+    rows = [row for count in arguments.workers for row in run(count, arguments.blocks, arguments.bytes)]
+    finish(SUBJECT, rows, arguments, f"float32, {arguments.blocks} blocks, one thread per worker.")
 
 
 if __name__ == "__main__":
-    main()
+    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()

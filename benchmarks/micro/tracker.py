@@ -1,24 +1,42 @@
-"""What the tracker costs: nanoseconds a batch of seven steps, and the memory it gains over many batches.
+"""Time the Tracker in a batch of seven steps, and count the memory that it gains over many batches.
 
-Run: python benchmarks/micro/tracker.py [--batches 1000000]
+python benchmarks/micro/tracker.py [--batches 1000000] [--save]
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 import tracemalloc
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from _bench import Subject, finish, make_parser, measure, parse, positive
 
 from mlbench_core.tracking.tracker import Tracker
 
-REPEATS = 15
-BATCHES_PER_REPEAT = 20_000
-TARGET_NS = 4_000
+BATCHES_PER_BLOCK = 20_000
+SUBJECT = Subject(
+    "tracker",
+    "The Tracker in a batch of seven steps (`tracker.py`)",
+    "ns",
+    ("calls of empty methods",),
+    ("A batch of seven steps costs about 2.5 µs, and memory does not grow with the number of batches.",
+     "Limit: 4 µs, and no growth over a million batches."),
+)  # fmt: skip
 
 
-def run_batches(tracker: Tracker, batches: int) -> None:
-    """Drive the tracker as a training loop does, with seven steps a batch."""
+class NoTracker:
+    """The Tracker's methods without any work: the cost of the calls alone."""
+
+    def batch_start(self) -> None:
+        """Do nothing."""
+
+    record_batch_load = record_batch_fwd_pass = record_batch_comp_loss = record_batch_backprop = batch_start
+    record_batch_agg = record_batch_opt_step = record_batch_comp_metrics = batch_end = batch_start
+
+
+def run_batches(tracker: Any, batches: int) -> None:
+    """Drive the tracker as a training loop does, with seven steps per batch."""
     for _ in range(batches):
         tracker.batch_start()
         tracker.record_batch_load()
@@ -31,25 +49,19 @@ def run_batches(tracker: Tracker, batches: int) -> None:
         tracker.batch_end()
 
 
-def nanoseconds_per_batch() -> list[float]:
-    """One figure for each repeat, after a warm-up."""
+def make_tracker() -> Tracker:
+    """Make a tracker that prints nothing."""
     tracker = Tracker([], run_id="micro", rank=0, progress=False)
     tracker.start()
-    run_batches(tracker, BATCHES_PER_REPEAT)
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter_ns()
-        run_batches(tracker, BATCHES_PER_REPEAT)
-        times.append((time.perf_counter_ns() - start) / BATCHES_PER_REPEAT)
-    return times
+    return tracker
 
 
 def growth_bytes(batches: int) -> int:
-    """Bytes that the tracker holds more after ``batches`` batches than after 10,000."""
-    tracker = Tracker([], run_id="micro", rank=0, progress=False)
-    tracker.start()
+    """Return the bytes that the tracker gains between its 10,000th batch and ``batches`` batches later."""
+    tracker = make_tracker()
+    # The resident memory of the process would also show the allocator of other parts.
     tracemalloc.start()
-    run_batches(tracker, 10_000)
+    run_batches(tracker, 10_000)  # bounded buffers are full from here on
     before = tracemalloc.get_traced_memory()[0]
     run_batches(tracker, batches)
     growth = tracemalloc.get_traced_memory()[0] - before
@@ -57,16 +69,18 @@ def growth_bytes(batches: int) -> int:
     return growth
 
 
-def main() -> None:
-    """Measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", type=int, default=1_000_000, help="batches for the memory measurement")
-    batches = parser.parse_args().batches
-    times = nanoseconds_per_batch()
-    print(f"{'batch of 7 steps, median':32}{statistics.median(times):10.0f} ns   (target {TARGET_NS} ns)")
-    print(f"{'batch of 7 steps, fastest':32}{min(times):10.0f} ns")
-    print(f"{'batch of 7 steps, slowest':32}{max(times):10.0f} ns")
-    print(f"{f'memory gained in {batches} batches':32}{growth_bytes(batches):10d} bytes")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    parser = make_parser(__doc__, blocks=15)
+    parser.add_argument("--batches", type=positive, default=1_000_000, help="batches for the memory measurement")
+    arguments = parse(parser, argv, batches=1000)
+    variants = {
+        "calls of empty methods": partial(run_batches, NoTracker(), BATCHES_PER_BLOCK),
+        "Tracker": partial(run_batches, make_tracker(), BATCHES_PER_BLOCK),
+    }
+    rows = measure(SUBJECT, "batch of 7 steps", variants, arguments.blocks, amount=BATCHES_PER_BLOCK)
+    rows[1]["extra"][f"bytes gained in {arguments.batches:,} batches"] = growth_bytes(arguments.batches)
+    finish(SUBJECT, rows, arguments, f"{arguments.blocks} blocks of {BATCHES_PER_BLOCK:,} batches.")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Does the Transformer learn the same with the library's attention kernels as without them?
+"""Compare the losses of a Transformer with the library's attention kernels to those without them.
 
-Trains the small model of task 4b from the same weights on the same batches, without dropout, in half precision with
-float32 master weights: with the kernels, and by two of torch's ways. Rounding makes any two of them drift apart; the
-kernels are right if their losses differ no more from torch's than the losses of torch's two ways from one another.
-Pairs are those of Multi30k if there is a folder with its text, or made up: a word's translation is another word.
+The small model of task 4b is trained from the same weights on the same batches, without dropout, in half precision with
+float32 master weights: once with the kernels, and with two of torch's backends. Rounding makes any two of them drift
+apart. The kernels are right if their distance to torch's backends is at most that between these. Pairs are
+those of Multi30k if a folder with its text is given. Otherwise they are made up: each word has another word as
+translation.
 
-    make cuda && python benchmarks/micro/transformer_losses.py --data FOLDER --append-results
-    python benchmarks/micro/transformer_losses.py --steps 3 --backend kernel --tokens 64   # tries it without a GPU
+    make cuda && python benchmarks/micro/transformer_losses.py --data FOLDER --save
+    python benchmarks/micro/transformer_losses.py --device cpu --quick   # tries the script
 """
 
 from __future__ import annotations
@@ -14,37 +15,38 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Sequence
-from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu import markdown, pick_device, where, write_csv
-from _sections import RESULTS, update_section
+from _bench import Row, Subject, finish, make_parser, parse, positive, summarize
+from _gpu import DTYPES, pick_device
 from torch.optim import Adam
 
 from mlbench_core.dataset.nlp.pytorch import Multi30k, get_batches
 from mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary import Dictionary
-from mlbench_core.errors import require
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
 from mlbench_core.lr_scheduler.pytorch.lr import SQRTTimeDecayLRWithWarmup
 from mlbench_core.models.pytorch.transformer import TransformerConfig, TransformerModel
-from mlbench_core.ops.pytorch import extension
 from mlbench_core.optim.pytorch import FP16Optimizer
 
-HEADING = "## `transformer_losses.py`: training with the attention kernels and without"
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 TORCHS = ("fused", "reference")
-"""Backends that have nothing of the kernels."""
-STEPS = 200
+"""Backends without the kernels."""
 LR, WARM_UP_STEPS, LABEL_SMOOTHING = 1.5e-3, 400, 0.1
 LENGTHS = (5, 40)
 Batch = dict[str, Any]
+SUBJECT = Subject(
+    "transformer_losses",
+    "Training with the attention kernels and without (`transformer_losses.py`)",
+    "loss per token",
+    (" and ".join(TORCHS),),
+    ("A value is the largest difference of two curves of the loss.",
+     "Limit: the kernels are no further from torch's backends than these are from one another."),
+)  # fmt: skip
 
 
 def made_up_batches(words: Dictionary, tokens: int, seed: int, device: torch.device) -> Iterator[Batch]:
-    """Sources of random words, padded on the left; targets of the same length, each word translated, on the right."""
+    """Yield sources of random words, padded on the left, and their word-by-word translations, padded on the right."""
     generator = torch.Generator().manual_seed(seed)
     first = max(words.pad(), words.eos()) + 1
     translation = torch.randperm(len(words) - first, generator=generator) + first
@@ -55,6 +57,7 @@ def made_up_batches(words: Dictionary, tokens: int, seed: int, device: torch.dev
         content = torch.randint(first, len(words), (len(lengths), longest + 1), generator=generator)
         target = torch.where(position < count, translation[content - first], words.pad())
         target[position == count] = words.eos()
+        # Sources are padded on the left and targets on the right, as in the data sets of task 4b.
         source = torch.full_like(target, words.pad())
         for row, length in enumerate(lengths.tolist()):
             source[row, -length - 1 : -1] = content[row, :length]
@@ -70,7 +73,7 @@ def made_up_batches(words: Dictionary, tokens: int, seed: int, device: torch.dev
 
 
 def multi30k_batches(pairs: Any, tokens: int, seed: int, device: torch.device) -> Iterator[Batch]:
-    """Batches of the training pairs, epoch after epoch."""
+    """Yield batches of the training pairs, epoch after epoch."""
     for epoch in itertools.count():
         for indices in get_batches(pairs, tokens, seed=seed + epoch):
             batch = pairs.collater([pairs[i] for i in indices])
@@ -78,9 +81,10 @@ def multi30k_batches(pairs: Any, tokens: int, seed: int, device: torch.device) -
             yield batch | {"target": batch["target"].to(device)}
 
 
-def train(backend: str, words: Dictionary, batches: Iterator[Batch], arguments: argparse.Namespace,
-          device: torch.device) -> list[float]:  # fmt: skip
-    """Train with a backend of attention; the loss of a token in each step."""
+def train(
+    backend: str, words: Dictionary, batches: Iterator[Batch], arguments: argparse.Namespace, device: torch.device
+) -> list[float]:
+    """Train with a backend of attention; return the loss per token of each step."""
     torch.manual_seed(arguments.seed)
     config = TransformerConfig.preset(
         "small", dropout=0.0, attention_dropout=0.0, relu_dropout=0.0, attention_backend=backend
@@ -98,94 +102,43 @@ def train(backend: str, words: Dictionary, batches: Iterator[Batch], arguments: 
         optimizer.backward_loss(loss)
         optimizer.step(multiplier=batch["ntokens"], denom=1)
         scheduler.step()
+        # Kept on the device: reading a loss would wait for the GPU in every step.
         losses.append(loss.detach() / batch["ntokens"])
     return torch.stack(losses).tolist()
 
 
 def largest_difference(one: Sequence[float], other: Sequence[float]) -> tuple[float, int]:
-    """The largest difference of two curves, and the step (from 1) where it is."""
+    """Return the largest difference of two curves and its step, counted from 1."""
     differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
     return max(differences), 1 + differences.index(max(differences))
 
 
-def conclusion(curves: dict[str, list[float]]) -> str:
-    """Differences of all pairs of curves in words, and how ours compare with torch's own."""
-    fused, reference = TORCHS
-    torchs, at = largest_difference(curves[fused], curves[reference])
-    lines = [f"Largest difference of two losses, {fused} and {reference}: {torchs:.2e} (step {at})."]
-    for backend in curves.keys() - TORCHS:
-        for other in TORCHS:
-            ours, at = largest_difference(curves[backend], curves[other])
-            times = f", {ours / torchs:.2f} times that" if torchs else ""
-            lines.append(f"Largest difference of two losses, {backend} and {other}: {ours:.2e} (step {at}){times}.")
-    return "\n".join(lines) + "\n"
-
-
-def report(curves: dict[str, list[float]], arguments: argparse.Namespace, device: torch.device) -> str:
-    """The text of the section."""
-    steps = sorted({1, *range(20, arguments.steps + 1, 20), arguments.steps})
-    cells = [[step, *(f"{curve[step - 1]:.5f}" for curve in curves.values())] for step in steps]
-    data = "Multi30k" if arguments.data else "made-up pairs"
-    return (
-        f"Preset small, {data}, at most {arguments.tokens:,} tokens a step, {arguments.dtype}, no dropout, seed "
-        f"{arguments.seed}; {where(device)}; {date.today()}.\n\n{conclusion(curves)}\n"
-        f"{markdown(('step', *curves), cells)}"
-    )
-
-
-def plot(curves: dict[str, list[float]], path: Path) -> None:
-    """The curves, and below them how far each is from the first of torch's."""
-    require("matplotlib", "charts")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 7), layout="constrained")
-    FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    for backend, curve in curves.items():
-        upper.plot(range(1, len(curve) + 1), curve, label=backend)
-        if backend != TORCHS[0]:
-            gaps = [a - b for a, b in zip(curve, curves[TORCHS[0]], strict=True)]
-            lower.plot(range(1, len(curve) + 1), gaps, label=f"{backend} - {TORCHS[0]}")
-    upper.set(ylabel="loss of a token")
-    lower.set(xlabel="step", ylabel="difference")
-    for axes in (upper, lower):
-        axes.legend()
-    figure.savefig(path, dpi=110)
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="default: cuda; where there is none cpu, but only if --steps is given"
-    )
-    parser.add_argument("--backend", default="kernel", help="backend of attention to hold against torch's")
-    parser.add_argument("--steps", type=int, help="default: 200")
-    parser.add_argument("--tokens", type=int, default=2048, help="most tokens of a step")
-    parser.add_argument("--dtype", choices=DTYPES, default="float16")
-    parser.add_argument("--data", metavar="FOLDER", help="folder with Multi30k's text (default: made-up pairs)")
-    parser.add_argument("--vocabulary", type=int, default=1000, help="words of made-up pairs")
-    parser.add_argument("--seed", type=int, default=42, help="of weights and batches")
-    parser.add_argument("--output", type=Path, default=Path("transformer-losses-results"), help="folder for CSV, plot")
-    parser.add_argument("--append-results", action="store_true", help=f"write the section into {RESULTS.name}")
-    arguments = parser.parse_args(argv)
-    if arguments.steps is not None and arguments.steps < 1:
-        parser.error(f"argument --steps: {arguments.steps} is no number of steps; at least 1")
-    if arguments.device is None:
-        arguments.device = "cuda" if torch.cuda.is_available() or arguments.steps is None else "cpu"
-    arguments.steps = arguments.steps or STEPS
-    return arguments
+def compare(curves: dict[str, list[float]], case: str) -> list[Row]:
+    """Make a row for each pair of curves: torch's backends, then the kernels and each of these."""
+    pairs = [TORCHS, *((name, other) for name in curves if name not in TORCHS for other in TORCHS)]
+    rows = []
+    for one, other in pairs:
+        difference, step = largest_difference(curves[one], curves[other])
+        expected = largest_difference(*(curves[name] for name in TORCHS))[0]
+        peers = {SUBJECT.peers[0]: [expected]} if expected else {}
+        extra = {"step": step, f"last loss, {one}": curves[one][-1], f"last loss, {other}": curves[other][-1]}
+        rows.append({"case": case, "variant": f"{one} and {other}", **summarize([difference], peers), "extra": extra})
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and compare."""
-    arguments = parse(argv)
+    parser = make_parser(__doc__, blocks=1)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the script")
+    parser.add_argument("--backend", default="kernel", help="backend of attention to compare with torch's")
+    parser.add_argument("--steps", type=positive, default=200)
+    parser.add_argument("--tokens", type=positive, default=2048, help="most tokens of a step")
+    parser.add_argument("--dtype", choices=DTYPES, default="float16")
+    parser.add_argument("--data", metavar="FOLDER", help="folder with Multi30k's text (default: made-up pairs)")
+    parser.add_argument("--vocabulary", type=positive, default=1000, help="words of made-up pairs")
+    parser.add_argument("--seed", type=int, default=42, help="of weights and batches")
+    arguments = parse(parser, argv, steps=2, tokens=128, vocabulary=5, dtype="bfloat16")
     device = pick_device(arguments.device, "transformer_losses.py")
-    if device is None:
-        return
-    if reason := extension.why_not():
-        print(f"The backend {arguments.backend!r} runs its plain implementation: {reason}.")
     if arguments.data:
         pairs = Multi30k(arguments.data, train=True).for_transformer(seq_len_multiple=8)
         words, make_batches = pairs.dictionary, partial(multi30k_batches, pairs)
@@ -196,16 +149,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for backend in dict.fromkeys((arguments.backend, *TORCHS)):
         batches = make_batches(arguments.tokens, arguments.seed, device)
         curves[backend] = train(backend, words, batches, arguments, device)
-    section = report(curves, arguments, device)
-    print(section)
-    rows = [
-        {"step": step, **dict(zip(curves, losses, strict=True))}
-        for step, losses in enumerate(zip(*curves.values(), strict=True), start=1)
-    ]
-    write_csv(rows, arguments.output / "transformer_losses.csv")
-    plot(curves, arguments.output / "transformer_losses.png")
-    if arguments.append_results:
-        update_section(RESULTS, HEADING, section)
+    conditions = f"Preset small, at most {arguments.tokens:,} tokens per step, no dropout, seed {arguments.seed}."
+    data = "Multi30k" if arguments.data else "made-up pairs"
+    rows = compare(curves, f"{data}, {arguments.steps} steps, {arguments.dtype}")
+    finish(SUBJECT, rows, arguments, conditions)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The ways of attending that `attention.py` compares: ours, and four kinds of rivals.
+"""The variants of attention that `attention.py` compares: ours, and four kinds of others.
 
-(a) what ``nn.MultiheadAttention`` does; (b) ``scaled_dot_product_attention`` with a padding mask, by each of its
+(a) the calls of ``nn.MultiheadAttention``; (b) ``scaled_dot_product_attention`` with a padding mask, by each of its
 backends; (c) FlashAttention on sentences of different lengths without padding; (d) the plain reference.
 
-A way of the core gets Q, K and V of shape (sentences, length, heads, features); a way of the module gets the input, of
-shape (sentences, length, width), and the weights of both projections. Each puts them into the layout that it likes best
-before anything is timed.
+A variant of the core gets Q, K and V of shape (sentences, length, heads, features). A variant of the module gets the
+input, of shape (sentences, length, width), and the weights of both projections. Each converts them to its fastest
+layout before the time is taken.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mlbench_core.models.pytorch.transformer.modules import MultiheadAttention
 from mlbench_core.models.pytorch.transformer.modules.attention import attention_mask, reference_attention
 from mlbench_core.ops.pytorch.attention import short_attention, short_attention_qkv
 
-OURS = "ours"
+OURS, OURS_PACKED = "ours", "ours, packed rows"
 SDPA_BACKENDS = {
     "math": SDPBackend.MATH,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -35,17 +35,17 @@ SDPA_BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
 }
 Attend = Callable[[Batch, Sequence[Tensor], float], Callable[[], Tensor]]
-"""From a batch, leaves in the way's layout and the probability of dropout to the forward pass."""
+"""Takes a batch, leaves in the variant's layout and the probability of dropout; returns the forward pass."""
 Core = Callable[[Batch, torch.dtype, float], Callable[[Tensor, Tensor, Tensor], Tensor]]
-"""From a batch, the dtype and the probability of dropout to a function of Q, K and V."""
+"""Takes a batch, the dtype and the probability of dropout; returns a function of Q, K and V."""
 
 
 class Prepared(NamedTuple):
     """A forward pass that is ready to run.
 
     Attributes:
-        run: Gives the output in the way's layout.
-        leaves: What gradients are taken of.
+        run: Returns the output in the variant's layout.
+        leaves: The tensors whose gradients are computed.
     """
 
     run: Callable[[], Tensor]
@@ -53,27 +53,25 @@ class Prepared(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way of attending.
+class Variant:
+    """One variant of attention.
 
     Attributes:
         part: ``"core"`` or ``"module"``.
-        title: In words.
-        rival: ``"ours"``, or the letter of its kind.
+        title: For tables.
         layout: Of its tensors.
-        attend: What makes the forward pass.
+        attend: Makes the forward pass.
         around: Makes the context in which it runs.
     """
 
     part: str
     title: str
-    rival: str
     layout: Layout
     attend: Attend
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def prepare(self, batch: Batch, leaves: Sequence[Tensor], p: float) -> Prepared:
-        """Put operands, batch first as they are given, into the own layout, and make the forward pass."""
+        """Convert batch-first operands to the variant's layout, and make the forward pass."""
         own = tuple(
             (batch.put(leaf, self.layout) if self._is_operand(number) else leaf).detach().clone().requires_grad_()
             for number, leaf in enumerate(leaves)
@@ -81,7 +79,7 @@ class Way:
         return Prepared(self.attend(batch, own, p), own)
 
     def batch_first(self, batch: Batch, output: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The output and the gradients of all leaves as (sentences, length, ...), zeros at padding."""
+        """Return the output and the gradients of all leaves as (sentences, length, ...), with zeros at padding."""
         found = [
             batch.take(gradient, self.layout) if self._is_operand(number) else gradient
             for number, gradient in enumerate(gradients)
@@ -89,43 +87,43 @@ class Way:
         return [batch.take(output.detach(), self.layout), *found]
 
     def _is_operand(self, number: int) -> bool:
-        """Whether a leaf holds something for each token; the module's second and third are weights."""
+        """Return True for a leaf with data of each token; the module's second and third are weights."""
         return self.part == "core" or number == 0
 
 
-def core_ways() -> list[Way]:
-    """Attention between the projections; ours first."""
+def core_variants() -> list[Variant]:
+    """Return the variants of attention between the projections, ours first."""
     sdpa = partial(_core, _sdpa)
     return [
-        Way("core", "ours", OURS, "batch first", partial(_core, _ours)),
-        Way("core", "ours, packed rows", OURS, "packed", partial(_core, _ours_packed)),
-        Way("core", "products and softmax of nn.MultiheadAttention", "a", "time first", partial(_core, _multihead)),
+        Variant("core", OURS, "batch first", partial(_core, _ours)),
+        Variant("core", OURS_PACKED, "packed", partial(_core, _ours_packed)),
+        Variant("core", "(a) products and softmax of nn.MultiheadAttention", "time first", partial(_core, _multihead)),
         *(
-            Way("core", f"scaled_dot_product_attention, {name}", "b", "batch first", sdpa, _forced(backend))
+            Variant("core", f"(b) scaled_dot_product_attention, {name}", "batch first", sdpa, _forced(backend))
             for name, backend in SDPA_BACKENDS.items()
         ),
-        Way("core", "FlashAttention, variable lengths", "c", "packed", partial(_core, _flash)),
-        Way("core", "torch's varlen_attn", "c", "packed", partial(_core, _varlen)),
-        Way("core", "nested tensors", "c", "packed", partial(_core, _nested)),
-        Way("core", "plain reference", "d", "batch first", partial(_core, _reference)),
+        Variant("core", "(c) FlashAttention, variable lengths", "packed", partial(_core, _flash)),
+        Variant("core", "(c) torch's varlen_attn", "packed", partial(_core, _varlen)),
+        Variant("core", "(c) nested tensors", "packed", partial(_core, _nested)),
+        Variant("core", "(d) plain reference", "batch first", partial(_core, _reference)),
     ]
 
 
-def module_ways() -> list[Way]:
-    """Attention with its projections, self-attention without biases; ours first."""
+def module_variants() -> list[Variant]:
+    """Return the variants of self-attention with its projections, without biases, ours first."""
     fused = partial(_our_module, "fused")
     return [
-        Way("module", "ours", OURS, "time first", partial(_our_module, "kernel")),
-        Way("module", "ours, packed rows", OURS, "packed", _our_packed_module),
-        Way("module", "nn.MultiheadAttention", "a", "time first", partial(_torch_module, True)),
-        Way("module", "nn.MultiheadAttention, need_weights=False", "a", "time first", partial(_torch_module, False)),
+        Variant("module", OURS, "time first", partial(_our_module, "kernel")),
+        Variant("module", OURS_PACKED, "packed", _our_packed_module),
+        Variant("module", "(a) nn.MultiheadAttention", "time first", partial(_torch_module, True)),
+        Variant("module", "(a) nn.MultiheadAttention, need_weights=False", "time first", partial(_torch_module, False)),
         *(
-            Way("module", f"scaled_dot_product_attention, {name}", "b", "time first", fused, _forced(backend))
+            Variant("module", f"(b) scaled_dot_product_attention, {name}", "time first", fused, _forced(backend))
             for name, backend in SDPA_BACKENDS.items()
         ),
-        Way("module", "FlashAttention, variable lengths", "c", "packed", partial(_packed_module, _flash)),
-        Way("module", "nested tensors", "c", "packed", partial(_packed_module, _nested)),
-        Way("module", "plain reference", "d", "time first", partial(_our_module, "reference")),
+        Variant("module", "(c) FlashAttention, variable lengths", "packed", partial(_packed_module, _flash)),
+        Variant("module", "(c) nested tensors", "packed", partial(_packed_module, _nested)),
+        Variant("module", "(d) plain reference", "time first", partial(_our_module, "reference")),
     ]
 
 
@@ -149,7 +147,7 @@ def _ours_packed(batch: Batch, dtype: torch.dtype, p: float) -> Callable[[Tensor
 
 
 def _multihead(batch: Batch, dtype: torch.dtype, p: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The calls of ``nn.MultiheadAttention`` with weights, its default: half precision throughout, a mask to add."""
+    """Make the calls of ``nn.MultiheadAttention`` with weights, its default: half precision, and a mask to add."""
     mask: Tensor | None = None
     if batch.padding is not None:
         zeros = torch.zeros(batch.padding.shape, dtype=dtype, device=batch.padding.device)
@@ -176,7 +174,7 @@ def _sdpa(batch: Batch, dtype: torch.dtype, p: float) -> Callable[[Tensor, Tenso
 
 
 def _flash(batch: Batch, dtype: torch.dtype, p: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The operator under torch's ``varlen_attn``, which can drop weights while that has no argument for it."""
+    """Call the operator below torch's ``varlen_attn``, because that has no argument for dropout."""
     starts, most = batch.starts, batch.length
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -200,7 +198,7 @@ def _varlen(batch: Batch, dtype: torch.dtype, p: float) -> Callable[[Tensor, Ten
 
 
 def _nested(batch: Batch, dtype: torch.dtype, p: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Nested tensors have to be contiguous, which slices of a fused projection are not."""
+    """Use nested tensors. They must be contiguous, and slices of a fused projection are not."""
     starts = batch.starts.long()
     nested = partial(
         torch.nested.nested_tensor_from_jagged, offsets=starts, min_seqlen=batch.shortest, max_seqlen=batch.length
@@ -224,7 +222,7 @@ def _reference(batch: Batch, dtype: torch.dtype, p: float) -> Callable[[Tensor, 
 
 
 def _our_module(backend: str, batch: Batch, leaves: Sequence[Tensor], p: float) -> Callable[[], Tensor]:
-    """The library's module by one of its backends."""
+    """Make the library's module with one of its backends."""
     x, in_weight, out_weight = leaves
     module = MultiheadAttention(WIDTH, HEADS, dropout=p, backend=backend)
     _set_weights(module, in_weight, out_weight)
@@ -232,7 +230,7 @@ def _our_module(backend: str, batch: Batch, leaves: Sequence[Tensor], p: float) 
 
 
 def _torch_module(need_weights: bool, batch: Batch, leaves: Sequence[Tensor], p: float) -> Callable[[], Tensor]:
-    """torch's module, which takes another path where weights are wanted, as they are by default."""
+    """Make torch's module, which has another path if weights are requested, as they are by default."""
     x, in_weight, out_weight = leaves
     module = nn.MultiheadAttention(WIDTH, HEADS, dropout=p, bias=False)
     _set_weights(module, in_weight, out_weight)
@@ -240,21 +238,21 @@ def _torch_module(need_weights: bool, batch: Batch, leaves: Sequence[Tensor], p:
 
 
 def _set_weights(module: nn.Module, in_weight: Tensor, out_weight: Tensor) -> None:
-    """Let a module compute with these very tensors, of which gradients can be taken."""
+    """Let a module compute with these tensors instead of its parameters, to compute their gradients."""
     for owner, name, weight in ((module, "in_proj_weight", in_weight), (module.out_proj, "weight", out_weight)):
         delattr(owner, name)
         setattr(owner, name, weight)
 
 
 def _our_packed_module(batch: Batch, leaves: Sequence[Tensor], p: float) -> Callable[[], Tensor]:
-    """Projections around our core, which takes the fused one in a piece and gives its gradient in a piece."""
+    """Put projections around our core, which takes the fused one in one piece and returns one gradient for it."""
     x, in_weight, out_weight = leaves
     attend = partial(short_attention_qkv, starts=batch.starts, max_length=batch.length, dropout_p=p)
     return lambda: F.linear(attend(F.linear(x, in_weight).unflatten(-1, (3, HEADS, HEAD_DIM))).flatten(1), out_weight)
 
 
 def _packed_module(core: Core, batch: Batch, leaves: Sequence[Tensor], p: float) -> Callable[[], Tensor]:
-    """Projections around a core that takes packed rows."""
+    """Put projections around a core that takes packed rows."""
     x, in_weight, out_weight = leaves
     attend = core(batch, x.dtype, p)
 

@@ -1,0 +1,194 @@
+"""Worker processes that do a block of work for each request: the one protocol of the scripts that need several workers.
+
+The parent starts N processes of the calling script with ``--worker FOLDER``, which call :func:`serve`.
+
+    parent                      worker 0                          workers 1 to N-1
+    ------                      --------                          ----------------
+    start N processes           join a gloo group                 join a gloo group
+    request (JSON line)    ->   broadcast the request         ->  receive it
+                                handle it                         handle it
+    list of N replies      <-   gather the replies            <-  send their reply
+    close standard input   ->   broadcast the end             ->  leave
+
+Only worker 0 talks to the parent, because mpirun forwards standard input to no other rank. A worker whose handler
+raises ends, which breaks the group of the others. The parent then kills all, reports a :class:`WorkerError` with the
+reason, and starts new processes at the next request. A handler must therefore prepare a variant when it first sees its
+name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mlbench_core.network.emulated import EmulatedNetwork
+
+REQUEST_TIMEOUT_S = 900.0
+GROUP_TIMEOUT = datetime.timedelta(hours=2)  # longer than the turns of all other variants together
+GRACE_S = 10.0
+Reply = dict[str, Any]
+
+
+class WorkerError(RuntimeError):
+    """A worker ended or did not answer in time."""
+
+
+class Workers:
+    """A group of worker processes.
+
+    Args:
+        script: The calling script; it must call :func:`serve` if its first argument is ``--worker``.
+        count: Number of workers. Each uses one thread.
+        setup: Passed to the script's handler factory in every worker.
+        launcher: Program and arguments that start all workers at once, such as mpirun's; None starts them one by one.
+        network: Hosts for the workers; None uses the loopback interface.
+
+    Raises:
+        WorkerError: From :meth:`ask`, with the exit code and the last line of the worker that failed.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        count: int,
+        setup: Reply,
+        launcher: Sequence[str] | None = None,
+        network: EmulatedNetwork | None = None,
+    ) -> None:
+        self.script, self.count, self.setup, self.launcher, self.network = script, count, setup, launcher, network
+        self.processes: list[subprocess.Popen[Any]] = []
+        self.files = contextlib.ExitStack()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def ask(self, **request: Any) -> list[Reply]:
+        """Let all workers handle a request, and return their replies by rank."""
+        # Workers start at the first request, and again after a failure.
+        if not self.processes:
+            self._start()
+        pipe = self.processes[0].stdin
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended: _receive gives the reason
+            pipe.write(f"{json.dumps(request)}\n")
+            pipe.flush()
+        line = self._receive()
+        if not line:
+            reason = self._failure()
+            self.end()
+            raise WorkerError(reason)
+        return list(json.loads(line))
+
+    def end(self) -> None:
+        """End all workers."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.processes = []
+        self.files.close()
+
+    def _start(self) -> None:
+        self.folder = Path(self.files.enter_context(tempfile.TemporaryDirectory(prefix="workers-")))
+        (self.folder / "setup.json").write_text(json.dumps(self.setup))
+        command = [sys.executable, self.script, "--worker", str(self.folder)]
+        for rank in range(1 if self.launcher else self.count):
+            # A pipe that nobody reads would block a worker that prints much, so standard error goes to a file.
+            options: dict[str, Any] = {
+                "stdin": subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                "stdout": subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                "stderr": self.files.enter_context((self.folder / f"log{rank}").open("w")),
+                "text": True,
+            }
+            # mpirun gives each worker its rank, and the MPI backend refuses another one in RANK.
+            ranks = {} if self.launcher else {"RANK": str(rank), "WORLD_SIZE": str(self.count)}
+            variables = {**ranks, "OMP_NUM_THREADS": "1"}
+            if self.network:
+                process = self.network.popen(rank, command, variables, **options)
+            else:
+                environment = {**os.environ, **variables}
+                process = subprocess.Popen([*(self.launcher or ()), *command], env=environment, **options)
+            self.processes.append(process)
+        for pipe in (self.processes[0].stdin, self.processes[0].stdout):
+            assert pipe is not None
+            self.files.callback(_close, pipe)
+
+    def _receive(self) -> str:
+        """Wait for worker 0's line; return an empty text if it ends, or another one has failed, or time is over."""
+        pipe = self.processes[0].stdout
+        assert pipe is not None
+        deadline = time.monotonic() + REQUEST_TIMEOUT_S
+        while not select.select([pipe], [], [], 0.1)[0]:
+            # The others notice a lost worker only at their next message, so they get some seconds to report it.
+            if any(process.poll() for process in self.processes):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            if time.monotonic() > deadline:
+                return ""
+        return str(pipe.readline())
+
+    def _failure(self) -> str:
+        """Return the exit code and the last words of the worker that failed first."""
+        # The exit codes of all workers are needed to find the one that failed first.
+        end = time.monotonic() + GRACE_S
+        while any(process.poll() is None for process in self.processes) and time.monotonic() < end:
+            time.sleep(0.1)
+        found = []
+        for rank, process in enumerate(self.processes):
+            lines = (self.folder / f"log{rank}").read_text().splitlines() or ["no message"]
+            tail = next((line for line in reversed(lines) if "Error" in line), lines[-1]).strip()[:200]
+            code = process.poll()
+            if code:
+                # A signal, or an error of its own, is the cause; a connection that a peer closed is the consequence.
+                found.append((code > 0, "peer" in tail, rank, f"exit code {code}: {tail}"))
+        return min(found)[-1] if found else f"no answer within {REQUEST_TIMEOUT_S:.0f} s"
+
+
+def _close(pipe: Any) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        pipe.close()
+
+
+def serve(make_handler: Callable[[Reply], Callable[[Reply], Reply]]) -> None:
+    """Be a worker: join the others, then handle requests until the parent closes standard input.
+
+    Args:
+        make_handler: Gets the parent's ``setup``, and returns the function that handles a request.
+    """
+    folder = Path(sys.argv[2])
+    # The replies get a copy of standard output.
+    replies_out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # text that a library prints must not become a reply
+    by_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE") if by_mpirun else ("RANK", "WORLD_SIZE")
+    rank, world_size = (int(os.environ[name]) for name in names)
+    torch.set_num_threads(1)
+    # A file needs no port, which another program could take in the meantime.
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+    handle = make_handler(json.loads((folder / "setup.json").read_text()))
+    while True:
+        request = [sys.stdin.readline() if rank == 0 else ""]
+        # The other workers wait here, without use of the processor, while another variant has its turn.
+        dist.broadcast_object_list(request, src=0)
+        if not request[0]:
+            break
+        replies: list[Any] = [None] * world_size
+        dist.all_gather_object(replies, handle(json.loads(request[0])))
+        if rank == 0:
+            print(json.dumps(replies), file=replies_out, flush=True)
+    dist.destroy_process_group()
