@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlbench_core.client.log_metrics import LogMetrics
-from mlbench_core.controlflow.task_arguments import task_main
+from mlbench_core.controlflow.task_arguments import count, task_main
 from mlbench_core.distributed.pytorch.initialize import initialize_backends
 from mlbench_core.errors import BackendError, ConfigurationError, require
 from mlbench_core.evaluation.latency import element_counts
@@ -43,17 +43,19 @@ LIGHT_SIZES, LIGHT_LARGEST = 13, 10**6
 ROWS_SHOWN = 9  # of each type
 
 
-def choose_sizes(args: argparse.Namespace, light: bool, world_size: int, left_out: dict[str, str]) -> list[int]:
+def choose_sizes(args: argparse.Namespace, world_size: int, left_out: dict[str, str]) -> list[int]:
     """Return the numbers of elements to measure, in ascending order."""
     # Operations that cut a tensor need one part of equal size per worker, so sizes are rounded up below.
     multiple_of = world_size if COLLECTIVES[args.collective].is_cut else 1
-    num, largest = (LIGHT_SIZES, LIGHT_LARGEST) if light else (SIZES, LARGEST)
+    num, largest = (LIGHT_SIZES, LIGHT_LARGEST) if args.light_target else (SIZES, LARGEST)
     wanted = args.elements or element_counts(args.sizes or num, largest)
     sizes = [count for count in wanted if args.max_elements is None or count <= args.max_elements]
     if len(sizes) < len(wanted):
         left_out["sizes"] = f"{len(wanted) - len(sizes)} of {len(wanted)} are above --max-elements {args.max_elements}"
     if not sizes:
-        raise ConfigurationError(f"no size is left: all are above --max-elements {args.max_elements}")
+        raise ConfigurationError(
+            f"--max-elements must be at least {min(wanted)}, the smallest size, not {args.max_elements}"
+        )
     return sorted({-(-count // multiple_of) * multiple_of for count in sizes})
 
 
@@ -65,17 +67,17 @@ def choose_dtypes(args: argparse.Namespace, device: torch.device, left_out: dict
             left_out[name] = reason
     chosen = [DTYPES[name] for name in args.dtypes if name not in left_out]
     if not chosen:
-        raise BackendError(f"{dist.get_backend()} does no {args.collective} on {device.type} here: {left_out}")
+        raise BackendError(
+            f"{dist.get_backend()} has no {args.collective} on {device.type} for any of the types: {left_out}"
+        )
     return chosen
 
 
-def measure_all(
-    args: argparse.Namespace, light: bool, rank: int, world_size: int, device: torch.device
-) -> LatencyReport:
+def measure_all(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> LatencyReport:
     """Measure every size and type. With a time limit, each has an equal part of the remaining time."""
     report = LatencyReport(machine=describe_machine(device), versions=describe_versions())
     dtypes = choose_dtypes(args, device, report.left_out)
-    sizes = choose_sizes(args, light, world_size, report.left_out)
+    sizes = choose_sizes(args, world_size, report.left_out)
     report.methodology = {
         "repetitions": args.repetitions,
         "time_limit_s": args.time_limit,
@@ -140,20 +142,22 @@ def show(report: LatencyReport) -> None:
 
 
 def main(
-    run_id: str, dataset_dir: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str, hosts: str | None,
-    validation_only: bool, gpu: bool, light_target: bool, args: argparse.Namespace,
+    run_id: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str, hosts: str | None, gpu: bool,
+    args: argparse.Namespace, **_: object,
 ) -> None:  # fmt: skip
-    """Run the task on this worker."""
-    if validation_only:
-        raise ConfigurationError("task 0 trains nothing that could be evaluated: leave out --validation_only")
+    """Run the task on this worker. Arguments that come unchanged from the command line are read from ``args``."""
+    if args.validation_only:
+        raise ConfigurationError(
+            "task 0 trains no model, so it has no checkpoint to evaluate: leave out --validation_only"
+        )
     if args.plot:
         require("matplotlib", "charts")
     with initialize_backends(
         comm_backend=backend, hosts=hosts, rank=rank, use_cuda=gpu, ckpt_run_dir=ckpt_run_dir, timeout_s=args.timeout
     ) as (rank, world_size, graph):
         if world_size == 1:
-            raise ConfigurationError("one worker has nobody to communicate with: start 2 or more (see README.md)")
-        report = measure_all(args, light_target, rank, world_size, graph.current_device)
+            raise ConfigurationError("task 0 needs at least 2 workers, not 1: README.md shows how to start them")
+        report = measure_all(args, rank, world_size, graph.current_device)
     if rank == 0:
         name = f"{args.collective}-{backend}-{graph.current_device.type}-{world_size}"
         files = list(report.save(Path(output_dir) / name))
@@ -172,14 +176,9 @@ def main(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this task."""
 
-    def count(text: str) -> int:
-        if not (text.isdecimal() and int(text) > 0):
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
-        return int(text)
-
     def seconds(text: str) -> float:
         if not float(text) > 0:
-            raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+            raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text!r}")
         return float(text)
 
     parser.add_argument("--collective", choices=COLLECTIVES, default="all_reduce", help="default: all_reduce")
