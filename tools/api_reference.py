@@ -1,8 +1,8 @@
-"""Write the pages of the API reference from the modules that there are.
+"""Write the pages of the API reference from the public modules.
 
 A page of ``docs/api`` names a package in the marker ``{modules} mlbench_core.optim``, an empty code block. When Sphinx
 reads the page, the marker becomes a table of the public modules of this package, and a section for each of them. A
-package below it that has a page of its own is left out. Nothing is listed by hand, so no module can be forgotten.
+package below it that has a page of its own is left out. No list is kept by hand, so no module can be forgotten.
 
 A module is public if no part of its name begins with an underscore and if it has or hands on public names. The import
 paths of version 3.0 (``utils`` and ``api``) are not part of the reference.
@@ -44,7 +44,7 @@ def all_names(tree: ast.Module) -> list[str] | None:
 
 
 def handed_on(tree: ast.Module) -> dict[str, str]:
-    """Return the full names of what a module imports and lists in ``__all__``, by short name."""
+    """Return the full names that a module imports and lists in ``__all__``, by short name."""
     exported = all_names(tree) or []
     return {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -56,7 +56,7 @@ def handed_on(tree: ast.Module) -> dict[str, str]:
 
 
 def find_origin(module: str, name: str, modules: dict[str, ast.Module]) -> str:
-    """Return the full name of what a module hands on, from the module that defines it."""
+    """Return the full name of a name that a module hands on, from the module that defines it."""
     target = handed_on(modules[module])[name]
     origin, _, name = target.rpartition(".")
     is_passed = origin != module and origin in modules and name in handed_on(modules[origin])
@@ -99,7 +99,7 @@ def modules_of(package: str, packages: set[str], modules: dict[str, ast.Module])
 
 
 def write_reference(package: str) -> str:
-    """Write what stands on a page instead of its marker.
+    """Write the text that replaces the marker of a page.
 
     Args:
         package: Package of the page.

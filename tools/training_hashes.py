@@ -115,7 +115,7 @@ def train_small(rank: int, world_size: int, *, name: str) -> nn.Module:
 
 
 def train_language_model(rank: int, world_size: int, *, folder: Path) -> nn.Module:
-    """Train task 3a's small model on a text without sense, as the task does until SGD averages."""
+    """Train task 3a's small model on random words, as the task does until SGD averages."""
     sequences, bptt = 20, 35
     text = Wikitext2Dataset(str(folder), bptt, train=True)
     text.generate_batches(sequences * world_size, sequences, rank)
@@ -146,7 +146,7 @@ def train_language_model(rank: int, world_size: int, *, folder: Path) -> nn.Modu
 
 
 def recipes(folder: Path) -> dict[str, Callable[[int, int], nn.Module]]:
-    """List what is trained, by the name that is printed."""
+    """List the trainings, by the name that is printed."""
     small = ("PowerSGD", "CentralizedAdam", "CentralizedSparsifiedSGD", "SignSGD", "DecentralizedSGD")
     return {
         "digits, CentralizedSGD": partial(train_digits, overlap=False),

@@ -2,8 +2,8 @@
 
     python benchmarks/task0_allreduce/plot.py RESULT.json [RESULT.json ...] --output times.png
 
-Points are medians, the band reaches from the fastest repetition to the 99th percentile, the dashed line is the fit
-t(n) = alpha + n / beta whose numbers stand in the legend.
+Points are medians, and the band reaches from the fastest repetition to the 99th percentile. The dashed line is the fit
+t(n) = alpha + n / beta; the legend has its numbers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | N
                 times = [fits[dtype].seconds(size) for size in sizes]
                 axes.plot(sizes, times, color=line.get_color(), linestyle="--", linewidth=0.8)
     if not axes.lines:
-        raise ConfigurationError("there is nothing to draw: the results have no measurement of these types")
+        raise ConfigurationError("there is nothing to draw: the results have no measurement of the types in --dtypes")
     axes.set(xscale="log", yscale="log", xlabel="size in bytes", ylabel="seconds of one operation")
     axes.grid(which="major", alpha=0.3)
     axes.legend(fontsize="small", title="medians; band: fastest to 99th percentile; dashed: fit")

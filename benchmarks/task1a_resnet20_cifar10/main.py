@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str = "centralized
     """Add the arguments of this task."""
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="cifar10", help="data set (default: cifar10)")
     parser.add_argument("--data", metavar="FOLDER", help="folder that holds its files (default: below --root-dataset)")
-    parser.add_argument("--partial", action="store_true", help="take what files of the data set there are")
+    parser.add_argument("--partial", action="store_true", help="use the files that exist, even if others are missing")
     add_run_arguments(parser, TASK.max_epochs)
     variants.add_arguments(parser, optimizer)
 

@@ -40,7 +40,7 @@ class Variant:
         make: Called ``(model, lr)`` in the process group; returns the optimizer.
         lr_factor: Factor between the learning rates of the reference and those of this optimizer.
         scales: True if the rate grows with the number of workers. False if the length of a step does not depend on the
-            length of the gradient: k workers improve its direction, which is no reason for a longer step.
+            length of the gradient: k workers improve its direction, and that does not justify a longer step.
     """
 
     make: Callable[[nn.Module, float], Optimizer]
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
     group.add_argument("--settings", choices=("reference", "2018"), default="reference", help="batch size and schedule")
     group.add_argument("--batch-size", type=count, metavar="N", help="images a worker; the rates grow with it")
     switch("--no-augment", help="train on the images as they are")
-    switch("--deal-anew", help="deal the training set out to the workers anew in each epoch")
+    switch("--deal-anew", help="distribute the training set to the workers again in each epoch")
     switch("--sync-batch-norm", help="normalise over the batches of all workers together")
     group.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16"), default="fp32",

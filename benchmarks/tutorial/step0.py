@@ -39,16 +39,20 @@ def average_gradients(model: nn.Module) -> None:
     """Replace every gradient by its mean over the workers."""
     for parameter in model.parameters():
         if parameter.grad is not None:
+            # Every worker receives the sum, so dividing it by their number gives the mean.
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
 
 
 def run(rank: int, size: int, folder: str, epochs: int) -> None:
     """Train for a number of epochs."""
+    # The workers start from the same weights, because they draw them with the same seed.
     torch.manual_seed(1234)
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
     data = datasets.MNIST(folder, train=True, download=True, transform=transform)
+    # Each worker takes every k-th image, so the parts are disjoint and cover the data set.
     part = Subset(data, range(rank, len(data), size))
+    # The batches of all workers together have 128 images, whatever the number of workers.
     train_set = DataLoader(part, batch_size=128 // size, shuffle=True)
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
@@ -71,6 +75,7 @@ if __name__ == "__main__":
     parser.add_argument("--data", default="data", help="folder of the data set")
     parser.add_argument("--epochs", type=int, default=10, help="number of epochs")
     args = parser.parse_args()
+    # The workers find one another at worker 0's address.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
     dist.init_process_group("gloo", rank=args.rank, world_size=args.world_size)

@@ -39,6 +39,7 @@ def average_gradients(model: nn.Module) -> None:
     """Replace every gradient by its mean over the workers."""
     for parameter in model.parameters():
         if parameter.grad is not None:
+            # Every worker receives the sum, so dividing it by their number gives the mean.
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
 
@@ -47,7 +48,9 @@ def run(rank: int, size: int, folder: str, epochs: int) -> None:
     """Train for a number of epochs."""
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
     data = datasets.MNIST(folder, train=True, download=True, transform=transform)
+    # Each worker takes every k-th image, so the parts are disjoint and cover the data set.
     part = Subset(data, range(rank, len(data), size))
+    # The batches of all workers together have 128 images, whatever the number of workers.
     train_set = DataLoader(part, batch_size=128 // size, shuffle=True)
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.5)

@@ -40,6 +40,7 @@ def average_gradients(model: nn.Module) -> None:
     """Replace every gradient by its mean over the workers."""
     for parameter in model.parameters():
         if parameter.grad is not None:
+            # Every worker receives the sum, so dividing it by their number gives the mean.
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
 
@@ -48,6 +49,7 @@ def run(rank: int, size: int, folder: str, epochs: int) -> None:
     """Train for a number of epochs."""
     train_data = MNIST(folder, train=True, download=True, channels=1, pad=0, augment=False)
     part = partition_dataset_by_rank(train_data, rank, size)
+    # The batches of all workers together have 128 images, whatever the number of workers.
     train_set = DataLoader(part, batch_size=128 // size, shuffle=True)
     model = Net()
     optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.5)

@@ -40,6 +40,7 @@ def run(rank: int, size: int, folder: str, epochs: int) -> None:
     """Train for a number of epochs."""
     train_data = MNIST(folder, train=True, download=True, channels=1, pad=0, augment=False)
     part = partition_dataset_by_rank(train_data, rank, size)
+    # The batches of all workers together have 128 images, whatever the number of workers.
     train_set = DataLoader(part, batch_size=128 // size, shuffle=True)
     model = Net()
     optimizer = CentralizedSGD(world_size=size, model=model, lr=0.01, momentum=0.5)

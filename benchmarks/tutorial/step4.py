@@ -41,6 +41,7 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
     """Train for a number of epochs."""
     train_data = MNIST(folder, train=True, download=True, channels=1, pad=0, augment=False)
     part = partition_dataset_by_rank(train_data, rank, size)
+    # The batches of all workers together have 128 images, whatever the number of workers.
     train_set = DataLoader(part, batch_size=128 // size, shuffle=True)
     model = Net()
     optimizer = CentralizedSGD(world_size=size, model=model, lr=0.01, momentum=0.5)
@@ -50,6 +51,7 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
         epoch_loss = 0.0
         tracker.train()
         for images, target in train_set:
+            # The Tracker measures the time between two calls, so each call stands at the end of its part.
             tracker.batch_start()
             optimizer.zero_grad()
             tracker.record_batch_init()

@@ -49,6 +49,7 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
     """Train until 80 % of the test images are recognized, for at most a number of epochs."""
     train_data = MNIST(folder, train=True, download=True, channels=1, pad=0, augment=False)
     part = partition_dataset_by_rank(train_data, rank, size)
+    # The batches of all workers together have 128 images, whatever the number of workers.
     train_set = DataLoader(part, batch_size=128 // size, shuffle=True)
     test_data = MNIST(folder, train=False, download=True, channels=1, pad=0)
     val_set = DataLoader(partition_dataset_by_rank(test_data, rank, size), batch_size=128)
@@ -62,6 +63,7 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
         model.train()
         tracker.train()
         for batch_idx, (images, target) in enumerate(train_set):
+            # The Tracker measures the time between two calls, so each call stands at the end of its part.
             tracker.batch_start()
             optimizer.zero_grad()
             tracker.record_batch_init()
@@ -81,6 +83,7 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
         values, val_loss = validation_round(val_set, model, F.nll_loss, metrics, "fp32", tracker=tracker)
         record_validation_stats(values, val_loss, tracker, rank)
         tracker.epoch_end()
+        # The goal is judged on averages over all workers, so all of them stop in the same epoch.
         if tracker.goal_reached:
             break
     if rank == 0:
