@@ -19,7 +19,7 @@ from mlbench_core.aggregation.pytorch.topology import ring
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.models.pytorch.resnet import get_resnet_model, resnet18_32x32
 from mlbench_core.models.pytorch.vgg import VGG
-from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
+from mlbench_core.optim.pytorch import FP16Optimizer
 
 LR, MOMENTUM = 1e-3, 0.9
 SIGN_LR = 1e-6

@@ -25,7 +25,7 @@ from mlbench_core.evaluation.goals import time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.lr_scheduler.pytorch.lr import ReduceLROnPlateauWithWarmup
 from mlbench_core.models.pytorch.resnet import get_resnet_model
-from mlbench_core.optim.pytorch.centralized import CentralizedSGD
+from mlbench_core.optim.pytorch import CentralizedSGD
 from mlbench_core.tasks import get_task
 
 TASK = get_task("1a")

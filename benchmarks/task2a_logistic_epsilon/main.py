@@ -25,7 +25,7 @@ from mlbench_core.evaluation.pytorch.criterion import BCELossRegularized
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.lr_scheduler.pytorch.lr import SQRTTimeDecayLR
 from mlbench_core.models.pytorch.linear_models import LogisticRegression, Standardization
-from mlbench_core.optim.pytorch.centralized import CentralizedSGD
+from mlbench_core.optim.pytorch import CentralizedSGD
 from mlbench_core.tasks import get_task
 from mlbench_core.tracking.tracker import Tracker
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from mlbench_core.dataset.imagerecognition.pytorch import MNIST
 from mlbench_core.dataset.pytorch import partition_dataset_by_rank
 from mlbench_core.distributed.pytorch import initialize_backends
-from mlbench_core.optim.pytorch.centralized import CentralizedSGD
+from mlbench_core.optim.pytorch import CentralizedSGD
 from mlbench_core.tracking import Tracker
 
 

@@ -24,7 +24,7 @@ from mlbench_core.dataset.pytorch import partition_dataset_by_rank
 from mlbench_core.distributed.pytorch import initialize_backends
 from mlbench_core.evaluation.goals import task1_time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
-from mlbench_core.optim.pytorch.centralized import CentralizedSGD
+from mlbench_core.optim.pytorch import CentralizedSGD
 from mlbench_core.tracking import Tracker
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mlbench_core.aggregation.pytorch.centralized import AVG_CUSTOM, AVG_WORLD, AllReduceAggregationHVD
 from mlbench_core.errors import ConfigurationError, MissingDependencyError
-from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
+from mlbench_core.optim.pytorch import FP16Optimizer
 
 
 class FakeHorovod(types.ModuleType):

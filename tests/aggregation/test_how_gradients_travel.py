@@ -21,8 +21,8 @@ from mlbench_core.optim.pytorch import (
     CustomCentralizedOptimizer,
     DistributedGradScaler,
     GenericCentralizedOptimizer,
+    must_skip,
 )
-from mlbench_core.optim.pytorch.grad_scaler import must_skip
 from tests.helpers.ranks import run_ranks
 
 Results = list[dict[str, Any]]

@@ -33,12 +33,12 @@ from mlbench_core.optim.pytorch import (
     DecentralizedSGD,
     DiLoCo,
     EFSignSGD,
+    FP16Optimizer,
     LocalSGD,
     PowerSGD,
     SignSGD,
     SparsifiedSGD,
 )
-from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
 from tests.helpers.ranks import run_ranks
 
 STEPS, HALF = 9, 4  # half the way is in the middle of a period

@@ -39,7 +39,7 @@ from mlbench_core.optim.pytorch import (
     optimizers,
 )
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
-from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
+from mlbench_core.optim.pytorch.distributed import OptimizerWrapper
 
 Make = Callable[[nn.Module], Optimizer]
 

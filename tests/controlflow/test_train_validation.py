@@ -25,7 +25,7 @@ from mlbench_core.dataset.pytorch import partition_dataset_by_rank
 from mlbench_core.evaluation.goals import time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
 from mlbench_core.lr_scheduler.pytorch.lr import ReduceLROnPlateauWithWarmup
-from mlbench_core.optim.pytorch.centralized import CentralizedSGD, CustomCentralizedOptimizer
+from mlbench_core.optim.pytorch import CentralizedSGD, CustomCentralizedOptimizer
 from mlbench_core.utils import Tracker
 from tests.helpers.ranks import run_ranks
 

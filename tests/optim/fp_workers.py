@@ -10,9 +10,7 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mlbench_core.optim.pytorch import CentralizedSGD, CentralizedSparsifiedSGD
-from mlbench_core.optim.pytorch.fp_optimizers import FP16Optimizer
-from mlbench_core.optim.pytorch.grad_scaler import DistributedGradScaler
+from mlbench_core.optim.pytorch import CentralizedSGD, CentralizedSparsifiedSGD, DistributedGradScaler, FP16Optimizer
 from tests.optim.workers import counted_all_reduces, make_batches, make_net, share
 
 LR = 0.5

@@ -16,9 +16,7 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
-from mlbench_core.optim.pytorch import CentralizedSGD
-from mlbench_core.optim.pytorch.fp_optimizers import DynamicLossScaler, FP16Optimizer
-from mlbench_core.optim.pytorch.grad_scaler import DistributedGradScaler
+from mlbench_core.optim.pytorch import CentralizedSGD, DistributedGradScaler, DynamicLossScaler, FP16Optimizer
 from tests.contracts.test_optimizers import SCHEDULERS
 from tests.helpers.ranks import run_ranks
 from tests.optim import fp_workers

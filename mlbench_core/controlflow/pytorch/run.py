@@ -66,7 +66,7 @@ class Run:
         >>> from mlbench_core.controlflow.pytorch import train_round, validation_round
         >>> from mlbench_core.controlflow.task_arguments import add_run_arguments
         >>> from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
-        >>> from mlbench_core.optim.pytorch.centralized import CentralizedSGD
+        >>> from mlbench_core.optim.pytorch import CentralizedSGD
         >>> def train(run):
         ...     batches = [(torch.eye(2), torch.tensor([0, 1]))]
         ...     model, loss_function, metrics = nn.Linear(2, 2), nn.CrossEntropyLoss(), [TopKAccuracy(topk=1)]

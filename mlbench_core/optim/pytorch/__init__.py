@@ -6,20 +6,21 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from mlbench_core.optim.pytorch.centralized import (
+from mlbench_core.optim.pytorch.compressed import EFSignSGD, SignSGD, SparsifiedSGD
+from mlbench_core.optim.pytorch.half_precision import DistributedGradScaler, DynamicLossScaler, FP16Optimizer
+from mlbench_core.optim.pytorch.ntasgd import NTASGD, AveragedSGD, scaled_rate
+from mlbench_core.optim.pytorch.presets import (
     CentralizedAdam,
     CentralizedSGD,
     CentralizedSparsifiedSGD,
+    ChocoSGD,
     CustomCentralizedOptimizer,
+    DecentralizedSGD,
+    DiLoCo,
     GenericCentralizedOptimizer,
+    LocalSGD,
     PowerSGD,
 )
-from mlbench_core.optim.pytorch.decentralized import ChocoSGD, DecentralizedSGD
-from mlbench_core.optim.pytorch.fp_optimizers import DynamicLossScaler, FP16Optimizer
-from mlbench_core.optim.pytorch.grad_scaler import DistributedGradScaler
-from mlbench_core.optim.pytorch.local import DiLoCo, LocalSGD
-from mlbench_core.optim.pytorch.ntasgd import NTASGD, AveragedSGD, scaled_rate
-from mlbench_core.optim.pytorch.optim import EFSignSGD, SignSGD, SparsifiedSGD
 
 __all__ = [
     "NTASGD",

@@ -20,8 +20,7 @@ from torch.optim import SGD, Optimizer
 
 from mlbench_core.arguments import check_int
 from mlbench_core.optim.pytorch.compressed import CompressedOptimizer
-from mlbench_core.optim.pytorch.generic import Closure
-from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
+from mlbench_core.optim.pytorch.distributed import Closure, OptimizerWrapper
 
 __all__ = ["NTASGD", "AveragedSGD", "scaled_rate"]
 
@@ -120,7 +119,7 @@ class NTASGD:
 
     Args:
         optimizer: An optimizer of this package that wraps a :class:`torch.optim.SGD`, for example a
-            :class:`~mlbench_core.optim.pytorch.centralized.CentralizedSGD`.
+            :class:`~mlbench_core.optim.pytorch.presets.CentralizedSGD`.
         interval: Non-monotone interval n; None is 5.
         patience: Use the rule of patience instead: the number of values in a row that are not better than the best
             before them.

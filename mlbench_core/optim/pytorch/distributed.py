@@ -1,15 +1,17 @@
-"""Any torch optimizer, made distributed by any aggregation."""
+"""Any torch optimizer, made distributed by any aggregation, and the wrapper that it is built on."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import required
 
 from mlbench_core import torch_private
@@ -19,29 +21,218 @@ from mlbench_core.aggregation.pytorch.names import check_names
 from mlbench_core.aggregation.pytorch.overlap import BUCKET_SIZE_BYTES, OverlappedReduction
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.arguments import check_at_least, check_finite_at_least_0
-from mlbench_core.optim.pytorch.grad_scaler import must_skip
-from mlbench_core.optim.pytorch.inner import (
-    divides_gradients,
-    dividing,
-    evaluates_repeatedly,
-    lay_out_like_parameters,
-    parameters_beside,
-    without_momentum,
-)
-from mlbench_core.optim.pytorch.wrapper import OptimizerWrapper
 
 __all__ = [
     "Closure",
     "GenericCentralizedOptimizer",
     "OptimizerOrFactory",
+    "OptimizerWrapper",
     "Overlap",
     "check_lr",
+    "divides_gradients",
+    "dividing",
     "evaluate",
+    "evaluates_repeatedly",
+    "is_dense",
+    "lay_out_like_parameters",
+    "must_skip",
+    "parameters_beside",
+    "shared_optimizer_state",
+    "state_without_hooks",
+    "without_momentum",
 ]
 
 Closure: TypeAlias = Callable[[], Any]
 Overlap: TypeAlias = "bool | Literal['step']"
 OptimizerOrFactory: TypeAlias = "Optimizer | Callable[[Iterable[Tensor]], Optimizer]"
+_TOO_EARLY = 2
+
+
+class _NoOptimizerYet(Optimizer):
+    """A placeholder that holds the parameters until a real optimizer is set."""
+
+    _MESSAGE = "there is no torch optimizer yet: give optimizer=..., or set the attribute .optimizer"
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        raise RuntimeError(self._MESSAGE)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self.param_groups[-1] = _GroupWithoutOptions(self.param_groups[-1])
+
+
+class _GroupWithoutOptions(dict[str, Any]):
+    """A parameter group without a learning rate, which raises an error if a scheduler reads it."""
+
+    def __missing__(self, option: str) -> Any:
+        raise RuntimeError(f"a parameter group has no {option!r}: {_NoOptimizerYet._MESSAGE}")
+
+
+class OptimizerWrapper(Optimizer):
+    """A :class:`torch.optim.Optimizer` whose groups, state and defaults are those of the wrapped optimizer.
+
+    Everything that works on a torch optimizer works on this one: learning-rate schedulers, hooks, ``add_param_group``,
+    ``state_dict``, ``deepcopy`` and pickling. The groups and the state are the wrapped optimizer's objects,
+    so a change through either is seen by both, also after ``load_state_dict`` and after the wrapped optimizer was
+    swapped. A subclass adds ``step``.
+
+    As in torch, hooks stay with the object they were registered on: copies and pickles have none.
+
+    Attributes:
+        own_state: Keys of ``state_dict()`` whose values differ between workers although all workers have the same
+            weights. A checkpoint holds these of every worker.
+
+    Args:
+        params: Parameters to hold until :attr:`optimizer` is set.
+    """
+
+    own_state: ClassVar[tuple[str, ...]] = ()
+    _inner: Optimizer
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        params = list(params)
+        self._inner = _NoOptimizerYet(params)
+        super().__init__(params, {})
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Return the wrapped torch optimizer; None before one was set. Setting it swaps it.
+
+        Schedulers that were built on this object continue with the new optimizer's groups if it has the same number.
+        """
+        return None if isinstance(self._inner, _NoOptimizerYet) else self._inner
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        # A wrapper within itself would call its own methods without end.
+        inside: Optimizer = optimizer
+        while isinstance(inside, OptimizerWrapper):
+            if inside is self:
+                raise ValueError("an optimizer cannot be put inside itself")
+            inside = inside._inner
+        self.check_inside(optimizer)
+        self._inner = optimizer
+
+    def check_inside(self, optimizer: Optimizer) -> None:
+        """Raise a ValueError if an optimizer cannot be wrapped; a subclass may refuse some."""
+
+    # mypy expects plain attributes as in Optimizer; here they are those of the wrapped optimizer.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Return the parameter groups of the wrapped optimizer."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """Return the state of the wrapped optimizer, by parameter."""
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self._inner.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return the defaults of the wrapped optimizer."""
+        return self._inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._inner.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer; options it does not name get that optimizer's defaults."""
+        self._inner.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all optimized parameters.
+
+        Args:
+            set_to_none: Set them to None instead of zero.
+        """
+        self._inner.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer, in torch's format, and the entries of :meth:`extra_state`.
+
+        As in torch, its tensors are the optimizer's own: they change with the next step. Copy it with
+        :func:`copy.deepcopy` if both this optimizer and the one that loads it continue in one process.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict = {**self._inner.state_dict(), **self.extra_state()}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = post_hook(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Restore the result of :meth:`state_dict`. A plain torch optimizer's state fits as well.
+
+        Args:
+            state_dict: The state of an optimizer with the same groups.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        extra = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+        # The extra state goes first, so that a refused one leaves the wrapped optimizer as it was.
+        self.load_extra_state(extra)
+        self._inner.load_state_dict({key: value for key, value in state_dict.items() if key not in extra})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def shared_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state without the entries of one worker alone; see :func:`shared_optimizer_state`."""
+        return shared_optimizer_state(self, state_dict)
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return the entries of :meth:`state_dict` beyond the wrapped optimizer's; a subclass may add some."""
+        return {}
+
+    def load_extra_state(self, extra: dict[str, Any]) -> None:
+        """Restore the result of :meth:`extra_state`; an empty dictionary if a state has no such entries."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all attributes but hooks and a ``step`` that a scheduler patched, which belong to this object."""
+        return state_without_hooks(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        super().__setstate__({})
+
+
+def shared_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state without the entries of one worker alone.
+
+    A worker without a state of its own, or in a run with another number of workers, loads this. An error memory of
+    another worker would be applied twice.
+
+    Args:
+        optimizer: The optimizer, with its aggregation if it has one.
+        state_dict: Its state, saved by any worker.
+
+    Returns:
+        The state as given, without error memories and the like; see
+        :meth:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation.shared_state`.
+    """
+    if "aggregation" not in state_dict:
+        return dict(state_dict)
+    return {**state_dict, "aggregation": optimizer.aggregation.shared_state(state_dict["aggregation"])}
+
+
+def state_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes of an optimizer that its copies and pickles get, for ``__getstate__``."""
+    own = {"step", "_opt_called", "_zero_grad_profile_name"}
+    return {k: v for k, v in optimizer.__dict__.items() if k not in own and not k.endswith("_hooks")}
 
 
 class GenericCentralizedOptimizer(OptimizerWrapper):
@@ -501,3 +692,134 @@ def check_lr(lr: Any, optimizer: str) -> Any:
     else:
         check_finite_at_least_0("lr", lr)
     return lr
+
+
+def evaluates_repeatedly(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer requires a closure, because it may evaluate the loss several times per step."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def parameters_beside(groups: Sequence[dict[str, Any]], known: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Return the extra parameters in an optimizer's groups, not among the known ones, by name: ``"group{i}.{j}"``."""
+    ids = {id(parameter) for parameter in known}
+    return {
+        f"group{i}.{j}": parameter
+        for i, group in enumerate(groups)
+        for j, parameter in enumerate(group["params"])
+        if id(parameter) not in ids
+    }
+
+
+def without_momentum(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters without momentum in groups of a fused SGD where others have it already."""
+    if not isinstance(optimizer, SGD):
+        return []
+    newcomers, mixed = [], False
+    for group in optimizer.param_groups:
+        if group.get("fused") and group["momentum"]:
+            stepping = [parameter for parameter in group["params"] if parameter.grad is not None]
+            new = [p for p in stepping if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+            newcomers += new
+            mixed = mixed or 0 < len(new) < len(stepping)
+    return newcomers if mixed else []
+
+
+def is_dense(parameter: Tensor) -> bool:
+    """Return whether a parameter's memory holds its own numbers only, in any order.
+
+    Example:
+        >>> table = torch.zeros(4, 6)
+        >>> is_dense(table), is_dense(table.t()), is_dense(table[:2]), is_dense(table[:, :3])
+        (True, True, True, False)
+    """
+    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+
+
+def lay_out_like_parameters(optimizer: Optimizer) -> None:
+    """Copy the gradients whose strides differ from their parameters', for torch's fused kernels.
+
+    These kernels read the memory of parameter and gradient in parallel and ignore strides.
+    """
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for p in group["params"]:
+                gradient = p.grad
+                if gradient is not None and gradient.stride() != p.stride() and is_dense(p):
+                    p.grad = torch.empty_like(p).copy_(gradient)
+
+
+def divides_gradients(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is one of torch's fused ones, whose kernels can divide gradients by a scale."""
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+@contextlib.contextmanager
+def dividing(optimizer: Optimizer, divisor: Denominator | None, device: torch.device) -> Iterator[None]:
+    """Let a fused optimizer divide gradients, through the attributes a GradScaler uses; None for no division."""
+    if divisor is None:
+        yield
+        return
+    optimizer.grad_scale = torch.as_tensor(divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:  # a later step would divide again
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def must_skip(optimizer: Optimizer, aggregation: Aggregation, looked_too_early: bool = False) -> bool:
+    """Finish in ``step`` the work that a :class:`torch.amp.GradScaler` left: unscale the gradients, or skip the step.
+
+    During the step a scaler sets ``found_inf`` and ``grad_scale`` on optimizers that have
+    ``_step_supports_amp_scaling``. Workers agree on ``found_inf`` before any other message, so that all of them skip a
+    step. An aggregation could otherwise remember an overflow as the error of its compression. Gradients are unscaled
+    before they are aggregated, since each worker may have a scale of its own.
+
+    Args:
+        optimizer: The optimizer whose ``step`` this is.
+        aggregation: The aggregation that exchanges the overflow.
+        looked_too_early: True if the scaler read the gradients of this worker before they were averaged.
+
+    Returns:
+        True if gradients overflowed on any worker; False also without a scaler.
+
+    Raises:
+        ValueError: Gradients to be unscaled are float16, in which small ones would vanish; or a scaler read one
+            worker's gradients too early (on every worker alike).
+    """
+    found_inf: Tensor | int | None = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        return False
+    found_inf = torch.as_tensor(found_inf, dtype=torch.float32)  # torch gives the integer 0 without gradients
+    found_inf = torch.full_like(found_inf, _TOO_EARLY) if looked_too_early else found_inf.clamp(max=1)
+    aggregation.any_worker(found_inf)
+    if found_inf.item() == _TOO_EARLY:
+        raise ValueError(
+            "a GradScaler read the gradients of a worker before they were averaged (they were still being sent, or "
+            "the worker had no backward pass outside no_sync): use mlbench_core.optim.pytorch.DistributedGradScaler, "
+            "which waits for the averages"
+        )
+    if found_inf.item() > 0:
+        return True
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    if scale is not None:  # None: the caller has called unscale_
+        _unscale(optimizer, scale)
+    return False
+
+
+def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
+    """Divide all gradients by the scale, in place."""
+    inverse = scale.double().reciprocal().float()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.dtype == torch.float16:
+                raise ValueError(
+                    "a GradScaler needs float32 parameters under autocast, but these gradients are float16, in which "
+                    "unscaled gradients vanish: train a float16 model with FP16Optimizer"
+                )
+            parameter.grad.mul_(inverse.to(parameter.grad.device))

@@ -1,0 +1,848 @@
+"""Optimizers by name: a torch optimizer together with an aggregation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import required
+
+from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator, UnknownOperationError
+from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.choco import ChocoAggregation, Compression
+from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
+from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
+from mlbench_core.aggregation.pytorch.overlap import BUCKET_SIZE_BYTES
+from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
+from mlbench_core.aggregation.pytorch.power import PowerAggregation
+from mlbench_core.aggregation.pytorch.topology import Topology
+from mlbench_core.arguments import check_finite_at_least_0
+from mlbench_core.optim.pytorch.compressed import CentralizedSparsifiedSGD
+from mlbench_core.optim.pytorch.distributed import (
+    Closure,
+    GenericCentralizedOptimizer,
+    OptimizerOrFactory,
+    Overlap,
+    check_lr,
+    is_dense,
+)
+
+__all__ = [
+    "CentralizedAdam",
+    "CentralizedSGD",
+    "CentralizedSparsifiedSGD",
+    "ChocoSGD",
+    "CustomCentralizedOptimizer",
+    "DecentralizedSGD",
+    "DiLoCo",
+    "GenericCentralizedOptimizer",
+    "LocalSGD",
+    "PowerSGD",
+]
+
+OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
+
+
+class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
+    r"""A given torch optimizer with averaged gradients, clipped by norm, divided by a denominator of choice.
+
+    The losses are sums (not means), with gradients :math:`g_i`, and ``denom`` is the number of samples or tokens
+    :math:`n` of all workers. Then ``average_custom=True`` steps along :math:`\frac{1}{n} \sum_i g_i`, which is right
+    for workers with different amounts of data.
+
+    Args:
+        model: The model.
+        world_size: Number of workers; None takes that of the process group.
+        optimizer: A torch optimizer over the model's parameters.
+        use_cuda: True if training runs on GPUs.
+        by_layer: One message per parameter instead of one for the whole model.
+        agg_grad: Average gradients before the step; False averages weights after it.
+        grad_clip: Largest norm of the gradient over all parameters; larger ones are scaled down to it after they were
+            aggregated. Infinite: no clipping.
+        average_world: Divide sums by the number of workers. It is the default if neither flag is set.
+        average_custom: Divide sums by the ``denom`` given to :meth:`step`.
+        divide_before: Divide before the sum instead of after it, for half-precision gradients.
+        aggregation: How to aggregate, instead of a plain all-reduce.
+        overlap: Average gradients during the backward pass, see :class:`GenericCentralizedOptimizer`.
+        comm_dtype: The dtype in which gradients travel; None for their own.
+        shared_memory: Sum through memory that the workers of one machine share, see the base class.
+        process_group: A subgroup of workers, see the base class.
+
+    Raises:
+        ValueError: ``grad_clip`` is not positive, both averages are asked for, ``overlap`` and ``average_custom`` come
+            with ``comm_dtype=torch.float16``, or as in the base class.
+
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> inside = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> optimizer = CustomCentralizedOptimizer(model, None, inside, average_custom=True)
+        >>> before = model.weight.item()
+        >>> model(torch.full((4, 1), 2.0)).sum().backward()
+        >>> optimizer.step(denom=4)
+        True
+        >>> round(before - model.weight.item(), 4)
+        2.0
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world_size: int | None,
+        optimizer: OptimizerOrFactory,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        agg_grad: bool = True,
+        grad_clip: float = float("inf"),
+        average_world: bool = False,
+        average_custom: bool = False,
+        divide_before: bool = False,
+        *,
+        aggregation: Aggregation | None = None,
+        overlap: Overlap = False,
+        comm_dtype: torch.dtype | None = None,
+        shared_memory: bool = False,
+        process_group: Any = None,
+    ) -> None:
+        if average_world and average_custom:
+            raise ValueError("average_world and average_custom are both True: set the one to divide by")
+        if not grad_clip > 0:
+            raise ValueError(f"grad_clip must be positive, or inf for no clipping, not {grad_clip}")
+        if average_custom and overlap and getattr(aggregation, "comm_dtype", comm_dtype) == torch.float16:
+            raise ValueError(
+                "comm_dtype must not be torch.float16 with overlap and average_custom, because sums are sent before "
+                "step() gets the denom and may overflow: use torch.bfloat16, or overlap=False"
+            )
+        if optimizer is None:
+            raise ValueError("optimizer is missing: give a torch optimizer over the model's parameters")
+        super().__init__(
+            world_size,
+            model,
+            use_cuda=use_cuda,
+            by_layer=by_layer,
+            divide_before=divide_before,
+            agg_grad=agg_grad,
+            optimizer=optimizer,
+            aggregation=aggregation,
+            overlap=overlap,
+            comm_dtype=comm_dtype,
+            shared_memory=shared_memory,
+            process_group=process_group,
+        )
+        self.grad_clip = grad_clip
+        if average_custom:
+            self.agg_mode = AVG_CUSTOM
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Closure | None = None, tracker: Any | None = None, denom: Denominator | None = None
+    ) -> Any:
+        """Aggregate, clip and take one step.
+
+        A script can step its scheduler only after a step that was taken: ``if optimizer.step(): scheduler.step()``.
+
+        Args:
+            closure: As in the base class.
+            tracker: As in the base class.
+            denom: With ``average_custom``, the divisor of sums over workers: a positive number or a tensor with one
+                element, the same on every worker. Otherwise it is not used.
+
+        Returns:
+            Without a closure, True if the step was taken, and False if a :class:`torch.amp.GradScaler` found an
+            overflow on any worker. With a closure, its result, as for every torch optimizer.
+
+        Raises:
+            ValueError: ``average_custom`` without a positive ``denom``.
+        """
+        loss = self._step(closure, tracker, denom, self.grad_clip)
+        return not self._was_skipped if closure is None else loss
+
+
+class CentralizedSGD(GenericCentralizedOptimizer):
+    """Stochastic gradient descent with averaged gradients (or weights); see :class:`torch.optim.SGD`.
+
+    Args:
+        world_size: Number of workers; None takes that of the process group.
+        model: The model.
+        lr: Learning rate.
+        momentum: Momentum factor.
+        dampening: Dampening for momentum.
+        weight_decay: L2 penalty.
+        nesterov: Use Nesterov momentum.
+        use_cuda: True if training runs on GPUs.
+        by_layer: One message per parameter instead of one for the whole model.
+        agg_grad: Average gradients before the step; False averages weights after it.
+        divide_before: Divide before the sum instead of after it, for half-precision gradients.
+        aggregation: How to aggregate, instead of a plain all-reduce.
+        overlap: Average gradients during the backward pass, or until the step with ``"step"``, see
+            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
+        shared_memory: Sum through memory that the workers of one machine share instead of the backend's all-reduce, see
+            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        bucket_size_bytes: With ``overlap``, a message is sent when it holds this number of bytes.
+        fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
+            ``overlap``, if no parameter is a part of a larger tensor, and leaves it to torch otherwise.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+
+    Raises:
+        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, or ``fused`` is
+            True for a parameter that is a part of a larger tensor.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = CentralizedSGD(world_size=1, model=model, lr=0.1, momentum=0.9)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        world_size: int | None = None,
+        model: nn.Module | None = None,
+        lr: float = required,  # type: ignore[assignment]
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        agg_grad: bool = True,
+        *,
+        divide_before: bool = False,
+        aggregation: Aggregation | None = None,
+        overlap: Overlap = False,
+        comm_dtype: torch.dtype | None = None,
+        shared_memory: bool = False,
+        bucket_size_bytes: int = BUCKET_SIZE_BYTES,
+        fused: bool | None = None,
+        process_group: Any = None,
+    ) -> None:
+        make = partial(
+            SGD,
+            lr=check_lr(lr, "CentralizedSGD"),
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            fused=_with_fused_kernel(fused, overlap, model),
+        )
+        super().__init__(
+            world_size,
+            model,
+            use_cuda,
+            by_layer,
+            divide_before,
+            agg_grad,
+            optimizer=make,
+            aggregation=aggregation,
+            overlap=overlap,
+            comm_dtype=comm_dtype,
+            shared_memory=shared_memory,
+            bucket_size_bytes=bucket_size_bytes,
+            process_group=process_group,
+        )
+
+
+class CentralizedAdam(GenericCentralizedOptimizer):
+    """Adam with averaged gradients (or weights); see :class:`torch.optim.Adam`.
+
+    Args:
+        world_size: Number of workers; None takes that of the process group.
+        model: The model.
+        lr: Learning rate.
+        betas: Decay of the running averages of the gradient and of its square.
+        eps: Added to the denominator.
+        weight_decay: L2 penalty.
+        amsgrad: Use the maximum of the second moment so far.
+        use_cuda: True if training runs on GPUs.
+        by_layer: One message per parameter instead of one for the whole model.
+        agg_grad: Average gradients before the step; False averages weights after it.
+        divide_before: Divide before the sum instead of after it, for half-precision gradients.
+        aggregation: How to aggregate, instead of a plain all-reduce.
+        overlap: Average gradients during the backward pass, or until the step with ``"step"``, see
+            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
+        shared_memory: Sum through memory that the workers of one machine share instead of the backend's all-reduce, see
+            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        bucket_size_bytes: With ``overlap``, a message is sent when it holds this number of bytes.
+        fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
+            ``overlap``, if no parameter is a part of a larger tensor, and leaves it to torch otherwise.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+
+    Raises:
+        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, or ``fused`` is
+            True for a parameter that is a part of a larger tensor.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = CentralizedAdam(world_size=1, model=model, lr=0.001)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+
+    References:
+        Kingma and Ba: Adam: A Method for Stochastic Optimization. arXiv:1412.6980
+    """
+
+    def __init__(
+        self,
+        world_size: int | None = None,
+        model: nn.Module | None = None,
+        lr: float = required,  # type: ignore[assignment]
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        agg_grad: bool = True,
+        *,
+        divide_before: bool = False,
+        aggregation: Aggregation | None = None,
+        overlap: Overlap = False,
+        comm_dtype: torch.dtype | None = None,
+        shared_memory: bool = False,
+        bucket_size_bytes: int = BUCKET_SIZE_BYTES,
+        fused: bool | None = None,
+        process_group: Any = None,
+    ) -> None:
+        make = partial(
+            Adam,
+            lr=check_lr(lr, "CentralizedAdam"),
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            fused=_with_fused_kernel(fused, overlap, model),
+        )
+        super().__init__(
+            world_size,
+            model,
+            use_cuda,
+            by_layer,
+            divide_before,
+            agg_grad,
+            optimizer=make,
+            aggregation=aggregation,
+            overlap=overlap,
+            comm_dtype=comm_dtype,
+            shared_memory=shared_memory,
+            bucket_size_bytes=bucket_size_bytes,
+            process_group=process_group,
+        )
+
+
+def _with_fused_kernel(fused: bool | None, overlap: Overlap, model: nn.Module | None) -> bool | None:
+    """Return torch's argument ``fused``: the user's choice, or one that fits the overlap and the parameters."""
+    if fused is False or not isinstance(model, nn.Module) or not (fused or overlap):
+        return fused
+    # A fused kernel treats the memory of a parameter as one dense block, gaps included.
+    with_gaps = [name for name, parameter in model.named_parameters() if not is_dense(parameter)]
+    if fused and with_gaps:
+        raise ValueError(
+            f"fused must be False or None, not True: {with_gaps[0]!r} is a part of a larger tensor, and torch's fused "
+            "kernel would write into the rest of this tensor"
+        )
+    has_kernel = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
+    return True if fused or (has_kernel and not with_gaps) else None
+
+
+class PowerSGD(GenericCentralizedOptimizer):
+    r"""Stochastic gradient descent whose gradients are averaged at low rank, with error feedback.
+
+    :math:`P Q^\top` is the result of :class:`~mlbench_core.aggregation.pytorch.power.PowerAggregation` for the workers'
+    gradients. With the momentum buffer :math:`v`, every worker takes the same step, that of :class:`torch.optim.SGD`:
+
+    .. math::
+        v &\leftarrow \text{momentum} \cdot v + (1 - \text{dampening})\, P Q^\top \\
+        x &\leftarrow x - \text{lr} \cdot v
+
+    Weight decay acts after the compression. (The paper's last line is :math:`x - \text{lr}\,(P Q^\top + v)`; torch has
+    :math:`x - \text{lr}\,(P Q^\top + \text{momentum} \cdot v)` with ``nesterov=True``.)
+
+    Args:
+        model: The model.
+        lr: Learning rate.
+        momentum: Momentum factor.
+        weight_decay: L2 penalty.
+        dampening: Dampening for momentum.
+        nesterov: Use Nesterov momentum.
+        average_world: Divide the sum over workers by their number; False steps along the sum.
+        use_cuda: True if training runs on GPUs.
+        by_layer: Two messages per parameter instead of two for the whole model.
+        reuse_query: Start the power iteration from the last step's result (warm start).
+        world_size: Number of workers; None takes that of the process group.
+        rank: Largest rank of the approximation, 1 or more. It is not the worker's number.
+        error_feedback: Add the error of this approximation to the next gradient.
+        comm_dtype: Type in which the factors travel, for example ``torch.bfloat16``; None is that of the computation.
+        start_after_steps: For this number of steps, first average gradients uncompressed.
+        seed: Seed of the aggregation's own random generator; the same on all workers.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+
+    Raises:
+        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, or a number is
+            out of range.
+
+    Example:
+        >>> model = nn.Linear(8, 6)
+        >>> optimizer = PowerSGD(model, lr=0.1, momentum=0.9, reuse_query=True, rank=2)
+        >>> model(torch.ones(1, 8)).sum().backward()
+        >>> optimizer.step()
+
+    References:
+        Vogels, Karimireddy and Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization.
+        arXiv:1905.13727
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        lr: float = required,  # type: ignore[assignment]
+        momentum: float = 0,
+        weight_decay: float = 0,
+        dampening: float = 0,
+        nesterov: bool = False,
+        average_world: bool = True,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        reuse_query: bool = False,
+        world_size: int | None = 1,
+        rank: int = 1,
+        *,
+        error_feedback: bool = True,
+        comm_dtype: torch.dtype | None = None,
+        start_after_steps: int = 0,
+        seed: int = 0,
+        process_group: Any = None,
+    ) -> None:
+        make = partial(
+            SGD,
+            lr=check_lr(lr, "PowerSGD"),
+            momentum=momentum,
+            weight_decay=weight_decay,
+            dampening=dampening,
+            nesterov=nesterov,
+        )
+        aggregation = PowerAggregation(
+            model,  # type: ignore[arg-type]  # which refuses None
+            use_cuda=use_cuda,
+            reuse_query=reuse_query,
+            world_size=world_size,
+            rank=rank,
+            error_feedback=error_feedback,
+            comm_dtype=comm_dtype,
+            start_after_steps=start_after_steps,
+            seed=seed,
+            process_group=process_group,
+        )
+        super().__init__(world_size, model, use_cuda, by_layer, optimizer=make, aggregation=aggregation)
+        if not average_world:
+            self.agg_mode = AVG_CUSTOM
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None, tracker: Any | None = None) -> Any:  # type: ignore[override]
+        """Aggregate the gradients and take one step.
+
+        Args:
+            closure: Clears the gradients, computes the loss and its gradients, and returns the loss.
+            tracker: A :class:`~mlbench_core.tracking.tracker.Tracker`, or None.
+
+        Returns:
+            The closure's result, this worker's loss; None without a closure.
+        """
+        return self._step(closure, tracker, denom=1)  # used only if the sum is not averaged
+
+
+class GossipOptimizer(GenericCentralizedOptimizer):
+    """Base of the optimizers whose workers have similar, but not equal weights."""
+
+    def consensus_distance(self) -> float:
+        """Measure how far the workers are apart; every worker must call it.
+
+        See :func:`~mlbench_core.aggregation.pytorch.consensus.consensus_distance`.
+        """
+        return consensus_distance(self.model, self.aggregation.group)
+
+    def average_weights(self) -> None:
+        """Give every worker the average of all workers' weights, for example to evaluate; every worker must call it."""
+        average_weights(self.model, self.aggregation.group)
+
+
+class DecentralizedSGD(GossipOptimizer):
+    r"""Stochastic gradient descent on every worker, then an average with the neighbors (D-PSGD).
+
+    With :math:`g_i` the gradient of worker :math:`i`, :math:`\eta` the learning rate and :math:`W` the mixing matrix,
+
+    .. math:: x_i \leftarrow \sum_j W_{ij} (x_j - \eta g_j).
+
+    The average over workers takes the step of one worker with the average gradient. The distance of each worker to this
+    average is of order :math:`\eta / (1 - |\lambda_2(W)|)`. Each worker has its own momentum. See
+    :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation` for the weights and the bytes.
+
+    Args:
+        rank: This worker's number in the process group; None takes it from there.
+        neighbors: Ranks of this worker's neighbors. None if ``topology`` is given or the worker is alone.
+        model: The model.
+        lr: Learning rate.
+        momentum: Momentum factor.
+        dampening: Dampening for momentum.
+        weight_decay: L2 penalty.
+        nesterov: Use Nesterov momentum.
+        average_world: Must be True: neighbors only average.
+        use_cuda: True if training runs on GPUs.
+        by_layer: One message per parameter instead of one for the whole model.
+        topology: The whole graph, instead of ``neighbors``.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+
+    Raises:
+        ValueError: ``model``, ``lr`` or, with several workers, ``neighbors`` is missing; ``rank`` is not this
+            process's; or ``neighbors`` has a rank that is not there.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = DecentralizedSGD(rank=0, neighbors=[], model=model, lr=0.1)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.consensus_distance()
+        0.0
+
+    References:
+        X. Lian, C. Zhang, H. Zhang, C. Hsieh, W. Zhang, J. Liu: Can Decentralized Algorithms Outperform Centralized
+        Algorithms? A Case Study for Decentralized Parallel Stochastic Gradient Descent. arXiv:1705.09056
+    """
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        neighbors: Iterable[int] | None = None,
+        model: nn.Module | None = None,
+        lr: float = required,  # type: ignore[assignment]
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        average_world: bool = True,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        *,
+        topology: Topology | None = None,
+        process_group: Any = None,
+    ) -> None:
+        _check_average(average_world)
+        super().__init__(
+            None,
+            model,
+            by_layer=by_layer,
+            agg_grad=False,
+            optimizer=_sgd(type(self).__name__, lr, momentum, dampening, weight_decay, nesterov),
+            aggregation=DecentralizedAggregation(
+                rank, neighbors, use_cuda=use_cuda, topology=topology, process_group=process_group
+            ),
+        )
+
+
+class ChocoSGD(GossipOptimizer):
+    r"""Stochastic gradient descent on every worker, then an average with the neighbors by compressed differences.
+
+    With :math:`x_i` the weights after the local step, public copies :math:`\hat x_i`, a compression :math:`Q`, the
+    mixing matrix :math:`W` and the consensus step size :math:`\gamma`,
+
+    .. math::
+
+        q_i &= Q(x_i - \hat x_i) \\
+        \hat x_j &\leftarrow \hat x_j + q_j \\
+        x_i &\leftarrow x_i + \gamma \sum_j W_{ij} (\hat x_j - \hat x_i).
+
+    Each worker has its own momentum. See :class:`~mlbench_core.aggregation.pytorch.choco.ChocoAggregation` for the
+    compressions and the bytes.
+
+    Args:
+        rank: This worker's number in the process group; None takes it from there.
+        neighbors: Ranks of this worker's neighbors. None if ``topology`` is given or the worker is alone.
+        model: The model.
+        lr: Learning rate.
+        momentum: Momentum factor.
+        dampening: Dampening for momentum.
+        weight_decay: L2 penalty.
+        nesterov: Use Nesterov momentum.
+        average_world: Must be True: neighbors only average.
+        use_cuda: True if training runs on GPUs.
+        by_layer: One message per parameter instead of one for the whole model.
+        topology: The whole graph, instead of ``neighbors``.
+        compression: ``"top_k"``, ``"random_k"``, ``"sign"``, ``"identity"`` or a
+            :class:`~mlbench_core.aggregation.pytorch.choco.Compression`.
+        ratio: Share of the entries that ``top_k`` and ``random_k`` keep, in (0, 1].
+        gamma: Consensus step size in (0, 1]: the stronger the compression, the smaller.
+        seed: For ``random_k``; the same on every worker.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+
+    Raises:
+        ValueError: As in :class:`DecentralizedSGD`, or ``compression``, ``ratio`` or ``gamma`` is not allowed.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = ChocoSGD(rank=0, neighbors=[], model=model, lr=0.1, compression="sign", gamma=0.4)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+
+    References:
+        A. Koloskova, S. Stich, M. Jaggi: Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
+        Communication. arXiv:1902.00340
+        A. Koloskova, T. Lin, S. Stich, M. Jaggi: Decentralized Deep Learning with Arbitrary Communication Compression.
+        arXiv:1907.09356
+    """
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        neighbors: Iterable[int] | None = None,
+        model: nn.Module | None = None,
+        lr: float = required,  # type: ignore[assignment]
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        average_world: bool = True,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        *,
+        topology: Topology | None = None,
+        compression: str | Compression = "top_k",
+        ratio: float = 0.1,
+        gamma: float = 0.2,
+        seed: int = 0,
+        process_group: Any = None,
+    ) -> None:
+        _check_average(average_world)
+        aggregation = ChocoAggregation(
+            rank,
+            neighbors,
+            use_cuda=use_cuda,
+            topology=topology,
+            compression=compression,
+            ratio=ratio,
+            gamma=gamma,
+            seed=seed,
+            process_group=process_group,
+        )
+        super().__init__(
+            None,
+            model,
+            by_layer=by_layer,
+            agg_grad=False,
+            optimizer=_sgd(type(self).__name__, lr, momentum, dampening, weight_decay, nesterov),
+            aggregation=aggregation,
+        )
+
+
+def _check_average(average_world: bool) -> None:
+    if not average_world:
+        raise UnknownOperationError(f"average_world must be True, not {average_world!r}: neighbours only average")
+
+
+def _sgd(
+    name: str, lr: float, momentum: float, dampening: float, weight_decay: float, nesterov: bool
+) -> Callable[[Iterable[Tensor]], Optimizer]:
+    """Return a function that makes every worker's own optimizer."""
+    return partial(
+        SGD,
+        lr=check_lr(lr, name),
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+    )
+
+
+class LocalSGD(GenericCentralizedOptimizer):
+    r"""Stochastic gradient descent on every worker, and an average of all weights every H steps.
+
+    With :math:`g_i` the gradient of worker :math:`i` of :math:`k`, :math:`\eta` the learning rate and steps counted
+    from :math:`t = 1`,
+
+    .. math::
+
+        x_i &\leftarrow x_i - \eta g_i \\
+        x_i &\leftarrow \frac{1}{k} \sum_{j=1}^{k} x_j \quad \text{if } H \mid t.
+
+    The steps in between send nothing, and workers differ then. So evaluate and save right after a multiple of H steps,
+    or call :func:`~mlbench_core.aggregation.pytorch.consensus.average_weights` before. Momentum is local to a worker.
+
+    Every parameter counts its own steps, those in which it requires a gradient. If a layer is unfrozen (or frozen)
+    during training, do it right after a multiple of H steps. Otherwise the layer is averaged at other steps than the
+    rest, and workers are not all equal after a multiple of H steps.
+
+    Args:
+        world_size: Number of workers; None takes that of the process group.
+        model: The model.
+        lr: Learning rate.
+        momentum: Momentum factor.
+        dampening: Dampening for momentum.
+        weight_decay: L2 penalty.
+        nesterov: Use Nesterov momentum.
+        use_cuda: True if training runs on GPUs.
+        by_layer: One message per parameter instead of one for the whole model.
+        period: H, the number of steps from one average to the next.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+
+    Raises:
+        TypeError: ``period`` is not an integer.
+        ValueError: ``model`` or ``lr`` is missing, ``period`` is not positive, or ``world_size`` is not that of the
+            process group.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = LocalSGD(model=model, lr=0.1, period=4)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+
+    References:
+        S. Stich: Local SGD Converges Fast and Communicates Little. arXiv:1805.09767
+    """
+
+    def __init__(
+        self,
+        world_size: int | None = None,
+        model: nn.Module | None = None,
+        lr: float = required,  # type: ignore[assignment]
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        *,
+        period: int = 8,
+        process_group: Any = None,
+    ) -> None:
+        make = partial(
+            SGD,
+            lr=check_lr(lr, "LocalSGD"),
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+        )
+        every_time = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
+        aggregation = PeriodicAggregation(every_time, period)
+        super().__init__(None, model, by_layer=by_layer, agg_grad=False, optimizer=make, aggregation=aggregation)
+
+
+class DiLoCo(GenericCentralizedOptimizer):
+    r"""AdamW on every worker, and every H steps an outer step along the average of their changes (DiLoCo).
+
+    With :math:`\theta` the weights that all workers share, every worker takes H inner steps from them to
+    :math:`\theta_i`; then
+
+    .. math::
+
+        \Delta &= \frac{1}{k} \sum_{i=1}^{k} (\theta - \theta_i) \\
+        \theta &\leftarrow \operatorname{OuterOptimizer}(\theta, \Delta), \qquad \theta_i \leftarrow \theta.
+
+    The outer optimizer is SGD with Nesterov momentum: with the default 0.9 and the outer learning rate 0.7 as in the
+    paper. Each worker keeps its own state of the inner optimizer. The steps in between send nothing; see
+    :class:`LocalSGD` for when to evaluate, and when to freeze or unfreeze layers. A layer that is unfrozen later is
+    plainly averaged at its first synchronization, and takes outer steps from then on.
+
+    Attributes:
+        outer_optimizer: The outer optimizer; its learning rate may be changed.
+
+    Args:
+        world_size: Number of workers; None takes that of the process group.
+        model: The model; the same weights on every worker when the first step is taken.
+        lr: Inner learning rate.
+        betas: Decay of the inner running averages of the gradient and of its square.
+        eps: Added to the inner denominator.
+        weight_decay: Inner, decoupled weight decay.
+        use_cuda: True if training runs on GPUs.
+        by_layer: One message per parameter instead of one for the whole model.
+        period: H, the number of inner steps from one outer step to the next.
+        outer_lr: Outer learning rate.
+        outer_momentum: Outer Nesterov momentum; 0 for none.
+        inner_optimizer: A function that makes another inner optimizer of an iterable of parameters. Its learning rate
+            is its own: ``lr`` and the other inner arguments are then not used and may be left out.
+        outer_optimizer: A function that makes another outer optimizer; ``outer_lr`` and ``outer_momentum`` are then
+            not used.
+        process_group: A subgroup of workers, see
+            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+
+    Raises:
+        TypeError: ``period`` is not an integer, a learning rate is not a number, or ``outer_optimizer`` does not make a
+            torch optimizer.
+        ValueError: ``model`` or ``lr`` is missing, a learning rate is negative or not finite, ``period`` is not
+            positive, or ``world_size`` is not that of the process group.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = DiLoCo(model=model, lr=0.001, period=50)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.outer_optimizer.param_groups[0]["lr"]
+        0.7
+
+    References:
+        A. Douillard et al.: DiLoCo: Distributed Low-Communication Training of Language Models. arXiv:2311.08105
+    """
+
+    def __init__(
+        self,
+        world_size: int | None = None,
+        model: nn.Module | None = None,
+        lr: float = required,  # type: ignore[assignment]
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        *,
+        period: int = 500,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        inner_optimizer: OptimizerFactory | None = None,
+        outer_optimizer: OptimizerFactory | None = None,
+        process_group: Any = None,
+    ) -> None:
+        if inner_optimizer is None:
+            inner_optimizer = partial(AdamW, lr=check_lr(lr, "DiLoCo"), betas=betas, eps=eps, weight_decay=weight_decay)
+        if outer_optimizer is None:
+            check_finite_at_least_0("outer_lr", outer_lr)
+            check_finite_at_least_0("outer_momentum", outer_momentum)
+            outer_optimizer = partial(SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+        self._outer = DiLoCoAggregation(outer_optimizer, world_size, use_cuda=use_cuda, process_group=process_group)
+        super().__init__(
+            None,
+            model,
+            by_layer=by_layer,
+            agg_grad=False,
+            optimizer=inner_optimizer,
+            aggregation=PeriodicAggregation(self._outer, period),
+        )
+
+    @property
+    def outer_optimizer(self) -> Optimizer:
+        """Return the optimizer of the weights that all workers share."""
+        return self._outer.outer_optimizer
+
+    def _step(
+        self,
+        closure: Closure | None,
+        tracker: Any | None,
+        denom: Denominator | None = None,
+        grad_clip: float = math.inf,
+    ) -> Any:
+        """Take a step; the weights before the first step are the shared ones."""
+        self._outer.start(self.model)
+        return super()._step(closure, tracker, denom, grad_clip)
