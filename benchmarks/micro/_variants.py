@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from mlbench_core.aggregation.pytorch import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.topology import ring
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.models.pytorch.resnet import get_resnet_model, resnet18_32x32
@@ -179,6 +180,16 @@ def sgd(context: Context, **options: Any) -> Trainee:
     return ours("CentralizedSGD", context, momentum=MOMENTUM, **options)
 
 
+def overlapping(context: Context, fused: bool | None = None, **settings: Any) -> Trainee:
+    """Make CentralizedSGD whose gradients travel during the backward pass."""
+    return sgd(context, fused=fused, aggregation=AllReduceAggregation(overlap=True, **settings))
+
+
+def sharing(context: Context) -> Trainee:
+    """Make CentralizedSGD that sums through shared memory, after the backward pass."""
+    return sgd(context, aggregation=AllReduceAggregation(shared_memory=True))
+
+
 def power(context: Context, rank: int) -> Trainee:
     """Make PowerSGD with warm start."""
     return ours("PowerSGD", context, momentum=MOMENTUM, rank=rank, reuse_query=True, world_size=context.workers)
@@ -197,9 +208,10 @@ def sparse(context: Context, random: bool) -> Trainee:
     return Trainee(context.model, optimizer, is_tracked=True)
 
 
-def gossip(name: str, context: Context, **options: Any) -> Trainee:
+def gossip(name: str, context: Context) -> Trainee:
     """Average with the neighbors on a ring."""
-    return ours(name, context, momentum=MOMENTUM, topology=ring(context.workers), **options)
+    kind = getattr(importlib.import_module("mlbench_core.aggregation.pytorch"), name.replace("SGD", "Aggregation"))
+    return ours(name, context, momentum=MOMENTUM, aggregation=kind(topology=ring(context.workers)))
 
 
 def periodic(name: str, **options: Any) -> Callable[[Context], Trainee]:
@@ -238,19 +250,18 @@ VARIANTS = {
     "sgd": Variant("CentralizedSGD", sgd),
     "sgd_fused": Variant("CentralizedSGD, fused", partial(sgd, fused=True)),
     "sgd_overlap_unfused": Variant(
-        "CentralizedSGD, overlap, not fused", partial(sgd, overlap=True, fused=False), is_default=False
+        "CentralizedSGD, overlap, not fused", partial(overlapping, fused=False), is_default=False
     ),
-    "sgd_overlap": Variant("CentralizedSGD, overlap", partial(sgd, overlap=True)),
-    "sgd_step": Variant("CentralizedSGD, overlap until the step", partial(sgd, overlap="step")),
-    "shared_overlap": Variant(f"{SHARED}, overlap", partial(sgd, overlap=True, shared_memory=True)),
-    "shared_step": Variant(f"{SHARED}, overlap until the step", partial(sgd, overlap="step", shared_memory=True)),
+    "sgd_overlap": Variant("CentralizedSGD, overlap", overlapping),
+    "shared": Variant(SHARED, sharing),
+    "shared_overlap": Variant(f"{SHARED}, overlap", partial(overlapping, shared_memory=True)),
     "sgd_overlap_fp16": Variant(
-        "CentralizedSGD, overlap, fp16 transfer", partial(sgd, overlap=True, comm_dtype=torch.float16)
+        "CentralizedSGD, overlap, fp16 transfer", partial(overlapping, comm_dtype=torch.float16)
     ),
     **{
         f"sgd_overlap_{size_mb}mb": Variant(
             f"CentralizedSGD, overlap, buckets of {size_mb} MB",
-            partial(sgd, overlap=True, bucket_size_bytes=size_mb * 10**6),
+            partial(overlapping, bucket_size_bytes=size_mb * 10**6),
             is_default=False,
         )
         for size_mb in (1, 4, 25, 1000)
@@ -259,10 +270,8 @@ VARIANTS = {
         f"{name}_kept": Variant(f"{title}, freed memory kept", kept(make), is_default=False, needs_own_process=True)
         for name, title, make in (
             ("ddp", "DDP + SGD", ddp),
-            ("sgd_overlap", "CentralizedSGD, overlap", partial(sgd, overlap=True)),
-            ("sgd_step", "CentralizedSGD, overlap until the step", partial(sgd, overlap="step")),
-            ("shared_overlap", f"{SHARED}, overlap", partial(sgd, overlap=True, shared_memory=True)),
-            ("shared_step", f"{SHARED}, overlap until the step", partial(sgd, overlap="step", shared_memory=True)),
+            ("sgd_overlap", "CentralizedSGD, overlap", overlapping),
+            ("shared_overlap", f"{SHARED}, overlap", partial(overlapping, shared_memory=True)),
         )
     },
     "power1": Variant("PowerSGD, rank 1", partial(power, rank=1)),

@@ -18,6 +18,12 @@ from ddp import ddp_sgd
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from mlbench_core.aggregation.pytorch import (
+    Aggregation,
+    AllReduceAggregation,
+    ChocoAggregation,
+    DecentralizedAggregation,
+)
 from mlbench_core.aggregation.pytorch.topology import ring
 from mlbench_core.controlflow.task_arguments import count
 from mlbench_core.distributed.pytorch.process_groups import world_size
@@ -58,9 +64,11 @@ def compressing(name: str, **options: Any) -> Callable[[nn.Module, float], Optim
     return lambda model, lr: get_optimizer(name, params=model.named_parameters(), lr=lr, **options)
 
 
-def on_ring(name: str, **options: Any) -> Callable[[nn.Module, float], Optimizer]:
+def on_ring(name: str, exchange: Callable[..., Aggregation], **options: Any) -> Callable[[nn.Module, float], Optimizer]:
     """Return a function that makes an optimizer whose workers communicate with their neighbors on a ring."""
-    return lambda model, lr: get_optimizer(name, model=model, lr=lr, topology=ring(world_size()), **options)
+    return lambda model, lr: get_optimizer(
+        name, model=model, lr=lr, aggregation=exchange(topology=ring(world_size())), **options
+    )
 
 
 VARIANTS = {
@@ -88,9 +96,9 @@ VARIANTS = {
         )
     ),
     # Lian et al., arXiv:1705.09056.
-    "decentralized_sgd": Variant(on_ring("decentralized_sgd", **NESTEROV)),
+    "decentralized_sgd": Variant(on_ring("decentralized_sgd", DecentralizedAggregation, **NESTEROV)),
     # Koloskova, Stich and Jaggi, arXiv:1902.00340.
-    "choco_sgd": Variant(on_ring("choco_sgd", **NESTEROV)),
+    "choco_sgd": Variant(on_ring("choco_sgd", ChocoAggregation, **NESTEROV)),
     # The weights are averaged every 8 steps. Stich, arXiv:1805.09767.
     "local_sgd": Variant(named("local_sgd", period=8, **NESTEROV)),
     "diloco": Variant(named("diloco", period=20), lr_factor=0.05, scales=False),
@@ -144,6 +152,11 @@ def check(args: argparse.Namespace) -> None:
     for is_refused, message in refusals:
         if is_refused:
             raise ConfigurationError(message)
+
+
+def make_exchange(args: argparse.Namespace, use_cuda: bool) -> AllReduceAggregation:
+    """Return the average of gradients over all workers, by the way that the flags choose."""
+    return AllReduceAggregation(use_cuda=use_cuda, overlap=args.overlap, shared_memory=args.shared_memory)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
+from mlbench_core.aggregation.pytorch import AllReduceAggregation
 from mlbench_core.controlflow.pytorch import train_round, validation_round
 from mlbench_core.controlflow.pytorch.run import Run, run_task
 from mlbench_core.controlflow.task_arguments import add_run_arguments
@@ -76,7 +77,8 @@ def make_optimizer(model: nn.Module, lr: float, world_size: int, gpu: bool, args
     adam = partial(Adam, lr=lr, betas=(0.9, 0.999), eps=1e-8)
     common = {"use_cuda": gpu, "grad_clip": GRAD_CLIP, "average_custom": True}
     if args.precision == "fp32":
-        return CustomCentralizedOptimizer(model, world_size, adam, **common, overlap=args.overlap)
+        exchange = AllReduceAggregation(world_size, use_cuda=gpu, overlap=args.overlap)
+        return CustomCentralizedOptimizer(model, world_size, adam, **common, aggregation=exchange)
     if args.overlap:
         raise ConfigurationError(f"--overlap needs --precision fp32, not {args.precision}: leave it out")
     optimizer = FP16Optimizer(model, world_size, **common, **LOSS_SCALE)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mlbench_core.aggregation.pytorch import AllReduceAggregation
 from mlbench_core.optim.pytorch import CentralizedSGD, CustomCentralizedOptimizer
 from tests.references.synchronous_sgd import synchronous_sgd
 
@@ -63,9 +64,10 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
 
 
-def make(world_size: int, **options: Any) -> tuple[Net, CentralizedSGD]:
-    model = Net()
-    return model, CentralizedSGD(world_size, model, lr=0.1, momentum=0.9, weight_decay=0.01, **options)
+def make(world_size: int, fused: bool | None = None, **exchange: Any) -> tuple[Net, CentralizedSGD]:
+    model, aggregation = Net(), AllReduceAggregation(world_size, **exchange)
+    options: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.01, "fused": fused}
+    return model, CentralizedSGD(world_size, model, lr=0.1, aggregation=aggregation, **options)
 
 
 # -- ways to get to a step: (model, optimizer, rank, step) -> None -----------------------------------------------
@@ -194,7 +196,7 @@ def fused_ways(rank: int, world_size: int) -> dict[str, Any]:
     return {
         way: [
             train(way, rank, world_size, **options)
-            for options in ({"fused": True}, {"overlap": True}, {"overlap": "step", "bucket_size_bytes": 300})
+            for options in ({"fused": True}, {"overlap": True}, {"overlap": True, "bucket_size_bytes": 300})
         ]
         for way in WAYS
     }
@@ -206,8 +208,7 @@ def ways(rank: int, world_size: int) -> dict[str, Any]:
         way: {
             "plain": train(way, rank, world_size),
             **{
-                (overlap, size): train(way, rank, world_size, overlap=overlap, bucket_size_bytes=size, fused=False)
-                for overlap in (True, "step")
+                size: train(way, rank, world_size, overlap=True, bucket_size_bytes=size, fused=False)
                 for size in BUCKET_SIZES
             },
         }
@@ -218,7 +219,7 @@ def ways(rank: int, world_size: int) -> dict[str, Any]:
 SHARED = {
     "at the end": {},
     "while passing": {"overlap": True, "bucket_size_bytes": 300, "fused": False},
-    "until the step": {"overlap": "step", "bucket_size_bytes": 0, "fused": False},
+    "one by one": {"overlap": True, "bucket_size_bytes": 0, "fused": False},
 }
 
 
@@ -285,9 +286,10 @@ def half_precision(rank: int, world_size: int) -> dict[str, Any]:
     """What arrives when other dtypes travel; the values are exact in all of them."""
     result = {}
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        for overlap in (False, True, "step"):
+        for overlap in (False, True):
             model = nn.Linear(3, 2)
-            optimizer = CentralizedSGD(world_size, model, lr=1.0, overlap=overlap, comm_dtype=dtype)
+            exchange = AllReduceAggregation(overlap=overlap, comm_dtype=dtype)
+            optimizer = CentralizedSGD(world_size, model, lr=1.0, aggregation=exchange)
             model(torch.full((1, 3), float(rank + 1))).sum().backward()
             before = snapshot(model)
             optimizer.step()
@@ -304,7 +306,8 @@ def big_values_in_half_precision(rank: int, world_size: int) -> tuple[bool, bool
     finite = []
     for overlap in (False, True):
         model = nn.Linear(1, 1)
-        optimizer = CentralizedSGD(world_size, model, lr=1.0, overlap=overlap, comm_dtype=torch.float16)
+        exchange = AllReduceAggregation(overlap=overlap, comm_dtype=torch.float16)
+        optimizer = CentralizedSGD(world_size, model, lr=1.0, aggregation=exchange)
         (model(torch.ones(1, 1)) * 60000.0).sum().backward()
         optimizer.step()
         finite.append(bool((model.weight.grad == 60000).all()))
@@ -313,10 +316,11 @@ def big_values_in_half_precision(rank: int, world_size: int) -> tuple[bool, bool
 
 def denominators(rank: int, world_size: int) -> dict[tuple[Any, bool], list[float]]:
     result = {}
-    for overlap, fused in ((False, False), (True, False), ("step", False), ("step", True)):
+    for overlap, fused in ((False, False), (True, False), (True, True)):
         model = nn.Linear(1, 1, bias=False)
         inside = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
-        optimizer = CustomCentralizedOptimizer(model, world_size, inside, average_custom=True, overlap=overlap)
+        exchange = AllReduceAggregation(overlap=overlap)
+        optimizer = CustomCentralizedOptimizer(model, world_size, inside, average_custom=True, aggregation=exchange)
         values = []
         for denom in (4.0, torch.tensor([8.0])):
             optimizer.zero_grad()
@@ -347,10 +351,11 @@ def like_the_reference(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]
     target = [[torch.linspace(i, t, 40, dtype=torch.float64) for i in range(world_size)] for t in range(6)]
     expected = synchronous_sgd(lambda w, t, i: w - target[t][i], target[0][0], world_size, 6, 0.2, 0.9, 0.01)
     result = []
-    for options in ({}, {"overlap": True}, {"overlap": "step"}, {"overlap": "step", "fused": False}):
+    for overlap, fused in ((False, None), (True, None), (True, False)):
         model = nn.ParameterList(part.clone() for part in target[0][0].split([3, 30, 7]))
+        exchange = AllReduceAggregation(overlap=overlap, bucket_size_bytes=100)
         optimizer = CentralizedSGD(
-            world_size, model, lr=0.2, momentum=0.9, weight_decay=0.01, bucket_size_bytes=100, **options
+            world_size, model, lr=0.2, momentum=0.9, weight_decay=0.01, aggregation=exchange, fused=fused
         )
         for t in range(6):
             optimizer.zero_grad()
@@ -379,9 +384,10 @@ def checkpointing(rank: int, world_size: int) -> dict[bool, list[list[Tensor | N
     result = {}
     for reentrant in (False, True):
         result[reentrant] = []
-        for overlap in (False, True, "step"):
+        for overlap in (False, True):
             model = Checkpointed()
-            optimizer = CentralizedSGD(world_size, model, lr=0.1, overlap=overlap, bucket_size_bytes=0)
+            exchange = AllReduceAggregation(overlap=overlap, bucket_size_bytes=0)
+            optimizer = CentralizedSGD(world_size, model, lr=0.1, aggregation=exchange)
             generator = torch.Generator().manual_seed(rank)
             for _ in range(2):
                 optimizer.zero_grad()
@@ -405,7 +411,8 @@ class Aliased(nn.Module):
 
 def aliased_gradients(rank: int, world_size: int) -> list[Tensor]:
     model = Aliased()
-    optimizer = CentralizedSGD(world_size, model, lr=0.1, overlap=True, bucket_size_bytes=0)
+    exchange = AllReduceAggregation(overlap=True, bucket_size_bytes=0)
+    optimizer = CentralizedSGD(world_size, model, lr=0.1, aggregation=exchange)
     (model() * (rank + 1)).backward()
     optimizer.step()
     return [p.grad for p in model.parameters()]
@@ -414,7 +421,7 @@ def aliased_gradients(rank: int, world_size: int) -> list[Tensor]:
 def replaced_head(rank: int, world_size: int) -> list[list[Tensor]]:
     """A layer is exchanged after the optimizer was made, and the model converted to float64."""
     result = []
-    for overlap in (False, True, "step"):
+    for overlap in (False, True):
         model, optimizer = make(world_size, overlap=overlap)
         plainly(model, optimizer, rank, 0)
         torch.manual_seed(0)
@@ -439,10 +446,11 @@ def after_an_error(rank: int, world_size: int) -> list[list[Tensor]]:
             raise KeyError("half way")
 
     result = []
-    for overlap in (False, True, "step"):
+    for overlap in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        optimizer = CentralizedSGD(world_size, model, lr=0.1, overlap=overlap, bucket_size_bytes=0)
+        exchange = AllReduceAggregation(overlap=overlap, bucket_size_bytes=0)
+        optimizer = CentralizedSGD(world_size, model, lr=0.1, aggregation=exchange)
         x = torch.full((2, 3), float(rank + 1))
         try:
             model[1](Breaks.apply(model[0](x))).sum().backward()
@@ -457,9 +465,7 @@ def after_an_error(rank: int, world_size: int) -> list[list[Tensor]]:
 def copies(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
     result = {}
     for name, copying in {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}.items():
-        model, optimizer = make(
-            world_size, overlap=True if name == "pickle" else "step", shared_memory=name == "pickle"
-        )
+        model, optimizer = make(world_size, overlap=True, shared_memory=name == "pickle")
         plainly(model, optimizer, rank, 0)
         twin, twins_optimizer = copying((model, optimizer))
         for step in (1, 2):
@@ -498,54 +504,30 @@ class Recorder:
 
 
 def reports(rank: int, world_size: int) -> list[tuple[list[tuple[float, float, int]], int, int]]:
-    return [
-        report(rank, world_size, overlap, shared_memory)
-        for overlap in (True, "step")
-        for shared_memory in (False, True)
-    ]
+    return [report(rank, world_size, shared_memory) for shared_memory in (False, True)]
 
 
-def report(
-    rank: int, world_size: int, overlap: Any, shared_memory: bool
-) -> tuple[list[tuple[float, float, int]], int, int]:
-    model, optimizer = make(world_size, overlap=overlap, shared_memory=shared_memory)
+def report(rank: int, world_size: int, shared_memory: bool) -> tuple[list[tuple[float, float, int]], int, int]:
+    model, optimizer = make(world_size, overlap=True, shared_memory=shared_memory)
     tracker = Recorder()
     for step in range(3):
         optimizer.zero_grad()
         backward(model, rank, step)
         optimizer.step(tracker=tracker)
-    assert tracker.within_backward == (
-        [] if overlap == "step" else [exposed_s for _, exposed_s, _ in tracker.communication]
-    )
+    assert tracker.within_backward == [exposed_s for _, exposed_s, _ in tracker.communication]
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return tracker.communication, trained, optimizer.aggregation.last_bytes
 
 
-def beside_the_model(rank: int, world_size: int) -> list[tuple[float, list[int]]]:
+def beside_the_model(rank: int, world_size: int) -> tuple[float, list[int]]:
     """A parameter that is not the model's: its average and the bytes that the tracker hears of."""
-    result = []
-    for overlap in (True, "step"):
-        model, extra, tracker = nn.Linear(2, 2), nn.Parameter(torch.zeros(5)), Recorder()
-        optimizer = CentralizedSGD(world_size, model, lr=1.0, overlap=overlap)
-        optimizer.add_param_group({"params": [extra]})
-        model(torch.ones(1, 2)).sum().backward()
-        extra.grad = torch.full((5,), float(rank))
-        optimizer.step(tracker=tracker)
-        result.append((-extra.mean().item(), [size_bytes for _, _, size_bytes in tracker.communication]))
-    return result
-
-
-def scaler_that_looks_too_early(rank: int, world_size: int) -> str:
-    model = nn.Linear(2, 1)
-    optimizer = CentralizedSGD(world_size, model, lr=0.1, overlap="step")
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-    try:
-        scaler.step(optimizer)
-    except ValueError as error:
-        optimizer.synchronize()
-        return str(error)
-    return "no error"
+    model, extra, tracker = nn.Linear(2, 2), nn.Parameter(torch.zeros(5)), Recorder()
+    optimizer = CentralizedSGD(world_size, model, lr=1.0, overlap=True)
+    optimizer.add_param_group({"params": [extra]})
+    model(torch.ones(1, 2)).sum().backward()
+    extra.grad = torch.full((5,), float(rank))
+    optimizer.step(tracker=tracker)
+    return -extra.mean().item(), [size_bytes for _, _, size_bytes in tracker.communication]
 
 
 def sparse(rank: int, world_size: int) -> str:
@@ -578,7 +560,6 @@ SCENARIOS = (
     dropped_optimizer,
     reports,
     beside_the_model,
-    scaler_that_looks_too_early,
     sparse,
 )
 

@@ -14,7 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
+from mlbench_core.aggregation.pytorch import (
+    AllReduceAggregation,
+    ChocoAggregation,
+    DecentralizedAggregation,
+    DiLoCoAggregation,
+    EFSignAggregation,
+    PowerAggregation,
+    SignAggregation,
+    SparsifiedAggregation,
+)
 from mlbench_core.aggregation.pytorch.consensus import averaged_weights
 from mlbench_core.aggregation.pytorch.topology import ring
 from mlbench_core.optim.pytorch import (
@@ -40,29 +49,42 @@ STEPS = 3
 
 
 def custom(model: nn.Module, **group: Any) -> CustomCentralizedOptimizer:
-    return CustomCentralizedOptimizer(model, 2, SGD(model.parameters(), lr=0.1), grad_clip=0.5, **group)
+    exchange = AllReduceAggregation(2, **group)
+    return CustomCentralizedOptimizer(model, 2, SGD(model.parameters(), lr=0.1), grad_clip=0.5, aggregation=exchange)
+
+
+def centralized(model: nn.Module, make: Any = CentralizedSGD, exchange: Any = None, **options: Any) -> Any:
+    return make(2, model, lr=0.1, aggregation=AllReduceAggregation(2, **exchange), **options)
 
 
 MAKE: dict[str, Callable[..., Any]] = {
-    "all-reduce": lambda m, **group: CentralizedSGD(2, m, lr=0.1, momentum=0.9, **group),
-    "weights": lambda m, **group: CentralizedSGD(2, m, lr=0.1, agg_grad=False, **group),
-    "overlap": lambda m, **group: CentralizedSGD(2, m, lr=0.1, overlap=True, bucket_size_bytes=64, **group),
-    "until the step": lambda m, **group: CentralizedAdam(2, m, lr=0.1, overlap="step", bucket_size_bytes=64, **group),
-    "shared memory": lambda m, **group: CentralizedSGD(2, m, lr=0.1, overlap=True, shared_memory=True, **group),
+    "all-reduce": lambda m, **group: centralized(m, exchange=group, momentum=0.9),
+    "weights": lambda m, **group: centralized(m, exchange=group, agg_grad=False),
+    "overlap": lambda m, **group: centralized(m, exchange={"overlap": True, "bucket_size_bytes": 64, **group}),
+    "adam": lambda m, **group: centralized(m, CentralizedAdam, {"overlap": True, "bucket_size_bytes": 64, **group}),
+    "shared memory": lambda m, **group: centralized(m, exchange={"overlap": True, "shared_memory": True, **group}),
     "clipped": custom,
-    "power": lambda m, **group: PowerSGD(m, lr=0.1, world_size=2, **group),
-    "signs": lambda m, **group: SignSGD(m.parameters(), lr=0.1, **group),
-    "scaled signs": lambda m, **group: EFSignSGD(m.parameters(), lr=0.1, world_size=2, **group),
-    "largest": lambda m, **group: SparsifiedSGD(m.parameters(), lr=0.1, sparse_grad_size=2, **group),
+    "power": lambda m, **group: PowerSGD(m, lr=0.1, aggregation=PowerAggregation(m, world_size=2, **group)),
+    "signs": lambda m, **group: SignSGD(m.parameters(), lr=0.1, aggregation=SignAggregation(**group)),
+    "scaled signs": lambda m, **group: EFSignSGD(
+        m.parameters(), lr=0.1, world_size=2, aggregation=EFSignAggregation(**group)
+    ),
+    "largest": lambda m, **group: SparsifiedSGD(
+        m.parameters(), lr=0.1, aggregation=SparsifiedAggregation(None, size=2, **group)
+    ),
     "random": lambda m, **group: CentralizedSparsifiedSGD(
-        m.parameters(), lr=0.1, sparse_grad_size=2, random_sparse=True, world_size=2, **group
+        m.parameters(), lr=0.1, world_size=2, aggregation=SparsifiedAggregation(None, size=2, random=True, **group)
     ),
-    "neighbours": lambda m, **group: DecentralizedSGD(model=m, lr=0.1, topology=ring(2), **group),
+    "neighbours": lambda m, **group: DecentralizedSGD(
+        model=m, lr=0.1, aggregation=DecentralizedAggregation(topology=ring(2), **group)
+    ),
     "compressed": lambda m, **group: ChocoSGD(
-        None, [1 - dist.get_rank(group.get("process_group"))], m, lr=0.1, **group
+        model=m,
+        lr=0.1,
+        aggregation=ChocoAggregation(neighbors=[1 - dist.get_rank(group.get("process_group"))], **group),
     ),
-    "local": lambda m, **group: LocalSGD(2, m, lr=0.1, period=2, **group),
-    "diloco": lambda m, **group: DiLoCo(2, m, lr=0.1, period=2, **group),
+    "local": lambda m, **group: LocalSGD(2, m, lr=0.1, period=2, aggregation=AllReduceAggregation(2, **group)),
+    "diloco": lambda m, **group: DiLoCo(2, m, lr=0.1, period=2, aggregation=DiLoCoAggregation(**group)),
 }
 
 
@@ -97,7 +119,8 @@ def train(which: int, rank: int, **group: Any) -> dict[str, list[Any]]:
 
 def apart(model: nn.Module, which: int, rank: int, **group: Any) -> Any:
     """How far workers are apart, and a weight as lent for a validation and as given by the optimizer."""
-    optimizer = DecentralizedSGD(model=model, lr=0.1, topology=ring(2), **group)
+    exchange = DecentralizedAggregation(topology=ring(2), **group)
+    optimizer = DecentralizedSGD(model=model, lr=0.1, aggregation=exchange)
     loss_of(model, which, rank, 9).backward()
     nn.init.constant_(model[0].weight, float(10 * which + rank))
     with averaged_weights(model, **group):
@@ -109,7 +132,7 @@ def apart(model: nn.Module, which: int, rank: int, **group: Any) -> Any:
 
 def half(which: int, rank: int, **group: Any) -> list[Tensor]:
     model = layers().bfloat16()
-    optimizer = FP16Optimizer(model, 2, **group)
+    optimizer = FP16Optimizer(model, 2, aggregation=AllReduceAggregation(**group))
     optimizer.set_optimizer(SGD([optimizer.fp32_params], lr=0.1))
     optimizer.backward_loss(model(torch.full((2, 6), which + rank / 2, dtype=torch.bfloat16)).float().square().mean())
     optimizer.step()
@@ -119,7 +142,7 @@ def half(which: int, rank: int, **group: Any) -> list[Tensor]:
 def scaled(which: int, rank: int, **group: Any) -> list[Any]:
     """One worker of the first group has an overflow: the other group goes on."""
     model = layers()
-    optimizer = CentralizedSGD(2, model, lr=0.1, **group)
+    optimizer = centralized(model, exchange=group)
     scaler = DistributedGradScaler("cpu", init_scale=8.0)
     for step in range(2):
         optimizer.zero_grad()
@@ -133,7 +156,8 @@ def scaled(which: int, rank: int, **group: Any) -> list[Any]:
 def copied(which: int, rank: int, **group: Any) -> list[Tensor]:
     """A copy goes on in the same group."""
     model = layers()
-    model, optimizer = copy.deepcopy((model, PowerSGD(model, lr=0.1, world_size=2, **group)))
+    optimizer = PowerSGD(model, lr=0.1, aggregation=PowerAggregation(model, world_size=2, **group))
+    model, optimizer = copy.deepcopy((model, optimizer))
     loss_of(model, which, rank, 0).backward()
     optimizer.step()
     return [parameter.detach().clone() for parameter in model.parameters()]
@@ -147,12 +171,15 @@ def in_subgroups(rank: int, world_size: int) -> tuple[int, int, dict[str, list[A
         {"process_group": made[1 - which]},
         {"process_group": GROUPS[which]},
         {"process_group": made[which], "world_size": 4},
-        {"process_group": made[which], "aggregation": AllReduceAggregation(None)},
     ):
         try:
-            CentralizedSGD(model=layers(), lr=0.1, **options)
+            AllReduceAggregation(**options)
         except (ValueError, TypeError) as error:
             errors.append(str(error))
+    try:
+        CentralizedSGD(4, layers(), lr=0.1, aggregation=AllReduceAggregation(process_group=made[which]))
+    except ValueError as error:
+        errors.append(str(error))
     own = dist.get_rank(made[which])
     return which, own, train(which, own, process_group=made[which]), errors
 
@@ -194,9 +221,9 @@ def test_a_group_that_does_not_fit_is_refused(results: tuple[list[Any], list[Any
         assert "process_group must be a group that this process belongs to" in other
         assert "process_group must be a group from torch.distributed.new_group, or None, not list" in no_group
         assert "world_size is 4, but the process group has 2 workers" in four
-        assert "give the process_group to AllReduceAggregation" in two_answers
+        assert "world_size is 4, but the process group has 2 workers, and so the aggregation" in two_answers
 
 
 def test_horovod_has_no_groups() -> None:
-    with pytest.raises(ValueError, match="process_group must be None with use_horovod"):
-        FP16Optimizer(layers().half(), 1, use_horovod=True, process_group=object())
+    with pytest.raises(ValueError, match="use_horovod must be False, not True, because AllReduceAggregation sends"):
+        FP16Optimizer(layers().half(), 1, use_horovod=True, aggregation=AllReduceAggregation())

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
+from mlbench_core.aggregation.pytorch import AllReduceAggregation, ChocoAggregation
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
 from mlbench_core.optim.pytorch import (
@@ -120,21 +121,31 @@ MEMBERS: dict[str, Member] = {
     "sgd on weights": Member(lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, agg_grad=False)),
     "sgd overlapped": Member(lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, overlap=True)),
     "sgd in small buckets": Member(
-        lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, overlap=True, bucket_size_bytes=100, fused=True)
+        lambda m, r, k: CentralizedSGD(
+            k,
+            m,
+            lr=0.05,
+            momentum=0.9,
+            aggregation=AllReduceAggregation(overlap=True, bucket_size_bytes=100),
+            fused=True,
+        )
     ),
-    "sgd in fp16": Member(lambda m, r, k: CentralizedSGD(k, m, lr=0.05, comm_dtype=torch.float16)),
+    "sgd in fp16": Member(
+        lambda m, r, k: CentralizedSGD(k, m, lr=0.05, aggregation=AllReduceAggregation(comm_dtype=torch.float16))
+    ),
     "sgd overlapped in bf16": Member(
-        lambda m, r, k: CentralizedSGD(k, m, lr=0.05, comm_dtype=torch.bfloat16, overlap=True, bucket_size_bytes=200)
-    ),
-    "sgd overlapped until the step": Member(
-        lambda m, r, k: CentralizedSGD(k, m, lr=0.05, momentum=0.9, overlap="step", bucket_size_bytes=100)
-    ),
-    "adam overlapped until the step": Member(
-        lambda m, r, k: CentralizedAdam(k, m, lr=0.01, overlap="step", bucket_size_bytes=100)
+        lambda m, r, k: CentralizedSGD(
+            k,
+            m,
+            lr=0.05,
+            aggregation=AllReduceAggregation(overlap=True, comm_dtype=torch.bfloat16, bucket_size_bytes=200),
+        )
     ),
     "adam overlapped": Member(lambda m, r, k: CentralizedAdam(k, m, lr=0.01, overlap=True)),
     "adam through shared memory": Member(
-        lambda m, r, k: CentralizedAdam(k, m, lr=0.01, overlap=True, bucket_size_bytes=100, shared_memory=True)
+        lambda m, r, k: CentralizedAdam(
+            k, m, lr=0.01, aggregation=AllReduceAggregation(overlap=True, bucket_size_bytes=100, shared_memory=True)
+        )
     ),
     "adam": Member(lambda m, r, k: CentralizedAdam(k, m, lr=0.01, amsgrad=True)),
     "custom": Member(custom),
@@ -158,7 +169,7 @@ MEMBERS: dict[str, Member] = {
         takes_world_size=False,
     ),
     "choco": Member(
-        lambda m, r, k: ChocoSGD(r, ring(r, k), m, lr=0.05, ratio=0.5, gamma=0.5),
+        lambda m, r, k: ChocoSGD(model=m, lr=0.05, aggregation=ChocoAggregation(r, ring(r, k), ratio=0.5, gamma=0.5)),
         without=lambda m: SGD(m.parameters(), lr=0.05),
         takes_world_size=False,
     ),

@@ -54,7 +54,6 @@ MEMBERS: dict[str, Make] = {
     "sgd by layer": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, by_layer=True),
     "sgd on weights": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, agg_grad=False),
     "sgd overlapped": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, overlap=True),
-    "sgd until the step": lambda model: CentralizedSGD(1, model, lr=0.05, momentum=0.9, overlap="step"),
     "averaged sgd": lambda model: GenericCentralizedOptimizer(
         None, model, optimizer=AveragedSGD(model.parameters(), lr=0.05, momentum=0.9)
     ),
@@ -77,7 +76,12 @@ MEMBERS: dict[str, Make] = {
         None, model, optimizer=adamw(model), aggregation=SparsifiedAggregation(model, size=0.3, random=True)
     ),
     "power": lambda model: PowerSGD(model, lr=0.05, momentum=0.9, weight_decay=0.01, rank=1),
-    "warm power": lambda model: PowerSGD(model, lr=0.05, reuse_query=True, by_layer=True, start_after_steps=2),
+    "warm power": lambda model: PowerSGD(
+        model,
+        lr=0.05,
+        by_layer=True,
+        aggregation=PowerAggregation(model, reuse_query=True, start_after_steps=2),
+    ),
     "composed power": lambda model: GenericCentralizedOptimizer(
         None, model, optimizer=adamw(model), aggregation=PowerAggregation(model, comm_dtype=torch.bfloat16)
     ),

@@ -16,7 +16,12 @@ import torch._dynamo  # the first optimizer would import it inside a test, and i
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from mlbench_core.aggregation.pytorch import consensus_distance
+from mlbench_core.aggregation.pytorch import (
+    AllReduceAggregation,
+    ChocoAggregation,
+    DecentralizedAggregation,
+    consensus_distance,
+)
 from mlbench_core.aggregation.pytorch.topology import Topology, from_edges, ring
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.optim.pytorch import (
@@ -65,12 +70,14 @@ def _fp16(model: nn.Module, lr: float) -> Optimizer:
 
 def _choco(model: nn.Module, lr: float, topology: Topology | None = None, **options: Any) -> Optimizer:
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return ChocoSGD(model=model, lr=lr, momentum=0.9, topology=topology or ring(size), **options)
+    exchange = ChocoAggregation(topology=topology or ring(size), **options)
+    return ChocoSGD(model=model, lr=lr, momentum=0.9, aggregation=exchange)
 
 
 def _decentralized(model: nn.Module, lr: float) -> Optimizer:
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    return DecentralizedSGD(model=model, lr=lr, momentum=0.9, topology=ring(size))
+    exchange = DecentralizedAggregation(topology=ring(size))
+    return DecentralizedSGD(model=model, lr=lr, momentum=0.9, aggregation=exchange)
 
 
 OPTIMIZERS: dict[str, Make] = {
@@ -149,7 +156,9 @@ def resume_from_best(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """By optimizer: whether a run that goes on from the best epoch has the bits of the uninterrupted one."""
     result = {}
     own = [torch.distributed.new_group([other]) for other in range(world_size)][rank]
-    alone: Make = lambda m, lr: CentralizedSGD(model=m, lr=lr, process_group=own)  # noqa: E731
+    alone: Make = lambda m, lr: CentralizedSGD(  # noqa: E731
+        model=m, lr=lr, aggregation=AllReduceAggregation(process_group=own)
+    )
     for name, make in {**OPTIMIZERS, "alone": alone}.items():
         model = Net()
         optimizer = make(model, 0.1)

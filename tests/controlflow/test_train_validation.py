@@ -17,6 +17,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from mlbench_core.aggregation.pytorch import AllReduceAggregation
 from mlbench_core.controlflow.pytorch import train_round, validation_round
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.controlflow.pytorch.checkpoints_evaluation import CheckpointsEvaluationControlFlow
@@ -210,7 +211,8 @@ def test_accumulation_needs_a_length_and_a_count() -> None:
 
 def accumulate(rank: int, world_size: int, batches: Any, overlap: bool) -> tuple[torch.Tensor, float]:
     model = model_of()
-    optimizer = CentralizedSGD(world_size, model, 0.1, overlap=overlap, bucket_size_bytes=0)
+    exchange = AllReduceAggregation(overlap=overlap, bucket_size_bytes=0)
+    optimizer = CentralizedSGD(world_size, model, 0.1, aggregation=exchange)
     train_round(batches[rank::world_size], model, optimizer, F.cross_entropy, [], None, "fp32", update_freq=3)
     return model.weight.detach(), optimizer.aggregation.bytes_sent
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mlbench_core.aggregation.pytorch import AllReduceAggregation
 from mlbench_core.distributed.pytorch import lost_workers
 from mlbench_core.optim.pytorch import CentralizedSGD
 
@@ -33,9 +34,8 @@ def main() -> None:
         shared = dist.FileStore(store, world_size)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=world_size, timeout=timeout)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
-    optimizer = CentralizedSGD(
-        world_size, model, lr=0.01, overlap=how != "plain", bucket_size_bytes=0, shared_memory=how == "shared"
-    )
+    exchange = AllReduceAggregation(overlap=how != "plain", bucket_size_bytes=0, shared_memory=how == "shared")
+    optimizer = CentralizedSGD(world_size, model, lr=0.01, aggregation=exchange)
     step = 0
 
     def end(gradient: Tensor) -> None:

@@ -60,9 +60,8 @@ def like_the_reference(rank: int, world_size: int) -> dict[bool, tuple[list[Tens
     result = {}
     for by_layer in (False, True):
         model = Matrices(SHAPE, (3,))
-        optimizer = PowerSGD(
-            model, 0.1, 0.9, world_size=world_size, rank=RANK, reuse_query=True, by_layer=by_layer, seed=7
-        )
+        exchange = PowerAggregation(model, reuse_query=True, world_size=world_size, rank=RANK, seed=7)
+        optimizer = PowerSGD(model, 0.1, 0.9, by_layer=by_layer, aggregation=exchange)
         for step in range(STEPS):
             model.items[0].grad = gradient(rank, step)
             model.items[1].grad = torch.full((3,), float(rank), dtype=torch.float64)
@@ -134,14 +133,15 @@ def messages(rank: int, world_size: int) -> dict[str, Any]:
     """Sizes of all messages in bytes, of a model with four matrices, one of them too small, and two vectors."""
     shapes = ((10, 8), (6, 4, 3), (10, 8), (2, 2), (10,), ())
     result = {}
-    for name, options in {
-        "whole": {},
-        "bf16": {"comm_dtype": torch.bfloat16},
-        "by layer": {"by_layer": True},
-        "not yet": {"start_after_steps": 1},
-    }.items():
+    for name, by_layer, options in (
+        ("whole", False, {}),
+        ("bf16", False, {"comm_dtype": torch.bfloat16}),
+        ("by layer", True, {}),
+        ("not yet", False, {"start_after_steps": 1}),
+    ):
         model = Matrices(*shapes, dtype=torch.float32)
-        optimizer = PowerSGD(model, 0.1, world_size=world_size, rank=2, **options)
+        exchange = PowerAggregation(model, world_size=world_size, rank=2, **options)
+        optimizer = PowerSGD(model, 0.1, by_layer=by_layer, aggregation=exchange)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         with counted_all_reduces() as sizes:
@@ -263,7 +263,8 @@ def resume(rank: int, world_size: int) -> dict[tuple[bool, int], tuple[list[Tens
     """Weights of a run of 8 steps and of one taken over from a file, by reuse_query and step."""
 
     def make(model: nn.Module, reuse_query: bool) -> PowerSGD:
-        return PowerSGD(model, 0.1, 0.9, world_size=world_size, rank=RANK, reuse_query=reuse_query, start_after_steps=3)
+        exchange = PowerAggregation(model, False, reuse_query, world_size, RANK, start_after_steps=3)
+        return PowerSGD(model, 0.1, 0.9, aggregation=exchange)
 
     def train(model: Matrices, optimizer: PowerSGD, steps: range) -> None:
         for step in steps:
@@ -396,7 +397,9 @@ def digits_accuracy(rank: int, world_size: int, images: Tensor, labels: Tensor) 
             return float((model(images[-400:]).argmax(1) == labels[-400:]).float().mean())
 
     def power(rank: int, **options: Any) -> Any:
-        return lambda model: PowerSGD(model, 0.3, world_size=world_size, rank=rank, **options)
+        return lambda model: PowerSGD(
+            model, 0.3, aggregation=PowerAggregation(model, world_size=world_size, rank=rank, **options)
+        )
 
     return {
         "sgd": accuracy(lambda model: CentralizedSGD(world_size, model, lr=0.3)),

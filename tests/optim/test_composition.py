@@ -119,13 +119,13 @@ def test_two_averages_are_refused() -> None:
 
 def test_wrong_types_are_refused() -> None:
     model = ones_gradient()
-    with pytest.raises(TypeError, match="aggregation must be an Aggregation, not str"):
+    with pytest.raises(TypeError, match="aggregation must be of the class Aggregation, not str"):
         CentralizedSGD(model=model, lr=1.0, aggregation="sum")
     with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, not str"):
         CustomCentralizedOptimizer(model, 1, "sgd")
     with pytest.raises(ValueError, match="optimizer is missing"):
         CustomCentralizedOptimizer(model, 1, None)
-    with pytest.raises(ValueError, match="the aggregation is for 1 workers"):
+    with pytest.raises(ValueError, match="world_size is 2, but the process group has 1 worker, and so the aggregation"):
         CentralizedSGD(2, model, lr=1.0, aggregation=Doubling())
     with pytest.raises(ValueError, match="empty parameter list"):
         CentralizedSGD(1, nn.Tanh(), lr=1.0)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adam
 
+from mlbench_core.aggregation.pytorch import AllReduceAggregation
 from mlbench_core.lr_scheduler.pytorch.lr import LRLinearWarmUp
 from mlbench_core.models.pytorch.language_models import LSTMLanguageModel
 from mlbench_core.optim.pytorch import (
@@ -336,7 +337,12 @@ def language_model_run(
     torch.manual_seed(11)
     model = LSTMLanguageModel(19, 6, 8, 2, 0, 0, 0, 0, wdrop=0, tie_weights=True)
     optimizer = CustomCentralizedOptimizer(
-        model, None, partial(SGD, lr=2.0, weight_decay=1e-4), grad_clip=0.25, average_world=True, overlap=overlap
+        model,
+        None,
+        partial(SGD, lr=2.0, weight_decay=1e-4),
+        grad_clip=0.25,
+        average_world=True,
+        aggregation=AllReduceAggregation(overlap=overlap),
     )
     trigger = NTASGD(optimizer, patience=2)
     words = torch.randint(19, (61, sequences), generator=torch.Generator().manual_seed(1))

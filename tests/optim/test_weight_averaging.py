@@ -333,6 +333,7 @@ class TestBytes:
 MESSAGES = {
     "one-sided pair": r"rank 0 has rank 1 as a neighbor, but not the reverse: .*the edge \(0, 1\)",
     "alone": r"cannot be reached from rank 0 over the edges",
+    "twice": r"rank must be left out, not \d, because the aggregation has its own: write it in",
     "missing": r"neighbors is missing: give the ranks this worker averages with, or topology=",
     "itself": r"neighbors has \[\d\]: rank \d's neighbors must be other ranks from 0 to \d",
     "outside": r"neighbors has \[\d\]: rank \d's neighbors must be other ranks from 0 to \d",

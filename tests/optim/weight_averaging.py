@@ -123,7 +123,7 @@ def decentralized(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
             optimizer = DecentralizedSGD(rank, listed, model, lr=0.1, by_layer=by_layer)
             result[name, by_layer] = descend(rank, model, optimizer)
         model = Weights(x=start())
-        optimizer = DecentralizedSGD(model=model, lr=0.1, topology=graph)
+        optimizer = DecentralizedSGD(model=model, lr=0.1, aggregation=DecentralizedAggregation(topology=graph))
         result[name, "topology"] = descend(rank, model, optimizer)
         assert optimizer.aggregation.topology.spectral_gap == graph.spectral_gap
     return result
@@ -135,7 +135,8 @@ def choco(rank: int, world_size: int) -> dict[Any, list[Tensor]]:
         graph = topologies(world_size)[name]
         for compression, options in COMPRESSIONS.items():
             model = Weights(x=start())
-            optimizer = ChocoSGD(rank, graph.neighbours(rank), model, lr=0.1, **options)
+            exchange = ChocoAggregation(rank, graph.neighbours(rank), **options)
+            optimizer = ChocoSGD(model=model, lr=0.1, aggregation=exchange)
             result[name, compression] = descend(rank, model, optimizer)
     return result
 
@@ -167,7 +168,11 @@ def bytes_and_messages(rank: int, world_size: int) -> dict[str, Any]:
     """Bytes and collectives by step, after the first, in which the workers meet."""
     tensors = {"a": torch.zeros(10, 3), "b": torch.zeros(7), "c": torch.zeros(())}
     graph = topologies(world_size)["star"]
-    of_choco = {name: partial(ChocoSGD, rank, graph.neighbours(rank), **COMPRESSIONS[name]) for name in COMPRESSIONS}
+    neighbors = graph.neighbours(rank)
+    of_choco = {
+        name: partial(ChocoSGD, aggregation=ChocoAggregation(rank, neighbors, **options))
+        for name, options in COMPRESSIONS.items()
+    }
     makers: dict[str, Callable[..., Any]] = {
         "decentralized": partial(DecentralizedSGD, rank, graph.neighbours(rank)),
         "local": partial(LocalSGD, world_size, period=3),
@@ -213,8 +218,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "itself": message(lambda: make(rank, [rank])),
         "outside": message(lambda: make(rank, [world_size])),
         "rank": message(lambda: make((rank + 1) % world_size, [rank])),
-        "topology": message(lambda: make(rank, topology=ring(world_size + 1))),
-        "both": message(lambda: make(rank, [0], topology=ring(world_size))),
+        "topology": message(lambda: DecentralizedAggregation(rank, topology=ring(world_size + 1))),
+        "both": message(lambda: DecentralizedAggregation(rank, [0], topology=ring(world_size))),
+        "twice": message(lambda: make(rank, aggregation=DecentralizedAggregation(topology=ring(world_size)))),
         "op": message(lambda: DecentralizedAggregation(rank, [(rank + 1) % world_size]).agg_model()(model, "sum")),
         "average": message(lambda: make(rank, [0], average_world=False)),
     }
@@ -259,11 +265,21 @@ def odd_tensors(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
 
 RESUMED: dict[str, Callable[[int, int, nn.Module], Optimizer]] = {
     "decentralized": lambda r, n, m: DecentralizedSGD(r, ring(n).neighbours(r), m, lr=0.1, momentum=0.9),
-    "top_k": lambda r, n, m: ChocoSGD(r, ring(n).neighbours(r), m, lr=0.1, momentum=0.9, **COMPRESSIONS["top_k"]),
-    "random_k": lambda r, n, m: ChocoSGD(
-        r, ring(n).neighbours(r), m, lr=0.1, by_layer=True, **COMPRESSIONS["random_k"]
+    "top_k": lambda r, n, m: ChocoSGD(
+        model=m,
+        lr=0.1,
+        momentum=0.9,
+        aggregation=ChocoAggregation(r, ring(n).neighbours(r), **COMPRESSIONS["top_k"]),
     ),
-    "sign": lambda r, n, m: ChocoSGD(r, None, m, lr=0.1, topology=ring(n), **COMPRESSIONS["sign"]),
+    "random_k": lambda r, n, m: ChocoSGD(
+        model=m,
+        lr=0.1,
+        by_layer=True,
+        aggregation=ChocoAggregation(r, ring(n).neighbours(r), **COMPRESSIONS["random_k"]),
+    ),
+    "sign": lambda r, n, m: ChocoSGD(
+        model=m, lr=0.1, aggregation=ChocoAggregation(topology=ring(n), **COMPRESSIONS["sign"])
+    ),
     "local": lambda r, n, m: LocalSGD(n, m, lr=0.1, momentum=0.9, period=4),
     "diloco": lambda r, n, m: DiLoCo(n, m, lr=0.1, period=4),
     "diloco by layer": lambda r, n, m: DiLoCo(
@@ -326,7 +342,11 @@ def added_later(rank: int, world_size: int) -> dict[str, tuple[Tensor, Tensor]]:
     graph = ring(world_size)
     makers: dict[str, Callable[[nn.Module], Optimizer]] = {
         "decentralized": lambda m: DecentralizedSGD(rank, graph.neighbours(rank), m, lr=0.1),
-        "choco": lambda m: ChocoSGD(rank, graph.neighbours(rank), m, lr=0.1, compression="random_k", ratio=0.5),
+        "choco": lambda m: ChocoSGD(
+            model=m,
+            lr=0.1,
+            aggregation=ChocoAggregation(rank, graph.neighbours(rank), compression="random_k", ratio=0.5),
+        ),
         "local": lambda m: LocalSGD(world_size, m, lr=0.1, period=4),
         "diloco": lambda m: DiLoCo(world_size, m, lr=0.1, period=4),
     }

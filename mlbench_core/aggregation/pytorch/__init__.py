@@ -1,7 +1,15 @@
 """Aggregation of PyTorch tensors."""
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation
-from mlbench_core.aggregation.pytorch.centralized import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.centralized import (
+    AVG_CUSTOM,
+    AVG_WORLD,
+    AllReduceAggregation,
+    EFSignAggregation,
+    PowerAggregation,
+    SignAggregation,
+    SparsifiedAggregation,
+)
 from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
 from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
@@ -15,7 +23,11 @@ __all__ = [
     "ChocoAggregation",
     "DecentralizedAggregation",
     "DiLoCoAggregation",
+    "EFSignAggregation",
     "PeriodicAggregation",
+    "PowerAggregation",
+    "SignAggregation",
+    "SparsifiedAggregation",
     "average_weights",
     "consensus_distance",
 ]

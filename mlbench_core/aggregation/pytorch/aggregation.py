@@ -64,6 +64,8 @@ class Aggregation(ABC):
     which the model registers its parameters, which is the same everywhere whatever the backward pass did.
 
     Attributes:
+        overlap: True if an optimizer sends gradients through it during the backward pass; see
+            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
         use_cuda: As given.
         group: The process group; None for all workers.
         bytes_sent: Bytes this worker handed to collectives since it was made.
@@ -77,6 +79,7 @@ class Aggregation(ABC):
     """
 
     compression_ratio: float = 1.0
+    overlap: bool = False
 
     _named_state: ClassVar[tuple[str, ...]] = ()  # keys of state_dict() under which values stand by parameter name
     _own_state: ClassVar[tuple[str, ...]] = ()  # those of them whose values differ from worker to worker

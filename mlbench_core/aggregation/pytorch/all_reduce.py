@@ -18,8 +18,10 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     UnknownOperationError,
     check_denominator,
 )
+from mlbench_core.aggregation.pytorch.buckets import BUCKET_SIZE_BYTES
 from mlbench_core.aggregation.pytorch.messages import as_real, by_dtype_and_device, divide, pack, unpack
 from mlbench_core.aggregation.pytorch.shared_memory import SharedMemorySum
+from mlbench_core.arguments import check_int
 from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "Transfer", "check_world_size"]
@@ -64,9 +66,14 @@ class AllReduceAggregation(Aggregation):
         world_size: Number of workers; None takes that of the process group.
         divide_before: Divide before the sum instead of after it, so that sums of half-precision numbers stay in range.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
+        overlap: Let an optimizer send gradients in buckets while the backward pass still computes others.
+            ``backward()`` returns when all of them are averages. Calls of the functions that :meth:`agg_grad` and
+            :meth:`agg_model` return do not change. See :mod:`mlbench_core.aggregation.pytorch.overlap`.
         comm_dtype: The dtype in which tensors travel, for example ``torch.bfloat16``; None for each tensor's own. A
             message that is converted is divided before it is sent, so that its sum stays in range. If workers send
             half precision, all get the same values, rounded to it.
+        bucket_size_bytes: With ``overlap``, a bucket is sent when it holds this number of bytes; 0 sends each gradient
+            in its own message.
         shared_memory: Sum through memory that the workers share instead of the backend's all-reduce. All workers must
             run on one machine, with their tensors in its memory. The sums of two workers equal the backend's to the
             last bit, those of more workers to rounding. Every worker must make its aggregations in the same order. See
@@ -76,8 +83,9 @@ class AllReduceAggregation(Aggregation):
             its workers alone.
 
     Raises:
+        TypeError: ``overlap`` or ``shared_memory`` is not a bool, or ``world_size`` is not an integer.
         ValueError: ``world_size`` is not the number of workers in the process group, this process does not belong to
-            it, or ``comm_dtype`` is not a floating-point type that travels.
+            it, ``comm_dtype`` is not a floating-point type that travels, or ``bucket_size_bytes`` is negative.
         BackendError: ``shared_memory`` is asked for, but the workers share none.
 
     Example:
@@ -91,23 +99,30 @@ class AllReduceAggregation(Aggregation):
 
     def __init__(
         self,
-        world_size: int | None,
+        world_size: int | None = None,
         divide_before: bool = False,
         use_cuda: bool = False,
         *,
+        overlap: bool = False,
         comm_dtype: torch.dtype | None = None,
+        bucket_size_bytes: int = BUCKET_SIZE_BYTES,
         shared_memory: bool = False,
         process_group: Any = None,
     ) -> None:
         super().__init__(use_cuda=use_cuda, process_group=process_group)
-        self.shared_memory = shared_memory
+        if not isinstance(overlap, bool):
+            raise TypeError(f"overlap must be True or False, not {overlap!r}")
         if comm_dtype is not None and comm_dtype not in COMM_DTYPES:
             raise ValueError(f"comm_dtype must be None or one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype}")
         self._world_size = check_world_size(world_size, self.group)
         self.divide_before = divide_before
+        self.overlap = overlap
         self.comm_dtype = comm_dtype
+        self.bucket_size_bytes = check_int("bucket_size_bytes", bucket_size_bytes, least=0)
+        self.shared_memory = shared_memory
         self._shared: SharedMemorySum | None = None
         if shared_memory and self._world_size > 1:
+            # Workers meet here and not at the first message, so that a machine without shared memory fails early.
             self._shared = SharedMemorySum(self.group)
 
     @property

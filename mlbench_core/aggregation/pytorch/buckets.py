@@ -20,9 +20,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from mlbench_core import torch_private
+__all__ = ["BUCKET_SIZE_BYTES", "Bucket", "Signature", "plan_buckets", "signature"]
 
-__all__ = ["Bucket", "Signature", "plan_buckets", "signature"]
+BUCKET_SIZE_BYTES = 1 << 20
+"""Size at which a bucket is sent: 1 MiB. benchmarks/micro/RESULTS.md has the sizes that were tried."""
 
 Signature: TypeAlias = "tuple[tuple[Any, ...], ...]"
 

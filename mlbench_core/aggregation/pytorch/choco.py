@@ -246,8 +246,8 @@ class ChocoAggregation(DecentralizedAggregation):
 
     def __init__(
         self,
-        rank: int | None,
-        neighbors: Iterable[int] | None,
+        rank: int | None = None,
+        neighbors: Iterable[int] | None = None,
         use_cuda: bool = False,
         *,
         topology: Topology | None = None,

@@ -70,8 +70,8 @@ class DecentralizedAggregation(Aggregation):
 
     def __init__(
         self,
-        rank: int | None,
-        neighbors: Iterable[int] | None,
+        rank: int | None = None,
+        neighbors: Iterable[int] | None = None,
         use_cuda: bool = False,
         *,
         topology: Topology | None = None,

@@ -62,7 +62,8 @@ class PeriodicAggregation(Aggregation):
 
     Raises:
         TypeError: ``period`` is not an integer, or ``aggregation`` is not an aggregation.
-        ValueError: ``period`` is not positive.
+        ValueError: ``period`` is not positive, or the aggregation overlaps with the backward pass or takes gradients
+            only.
 
     Example:
         >>> aggregation = PeriodicAggregation(AllReduceAggregation(world_size=1), period=8)
@@ -79,6 +80,12 @@ class PeriodicAggregation(Aggregation):
     def __init__(self, aggregation: Aggregation, period: int) -> None:
         if not isinstance(aggregation, Aggregation):
             raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
+        if aggregation.overlap:
+            raise ValueError(
+                "overlap must be False for a periodic aggregation, which averages weights after the step and no "
+                f"gradients: leave it out of {type(aggregation).__name__}(...)"
+            )
+        aggregation.agg_model()  # raises an error for aggregations that compress gradients and would destroy weights
         super().__init__(use_cuda=aggregation.use_cuda, process_group=aggregation.group)
         self.inside = aggregation
         self.period = check_int("period", period)

@@ -23,6 +23,7 @@ from mlbench_core.aggregation.pytorch.timing import CommunicationClock
 from mlbench_core.arguments import check_finite_at_least_0, check_number
 from mlbench_core.optim.pytorch.distributed import (
     Closure,
+    check_aggregation,
     check_lr,
     evaluate,
     must_skip,
@@ -55,7 +56,6 @@ class CompressedOptimizer(Optimizer):
             order.
         defaults: Options of a group that does not name them, from :func:`sgd_defaults`.
         aggregation: How to aggregate.
-        average: Divide sums over workers by their number; False leaves the sum.
 
     Raises:
         TypeError: ``lr`` is not a number.
@@ -63,18 +63,16 @@ class CompressedOptimizer(Optimizer):
     """
 
     agg_grad = True
+    _average = True  # False leaves the sum over workers
     own_state = ("state", "aggregation")  # momentum is that of this worker's gradients
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to step()
 
-    def __init__(
-        self, params: Params | None, defaults: dict[str, Any], aggregation: CompressedAggregation, average: bool = True
-    ) -> None:
+    def __init__(self, params: Params | None, defaults: dict[str, Any], aggregation: CompressedAggregation) -> None:
         if params is None:
             raise ValueError("params is missing: give params=, for example model.parameters()")
         check_lr(defaults["lr"], type(self).__name__)
         self.aggregation = aggregation
         self._aggregate_named = aggregation.agg_grad()
-        self._average = average
         self._clock = CommunicationClock()
         Optimizer.__init__(self, params, defaults)  # a subclass may be a torch.optim.SGD too, whose options differ
 
@@ -270,7 +268,7 @@ def sgd_defaults(
 class _OneBitSGD(CompressedOptimizer):
     """Base of the optimizers that send one bit per weight."""
 
-    _make_aggregation: ClassVar[type[SignAggregation] | type[EFSignAggregation]]
+    _kind: ClassVar[type[SignAggregation] | type[EFSignAggregation]]
 
     def __init__(
         self,
@@ -282,11 +280,12 @@ class _OneBitSGD(CompressedOptimizer):
         nesterov: bool = False,
         *,
         world_size: int | None = None,
-        process_group: Any = None,
+        aggregation: CompressedAggregation | None = None,
     ) -> None:
         defaults = sgd_defaults(lr, momentum, weight_decay, dampening, nesterov)
-        aggregation = self._make_aggregation(world_size=world_size, process_group=process_group)
-        super().__init__(params, defaults, aggregation)
+        if aggregation is None:
+            aggregation = self._kind(world_size=world_size)
+        super().__init__(params, defaults, check_aggregation(aggregation, self._kind, world_size=world_size))
 
 
 class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a tracker too
@@ -310,12 +309,11 @@ class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a trac
         dampening: Dampening for momentum.
         nesterov: Use Nesterov momentum.
         world_size: Number of workers; None takes that of the process group, when the optimizer is made.
-        process_group: A subgroup of workers, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        aggregation: The exchange, for example ``SignAggregation(process_group=group)`` for a subgroup of workers.
 
     Raises:
         ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
-        TypeError: An option is not a number.
+        TypeError: An option is not a number, or the aggregation is of another class.
 
     Example:
         >>> import torch
@@ -331,7 +329,7 @@ class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a trac
         arXiv:1802.04434
     """
 
-    _make_aggregation = SignAggregation
+    _kind = SignAggregation
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Optimizer.__setstate__(self, state)  # SGD's would add options that this one does not have
@@ -363,17 +361,13 @@ class EFSignSGD(_OneBitSGD):
     Args:
         params: Parameters, groups of them, or ``model.named_parameters()``.
         lr: Learning rate :math:`\eta`.
-        momentum: Momentum factor of the local direction.
-        weight_decay: L2 penalty, part of the direction.
-        dampening: Dampening for momentum.
-        nesterov: Use Nesterov momentum.
-        world_size: Number of workers; None takes that of the process group, when the optimizer is made.
-        process_group: A subgroup of workers, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        aggregation: The exchange, for example ``EFSignAggregation(process_group=group)`` for a subgroup of workers.
+
+    Other arguments: see :class:`SignSGD`.
 
     Raises:
         ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
-        TypeError: An option is not a number.
+        TypeError: An option is not a number, or the aggregation is of another class.
 
     Example:
         >>> import torch
@@ -389,7 +383,7 @@ class EFSignSGD(_OneBitSGD):
         arXiv:1901.09847
     """
 
-    _make_aggregation = EFSignAggregation
+    _kind = EFSignAggregation
 
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         return self._direction(parameter, group).mul_(group["lr"])
@@ -417,16 +411,15 @@ class SparsifiedSGD(CompressedOptimizer):
         lr: Learning rate :math:`\eta`.
         weight_decay: L2 penalty.
         sparse_grad_size: :math:`k`, coordinates sent per tensor (an integer), or their share (a float).
-        random_sparse: Send random coordinates, the same on all workers, instead of the largest.
         momentum: Momentum factor of the local direction, which then stands for :math:`g_i`.
         world_size: Number of workers; None takes that of the process group, when the optimizer is made.
-        average_world: Divide the sum over workers by their number; False leaves the sum.
-        process_group: A subgroup of workers, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        aggregation: The exchange with all its settings, instead of ``sparse_grad_size``: for example
+            ``SparsifiedAggregation(None, size=0.01, random=True)``.
 
     Raises:
-        ValueError: ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the process group.
-        TypeError: An option is not a number.
+        ValueError: ``lr`` is missing, an option is out of range, ``world_size`` is not that of the process group, or
+            ``sparse_grad_size`` contradicts the aggregation.
+        TypeError: An option is not a number, or the aggregation is of another class.
 
     Example:
         >>> import torch
@@ -448,17 +441,21 @@ class SparsifiedSGD(CompressedOptimizer):
         weight_decay: float = 0,
         sparse_grad_size: int | float = 10,
         *,
-        random_sparse: bool = False,
         momentum: float = 0,
         world_size: int | None = None,
-        average_world: bool = True,
-        process_group: Any = None,
+        aggregation: SparsifiedAggregation | None = None,
     ) -> None:
-        self._size = check_size(sparse_grad_size, "sparse_grad_size")
-        aggregation = SparsifiedAggregation(
-            None, size=self._size, random=random_sparse, world_size=world_size, process_group=process_group
-        )
-        super().__init__(params, sgd_defaults(lr, momentum, weight_decay), aggregation, average_world)
+        if aggregation is None:
+            size = check_size(sparse_grad_size, "sparse_grad_size")
+            aggregation = SparsifiedAggregation(None, size=size, world_size=world_size)
+        self._size = check_aggregation(aggregation, SparsifiedAggregation, world_size=world_size).size
+        # The default of version 3.0 counts as left out.
+        if sparse_grad_size not in (10, self._size):
+            raise ValueError(
+                f"sparse_grad_size must be left out or {self._size}, not {sparse_grad_size}, because the aggregation "
+                f"decides on it: write size={sparse_grad_size} in SparsifiedAggregation(...)"
+            )
+        super().__init__(params, sgd_defaults(lr, momentum, weight_decay), aggregation)
 
     def get_estimated_weights(self) -> list[Tensor]:
         r"""Return the weighted average of the iterates, the estimate for which the paper proves convergence.
@@ -514,22 +511,19 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
     See :class:`SparsifiedSGD`, which this is with the number of workers stated and the choice of coordinates.
 
     Args:
-        params: Parameters, groups of them, or ``model.named_parameters()``.
-        lr: Learning rate.
-        weight_decay: L2 penalty.
-        sparse_grad_size: Coordinates sent per tensor (an integer), or their share (a float).
         random_sparse: Send random coordinates, the same on all workers, instead of the largest.
         world_size: Number of workers; None takes that of the process group. In a group of several, the default of 1 is
             refused rather than letting the workers train apart.
         average_world: Divide the sum over workers by their number; False leaves the sum.
-        momentum: Momentum factor of the local direction.
-        process_group: A subgroup of workers, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        aggregation: The exchange with all its settings, instead of ``sparse_grad_size``, ``random_sparse`` and
+            ``world_size``.
+
+    Other arguments: see :class:`SparsifiedSGD`.
 
     Raises:
-        ValueError: ``params`` or ``lr`` is missing, an option is out of range, or ``world_size`` is not that of the
-            process group.
-        TypeError: An option is not a number.
+        ValueError: ``params`` or ``lr`` is missing, an option is out of range, ``world_size`` is not that of the
+            process group, or an argument contradicts the aggregation.
+        TypeError: An option is not a number, or the aggregation is of another class.
 
     Example:
         >>> import torch
@@ -555,19 +549,20 @@ class CentralizedSparsifiedSGD(SparsifiedSGD):
         average_world: bool = True,
         *,
         momentum: float = 0,
-        process_group: Any = None,
+        aggregation: SparsifiedAggregation | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            weight_decay,
-            sparse_grad_size,
-            random_sparse=random_sparse,
-            momentum=momentum,
-            world_size=world_size,
-            average_world=average_world,
-            process_group=process_group,
-        )
+        if aggregation is None:
+            size = check_size(sparse_grad_size, "sparse_grad_size")
+            aggregation = SparsifiedAggregation(None, size=size, random=random_sparse, world_size=world_size)
+        # The default of 1 comes from version 3.0, and counts as left out.
+        check_aggregation(aggregation, SparsifiedAggregation, world_size=None if world_size == 1 else world_size)
+        if random_sparse and not aggregation.random:
+            raise ValueError(
+                "random_sparse must be left out or False, not True, because the aggregation sends the largest "
+                "coordinates: write random=True in SparsifiedAggregation(...)"
+            )
+        super().__init__(params, lr, weight_decay, sparse_grad_size, momentum=momentum, aggregation=aggregation)
+        self._average = average_world
 
 
 def _newest_share(t: int, a: float) -> float:

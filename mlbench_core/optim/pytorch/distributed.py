@@ -6,8 +6,8 @@ import contextlib
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,33 +18,29 @@ from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import BOOKKEEPING, Aggregation, Denominator, check_denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.names import check_names
-from mlbench_core.aggregation.pytorch.overlap import BUCKET_SIZE_BYTES, OverlappedReduction
+from mlbench_core.aggregation.pytorch.overlap import OverlappedReduction
 from mlbench_core.aggregation.pytorch.timing import CommunicationClock
-from mlbench_core.arguments import check_at_least, check_finite_at_least_0
+from mlbench_core.arguments import check_finite_at_least_0
 
 __all__ = [
     "Closure",
     "GenericCentralizedOptimizer",
-    "OptimizerOrFactory",
+    "OptimizerFactory",
     "OptimizerWrapper",
-    "Overlap",
+    "check_aggregation",
     "check_lr",
-    "divides_gradients",
-    "dividing",
     "evaluate",
     "evaluates_repeatedly",
     "is_dense",
-    "lay_out_like_parameters",
     "must_skip",
-    "parameters_beside",
     "shared_optimizer_state",
     "state_without_hooks",
-    "without_momentum",
 ]
 
 Closure: TypeAlias = Callable[[], Any]
-Overlap: TypeAlias = "bool | Literal['step']"
-OptimizerOrFactory: TypeAlias = "Optimizer | Callable[[Iterable[Tensor]], Optimizer]"
+OptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
+_AggregationT = TypeVar("_AggregationT", bound=Aggregation)
+
 _TOO_EARLY = 2
 
 
@@ -201,6 +197,16 @@ class OptimizerWrapper(Optimizer):
     def load_extra_state(self, extra: dict[str, Any]) -> None:
         """Restore the result of :meth:`extra_state`; an empty dictionary if a state has no such entries."""
 
+    def extra_parameters(self, known: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Return the parameters in the groups that are not among the known ones, by name: ``"group{i}.{j}"``."""
+        ids = {id(parameter) for parameter in known}
+        return {
+            f"group{i}.{j}": parameter
+            for i, group in enumerate(self.param_groups)
+            for j, parameter in enumerate(group["params"])
+            if id(parameter) not in ids
+        }
+
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes but hooks and a ``step`` that a scheduler patched, which belong to this object."""
         return state_without_hooks(self)
@@ -268,25 +274,14 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         agg_grad: Average gradients before the step; False averages weights after it.
         optimizer: A torch optimizer, or a function that makes one of an iterable of parameters. If it is left out, set
             the attribute before the first step.
-        aggregation: How to aggregate, instead of a plain all-reduce. It then decides on ``use_cuda`` and
-            ``divide_before``.
-        overlap: Average gradients while the backward pass still computes others, in buckets: ``backward()`` returns
-            when all are averages. With ``"step"`` it returns at once, and :meth:`step` updates each bucket's parameters
-            while others are still on their way. Gradients must then not be read before the step, unless
-            :meth:`synchronize` is called first. The wrapped optimizer must update each parameter by itself, as
-            torch's do. See :class:`~mlbench_core.aggregation.pytorch.overlap.OverlappedReduction`.
-        comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
-        shared_memory: Sum through memory that the workers share instead of the backend's all-reduce. All workers must
-            run on one machine and train on its processors; see
-            :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
-        bucket_size_bytes: With ``overlap``, a message is sent when it holds this number of bytes.
-        process_group: The workers that train together, from ``torch.distributed.new_group``; None for all. Ranks and
-            ``world_size`` are then counted in the group, and its result is that of a run of its workers alone.
+        aggregation: How gradients or weights travel; None for an all-reduce with ``world_size``, ``divide_before`` and
+            ``use_cuda``. All other settings, such as overlap with the backward pass, the dtype that is sent or a
+            subgroup of workers, belong to the aggregation: for example
+            ``AllReduceAggregation(overlap=True, comm_dtype=torch.bfloat16)``.
 
     Raises:
-        ValueError: ``model`` is missing or without parameters, ``world_size`` is not that of the process group, or
-            ``overlap``, ``comm_dtype`` or ``shared_memory`` does not fit the aggregation or the model.
-        BackendError: ``shared_memory`` is asked for, but the workers share none.
+        ValueError: ``model`` is missing or without parameters, ``world_size`` is not that of the process group, an
+            argument contradicts the aggregation, or the aggregation does not fit the model or the other arguments.
         TypeError: An argument has the wrong type.
 
     Example:
@@ -313,39 +308,38 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         divide_before: bool = False,
         agg_grad: bool = True,
         *,
-        optimizer: OptimizerOrFactory | None = None,
+        optimizer: Optimizer | OptimizerFactory | None = None,
         aggregation: Aggregation | None = None,
-        overlap: Overlap = False,
-        comm_dtype: torch.dtype | None = None,
-        shared_memory: bool = False,
-        bucket_size_bytes: int = BUCKET_SIZE_BYTES,
-        process_group: Any = None,
     ) -> None:
-        model = _check_model(model)
+        if model is None:
+            raise ValueError("model is missing: give model=, the torch.nn.Module to train")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         super().__init__(model.parameters())
         self.model = model
         self.agg_grad = agg_grad
         self.agg_mode = AVG_WORLD
         if aggregation is None:
-            aggregation = AllReduceAggregation(
-                world_size,
-                divide_before,
-                use_cuda,
-                comm_dtype=comm_dtype,
-                shared_memory=_check_shared_memory(shared_memory, model),
-                process_group=process_group,
-            )
-        self.aggregation = _check_aggregation(aggregation, world_size, comm_dtype, shared_memory, process_group)
+            aggregation = AllReduceAggregation(world_size, divide_before, use_cuda)
+        self.aggregation = check_aggregation(
+            aggregation,
+            Aggregation,  # type: ignore[type-abstract]
+            world_size=world_size,
+            divide_before=divide_before or None,
+            use_cuda=use_cuda or None,
+        )
+        self._check_memory()
         self.world_size = self.aggregation.world_size
         make = self.aggregation.agg_grad if agg_grad else self.aggregation.agg_model
         self.agg = make(by_layer=by_layer)
         self._clock = CommunicationClock()
         self._was_skipped = False
-        self._reduction = (
-            _overlapped(model, self.aggregation, agg_grad, by_layer, bucket_size_bytes, overlap) if overlap else None
-        )
+        self._reduction = self._make_reduction(by_layer) if aggregation.overlap else None
+        # A torch optimizer may be callable too, so its type decides.
+        if callable(optimizer) and not isinstance(optimizer, Optimizer):
+            optimizer = optimizer(model.parameters())
         if optimizer is not None:
-            self.optimizer = _make_optimizer(optimizer, model)
+            self.optimizer = optimizer
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None, tracker: Any | None = None) -> Any:  # type: ignore[override]
@@ -384,7 +378,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         """
         remembered = extra.get("aggregation", {})
         parameters = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
-        check_names(self.aggregation.remembered_names(remembered), [*parameters, *self._beside()])
+        extra_names = self.extra_parameters(self.model.parameters())
+        check_names(self.aggregation.remembered_names(remembered), [*parameters, *extra_names])
         self.aggregation.load_state_dict(remembered)
 
     @contextlib.contextmanager
@@ -408,8 +403,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     def synchronize(self) -> None:
         """Ensure that gradients are averages before the step; without ``overlap`` do nothing.
 
-        It waits for gradients that are on their way, and sends those that no backward pass has sent. So every worker
-        must call it.
+        It sends the gradients that no backward pass has sent, so every worker must call it.
         """
         if self._reduction is not None:
             self._reduction.average()
@@ -447,10 +441,6 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         if closure is not None and evaluates_repeatedly(self._inner):
             return self._step_with_evaluations(closure, tracker, denom, grad_clip)
         loss = evaluate(closure)
-        # Clipping needs the norm of all gradients, so with it no update can start before the last average.
-        if self._reduction is not None and not self._reduction.waits_in_backward and grad_clip == math.inf:
-            self._step_as_averages_arrive(self._reduction, tracker, denom)
-            return loss
         if self.agg_grad:
             self._aggregate(tracker, denom)
         self._clip(grad_clip)
@@ -461,54 +451,21 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             self._aggregate(tracker, denom)
         return loss
 
-    def _step_as_averages_arrive(
-        self, reduction: OverlappedReduction, tracker: Any | None, denom: Denominator | None
-    ) -> None:
-        """Update the parameters of each bucket when its averages are there, then the extra parameters.
-
-        A fused optimizer divides sums in its own kernel: a division before it would cost a pass over the memory.
-        """
-        divisor = check_denominator(denom) if self.agg_mode == AVG_CUSTOM else self.world_size
-        for parameters, are_sums in reduction.arrivals(as_sums=divides_gradients(self._inner)):
-            if tracker is not None:
-                tracker.record_batch_agg()
-            scale = self._scale(denom)
-            if scale is not None and not are_sums:
-                torch_private.foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
-            with dividing(self._inner, divisor if are_sums else None, parameters[0].device):
-                self._update(parameters)
-            if tracker is not None:
-                tracker.record_batch_opt_step()
-        reduction.report(tracker)
-        beside = self._beside()
-        if beside:
-            self._exchange([beside], denom)
-            self._update(beside.values())
-            self._clock.report(tracker)
-
     def _take_step(self) -> None:
-        """Let the wrapped optimizer take a step.
-
-        Torch's fused SGD needs momentum buffers of all parameters or of none. Parameters that get their first gradient
-        later than others, such as layers that were frozen, take their first step in a separate call.
-        """
-        lay_out_like_parameters(self._inner)
-        newcomers = without_momentum(self._inner)
-        if newcomers:
-            others = {id(parameter) for parameter in newcomers}
-            self._update(newcomers)
-            self._update([p for group in self.param_groups for p in group["params"] if id(p) not in others])
-        else:
+        """Let the wrapped optimizer take a step."""
+        _match_strides(self._inner)
+        late = _without_momentum(self._inner)
+        if not late:
             self._inner.step()
-
-    def _update(self, parameters: Iterable[Tensor]) -> None:
-        """Let the wrapped optimizer take a step on some parameters alone."""
-        chosen = {id(parameter) for parameter in parameters}
+            return
+        # Torch's fused SGD needs momentum buffers of all parameters or of none. Parameters that get their first
+        # gradient later than others, such as layers that were frozen, take their first step in a separate call.
         whole = [group["params"] for group in self.param_groups]
         try:
-            for group in self.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
-            self._take_step()
+            for is_late in (True, False):
+                for group, params in zip(self.param_groups, whole, strict=True):
+                    group["params"] = [parameter for parameter in params if (id(parameter) in late) == is_late]
+                self._inner.step()
         finally:  # also after an error, or the other parameters would be lost
             for group, params in zip(self.param_groups, whole, strict=True):
                 group["params"] = params
@@ -541,41 +498,29 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
 
     def _aggregate(self, tracker: Any | None, denom: Denominator | None) -> None:
         """Aggregate the model and the extra parameters of the optimizer, and report the cost."""
-        beside = self._beside()
-        if self._reduction is not None:
-            self._finish_reduction(self._reduction, denom)
-        to_aggregate: list[nn.Module | dict[str, Tensor]] = [self.model] if self._reduction is None else []
-        to_aggregate += [beside] if beside else []
-        if to_aggregate:
-            self._exchange(to_aggregate, denom)
+        parts: list[nn.Module | dict[str, Tensor]] = []
+        if self._reduction is None:
+            parts.append(self.model)
+        else:
+            # k/d turns an average over k workers into a sum divided by d. It is known before the wait, so that a wrong
+            # denominator raises its error first.
+            scale = self.world_size / check_denominator(denom) if self.agg_mode == AVG_CUSTOM else None
+            self._reduction.complete()
+            if scale is not None:
+                torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], scale)
+        extra = self.extra_parameters(self.model.parameters())
+        if extra:
+            parts.append(extra)
+        if parts:
+            with self._clock.measure(next(self.model.parameters()).device) as interval:
+                for part in parts:
+                    self.agg(part, self.agg_mode, denom)
+                    interval.size_bytes += self.aggregation.last_bytes
         if tracker is not None:
             tracker.record_batch_agg()
         if self._reduction is not None:
             self._reduction.report(tracker)
         self._clock.report(tracker)
-
-    def _exchange(self, parts: Sequence[nn.Module | dict[str, Tensor]], denom: Denominator | None) -> None:
-        """Aggregate a model, or parameters by name, and measure the time."""
-        with self._clock.measure(next(self.model.parameters()).device) as interval:
-            for part in parts:
-                self.agg(part, self.agg_mode, denom)
-                interval.size_bytes += self.aggregation.last_bytes
-
-    def _beside(self) -> dict[str, Tensor]:
-        """Return the extra parameters, which the wrapped optimizer updates but the model does not have, by name."""
-        return parameters_beside(self.param_groups, self.model.parameters())
-
-    def _finish_reduction(self, reduction: OverlappedReduction, denom: Denominator | None) -> None:
-        """Wait for the averages of the backward pass, and scale them if the operation takes a denominator."""
-        scale = self._scale(denom)
-        reduction.complete()
-        if scale is not None:
-            gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-            torch_private.foreach_mul_(gradients, scale)
-
-    def _scale(self, denom: Denominator | None) -> Denominator | None:
-        """Return k/d, which turns an average over k workers into a sum divided by d; None to keep the average."""
-        return self.world_size / check_denominator(denom) if self.agg_mode == AVG_CUSTOM else None
 
     def _clip(self, max_norm: float) -> None:
         """Scale the gradients down to the norm ``max_norm`` if theirs is larger."""
@@ -583,89 +528,68 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             nn.utils.clip_grad_norm_(parameters, max_norm)
 
+    def _check_memory(self) -> None:
+        """Raise a ValueError if the model is not in the memory that the aggregation shares."""
+        devices = {str(parameter.device) for parameter in self.model.parameters() if parameter.device.type != "cpu"}
+        if getattr(self.aggregation, "shared_memory", False) and devices:
+            raise ValueError(
+                f"shared_memory must be False for a model on {', '.join(sorted(devices))}, because it sums in the "
+                "host's memory: leave it out of the aggregation"
+            )
 
-def _check_model(model: nn.Module | None) -> nn.Module:
-    if model is None:
-        raise ValueError("model is missing: give model=, the torch.nn.Module to train")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    return model
+    def _make_reduction(self, by_layer: bool) -> OverlappedReduction | None:
+        """Make the reduction during the backward pass; None for one worker, who has nothing to send."""
+        if not self.agg_grad:
+            raise ValueError(
+                "overlap must be False with agg_grad=False, because it sends gradients during the backward pass and "
+                "not weights after the step: leave one of the two out"
+            )
+        if by_layer:
+            raise ValueError(
+                "by_layer must be False with overlap, which sends buckets of parameters: for a message per parameter "
+                "write AllReduceAggregation(overlap=True, bucket_size_bytes=0)"
+            )
+        # Only this aggregation has the setting.
+        assert isinstance(self.aggregation, AllReduceAggregation)
+        return OverlappedReduction(self.model, self.aggregation) if self.world_size > 1 else None
 
 
-def _make_optimizer(optimizer: OptimizerOrFactory, model: nn.Module) -> Optimizer:
-    """Return the optimizer as given, or the one that the given function makes of the model's parameters."""
-    if isinstance(optimizer, Optimizer) or not callable(optimizer):
-        return optimizer
-    return optimizer(model.parameters())
+def check_aggregation(
+    aggregation: Any, kind: type[_AggregationT], *, world_size: int | None = None, **given: Any
+) -> _AggregationT:
+    """Return an aggregation if an optimizer can use it.
 
+    Args:
+        aggregation: As the user gave it.
+        kind: The class that the optimizer needs.
+        world_size: Number of workers that the optimizer was given.
+        **given: Other arguments of the optimizer that describe the exchange; None for those that were left out.
 
-def _check_shared_memory(shared_memory: bool, model: nn.Module) -> bool:
-    """Return ``shared_memory`` if the model is in the host's memory."""
-    others = {str(parameter.device) for parameter in model.parameters() if parameter.device.type != "cpu"}
-    if shared_memory and others:
-        raise ValueError(
-            f"shared_memory=True sums in the host's memory, but the model is on {', '.join(sorted(others))}"
-        )
-    return shared_memory
+    Raises:
+        TypeError: The aggregation is of another class.
+        ValueError: An argument contradicts the aggregation.
 
-
-def _check_aggregation(
-    aggregation: Aggregation,
-    world_size: int | None,
-    comm_dtype: torch.dtype | None,
-    shared_memory: bool,
-    process_group: Any,
-) -> Aggregation:
-    """Return the aggregation if it fits the number of workers and the other arguments on communication."""
-    if not isinstance(aggregation, Aggregation):
-        raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
+    Example:
+        >>> check_aggregation(AllReduceAggregation(divide_before=True), Aggregation, divide_before=True).world_size
+        1
+    """
+    name = type(aggregation).__name__
+    if not isinstance(aggregation, kind):
+        raise TypeError(f"aggregation must be of the class {kind.__name__}, not {name}")
     if world_size is not None and world_size != aggregation.world_size:
-        raise ValueError(f"world_size is {world_size}, but the aggregation is for {aggregation.world_size} workers")
-    if comm_dtype is not None and getattr(aggregation, "comm_dtype", None) != comm_dtype:
+        workers = f"{aggregation.world_size} worker{'s' if aggregation.world_size > 1 else ''}"
         raise ValueError(
-            f"comm_dtype is {comm_dtype}, but an aggregation is given too, which decides on that itself: give "
-            f"{type(aggregation).__name__} its own comm_dtype, or leave comm_dtype out"
+            f"world_size is {world_size}, but the process group has {workers}, and so the aggregation: give "
+            f"{aggregation.world_size}, or leave world_size out"
         )
-    if shared_memory and not getattr(aggregation, "shared_memory", False):
-        raise ValueError(
-            "shared_memory is True, but an aggregation is given too, which decides on that itself: make an "
-            "AllReduceAggregation(..., shared_memory=True), or leave shared_memory out"
-        )
-    if process_group is not None and aggregation.group is not process_group:
-        raise ValueError(
-            f"process_group must be that of the aggregation, which has other workers: give the process_group to "
-            f"{type(aggregation).__name__}"
-        )
+    for argument, value in given.items():
+        own = getattr(aggregation, argument, None)
+        if value is not None and value != own:
+            raise ValueError(
+                f"{argument} must be left out or {own!r}, not {value!r}, because the aggregation decides on it: "
+                f"write {argument}={value!r} in {name}(...)"
+            )
     return aggregation
-
-
-def _overlapped(
-    model: nn.Module,
-    aggregation: Aggregation,
-    agg_grad: bool,
-    by_layer: bool,
-    bucket_size_bytes: int,
-    overlap: Overlap,
-) -> OverlappedReduction | None:
-    """Make the reduction during the backward pass; None for one worker, who has nothing to send."""
-    if overlap not in (True, "step"):
-        raise ValueError(f"overlap must be True, False or 'step', not {overlap!r}")
-    if type(aggregation) is not AllReduceAggregation:
-        raise ValueError(
-            f"overlap=True needs a plain all-reduce, and {type(aggregation).__name__} needs all gradients at once: "
-            "leave overlap out"
-        )
-    if not agg_grad:
-        raise ValueError("overlap=True sends gradients during the backward pass, but agg_grad=False sends weights")
-    if by_layer:
-        raise ValueError(
-            "by_layer must be False with overlap, which sends buckets of parameters: for a message per parameter give "
-            "bucket_size_bytes=0"
-        )
-    check_at_least("bucket_size_bytes", bucket_size_bytes, 0)
-    if aggregation.world_size == 1:
-        return None
-    return OverlappedReduction(model, aggregation, bucket_size_bytes, waits_in_backward=overlap != "step")
 
 
 def evaluate(closure: Closure | None) -> Any:
@@ -700,29 +624,18 @@ def evaluates_repeatedly(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def parameters_beside(groups: Sequence[dict[str, Any]], known: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Return the extra parameters in an optimizer's groups, not among the known ones, by name: ``"group{i}.{j}"``."""
-    ids = {id(parameter) for parameter in known}
-    return {
-        f"group{i}.{j}": parameter
-        for i, group in enumerate(groups)
-        for j, parameter in enumerate(group["params"])
-        if id(parameter) not in ids
-    }
-
-
-def without_momentum(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters without momentum in groups of a fused SGD where others have it already."""
-    if not isinstance(optimizer, SGD):
-        return []
-    newcomers, mixed = [], False
-    for group in optimizer.param_groups:
-        if group.get("fused") and group["momentum"]:
-            stepping = [parameter for parameter in group["params"] if parameter.grad is not None]
-            new = [p for p in stepping if optimizer.state.get(p, {}).get("momentum_buffer") is None]
-            newcomers += new
-            mixed = mixed or 0 < len(new) < len(stepping)
-    return newcomers if mixed else []
+def _without_momentum(optimizer: Optimizer) -> set[int]:
+    """Return the ids of parameters without momentum, if others in groups of a fused SGD have it already."""
+    late: set[int] = set()
+    is_mixed = False
+    if isinstance(optimizer, SGD):
+        for group in optimizer.param_groups:
+            if group.get("fused") and group["momentum"]:
+                stepping = [parameter for parameter in group["params"] if parameter.grad is not None]
+                new = [p for p in stepping if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+                late.update(map(id, new))
+                is_mixed = is_mixed or 0 < len(new) < len(stepping)
+    return late if is_mixed else set()
 
 
 def is_dense(parameter: Tensor) -> bool:
@@ -736,7 +649,7 @@ def is_dense(parameter: Tensor) -> bool:
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
 
 
-def lay_out_like_parameters(optimizer: Optimizer) -> None:
+def _match_strides(optimizer: Optimizer) -> None:
     """Copy the gradients whose strides differ from their parameters', for torch's fused kernels.
 
     These kernels read the memory of parameter and gradient in parallel and ignore strides.
@@ -747,26 +660,6 @@ def lay_out_like_parameters(optimizer: Optimizer) -> None:
                 gradient = p.grad
                 if gradient is not None and gradient.stride() != p.stride() and is_dense(p):
                     p.grad = torch.empty_like(p).copy_(gradient)
-
-
-def divides_gradients(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is one of torch's fused ones, whose kernels can divide gradients by a scale."""
-    is_fused = all(group.get("fused") for group in optimizer.param_groups)
-    return is_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-@contextlib.contextmanager
-def dividing(optimizer: Optimizer, divisor: Denominator | None, device: torch.device) -> Iterator[None]:
-    """Let a fused optimizer divide gradients, through the attributes a GradScaler uses; None for no division."""
-    if divisor is None:
-        yield
-        return
-    optimizer.grad_scale = torch.as_tensor(divisor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
-    optimizer.found_inf = torch.zeros((), device=device)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:  # a later step would divide again
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
@@ -798,9 +691,8 @@ def must_skip(optimizer: Optimizer, aggregation: Aggregation, looked_too_early: 
     aggregation.any_worker(found_inf)
     if found_inf.item() == _TOO_EARLY:
         raise ValueError(
-            "a GradScaler read the gradients of a worker before they were averaged (they were still being sent, or "
-            "the worker had no backward pass outside no_sync): use mlbench_core.optim.pytorch.DistributedGradScaler, "
-            "which waits for the averages"
+            "a GradScaler read the gradients of a worker before they were averaged, because the worker had no backward "
+            "pass outside no_sync: use mlbench_core.optim.pytorch.DistributedGradScaler, which averages them first"
         )
     if found_inf.item() > 0:
         return True

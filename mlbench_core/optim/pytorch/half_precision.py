@@ -20,9 +20,9 @@ from mlbench_core.arguments import check_int, check_number
 from mlbench_core.optim.pytorch.distributed import (
     Closure,
     OptimizerWrapper,
+    check_aggregation,
     evaluate,
     evaluates_repeatedly,
-    parameters_beside,
 )
 
 __all__ = ["DistributedGradScaler", "DynamicLossScaler", "FP16Optimizer"]
@@ -218,13 +218,14 @@ class FP16Optimizer(OptimizerWrapper):
         average_world: Divide sums by the number of workers. It is the default if neither flag is set.
         average_custom: Divide sums by the ``denom`` given to :meth:`step`.
         divide_before: Divide before the sum instead of after it, so that sums of half-precision numbers stay in range.
-        process_group: A subgroup of workers, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        aggregation: How gradients travel, instead of ``world_size``, ``use_cuda``, ``use_horovod`` and
+            ``divide_before``. It must not overlap: gradients are complete after the last :meth:`backward_loss`.
 
     Raises:
-        ValueError: An argument is out of its range, both averages are asked for, the model has nothing to train, or
-            ``world_size`` is not that of the process group.
-        TypeError: ``fp16_model`` is not a module, or has parameters that float32 does not hold.
+        ValueError: An argument is out of its range or contradicts the aggregation, both averages are asked for, the
+            model has nothing to train, or ``world_size`` is not that of the process group.
+        TypeError: ``fp16_model`` is not a module, or has parameters that float32 does not hold, or the aggregation is
+            not an all-reduce.
 
     Example:
         >>> model = nn.Linear(2, 1).half()
@@ -260,7 +261,7 @@ class FP16Optimizer(OptimizerWrapper):
         average_custom: bool = False,
         divide_before: bool = False,
         *,
-        process_group: Any = None,
+        aggregation: AllReduceAggregation | None = None,
     ) -> None:
         if average_world and average_custom:
             raise ValueError("average_world and average_custom are both True: set the one to divide by")
@@ -276,13 +277,27 @@ class FP16Optimizer(OptimizerWrapper):
             else DynamicLossScaler(init_scale=1.0, scale_factor=1.0)
         )
         self.grad_clip = grad_clip
-        if use_horovod and process_group is not None:
-            raise ValueError("process_group must be None with use_horovod: Horovod uses no process groups of torch")
-        self.aggregation: AllReduceAggregation = (
-            AllReduceAggregationHVD(world_size, divide_before, use_cuda)
-            if use_horovod
-            else AllReduceAggregation(world_size, divide_before, use_cuda, process_group=process_group)
+        if aggregation is None:
+            make = AllReduceAggregationHVD if use_horovod else AllReduceAggregation
+            aggregation = make(world_size, divide_before, use_cuda)
+        elif use_horovod and not isinstance(aggregation, AllReduceAggregationHVD):
+            raise ValueError(
+                f"use_horovod must be False, not True, because {type(aggregation).__name__} sends without Horovod: "
+                "give AllReduceAggregationHVD(...) as aggregation"
+            )
+        # The state of another aggregation, such as an error memory, would be missing in state_dict().
+        self.aggregation = check_aggregation(
+            aggregation,
+            AllReduceAggregation,
+            world_size=world_size,
+            divide_before=divide_before or None,
+            use_cuda=use_cuda or None,
         )
+        if aggregation.overlap:
+            raise ValueError(
+                "overlap must be False with FP16Optimizer, which sends all gradients in step(): leave it out of the "
+                "aggregation"
+            )
         self.world_size = self.aggregation.world_size
         self.agg = self.aggregation.agg_grad(by_layer=by_layer)
         self.agg_mode = AVG_CUSTOM if average_custom else AVG_WORLD
@@ -378,7 +393,7 @@ class FP16Optimizer(OptimizerWrapper):
         self._clock.report(tracker)
         if not overflow:
             if self.grad_clip < math.inf:
-                nn.utils.clip_grads_with_norm_([self.fp32_params, *self._beside().values()], self.grad_clip, norm)
+                nn.utils.clip_grads_with_norm_([self.fp32_params, *self._extra().values()], self.grad_clip, norm)
             self._inner.step()
             self._round_into_model()
             if tracker is not None:
@@ -393,7 +408,7 @@ class FP16Optimizer(OptimizerWrapper):
             set_to_none: Set them to None instead of zero. The flat gradient of the master weights keeps its memory;
                 the next step overwrites it.
         """
-        for parameter in (*self._weights.values(), *self._beside().values()):
+        for parameter in (*self._weights.values(), *self._extra().values()):
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -426,7 +441,7 @@ class FP16Optimizer(OptimizerWrapper):
     def _aggregate(self, denom: Denominator | None) -> None:
         """Aggregate the gradients of the model, in its own dtypes, and those of the extra parameters."""
         with self._clock.measure(self.fp32_params.device) as interval:
-            self.agg({**self._weights, **self._beside()}, self.agg_mode, denom)
+            self.agg({**self._weights, **self._extra()}, self.agg_mode, denom)
             interval.size_bytes = self.aggregation.last_bytes
 
     def _unscaling_divisor(self, multiplier: float | Tensor) -> float | Tensor:
@@ -456,7 +471,7 @@ class FP16Optimizer(OptimizerWrapper):
                 targets.append(part)
         if sources:
             torch._foreach_copy_(targets, sources)
-        gradients = [self.fp32_params.grad, *(p.grad for p in self._beside().values() if p.grad is not None)]
+        gradients = [self.fp32_params.grad, *(p.grad for p in self._extra().values() if p.grad is not None)]
         torch._foreach_div_(gradients, divisor)
         return nn.utils.get_total_norm(gradients)
 
@@ -478,9 +493,9 @@ class FP16Optimizer(OptimizerWrapper):
         parts = flat.split([weight.numel() for weight in self._weights.values()])
         return [part.view(weight.shape) for part, weight in zip(parts, self._weights.values(), strict=True)]
 
-    def _beside(self) -> dict[str, Tensor]:
+    def _extra(self) -> dict[str, Tensor]:
         """Return the extra parameters, which the wrapped optimizer updates outside the master weights, by name."""
-        return parameters_beside(self.param_groups, [self.fp32_params])
+        return self.extra_parameters([self.fp32_params])
 
 
 def _trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -38,8 +38,7 @@ class AveragedSGD(SGD):
 
     The state of each parameter holds ``average`` and ``averaged``, the number of weights in it. A step in which a
     parameter has no gradient counts too: its weights stay, and the average moves toward them. A parameter is averaged
-    from the first step on in which it requires a gradient. Before that, it is its own average. In an optimizer with
-    ``overlap="step"``, a step counts only for parameters with a gradient on some worker.
+    from the first step on in which it requires a gradient. Before that, it is its own average.
 
     Args:
         params: Parameters or groups of them.

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import required
 
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator, UnknownOperationError
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AllReduceAggregation
-from mlbench_core.aggregation.pytorch.choco import ChocoAggregation, Compression
+from mlbench_core.aggregation.pytorch.choco import ChocoAggregation
 from mlbench_core.aggregation.pytorch.consensus import average_weights, consensus_distance
 from mlbench_core.aggregation.pytorch.decentralized import DecentralizedAggregation
-from mlbench_core.aggregation.pytorch.overlap import BUCKET_SIZE_BYTES
 from mlbench_core.aggregation.pytorch.periodic import DiLoCoAggregation, PeriodicAggregation
 from mlbench_core.aggregation.pytorch.power import PowerAggregation
-from mlbench_core.aggregation.pytorch.topology import Topology
 from mlbench_core.arguments import check_finite_at_least_0
 from mlbench_core.optim.pytorch.compressed import CentralizedSparsifiedSGD
 from mlbench_core.optim.pytorch.distributed import (
     Closure,
     GenericCentralizedOptimizer,
-    OptimizerOrFactory,
-    Overlap,
+    OptimizerFactory,
+    check_aggregation,
     check_lr,
     is_dense,
 )
@@ -45,8 +43,6 @@ __all__ = [
     "PowerSGD",
 ]
 
-OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
-
 
 class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
     r"""A given torch optimizer with averaged gradients, clipped by norm, divided by a denominator of choice.
@@ -57,25 +53,17 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
 
     Args:
         model: The model.
-        world_size: Number of workers; None takes that of the process group.
-        optimizer: A torch optimizer over the model's parameters.
-        use_cuda: True if training runs on GPUs.
-        by_layer: One message per parameter instead of one for the whole model.
-        agg_grad: Average gradients before the step; False averages weights after it.
+        optimizer: A torch optimizer over the model's parameters, or a function that makes one of them.
         grad_clip: Largest norm of the gradient over all parameters; larger ones are scaled down to it after they were
             aggregated. Infinite: no clipping.
         average_world: Divide sums by the number of workers. It is the default if neither flag is set.
         average_custom: Divide sums by the ``denom`` given to :meth:`step`.
-        divide_before: Divide before the sum instead of after it, for half-precision gradients.
-        aggregation: How to aggregate, instead of a plain all-reduce.
-        overlap: Average gradients during the backward pass, see :class:`GenericCentralizedOptimizer`.
-        comm_dtype: The dtype in which gradients travel; None for their own.
-        shared_memory: Sum through memory that the workers of one machine share, see the base class.
-        process_group: A subgroup of workers, see the base class.
+
+    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
     Raises:
-        ValueError: ``grad_clip`` is not positive, both averages are asked for, ``overlap`` and ``average_custom`` come
-            with ``comm_dtype=torch.float16``, or as in the base class.
+        ValueError: ``grad_clip`` is not positive, both averages are asked for, ``average_custom`` comes with an
+            aggregation that overlaps and sends ``torch.float16``, or as in the base class.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -93,7 +81,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         self,
         model: nn.Module,
         world_size: int | None,
-        optimizer: OptimizerOrFactory,
+        optimizer: Optimizer | OptimizerFactory,
         use_cuda: bool = False,
         by_layer: bool = False,
         agg_grad: bool = True,
@@ -103,16 +91,13 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         divide_before: bool = False,
         *,
         aggregation: Aggregation | None = None,
-        overlap: Overlap = False,
-        comm_dtype: torch.dtype | None = None,
-        shared_memory: bool = False,
-        process_group: Any = None,
     ) -> None:
         if average_world and average_custom:
             raise ValueError("average_world and average_custom are both True: set the one to divide by")
         if not grad_clip > 0:
             raise ValueError(f"grad_clip must be positive, or inf for no clipping, not {grad_clip}")
-        if average_custom and overlap and getattr(aggregation, "comm_dtype", comm_dtype) == torch.float16:
+        overlaps = isinstance(aggregation, AllReduceAggregation) and aggregation.overlap
+        if average_custom and overlaps and aggregation.comm_dtype == torch.float16:  # type: ignore[union-attr]
             raise ValueError(
                 "comm_dtype must not be torch.float16 with overlap and average_custom, because sums are sent before "
                 "step() gets the denom and may overflow: use torch.bfloat16, or overlap=False"
@@ -122,16 +107,12 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         super().__init__(
             world_size,
             model,
-            use_cuda=use_cuda,
-            by_layer=by_layer,
-            divide_before=divide_before,
-            agg_grad=agg_grad,
+            use_cuda,
+            by_layer,
+            divide_before,
+            agg_grad,
             optimizer=optimizer,
             aggregation=aggregation,
-            overlap=overlap,
-            comm_dtype=comm_dtype,
-            shared_memory=shared_memory,
-            process_group=process_group,
         )
         self.grad_clip = grad_clip
         if average_custom:
@@ -166,32 +147,21 @@ class CentralizedSGD(GenericCentralizedOptimizer):
     """Stochastic gradient descent with averaged gradients (or weights); see :class:`torch.optim.SGD`.
 
     Args:
-        world_size: Number of workers; None takes that of the process group.
-        model: The model.
         lr: Learning rate.
         momentum: Momentum factor.
         dampening: Dampening for momentum.
         weight_decay: L2 penalty.
         nesterov: Use Nesterov momentum.
-        use_cuda: True if training runs on GPUs.
-        by_layer: One message per parameter instead of one for the whole model.
-        agg_grad: Average gradients before the step; False averages weights after it.
-        divide_before: Divide before the sum instead of after it, for half-precision gradients.
-        aggregation: How to aggregate, instead of a plain all-reduce.
-        overlap: Average gradients during the backward pass, or until the step with ``"step"``, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
-        comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
-        shared_memory: Sum through memory that the workers of one machine share instead of the backend's all-reduce, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
-        bucket_size_bytes: With ``overlap``, a message is sent when it holds this number of bytes.
+        overlap: Average gradients during the backward pass, short for
+            ``aggregation=AllReduceAggregation(overlap=True)``.
         fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
-            ``overlap``, if no parameter is a part of a larger tensor, and leaves it to torch otherwise.
-        process_group: A subgroup of workers, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+            overlap, if no parameter is a part of a larger tensor, and leaves it to torch otherwise.
+
+    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
     Raises:
         ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, or ``fused`` is
-            True for a parameter that is a part of a larger tensor.
+            True for a parameter that is a part of a larger tensor, or ``overlap`` contradicts the aggregation.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -213,38 +183,21 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         by_layer: bool = False,
         agg_grad: bool = True,
         *,
-        divide_before: bool = False,
         aggregation: Aggregation | None = None,
-        overlap: Overlap = False,
-        comm_dtype: torch.dtype | None = None,
-        shared_memory: bool = False,
-        bucket_size_bytes: int = BUCKET_SIZE_BYTES,
+        overlap: bool = False,
         fused: bool | None = None,
-        process_group: Any = None,
     ) -> None:
-        make = partial(
-            SGD,
-            lr=check_lr(lr, "CentralizedSGD"),
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            fused=_with_fused_kernel(fused, overlap, model),
-        )
+        aggregation = _overlapping(overlap, aggregation, world_size, use_cuda)
+        fused = _fused(fused, aggregation, model)
+        make = _sgd("CentralizedSGD", lr, momentum, dampening, weight_decay, nesterov, fused=fused)
         super().__init__(
             world_size,
             model,
             use_cuda,
             by_layer,
-            divide_before,
-            agg_grad,
+            agg_grad=agg_grad,
             optimizer=make,
             aggregation=aggregation,
-            overlap=overlap,
-            comm_dtype=comm_dtype,
-            shared_memory=shared_memory,
-            bucket_size_bytes=bucket_size_bytes,
-            process_group=process_group,
         )
 
 
@@ -252,32 +205,13 @@ class CentralizedAdam(GenericCentralizedOptimizer):
     """Adam with averaged gradients (or weights); see :class:`torch.optim.Adam`.
 
     Args:
-        world_size: Number of workers; None takes that of the process group.
-        model: The model.
         lr: Learning rate.
         betas: Decay of the running averages of the gradient and of its square.
         eps: Added to the denominator.
         weight_decay: L2 penalty.
         amsgrad: Use the maximum of the second moment so far.
-        use_cuda: True if training runs on GPUs.
-        by_layer: One message per parameter instead of one for the whole model.
-        agg_grad: Average gradients before the step; False averages weights after it.
-        divide_before: Divide before the sum instead of after it, for half-precision gradients.
-        aggregation: How to aggregate, instead of a plain all-reduce.
-        overlap: Average gradients during the backward pass, or until the step with ``"step"``, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
-        comm_dtype: The dtype in which gradients or weights travel, for example ``torch.float16``; None for their own.
-        shared_memory: Sum through memory that the workers of one machine share instead of the backend's all-reduce, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
-        bucket_size_bytes: With ``overlap``, a message is sent when it holds this number of bytes.
-        fused: Update in torch's fused kernel: one pass over the memory, to rounding the same. None does so with
-            ``overlap``, if no parameter is a part of a larger tensor, and leaves it to torch otherwise.
-        process_group: A subgroup of workers, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
-    Raises:
-        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, or ``fused`` is
-            True for a parameter that is a part of a larger tensor.
+    Other arguments and errors: see :class:`CentralizedSGD`.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -302,15 +236,11 @@ class CentralizedAdam(GenericCentralizedOptimizer):
         by_layer: bool = False,
         agg_grad: bool = True,
         *,
-        divide_before: bool = False,
         aggregation: Aggregation | None = None,
-        overlap: Overlap = False,
-        comm_dtype: torch.dtype | None = None,
-        shared_memory: bool = False,
-        bucket_size_bytes: int = BUCKET_SIZE_BYTES,
+        overlap: bool = False,
         fused: bool | None = None,
-        process_group: Any = None,
     ) -> None:
+        aggregation = _overlapping(overlap, aggregation, world_size, use_cuda)
         make = partial(
             Adam,
             lr=check_lr(lr, "CentralizedAdam"),
@@ -318,28 +248,38 @@ class CentralizedAdam(GenericCentralizedOptimizer):
             eps=eps,
             weight_decay=weight_decay,
             amsgrad=amsgrad,
-            fused=_with_fused_kernel(fused, overlap, model),
+            fused=_fused(fused, aggregation, model),
         )
         super().__init__(
             world_size,
             model,
             use_cuda,
             by_layer,
-            divide_before,
-            agg_grad,
+            agg_grad=agg_grad,
             optimizer=make,
             aggregation=aggregation,
-            overlap=overlap,
-            comm_dtype=comm_dtype,
-            shared_memory=shared_memory,
-            bucket_size_bytes=bucket_size_bytes,
-            process_group=process_group,
         )
 
 
-def _with_fused_kernel(fused: bool | None, overlap: Overlap, model: nn.Module | None) -> bool | None:
+def _overlapping(
+    overlap: bool, aggregation: Aggregation | None, world_size: int | None, use_cuda: bool
+) -> Aggregation | None:
+    """Return the aggregation that an optimizer with the shortcut ``overlap`` uses; None for the default."""
+    if not overlap:
+        return aggregation
+    if aggregation is None:
+        return AllReduceAggregation(world_size, use_cuda=use_cuda, overlap=overlap)
+    name = type(aggregation).__name__
+    if isinstance(aggregation, Aggregation) and not aggregation.overlap:
+        how = f"write overlap=True in {name}(...)" if isinstance(aggregation, AllReduceAggregation) else "leave it out"
+        raise ValueError(f"overlap must be False, not True, because the {name} given too does not overlap: {how}")
+    return aggregation
+
+
+def _fused(fused: bool | None, aggregation: Aggregation | None, model: nn.Module | None) -> bool | None:
     """Return torch's argument ``fused``: the user's choice, or one that fits the overlap and the parameters."""
-    if fused is False or not isinstance(model, nn.Module) or not (fused or overlap):
+    overlaps = isinstance(aggregation, Aggregation) and aggregation.overlap
+    if fused is False or not isinstance(model, nn.Module) or not (fused or overlaps):
         return fused
     # A fused kernel treats the memory of a parameter as one dense block, gaps included.
     with_gaps = [name for name, parameter in model.named_parameters() if not is_dense(parameter)]
@@ -350,6 +290,27 @@ def _with_fused_kernel(fused: bool | None, overlap: Overlap, model: nn.Module | 
         )
     has_kernel = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
     return True if fused or (has_kernel and not with_gaps) else None
+
+
+def _sgd(
+    optimizer: str,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    fused: bool | None = None,
+) -> OptimizerFactory:
+    """Return a function that makes the wrapped SGD of an optimizer."""
+    return partial(
+        SGD,
+        lr=check_lr(lr, optimizer),
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        fused=fused,
+    )
 
 
 class PowerSGD(GenericCentralizedOptimizer):
@@ -366,28 +327,26 @@ class PowerSGD(GenericCentralizedOptimizer):
     :math:`x - \text{lr}\,(P Q^\top + \text{momentum} \cdot v)` with ``nesterov=True``.)
 
     Args:
-        model: The model.
         lr: Learning rate.
         momentum: Momentum factor.
         weight_decay: L2 penalty.
         dampening: Dampening for momentum.
         nesterov: Use Nesterov momentum.
         average_world: Divide the sum over workers by their number; False steps along the sum.
-        use_cuda: True if training runs on GPUs.
         by_layer: Two messages per parameter instead of two for the whole model.
         reuse_query: Start the power iteration from the last step's result (warm start).
-        world_size: Number of workers; None takes that of the process group.
+        world_size: Number of workers; None takes that of the process group. In a group of several, the default of 1 is
+            refused rather than letting the workers train apart.
         rank: Largest rank of the approximation, 1 or more. It is not the worker's number.
-        error_feedback: Add the error of this approximation to the next gradient.
-        comm_dtype: Type in which the factors travel, for example ``torch.bfloat16``; None is that of the computation.
-        start_after_steps: For this number of steps, first average gradients uncompressed.
-        seed: Seed of the aggregation's own random generator; the same on all workers.
-        process_group: A subgroup of workers, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        aggregation: The compression with all its settings, instead of ``reuse_query``, ``world_size`` and ``rank``.
+
+    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
     Raises:
-        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, or a number is
-            out of range.
+        ValueError: ``model`` or ``lr`` is missing, ``world_size`` is not that of the process group, a number is out of
+            range, or an argument contradicts the aggregation.
+        TypeError: The aggregation is not a
+            :class:`~mlbench_core.aggregation.pytorch.power.PowerAggregation`.
 
     Example:
         >>> model = nn.Linear(8, 6)
@@ -415,33 +374,21 @@ class PowerSGD(GenericCentralizedOptimizer):
         world_size: int | None = 1,
         rank: int = 1,
         *,
-        error_feedback: bool = True,
-        comm_dtype: torch.dtype | None = None,
-        start_after_steps: int = 0,
-        seed: int = 0,
-        process_group: Any = None,
+        aggregation: PowerAggregation | None = None,
     ) -> None:
-        make = partial(
-            SGD,
-            lr=check_lr(lr, "PowerSGD"),
-            momentum=momentum,
-            weight_decay=weight_decay,
-            dampening=dampening,
-            nesterov=nesterov,
-        )
-        aggregation = PowerAggregation(
-            model,  # type: ignore[arg-type]  # which refuses None
-            use_cuda=use_cuda,
-            reuse_query=reuse_query,
-            world_size=world_size,
-            rank=rank,
-            error_feedback=error_feedback,
-            comm_dtype=comm_dtype,
-            start_after_steps=start_after_steps,
-            seed=seed,
-            process_group=process_group,
-        )
-        super().__init__(world_size, model, use_cuda, by_layer, optimizer=make, aggregation=aggregation)
+        make = _sgd("PowerSGD", lr, momentum, dampening, weight_decay, nesterov)
+        if aggregation is None:
+            aggregation = PowerAggregation(model, use_cuda, reuse_query, world_size, rank)  # type: ignore[arg-type]
+        else:
+            check_aggregation(
+                aggregation,
+                PowerAggregation,
+                reuse_query=reuse_query or None,
+                # Their default of 1 comes from version 3.0, and counts as left out.
+                world_size=None if world_size == 1 else world_size,
+                rank=None if rank == 1 else rank,
+            )
+        super().__init__(None, model, use_cuda, by_layer, optimizer=make, aggregation=aggregation)
         if not average_world:
             self.agg_mode = AVG_CUSTOM
 
@@ -460,7 +407,47 @@ class PowerSGD(GenericCentralizedOptimizer):
 
 
 class GossipOptimizer(GenericCentralizedOptimizer):
-    """Base of the optimizers whose workers have similar, but not equal weights."""
+    """Base of the optimizers whose workers average with a few neighbors; see :class:`DecentralizedSGD`."""
+
+    _kind: ClassVar[type[DecentralizedAggregation] | type[ChocoAggregation]]
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        neighbors: Iterable[int] | None = None,
+        model: nn.Module | None = None,
+        lr: float = required,  # type: ignore[assignment]
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        average_world: bool = True,
+        use_cuda: bool = False,
+        by_layer: bool = False,
+        *,
+        aggregation: Aggregation | None = None,
+    ) -> None:
+        if not average_world:
+            raise UnknownOperationError(f"average_world must be True, not {average_world!r}: neighbors only average")
+        if aggregation is None:
+            aggregation = self._kind(rank, neighbors, use_cuda=use_cuda)
+        else:
+            check_aggregation(aggregation, self._kind)
+            for name, value in (("rank", rank), ("neighbors", neighbors)):
+                if value is not None:
+                    raise ValueError(
+                        f"{name} must be left out, not {value!r}, because the aggregation has its own: write it in "
+                        f"{self._kind.__name__}(...)"
+                    )
+        super().__init__(
+            None,
+            model,
+            use_cuda,
+            by_layer,
+            agg_grad=False,
+            optimizer=_sgd(type(self).__name__, lr, momentum, dampening, weight_decay, nesterov),
+            aggregation=aggregation,
+        )
 
     def consensus_distance(self) -> float:
         """Measure how far the workers are apart; every worker must call it.
@@ -487,23 +474,22 @@ class DecentralizedSGD(GossipOptimizer):
 
     Args:
         rank: This worker's number in the process group; None takes it from there.
-        neighbors: Ranks of this worker's neighbors. None if ``topology`` is given or the worker is alone.
-        model: The model.
+        neighbors: Ranks of this worker's neighbors. None if the worker is alone, or ``aggregation`` is given.
         lr: Learning rate.
         momentum: Momentum factor.
         dampening: Dampening for momentum.
         weight_decay: L2 penalty.
         nesterov: Use Nesterov momentum.
         average_world: Must be True: neighbors only average.
-        use_cuda: True if training runs on GPUs.
-        by_layer: One message per parameter instead of one for the whole model.
-        topology: The whole graph, instead of ``neighbors``.
-        process_group: A subgroup of workers, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        aggregation: The exchange with all its settings, instead of ``rank`` and ``neighbors``, for example
+            ``DecentralizedAggregation(topology=ring(4))`` for the whole graph.
+
+    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
     Raises:
         ValueError: ``model``, ``lr`` or, with several workers, ``neighbors`` is missing; ``rank`` is not this
-            process's; or ``neighbors`` has a rank that is not there.
+            process's; ``neighbors`` has a rank that is not there; or they are given with ``aggregation``.
+        TypeError: The aggregation is of another class.
 
     Example:
         >>> import torch
@@ -519,34 +505,7 @@ class DecentralizedSGD(GossipOptimizer):
         Algorithms? A Case Study for Decentralized Parallel Stochastic Gradient Descent. arXiv:1705.09056
     """
 
-    def __init__(
-        self,
-        rank: int | None = None,
-        neighbors: Iterable[int] | None = None,
-        model: nn.Module | None = None,
-        lr: float = required,  # type: ignore[assignment]
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float = 0,
-        nesterov: bool = False,
-        average_world: bool = True,
-        use_cuda: bool = False,
-        by_layer: bool = False,
-        *,
-        topology: Topology | None = None,
-        process_group: Any = None,
-    ) -> None:
-        _check_average(average_world)
-        super().__init__(
-            None,
-            model,
-            by_layer=by_layer,
-            agg_grad=False,
-            optimizer=_sgd(type(self).__name__, lr, momentum, dampening, weight_decay, nesterov),
-            aggregation=DecentralizedAggregation(
-                rank, neighbors, use_cuda=use_cuda, topology=topology, process_group=process_group
-            ),
-        )
+    _kind = DecentralizedAggregation
 
 
 class ChocoSGD(GossipOptimizer):
@@ -565,33 +524,17 @@ class ChocoSGD(GossipOptimizer):
     compressions and the bytes.
 
     Args:
-        rank: This worker's number in the process group; None takes it from there.
-        neighbors: Ranks of this worker's neighbors. None if ``topology`` is given or the worker is alone.
-        model: The model.
-        lr: Learning rate.
-        momentum: Momentum factor.
-        dampening: Dampening for momentum.
-        weight_decay: L2 penalty.
-        nesterov: Use Nesterov momentum.
-        average_world: Must be True: neighbors only average.
-        use_cuda: True if training runs on GPUs.
-        by_layer: One message per parameter instead of one for the whole model.
-        topology: The whole graph, instead of ``neighbors``.
-        compression: ``"top_k"``, ``"random_k"``, ``"sign"``, ``"identity"`` or a
-            :class:`~mlbench_core.aggregation.pytorch.choco.Compression`.
-        ratio: Share of the entries that ``top_k`` and ``random_k`` keep, in (0, 1].
-        gamma: Consensus step size in (0, 1]: the stronger the compression, the smaller.
-        seed: For ``random_k``; the same on every worker.
-        process_group: A subgroup of workers, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        aggregation: The exchange with all its settings. None sends the largest tenth of each difference, with
+            :math:`\gamma = 0.2`.
 
-    Raises:
-        ValueError: As in :class:`DecentralizedSGD`, or ``compression``, ``ratio`` or ``gamma`` is not allowed.
+    Other arguments and errors: see :class:`DecentralizedSGD`.
 
     Example:
         >>> import torch
         >>> model = nn.Linear(2, 1)
-        >>> optimizer = ChocoSGD(rank=0, neighbors=[], model=model, lr=0.1, compression="sign", gamma=0.4)
+        >>> optimizer = ChocoSGD(
+        ...     model=model, lr=0.1, aggregation=ChocoAggregation(neighbors=[], compression="sign", gamma=0.4)
+        ... )
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> optimizer.step()
 
@@ -602,66 +545,7 @@ class ChocoSGD(GossipOptimizer):
         arXiv:1907.09356
     """
 
-    def __init__(
-        self,
-        rank: int | None = None,
-        neighbors: Iterable[int] | None = None,
-        model: nn.Module | None = None,
-        lr: float = required,  # type: ignore[assignment]
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float = 0,
-        nesterov: bool = False,
-        average_world: bool = True,
-        use_cuda: bool = False,
-        by_layer: bool = False,
-        *,
-        topology: Topology | None = None,
-        compression: str | Compression = "top_k",
-        ratio: float = 0.1,
-        gamma: float = 0.2,
-        seed: int = 0,
-        process_group: Any = None,
-    ) -> None:
-        _check_average(average_world)
-        aggregation = ChocoAggregation(
-            rank,
-            neighbors,
-            use_cuda=use_cuda,
-            topology=topology,
-            compression=compression,
-            ratio=ratio,
-            gamma=gamma,
-            seed=seed,
-            process_group=process_group,
-        )
-        super().__init__(
-            None,
-            model,
-            by_layer=by_layer,
-            agg_grad=False,
-            optimizer=_sgd(type(self).__name__, lr, momentum, dampening, weight_decay, nesterov),
-            aggregation=aggregation,
-        )
-
-
-def _check_average(average_world: bool) -> None:
-    if not average_world:
-        raise UnknownOperationError(f"average_world must be True, not {average_world!r}: neighbours only average")
-
-
-def _sgd(
-    name: str, lr: float, momentum: float, dampening: float, weight_decay: float, nesterov: bool
-) -> Callable[[Iterable[Tensor]], Optimizer]:
-    """Return a function that makes every worker's own optimizer."""
-    return partial(
-        SGD,
-        lr=check_lr(lr, name),
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-    )
+    _kind = ChocoAggregation
 
 
 class LocalSGD(GenericCentralizedOptimizer):
@@ -683,23 +567,20 @@ class LocalSGD(GenericCentralizedOptimizer):
     rest, and workers are not all equal after a multiple of H steps.
 
     Args:
-        world_size: Number of workers; None takes that of the process group.
-        model: The model.
         lr: Learning rate.
         momentum: Momentum factor.
         dampening: Dampening for momentum.
         weight_decay: L2 penalty.
         nesterov: Use Nesterov momentum.
-        use_cuda: True if training runs on GPUs.
-        by_layer: One message per parameter instead of one for the whole model.
         period: H, the number of steps from one average to the next.
-        process_group: A subgroup of workers, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        aggregation: How weights are averaged every H steps; None for an all-reduce.
+
+    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
 
     Raises:
         TypeError: ``period`` is not an integer.
-        ValueError: ``model`` or ``lr`` is missing, ``period`` is not positive, or ``world_size`` is not that of the
-            process group.
+        ValueError: ``model`` or ``lr`` is missing, ``period`` is not positive, ``world_size`` is not that of the
+            process group, or the aggregation has a period too, overlaps with the backward pass, or is for gradients.
 
     Example:
         >>> import torch
@@ -725,19 +606,28 @@ class LocalSGD(GenericCentralizedOptimizer):
         by_layer: bool = False,
         *,
         period: int = 8,
-        process_group: Any = None,
+        aggregation: Aggregation | None = None,
     ) -> None:
-        make = partial(
-            SGD,
-            lr=check_lr(lr, "LocalSGD"),
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
+        if aggregation is None:
+            aggregation = AllReduceAggregation(world_size, use_cuda=use_cuda)
+        check_aggregation(
+            aggregation,
+            Aggregation,  # type: ignore[type-abstract]
+            world_size=world_size,
+            use_cuda=use_cuda or None,
         )
-        every_time = AllReduceAggregation(world_size, use_cuda=use_cuda, process_group=process_group)
-        aggregation = PeriodicAggregation(every_time, period)
-        super().__init__(None, model, by_layer=by_layer, agg_grad=False, optimizer=make, aggregation=aggregation)
+        if isinstance(aggregation, PeriodicAggregation):
+            raise ValueError(
+                "aggregation must be that of every H-th step, not a PeriodicAggregation: give it and period"
+            )
+        super().__init__(
+            None,
+            model,
+            by_layer=by_layer,
+            agg_grad=False,
+            optimizer=_sgd("LocalSGD", lr, momentum, dampening, weight_decay, nesterov),
+            aggregation=PeriodicAggregation(aggregation, period),
+        )
 
 
 class DiLoCo(GenericCentralizedOptimizer):
@@ -760,14 +650,10 @@ class DiLoCo(GenericCentralizedOptimizer):
         outer_optimizer: The outer optimizer; its learning rate may be changed.
 
     Args:
-        world_size: Number of workers; None takes that of the process group.
-        model: The model; the same weights on every worker when the first step is taken.
         lr: Inner learning rate.
         betas: Decay of the inner running averages of the gradient and of its square.
         eps: Added to the inner denominator.
         weight_decay: Inner, decoupled weight decay.
-        use_cuda: True if training runs on GPUs.
-        by_layer: One message per parameter instead of one for the whole model.
         period: H, the number of inner steps from one outer step to the next.
         outer_lr: Outer learning rate.
         outer_momentum: Outer Nesterov momentum; 0 for none.
@@ -775,14 +661,18 @@ class DiLoCo(GenericCentralizedOptimizer):
             is its own: ``lr`` and the other inner arguments are then not used and may be left out.
         outer_optimizer: A function that makes another outer optimizer; ``outer_lr`` and ``outer_momentum`` are then
             not used.
-        process_group: A subgroup of workers, see
-            :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`.
+        aggregation: The outer step with all its settings, instead of ``outer_lr``, ``outer_momentum`` and
+            ``outer_optimizer``.
+
+    Other arguments: see :class:`~mlbench_core.optim.pytorch.distributed.GenericCentralizedOptimizer`. The ``model``
+    must have the same weights on every worker when the first step is taken.
 
     Raises:
-        TypeError: ``period`` is not an integer, a learning rate is not a number, or ``outer_optimizer`` does not make a
-            torch optimizer.
+        TypeError: ``period`` is not an integer, a learning rate is not a number, ``outer_optimizer`` does not make a
+            torch optimizer, or the aggregation is not a
+            :class:`~mlbench_core.aggregation.pytorch.periodic.DiLoCoAggregation`.
         ValueError: ``model`` or ``lr`` is missing, a learning rate is negative or not finite, ``period`` is not
-            positive, or ``world_size`` is not that of the process group.
+            positive, ``world_size`` is not that of the process group, or an argument contradicts the aggregation.
 
     Example:
         >>> import torch
@@ -813,15 +703,24 @@ class DiLoCo(GenericCentralizedOptimizer):
         outer_momentum: float = 0.9,
         inner_optimizer: OptimizerFactory | None = None,
         outer_optimizer: OptimizerFactory | None = None,
-        process_group: Any = None,
+        aggregation: DiLoCoAggregation | None = None,
     ) -> None:
         if inner_optimizer is None:
             inner_optimizer = partial(AdamW, lr=check_lr(lr, "DiLoCo"), betas=betas, eps=eps, weight_decay=weight_decay)
-        if outer_optimizer is None:
-            check_finite_at_least_0("outer_lr", outer_lr)
-            check_finite_at_least_0("outer_momentum", outer_momentum)
-            outer_optimizer = partial(SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
-        self._outer = DiLoCoAggregation(outer_optimizer, world_size, use_cuda=use_cuda, process_group=process_group)
+        if aggregation is None:
+            if outer_optimizer is None:
+                check_finite_at_least_0("outer_lr", outer_lr)
+                check_finite_at_least_0("outer_momentum", outer_momentum)
+                outer_optimizer = partial(SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+            aggregation = DiLoCoAggregation(outer_optimizer, world_size, use_cuda=use_cuda)
+        elif (outer_lr, outer_momentum, outer_optimizer) != (0.7, 0.9, None):
+            raise ValueError(
+                "outer_lr, outer_momentum and outer_optimizer must be left out if aggregation is given: write "
+                "DiLoCoAggregation(outer_optimizer)"
+            )
+        self._outer = check_aggregation(
+            aggregation, DiLoCoAggregation, world_size=world_size, use_cuda=use_cuda or None
+        )
         super().__init__(
             None,
             model,
