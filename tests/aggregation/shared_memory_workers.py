@@ -93,7 +93,7 @@ def one_is_slow_to_collect(rank: int, world_size: int) -> tuple[list[float], lis
         last = shared.start(second)
     dist.barrier()
     if rank != 0:
-        assert not exchange.is_there
+        assert not exchange.is_done
         exchange.wait()
         last = shared.start(second)
     last.wait()
@@ -140,7 +140,7 @@ def small_sockets(rank: int, world_size: int) -> int:
             time.sleep(0.01)
         exchanges = [shared.start(message) for message in messages]
         for exchange in exchanges if number % 2 else reversed(exchanges):
-            late += not exchange.is_there
+            late += not exchange.is_done
             exchange.wait()
         dist.barrier()
         expected = [sum(values(j, i, 5) for j in range(world_size)) for i in range(40)]

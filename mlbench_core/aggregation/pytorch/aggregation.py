@@ -157,6 +157,7 @@ class Aggregation(ABC):
         """
         if self.world_size == 1:
             return
+        # Gloo needs it in the host's memory, NCCL on the GPU.
         sent = process_groups.get_backend_tensor(flag, self.group)
         process_groups.dist.all_reduce(sent, op=process_groups.dist.ReduceOp.MAX, group=self.group)
         self._count_bytes(sent)
@@ -256,7 +257,8 @@ class Aggregation(ABC):
             )
             for (dtype, device), names in names_by_kind.items()
         }
-        if op == AVG_CUSTOM:  # a flag of 1 divided by a large number would be rounded to 0 in half precision
+        # A flag of 1 divided by a large number would be rounded to 0 in half precision.
+        if op == AVG_CUSTOM:
             for flag in flags.values():
                 divisor = torch.as_tensor(check_denominator(denom), dtype=torch.float64, device=flag.device)
                 flag.mul_(divisor.clamp(1, torch.finfo(flag.dtype).max))
@@ -275,7 +277,13 @@ class Aggregation(ABC):
         self, model: Parameters, op: str, denom: Denominator | None = None, *, by_layer: bool = False
     ) -> None:
         self.last_bytes = 0
-        buffers = ((f"{BOOKKEEPING}buffer:{name}", buffer) for name, buffer in _float_buffers(model))
+        named = model.named_buffers() if isinstance(model, nn.Module) else ()
+        # Counters, such as BatchNorm's num_batches_tracked, are integers, of which an average makes no sense.
+        buffers = (
+            (f"{BOOKKEEPING}buffer:{plain_name(name)}", buffer)
+            for name, buffer in named
+            if buffer.is_floating_point() or buffer.is_complex()
+        )
         weights = {name: tensor.detach() for name, tensor in (*trainable(model), *buffers)}
         for message in [{name: weights[name]} for name in weights] if by_layer else [weights]:
             self.aggregate(message, op, denom)
@@ -285,12 +293,6 @@ def trainable(model: Parameters) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that require a gradient, each once, in the order of registration, by their plain names."""
     named: Iterable[tuple[str, Tensor]] = model.named_parameters() if isinstance(model, nn.Module) else model.items()
     return ((plain_name(name), parameter) for name, parameter in named if parameter.requires_grad)
-
-
-def _float_buffers(model: Parameters) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that hold floating-point or complex numbers, each once."""
-    named = model.named_buffers() if isinstance(model, nn.Module) else ()
-    return ((plain_name(name), buffer) for name, buffer in named if buffer.is_floating_point() or buffer.is_complex())
 
 
 def refuse_sparse(parameters: Mapping[str, Tensor]) -> None:
@@ -325,7 +327,8 @@ def check_denominator(denom: Denominator | None) -> Denominator:
         if denom.numel() != 1:
             raise ValueError(f"denom must have one element, not shape {tuple(denom.shape)}: sum it first")
         denom = denom.detach().reshape(())
-        if denom.device.type != "cpu":  # reading the value would wait for the device
+        # Reading the value would wait for the device.
+        if denom.device.type != "cpu":
             return denom
     if not (math.isfinite(denom) and denom > 0):
         raise ValueError(f"denom must be a positive finite number, not {float(denom)}")

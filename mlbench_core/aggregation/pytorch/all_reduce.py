@@ -146,7 +146,8 @@ class AllReduceAggregation(Aggregation):
         divisor = self._divisor(op, denom)
         for kind in by_dtype_and_device(tensors.values()):
             if self.world_size == 1:
-                if op != AVG_WORLD:  # an average over one worker is the tensor itself
+                # An average over one worker is the tensor itself.
+                if op != AVG_WORLD:
                     for tensor in kind:
                         divide(tensor, divisor)
             else:
@@ -172,7 +173,8 @@ class AllReduceAggregation(Aggregation):
     def start(self, message: Tensor) -> Transfer:
         """Begin to sum a flat message over the workers; it must not be touched before :meth:`finish`."""
         sent = message
-        if self.comm_dtype is not None:  # complex numbers travel as pairs of real ones
+        # Complex numbers travel as pairs of real ones, because comm_dtype is a real type.
+        if self.comm_dtype is not None:
             sent = as_real(message).to(self.comm_dtype)
         sent = process_groups.get_backend_tensor(sent, self.group)
         if self.shared_memory:
@@ -195,12 +197,14 @@ class AllReduceAggregation(Aggregation):
     def finish(self, transfer: Transfer) -> None:
         """Wait until the sum is in the message. On a GPU the stream waits, not the host."""
         transfer.work.wait()
+        # A message that was converted, or copied to the device of the backend, comes back here.
         if transfer.sent is not transfer.message:
             message = transfer.message if transfer.sent.is_complex() else as_real(transfer.message)
             message.copy_(transfer.sent)
 
     def _average(self, message: Tensor, divisor: Denominator) -> None:
         """Sum a flat message over the workers and divide it, in place."""
+        # Half precision has room for an average over many workers, but not for their sum.
         early = self.divides_early(message.dtype)
         if early:
             divide(message, divisor)

@@ -66,13 +66,18 @@ class Bucket:
             The flat message. Parameters without a gradient count as zeros.
         """
         if self.memory is None:
-            return _flat(_owned_gradient(self.parameters[0]), divisor)
+            gradient = _owned_gradient(self.parameters[0]).detach()
+            flat = gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+            return flat if divisor is None else flat.div_(divisor)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
             elif gradient is not view:
-                _copy(gradient, view, divisor)
+                if divisor is None:
+                    view.copy_(gradient)
+                else:  # one pass over the memory instead of two
+                    torch.div(gradient, divisor, out=view)
                 if self.holds_gradients:
                     parameter.grad = view
             elif divisor is not None:
@@ -166,13 +171,6 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
-def _copy(source: Tensor, target: Tensor, divisor: int | None) -> None:
-    if divisor is None:
-        target.copy_(source)
-    else:
-        torch.div(source, divisor, out=target)
-
-
 def _owned_gradient(parameter: Tensor) -> Tensor:
     """Return a parameter's gradient in dense memory of its own, or zeros if it has none.
 
@@ -193,10 +191,5 @@ def _is_shared(tensor: Tensor) -> bool:
     """Return whether another tensor may use the same memory."""
     storage = tensor.untyped_storage()
     # The tensor and the storage object of this function are two users; a third one is somebody else.
-    users = torch_private.storage_users(storage)
-    return users is None or users > 2
-
-
-def _flat(gradient: Tensor, divisor: int | None) -> Tensor:
-    flat = gradient.detach().as_strided((gradient.numel(),), (1,), gradient.storage_offset())
-    return flat if divisor is None else flat.div_(divisor)
+    count_users = getattr(torch._C, "_storage_Use_Count", None)
+    return count_users is None or count_users(storage._cdata) > 2

@@ -46,7 +46,7 @@ class AllReduceAggregationHVD(AllReduceAggregation):
         hvd = _horovod()
         if not hvd.is_initialized():
             raise ConfigurationError(
-                "Horovod is installed but not initialised: call horovod.torch.init() first, in a run started by "
+                "Horovod must be initialized: call horovod.torch.init() first, in a run started by "
                 "horovodrun (or mpirun)"
             )
         if world_size is not None and world_size != hvd.size():

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,8 @@ class OverlappedReduction:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate the gradients of backward passes in the block locally."""
-        before = self._synchronizes  # blocks may be nested
+        # Blocks may be nested, and the inner one must not end the outer one.
+        before = self._synchronizes
         self._synchronizes = False
         try:
             yield
@@ -172,7 +173,8 @@ class OverlappedReduction:
         current = self._pass
         assert current is not None
         bucket = self._bucket_of.get(id(parameter))
-        if bucket is None:  # the hook of a parameter that the last layout no longer has
+        # The hook of a parameter that the last layout no longer has.
+        if bucket is None:
             return
         if bucket < len(current.transfers):
             raise RuntimeError(
@@ -187,7 +189,8 @@ class OverlappedReduction:
 
     def _open(self, graph_task: int) -> _Pass:
         # A change is noticed here and nowhere else: workers with and without a backward pass both come to this point.
-        if self._has_changed():
+        is_intact = all(bucket.is_intact() for bucket in self._buckets)
+        if not is_intact or signature(dict(trainable(self._model))) != self._signature:
             self._lay_out()
         if self._is_new_step:
             self._aggregation.last_bytes = 0
@@ -265,11 +268,6 @@ class OverlappedReduction:
     def _device(self) -> torch.device:
         return self._buckets[0].parameters[0].device if self._buckets[0].parameters else torch.device("cpu")
 
-    def _has_changed(self) -> bool:
-        """Return whether the model's parameters or gradients differ from those in the buckets."""
-        is_intact = all(bucket.is_intact() for bucket in self._buckets)
-        return not is_intact or signature(dict(trainable(self._model))) != self._signature
-
     def _lay_out(self) -> None:
         """Create the buckets and the hooks again."""
         parameters = dict(trainable(self._model))
@@ -277,7 +275,14 @@ class OverlappedReduction:
         self._signature = signature(parameters)
         self._buckets = plan_buckets(parameters, self._aggregation.bucket_size_bytes, self._aggregation.comm_dtype)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
-        hook = _hook_of(weakref.ref(self))
+        # A weak reference, so that the hooks of an optimizer that is no longer used send nothing.
+        reduction = weakref.ref(self)
+
+        def hook(parameter: Tensor) -> None:
+            alive = reduction()
+            if alive is not None:
+                alive._on_gradient(parameter)
+
         self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in parameters.values()]
 
     def _remove_hooks(self) -> None:
@@ -295,14 +300,3 @@ class OverlappedReduction:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
-
-
-def _hook_of(reduction: weakref.ref[OverlappedReduction]) -> Callable[[Tensor], None]:
-    """Make a hook for a gradient that was accumulated, which does not keep the reduction alive."""
-
-    def hook(parameter: Tensor) -> None:
-        alive = reduction()
-        if alive is not None:
-            alive._on_gradient(parameter)
-
-    return hook

@@ -2,16 +2,28 @@
 
 Gloo sends messages between processes of one machine through the loopback device. The kernel then copies every byte
 into a socket and out of it. Here each worker has memory that the others read. Sockets carry only notifications of a
-few bytes. With k workers a message is split into k parts, and worker j sums up part j:
+few bytes. With k workers a message is split into k parts, and worker j sums up part j. On each worker, a message passes
+through these states::
 
-1. *offer*: a worker copies all parts but its own into its memory, and notifies the others of their place;
-2. *sum*: once all have offered, it adds the others' values to its own part, and puts the sum into its memory;
-3. *collect*: once all have summed, it copies the sums of the other parts into its message.
+    start()             copies all parts but its own into its memory        notifies: OFFERED
+      |
+      v
+    offered             waits for OFFERED of all others, then adds their    notifies: SUMMED
+      |                 values to its own part, and puts the sum into its
+      |                 memory
+      v
+    summed              waits for SUMMED of all others, then copies the     notifies: COLLECTED
+      |                 sums of the other parts into the message
+      v
+    unannounced         waits until its own SUMMED has left for all others
+      |
+      v
+    done                waits for COLLECTED of all others, then releases
+                        the memory of the message
 
-An all-reduce is therefore a reduce-scatter (1, 2) and an all-gather (3), as for long messages in R. Thakur,
-R. Rabenseifner and W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005,
-doi:10.1177/1094342005051521. Of a message of n bytes a worker writes n bytes into its memory and reads
-2 n (k - 1) / k bytes from the memory of the others.
+An all-reduce is therefore a reduce-scatter and an all-gather, as for long messages in R. Thakur, R. Rabenseifner and
+W. Gropp: Optimization of Collective Communication Operations in MPICH, 2005, doi:10.1177/1094342005051521. Of a message
+of n bytes a worker writes n bytes into its memory and reads 2 n (k - 1) / k bytes from the memory of the others.
 
 No thread does this. A worker takes the steps whenever it starts a message, polls it or waits for it. During a backward
 pass it does so after each gradient.
@@ -46,14 +58,15 @@ from mlbench_core.errors import BackendError
 __all__ = ["Arena", "Exchange", "SharedMemorySum"]
 
 _OFFERED, _SUMMED, _COLLECTED = range(3)
-# A notification: the step that was done, and for an offer its place in the sender's memory, its bytes and its dtype.
-_SIGN = struct.Struct("<BQQ16s")
-_GREETING = struct.Struct("<I")
+# A notification: the step that was done, and for an offer its offset in the sender's memory, its bytes and its dtype.
+_NOTIFICATION = struct.Struct("<BQQ16s")
+_RANK = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 _ALIGNMENT_BYTES = 64
 _GROWTH_BYTES = 1 << 21
 _LONGEST_SLEEP_S = 60.0
-_BLOCK_ELEMENTS = 1 << 16  # elements summed and copied at a time, so that they stay in the processor's cache
+# Elements summed and copied at a time, so that they stay in the processor's cache.
+_BLOCK_ELEMENTS = 1 << 16
 
 _in_use: weakref.WeakSet[SharedMemorySum] = weakref.WeakSet()
 
@@ -115,7 +128,8 @@ class Arena:
     def view(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
         """Return the ``count`` numbers at ``offset`` as a one-dimensional view of the memory, without a copy."""
         end = offset + count * dtype.itemsize
-        if end > len(self._bytes):  # the owner has grown the file since this process mapped it
+        # The owner has grown the file since this process mapped it.
+        if end > len(self._bytes):
             self._map()
         return self._bytes[offset:end].view(dtype)
 
@@ -132,34 +146,35 @@ class _Peer:
         rank: Its rank.
         socket: The socket for notifications in both directions; it does not block.
         arena: Its memory.
-        told: Number of notifications received from it, by kind.
-        heard: Number of notifications sent to it, by kind.
+        received: Number of notifications received from it, by kind.
+        sent: Number of notifications sent to it, by kind.
         offers: Offsets, bytes and dtypes of its messages, from the first that was not collected here.
         unsent: Notifications that did not fit into the socket's buffer, with their kinds.
-        listens: False once it has closed its end.
+        is_listening: False once it has closed its end.
         is_gone: True once it has closed its end and all its notifications were read.
     """
 
     rank: int
     socket: socket.socket
     arena: Arena
-    told: list[int] = field(default_factory=lambda: [0, 0, 0])
-    heard: list[int] = field(default_factory=lambda: [0, 0, 0])
+    received: list[int] = field(default_factory=lambda: [0, 0, 0])
+    sent: list[int] = field(default_factory=lambda: [0, 0, 0])
     offers: deque[tuple[int, int, str]] = field(default_factory=deque)
     unsent: deque[tuple[int, bytes]] = field(default_factory=deque)
-    listens: bool = True
+    is_listening: bool = True
     is_gone: bool = False
 
     def flush(self) -> None:
         """Send as many notifications as the socket's buffer takes."""
         try:
             while self.unsent:
-                kind, sign = self.unsent[0]
-                self.socket.send(sign)
+                kind, notification = self.unsent[0]
+                self.socket.send(notification)
                 self.unsent.popleft()
-                self.heard[kind] += 1
-        except (BrokenPipeError, ConnectionResetError):  # a wait for this worker raises the error, not a send to it
-            self.listens = False
+                self.sent[kind] += 1
+        # A wait for this worker raises the error, not a send to it.
+        except (BrokenPipeError, ConnectionResetError):
+            self.is_listening = False
             self.unsent.clear()
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM):
@@ -169,16 +184,17 @@ class _Peer:
         """Read the notifications that have arrived from it."""
         while not self.is_gone:
             try:
-                sign = self.socket.recv(_SIGN.size)
+                notification = self.socket.recv(_NOTIFICATION.size)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # reported once; earlier notifications can still be read
+            # Reported once; notifications that arrived before can still be read.
+            except ConnectionResetError:
                 continue
-            if not sign:
+            if not notification:
                 self.is_gone = True
                 return
-            kind, offset, size_bytes, dtype = _SIGN.unpack(sign)
-            self.told[kind] += 1
+            kind, offset, size_bytes, dtype = _NOTIFICATION.unpack(notification)
+            self.received[kind] += 1
             if kind == _OFFERED:
                 self.offers.append((offset, size_bytes, dtype.rstrip(b"\0").decode()))
 
@@ -190,14 +206,14 @@ class Exchange:
         number: Number of messages started before it.
         message: The tensor that receives the sum.
         offset: Offset of the message in this worker's memory, in bytes.
-        is_there: True once the sum has arrived.
+        is_done: True once the sum is in the message, and all others are notified of this worker's part.
     """
 
     def __init__(self, owner: SharedMemorySum, number: int, message: Tensor, offset: int) -> None:
         self.number = number
         self.message = message
         self.offset = offset
-        self.is_there = False
+        self.is_done = False
         self._owner = owner
 
     def is_completed(self) -> bool:
@@ -206,9 +222,9 @@ class Exchange:
         Raises:
             ValueError: Another worker's message has another size or dtype.
         """
-        if not self.is_there:
+        if not self.is_done:
             self._owner.progress()
-        return self.is_there
+        return self.is_done
 
     def wait(self) -> None:
         """Return once the sum is in the message.
@@ -241,7 +257,8 @@ class SharedMemorySum:
         _check_system()
         self._rank, self._world_size = process_groups.rank(group), process_groups.world_size(group)
         self._timeout_s = process_groups.timeout_s(group)
-        self._world = weakref.ref(process_groups.dist.group.WORLD)  # a subgroup ends with it
+        # A subgroup ends with the group of all workers.
+        self._world = weakref.ref(process_groups.dist.group.WORLD)
         self._arena = Arena.make()
         with naming_lost_workers():
             try:
@@ -254,8 +271,8 @@ class SharedMemorySum:
         self._started = self._collected = self._released = 0
         self._offered: deque[Exchange] = deque()
         self._summed: deque[Exchange] = deque()
-        self._untold: deque[Exchange] = deque()
-        self._places: deque[int] = deque()
+        self._unannounced: deque[Exchange] = deque()
+        self._offsets: deque[int] = deque()
         _in_use.add(self)
 
     def start(self, message: Tensor) -> Exchange:
@@ -280,8 +297,8 @@ class SharedMemorySum:
         exchange = Exchange(self, self._started, message, offset)
         self._started += 1
         self._offered.append(exchange)
-        self._places.append(offset)
-        self._tell(_OFFERED, offset, message)
+        self._offsets.append(offset)
+        self._notify(_OFFERED, offset, message)
         self.progress()
         return exchange
 
@@ -304,14 +321,14 @@ class SharedMemorySum:
             self._summed.append(self._offered.popleft())
         while self._summed and self._all_have(_SUMMED, self._summed[0].number):
             self._collect(self._summed[0])
-            self._untold.append(self._summed.popleft())
+            self._unannounced.append(self._summed.popleft())
         # A worker that has all its sums may never call this again. So a message counts as done only once the
         # notification that this worker has summed its part has left for everybody.
-        while self._untold and not self._deaf_to(self._untold[0]):
-            self._untold.popleft().is_there = True
+        while self._unannounced and not self._not_notified(self._unannounced[0]):
+            self._unannounced.popleft().is_done = True
         # Memory is reused only after all others have copied their sums out of it.
-        while self._places and self._all_have(_COLLECTED, self._released):
-            self._arena.release(self._places.popleft())
+        while self._offsets and self._all_have(_COLLECTED, self._released):
+            self._arena.release(self._offsets.popleft())
             self._released += 1
 
     def finish(self, exchange: Exchange) -> None:
@@ -321,10 +338,10 @@ class SharedMemorySum:
             missing = self._missing()
             gone = [peer for peer in missing if peer.is_gone]
             if gone:
-                raise RuntimeError(f"connection closed by {_names(gone)}")
+                raise RuntimeError(f"connection closed by {_ranks_of(gone)}")
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise RuntimeError(f"timed out: {_names(missing)} did not come within {self._timeout_s:g} s")
+                raise RuntimeError(f"timed out: {_ranks_of(missing)} did not come within {self._timeout_s:g} s")
             others = [other for other in _in_use if other is not self]
             _sleep([self, *others], left_s)
             # Another worker may wait for this worker's part in another sum before it takes part in this one.
@@ -348,7 +365,8 @@ class SharedMemorySum:
             offset, *theirs = peer.offers[exchange.number - self._collected]
             own = [message.numel() * message.element_size(), _name(message.dtype)]
             if theirs != own:
-                _in_use.discard(self)  # this sum can never finish, so waits for other sums need not advance it
+                # This sum can never finish, so waits for other sums need not advance it.
+                _in_use.discard(self)
                 raise ValueError(
                     f"worker {peer.rank} sends a message of {theirs[0]:,} bytes of {theirs[1]} where this worker sends "
                     f"one of {own[0]:,} bytes of {own[1]}: all workers need the same model and settings"
@@ -360,7 +378,7 @@ class SharedMemorySum:
             for block in other_blocks:
                 own_block.add_(block)
             shown_block.copy_(own_block)
-        self._tell(_SUMMED)
+        self._notify(_SUMMED)
 
     def _collect(self, exchange: Exchange) -> None:
         """Copy the sums of the other parts into the message."""
@@ -370,34 +388,34 @@ class SharedMemorySum:
             part = self._part(message, peer.rank)
             message[part].copy_(peer.arena.view(offset, message.numel(), message.dtype)[part])
         self._collected += 1
-        self._tell(_COLLECTED)
+        self._notify(_COLLECTED)
 
     # ------------------------------------------------------------------ notifications
 
-    def _tell(self, kind: int, offset: int = 0, message: Tensor | None = None) -> None:
+    def _notify(self, kind: int, offset: int = 0, message: Tensor | None = None) -> None:
         """Notify all others that this worker has finished a step."""
         size_bytes, dtype = 0, ""
         if message is not None:
             size_bytes, dtype = message.numel() * message.element_size(), _name(message.dtype)
-        sign = _SIGN.pack(kind, offset, size_bytes, dtype.encode())
+        notification = _NOTIFICATION.pack(kind, offset, size_bytes, dtype.encode())
         for peer in self._peers:
-            peer.unsent.append((kind, sign))
+            peer.unsent.append((kind, notification))
             peer.flush()
 
     def _all_have(self, kind: int, number: int) -> bool:
         """Return whether all others have notified this worker of a step for the message with this number."""
-        return all(peer.told[kind] > number for peer in self._peers)
+        return all(peer.received[kind] > number for peer in self._peers)
 
-    def _deaf_to(self, exchange: Exchange) -> list[_Peer]:
+    def _not_notified(self, exchange: Exchange) -> list[_Peer]:
         """Return the workers that the notification of this worker's sum of a message could not be sent to yet."""
-        return [peer for peer in self._peers if peer.listens and peer.heard[_SUMMED] <= exchange.number]
+        return [peer for peer in self._peers if peer.is_listening and peer.sent[_SUMMED] <= exchange.number]
 
     def _missing(self) -> list[_Peer]:
         """Return the workers that hold up the oldest message on its way."""
-        if self._untold:
-            return self._deaf_to(self._untold[0])
+        if self._unannounced:
+            return self._not_notified(self._unannounced[0])
         kind, exchange = (_SUMMED, self._summed[0]) if self._summed else (_OFFERED, self._offered[0])
-        return [peer for peer in self._peers if peer.told[kind] <= exchange.number]
+        return [peer for peer in self._peers if peer.received[kind] <= exchange.number]
 
 
 def _sleep(sums: Iterable[SharedMemorySum], at_most_s: float) -> None:
@@ -436,7 +454,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _names(peers: Iterable[_Peer]) -> str:
+def _ranks_of(peers: Iterable[_Peer]) -> str:
     return ", ".join(f"worker {peer.rank}" for peer in peers)
 
 
@@ -477,20 +495,20 @@ def _meet(arena: Arena, timeout_s: float, group: Any) -> list[_Peer]:
         listener.bind(address)
         listener.listen(world_size)
         store.set(f"{key}/{rank}", json.dumps({"machine": _machine(), "address": address}))
-        cards = [json.loads(store.get(f"{key}/{other}")) for other in range(world_size)]
-        strangers = [str(i) for i, card in enumerate(cards) if card["machine"] != cards[0]["machine"]]
-        if strangers:
+        records = [json.loads(store.get(f"{key}/{other}")) for other in range(world_size)]
+        elsewhere = [str(i) for i, record in enumerate(records) if record["machine"] != records[0]["machine"]]
+        if elsewhere:
             raise BackendError(
-                f"worker {', '.join(strangers)} and worker 0 share no memory, since they run on different machines, in "
+                f"worker {', '.join(elsewhere)} and worker 0 share no memory, since they run on different machines, in "
                 "different network namespaces or as different users: leave shared_memory out"
             )
-        peers = [_greet(_connect(card["address"], timeout_s), rank, arena) for card in cards[:rank]]
+        peers = [_exchange_memory(_connect(record["address"], timeout_s), rank, arena) for record in records[:rank]]
         while len(peers) < world_size - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout_s)
-            # Anybody on the machine can connect to an abstract socket, so strangers are turned away.
+            # Any process of the machine can connect to an abstract socket, so those of other users are refused.
             if _is_own_user(connection):
-                peers.append(_greet(connection, rank, arena))
+                peers.append(_exchange_memory(connection, rank, arena))
             else:
                 connection.close()
     for peer in peers:
@@ -519,13 +537,14 @@ def _is_own_user(connection: socket.socket) -> bool:
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
 
 
-def _greet(connection: socket.socket, rank: int, arena: Arena) -> _Peer:
+def _exchange_memory(connection: socket.socket, rank: int, arena: Arena) -> _Peer:
     """Exchange ranks and file descriptors of the shared memory over a connection."""
-    socket.send_fds(connection, [_GREETING.pack(rank)], [arena.descriptor])
-    greeting, descriptors, flags, _ = socket.recv_fds(connection, _GREETING.size, 1)
+    socket.send_fds(connection, [_RANK.pack(rank)], [arena.descriptor])
+    rank_bytes, descriptors, flags, _ = socket.recv_fds(connection, _RANK.size, 1)
     if flags & socket.MSG_CTRUNC:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if not descriptors:
         raise RuntimeError("connection closed while workers met")
-    os.set_inheritable(descriptors[0], False)  # a received descriptor would otherwise stay open in child processes
-    return _Peer(_GREETING.unpack(greeting)[0], connection, Arena(descriptors[0]))
+    # A received descriptor would otherwise stay open in child processes.
+    os.set_inheritable(descriptors[0], False)
+    return _Peer(_RANK.unpack(rank_bytes)[0], connection, Arena(descriptors[0]))

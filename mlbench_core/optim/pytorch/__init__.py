@@ -67,7 +67,8 @@ class UnknownOptimizerError(ValueError, KeyError):
     """An unknown name of an optimizer. It is also a KeyError, as in version 3.0."""
 
     def __str__(self) -> str:
-        return ValueError.__str__(self)  # KeyError's would put the message in quotes
+        # KeyError's own method would put the message in quotes.
+        return ValueError.__str__(self)
 
 
 def get_optimizer(optimizer: str, **kwargs: Any) -> Optimizer:

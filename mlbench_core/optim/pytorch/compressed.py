@@ -64,8 +64,10 @@ class CompressedOptimizer(Optimizer):
 
     agg_grad = True
     _average = True  # False leaves the sum over workers
-    own_state = ("state", "aggregation")  # momentum is that of this worker's gradients
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to step()
+    # Momentum is that of this worker's gradients, so a checkpoint holds that of every worker.
+    own_state = ("state", "aggregation")
+    # torch.amp.GradScaler then leaves unscaling and skipping to step(), where the workers agree on them.
+    _step_supports_amp_scaling = True
 
     def __init__(self, params: Params | None, defaults: dict[str, Any], aggregation: CompressedAggregation) -> None:
         if params is None:
@@ -74,7 +76,8 @@ class CompressedOptimizer(Optimizer):
         self.aggregation = aggregation
         self._aggregate_named = aggregation.agg_grad()
         self._clock = CommunicationClock()
-        Optimizer.__init__(self, params, defaults)  # a subclass may be a torch.optim.SGD too, whose options differ
+        # Not super().__init__: SignSGD is a torch.optim.SGD too, whose constructor takes other options.
+        Optimizer.__init__(self, params, defaults)
 
     @property
     def world_size(self) -> int:
@@ -99,6 +102,7 @@ class CompressedOptimizer(Optimizer):
         loss = evaluate(closure)
         named = dict(self._named_parameters())
         refuse_sparse({name: parameter for name, (parameter, _) in named.items()})
+        # The aggregation overwrites gradients, but a script may still read its own after the step.
         stand_ins = {name: self._stand_in(parameter, group) for name, (parameter, group) in named.items()}
         self._exchange(stand_ins, tracker)
         for name, (parameter, group) in named.items():
@@ -138,6 +142,7 @@ class CompressedOptimizer(Optimizer):
         it is :math:`b`, or :math:`g + \mu b` with Nesterov momentum, or :math:`g` without momentum.
         """
         assert parameter.grad is not None
+        # Out of place, because parameter.grad belongs to the script.
         g = parameter.grad.add(parameter, alpha=group["weight_decay"])
         if not group["momentum"]:
             return g
@@ -147,6 +152,7 @@ class CompressedOptimizer(Optimizer):
             b = state["momentum_buffer"] = g.clone()
         else:
             b.mul_(group["momentum"]).add_(g, alpha=1 - group["dampening"])
+        # A copy of b, because the aggregation overwrites what it is given.
         return g.add_(b, alpha=group["momentum"]) if group["nesterov"] else b.clone()
 
     def _rate(self, group: dict[str, Any]) -> float:
@@ -158,7 +164,8 @@ class CompressedOptimizer(Optimizer):
         super().add_param_group(param_group)
         counts = Counter(name for name, _ in self._named_parameters())
         repeated = sorted(name for name, count in counts.items() if count > 1)
-        if repeated:  # two parameters of one name would share an error memory
+        # Two parameters of one name would share an error memory.
+        if repeated:
             self.param_groups.pop()
             raise ValueError(f"several parameters are called {', '.join(repeated)}: give every parameter its own name")
 
@@ -183,7 +190,8 @@ class CompressedOptimizer(Optimizer):
                 This happens if parameters had no names when it was saved and have names now.
         """
         remembered = state_dict.get("aggregation", {})
-        groups = zip(self.param_groups, state_dict["param_groups"], strict=False)  # torch refuses other groups
+        # Not strict: torch's own error about another number of groups is clearer.
+        groups = zip(self.param_groups, state_dict["param_groups"], strict=False)
         names = [name for i, (own, saved) in enumerate(groups) for name in _names_in_group(i, {**own, **saved})]
         # Names are checked before the first change, so that a state of other parameters changes nothing.
         check_names(self.aggregation.remembered_names(remembered), names)
@@ -226,6 +234,7 @@ class CompressedOptimizer(Optimizer):
             if self._average:
                 self._aggregate_named(stand_ins, AVG_WORLD)
             else:
+                # Divided by 1, the sum over workers stays.
                 self._aggregate_named(stand_ins, AVG_CUSTOM, 1)
             interval.size_bytes = self.aggregation.last_bytes
         if tracker is not None:
@@ -332,7 +341,8 @@ class SignSGD(_OneBitSGD, SGD):  # type: ignore[misc]  # their step takes a trac
     _kind = SignAggregation
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Optimizer.__setstate__(self, state)  # SGD's would add options that this one does not have
+        # SGD's own method would add options that this class does not have.
+        Optimizer.__setstate__(self, state)
 
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         return self._direction(parameter, group)
@@ -386,6 +396,7 @@ class EFSignSGD(_OneBitSGD):
     _kind = EFSignAggregation
 
     def _local(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+        # The rate goes into the memory, so that a later rate does not rescale errors of earlier steps.
         return self._direction(parameter, group).mul_(group["lr"])
 
 
@@ -497,6 +508,7 @@ class SparsifiedSGD(CompressedOptimizer):
     def _before_step(self) -> None:
         """Add the parameters before a step to the averages."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.numel() > 0]
+        # The theorem needs a shift of at least d/k for every tensor, so the one for all is the largest.
         a = max((p.numel() / coordinates_sent(self._size, p.numel()) for p in parameters), default=1.0)
         for x in parameters:
             state = self.state[x]

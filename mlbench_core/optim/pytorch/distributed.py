@@ -28,6 +28,7 @@ __all__ = [
     "OptimizerFactory",
     "OptimizerWrapper",
     "check_aggregation",
+    "check_denominator_and_clipping",
     "check_lr",
     "evaluate",
     "evaluates_repeatedly",
@@ -41,6 +42,7 @@ Closure: TypeAlias = Callable[[], Any]
 OptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 _AggregationT = TypeVar("_AggregationT", bound=Aggregation)
 
+# Sent instead of 0 or 1 as the overflow flag; the maximum over workers then tells all of them.
 _TOO_EARLY = 2
 
 
@@ -237,6 +239,7 @@ def shared_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> dic
 
 def state_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
     """Return the attributes of an optimizer that its copies and pickles get, for ``__getstate__``."""
+    # A learning-rate scheduler replaces step by a method of its own, and sets _opt_called to see that it was called.
     own = {"step", "_opt_called", "_zero_grad_profile_name"}
     return {k: v for k, v in optimizer.__dict__.items() if k not in own and not k.endswith("_hooks")}
 
@@ -297,7 +300,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
     """
 
     own_state = ("aggregation",)
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves unscaling and skipping to step()
+    # torch.amp.GradScaler then leaves unscaling and skipping to step(), where the workers agree on them.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -330,6 +334,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         )
         self._check_memory()
         self.world_size = self.aggregation.world_size
+        # Scripts of version 3.0 read and call optimizer.agg.
         make = self.aggregation.agg_grad if agg_grad else self.aggregation.agg_model
         self.agg = make(by_layer=by_layer)
         self._clock = CommunicationClock()
@@ -415,8 +420,10 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             set_to_none: Set them to None instead of zero.
         """
         if self._reduction is not None:
+            # Messages of a pass that raised an error must not arrive in gradients that are zero by then.
             self._reduction.synchronize()
-            self._reduction.forget()  # gradients that a script sets by hand from here on were not reduced
+            # Gradients that a script sets by hand from here on were not reduced.
+            self._reduction.forget()
         super().zero_grad(set_to_none)
 
     def _step(
@@ -443,6 +450,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
         loss = evaluate(closure)
         if self.agg_grad:
             self._aggregate(tracker, denom)
+        # Clipped after the aggregation: the norm is that of the common gradient, so all workers clip alike.
         self._clip(grad_clip)
         self._take_step()
         if tracker is not None:
@@ -466,7 +474,8 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
                 for group, params in zip(self.param_groups, whole, strict=True):
                     group["params"] = [parameter for parameter in params if (id(parameter) in late) == is_late]
                 self._inner.step()
-        finally:  # also after an error, or the other parameters would be lost
+        # Also after an error, or the other parameters would be lost.
+        finally:
             for group, params in zip(self.param_groups, whole, strict=True):
                 group["params"] = params
 
@@ -484,6 +493,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             shared = losses[-1]
             if self.agg_grad:
                 self._aggregate(tracker, denom)
+                # A copy: the script may report the loss of this worker.
                 shared = torch.as_tensor(losses[-1]).detach().clone()
                 self.aggregation.aggregate({f"{BOOKKEEPING}loss": shared}, self.agg_mode, denom)
             self._clip(grad_clip)
@@ -592,6 +602,15 @@ def check_aggregation(
     return aggregation
 
 
+def check_denominator_and_clipping(average_world: bool, average_custom: bool, grad_clip: float) -> None:
+    """Raise a ValueError if two denominators are asked for, or ``grad_clip`` is not a norm."""
+    if average_world and average_custom:
+        raise ValueError("average_world and average_custom are both True: set the one to divide by")
+    # Not "grad_clip <= 0", which is false for NaN.
+    if not grad_clip > 0:
+        raise ValueError(f"grad_clip must be positive, or inf for no clipping, not {grad_clip}")
+
+
 def evaluate(closure: Closure | None) -> Any:
     """Return the result of a closure, called with gradients enabled; None without one."""
     if closure is None:
@@ -686,7 +705,9 @@ def must_skip(optimizer: Optimizer, aggregation: Aggregation, looked_too_early: 
     found_inf: Tensor | int | None = getattr(optimizer, "found_inf", None)
     if found_inf is None:
         return False
-    found_inf = torch.as_tensor(found_inf, dtype=torch.float32)  # torch gives the integer 0 without gradients
+    # torch gives the integer 0 if no parameter has a gradient.
+    found_inf = torch.as_tensor(found_inf, dtype=torch.float32)
+    # torch adds up the flags of several devices, and a sum of 2 would mean something else.
     found_inf = torch.full_like(found_inf, _TOO_EARLY) if looked_too_early else found_inf.clamp(max=1)
     aggregation.any_worker(found_inf)
     if found_inf.item() == _TOO_EARLY:
@@ -697,13 +718,15 @@ def must_skip(optimizer: Optimizer, aggregation: Aggregation, looked_too_early: 
     if found_inf.item() > 0:
         return True
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    if scale is not None:  # None: the caller has called unscale_
+    # None if the script has called unscale_ before.
+    if scale is not None:
         _unscale(optimizer, scale)
     return False
 
 
 def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
     """Divide all gradients by the scale, in place."""
+    # As torch does it, so that results equal those of its own scaler bit for bit.
     inverse = scale.double().reciprocal().float()
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from mlbench_core.optim.pytorch.distributed import (
     Closure,
     OptimizerWrapper,
     check_aggregation,
+    check_denominator_and_clipping,
     evaluate,
     evaluates_repeatedly,
 )
@@ -263,21 +264,40 @@ class FP16Optimizer(OptimizerWrapper):
         *,
         aggregation: AllReduceAggregation | None = None,
     ) -> None:
-        if average_world and average_custom:
-            raise ValueError("average_world and average_custom are both True: set the one to divide by")
-        if not grad_clip > 0:
-            raise ValueError(f"grad_clip must be positive, or inf for no clipping, not {grad_clip}")
+        check_denominator_and_clipping(average_world, average_custom, grad_clip)
         self.fp16_model = fp16_model
         self._weights = _trainable_parameters(fp16_model)
-        self.fp32_params = _flat_master(self._weights.values())
+        flat = torch.cat([weight.detach().reshape(-1).float() for weight in self._weights.values()])
+        self.fp32_params = nn.Parameter(flat)
+        # Every step overwrites this gradient, so its memory is allocated once.
+        self.fp32_params.grad = torch.zeros_like(flat)
         super().__init__([self.fp32_params])
+        dtypes = {weight.dtype for weight in self._weights.values()}
+        # bfloat16 has the range of float32, so its gradients neither vanish nor overflow.
+        needs_scaling = torch.bfloat16 not in dtypes or torch.float16 in dtypes
         self.loss_scaler = (
             DynamicLossScaler(init_scale, scale_factor, scale_window, max_scale, min_scale=min_scale)
-            if _needs_scaling(self._weights.values())
+            if needs_scaling
             else DynamicLossScaler(init_scale=1.0, scale_factor=1.0)
         )
         self.grad_clip = grad_clip
+        self.aggregation = self._check_exchange(aggregation, world_size, use_cuda, use_horovod, divide_before)
+        self.world_size = self.aggregation.world_size
+        self.agg = self.aggregation.agg_grad(by_layer=by_layer)
+        self.agg_mode = AVG_CUSTOM if average_custom else AVG_WORLD
+        self._clock = CommunicationClock()
+
+    def _check_exchange(
+        self,
+        aggregation: AllReduceAggregation | None,
+        world_size: int | None,
+        use_cuda: bool,
+        use_horovod: bool,
+        divide_before: bool,
+    ) -> AllReduceAggregation:
+        """Return the aggregation as given, if it fits the other arguments, or the one that they describe."""
         if aggregation is None:
+            # Horovod is imported only on request, because it is an optional package.
             make = AllReduceAggregationHVD if use_horovod else AllReduceAggregation
             aggregation = make(world_size, divide_before, use_cuda)
         elif use_horovod and not isinstance(aggregation, AllReduceAggregationHVD):
@@ -286,7 +306,7 @@ class FP16Optimizer(OptimizerWrapper):
                 "give AllReduceAggregationHVD(...) as aggregation"
             )
         # The state of another aggregation, such as an error memory, would be missing in state_dict().
-        self.aggregation = check_aggregation(
+        check_aggregation(
             aggregation,
             AllReduceAggregation,
             world_size=world_size,
@@ -298,10 +318,7 @@ class FP16Optimizer(OptimizerWrapper):
                 "overlap must be False with FP16Optimizer, which sends all gradients in step(): leave it out of the "
                 "aggregation"
             )
-        self.world_size = self.aggregation.world_size
-        self.agg = self.aggregation.agg_grad(by_layer=by_layer)
-        self.agg_mode = AVG_CUSTOM if average_custom else AVG_WORLD
-        self._clock = CommunicationClock()
+        return aggregation
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Set the torch optimizer that updates the master weights, as setting the attribute ``optimizer`` does.
@@ -341,7 +358,8 @@ class FP16Optimizer(OptimizerWrapper):
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss must be a tensor that depends on the model, not {loss!r}")
-        (loss * self.loss_scaler.loss_scale).backward()  # not in place: the caller may report the loss
+        # Not in place, because the script may report the loss.
+        (loss * self.loss_scaler.loss_scale).backward()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -385,11 +403,15 @@ class FP16Optimizer(OptimizerWrapper):
             raise RuntimeError("there is no torch optimizer yet: call set_optimizer(optimizer over [fp32_params])")
         divisor = self._unscaling_divisor(multiplier)
         evaluate(closure)
-        self._aggregate(denom)
+        # In the model's own dtypes: half the bytes of the float32 gradients.
+        with self._clock.measure(self.fp32_params.device) as interval:
+            self.agg({**self._weights, **self._extra()}, self.agg_mode, denom)
+            interval.size_bytes = self.aggregation.last_bytes
         if tracker is not None:
             tracker.record_batch_agg()
         norm = self._unscaled_norm(divisor)
-        overflow = self._any_overflow(norm)  # all workers must skip the same updates, or their weights would differ
+        # All workers must skip the same updates, or their weights would differ.
+        overflow = self._any_overflow(norm)
         self._clock.report(tracker)
         if not overflow:
             if self.grad_clip < math.inf:
@@ -438,18 +460,13 @@ class FP16Optimizer(OptimizerWrapper):
         self.fp32_params.copy_(master)
         self._round_into_model()
 
-    def _aggregate(self, denom: Denominator | None) -> None:
-        """Aggregate the gradients of the model, in its own dtypes, and those of the extra parameters."""
-        with self._clock.measure(self.fp32_params.device) as interval:
-            self.agg({**self._weights, **self._extra()}, self.agg_mode, denom)
-            interval.size_bytes = self.aggregation.last_bytes
-
     def _unscaling_divisor(self, multiplier: float | Tensor) -> float | Tensor:
         """Return the loss scale times the multiplier, s m."""
         if isinstance(multiplier, Tensor):
             if multiplier.numel() != 1:
                 raise ValueError(f"multiplier must have one element, not shape {tuple(multiplier.shape)}")
-            if multiplier.device.type != "cpu":  # reading the value would wait for the device
+            # Reading the value to check it would wait for the device.
+            if multiplier.device.type != "cpu":
                 return multiplier.detach().reshape(()).to(self.fp32_params.device) * self.loss_scaler.loss_scale
             multiplier = multiplier.item()
         if not (math.isfinite(multiplier) and multiplier > 0):
@@ -465,6 +482,7 @@ class FP16Optimizer(OptimizerWrapper):
         sources, targets = [], []
         for part, parameter in zip(self._parts(self.fp32_params.grad), self._weights.values(), strict=True):
             if parameter.grad is None:
+                # The part still has the gradient of an earlier step.
                 part.zero_()
             else:
                 sources.append(parameter.grad)
@@ -482,6 +500,7 @@ class FP16Optimizer(OptimizerWrapper):
         with self._clock.measure(self.fp32_params.device) as interval:
             self.aggregation.any_worker(overflowed)
             interval.size_bytes = self.aggregation.bytes_sent - before
+        # Masked instead of read twice, so that a GPU is waited for once.
         return self.loss_scaler.has_overflow(norm.masked_fill(overflowed > 0, math.nan))
 
     def _round_into_model(self) -> None:
@@ -515,21 +534,6 @@ def _trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     if len(devices) > 1:
         raise ValueError(f"fp16_model is spread over {', '.join(devices)}; its master weights lie on one device")
     return weights
-
-
-def _flat_master(weights: Iterable[Tensor]) -> nn.Parameter:
-    """Return one flat float32 parameter with the values of all weights, and a gradient of zeros."""
-    flat = torch.cat([weight.detach().reshape(-1).float() for weight in weights])
-    master = nn.Parameter(flat)
-    # Every step overwrites this gradient, so its memory is allocated once.
-    master.grad = torch.zeros_like(flat)
-    return master
-
-
-def _needs_scaling(weights: Iterable[Tensor]) -> bool:
-    """Return whether gradients need a scale; bfloat16 does not, because it has the range of float32."""
-    dtypes = {weight.dtype for weight in weights}
-    return torch.bfloat16 not in dtypes or torch.float16 in dtypes
 
 
 class DistributedGradScaler(torch.amp.GradScaler):
@@ -576,10 +580,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Unscale this worker's gradients and agree on whether there was an overflow."""
+        # With overlap, a worker without a batch would otherwise read gradients that are not averages yet.
         if hasattr(optimizer, "synchronize"):
             optimizer.synchronize()
         found_infs = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found_infs.setdefault(found_inf.device, found_inf)  # this worker may have no gradient at all
+        # This worker may have no gradient at all, but must take part in the agreement.
+        found_infs.setdefault(found_inf.device, found_inf)
         found_anywhere = torch.stack([flag.to(found_inf.device) for flag in found_infs.values()]).amax()
         aggregation = self._aggregation or getattr(optimizer, "aggregation", None) or AllReduceAggregation(None)
         aggregation.any_worker(found_anywhere)

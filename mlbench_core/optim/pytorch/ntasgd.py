@@ -74,6 +74,7 @@ class AveragedSGD(SGD):
                 loss = closure()
         parameters = [p for group in self.param_groups for p in group["params"]]
         averaged = [p for p in parameters if p.requires_grad or "average" in self.state.get(p, {})]
+        # Before the step, because the mean contains the starting point.
         for parameter in averaged:
             if "average" not in self.state[parameter]:
                 self.state[parameter].update(average=parameter.detach().clone(), averaged=1)
@@ -144,7 +145,8 @@ class NTASGD:
         self, optimizer: OptimizerWrapper, interval: int | None = None, *, patience: int | None = None
     ) -> None:
         inside = getattr(optimizer, "optimizer", None)
-        is_sgd = isinstance(inside, SGD) and not isinstance(inside, CompressedOptimizer)  # SignSGD is one by name only
+        # SignSGD is a torch.optim.SGD by type only: its step is another one.
+        is_sgd = isinstance(inside, SGD) and not isinstance(inside, CompressedOptimizer)
         if not isinstance(optimizer, OptimizerWrapper) or not is_sgd:
             raise TypeError(
                 f"optimizer is a {type(optimizer).__name__} around {type(inside).__name__}; it must be one of "
@@ -157,7 +159,8 @@ class NTASGD:
         self.interval = check_int("interval", 5 if interval is None else interval) if patience is None else None
         self.best = math.inf
         self.checks_since_best = 0
-        self._recent: list[float] = []  # the last n values: those that a new one is not compared with
+        # The last n values, which a new one is not compared with.
+        self._recent: list[float] = []
         self._best_before_recent = math.inf
 
     @property
@@ -174,7 +177,8 @@ class NTASGD:
         Returns:
             True if this value made the optimizer start to average.
         """
-        value = math.inf if math.isnan(value) else value  # nan compares as False and would never count as worse
+        # nan compares as False with everything and would never count as worse.
+        value = math.inf if math.isnan(value) else value
         if value < self.best:
             self.best, self.checks_since_best = value, 0
         else:
@@ -203,7 +207,8 @@ class NTASGD:
         plain = self.optimizer.optimizer
         assert plain is not None
         averaged = AveragedSGD([dict(group) for group in plain.param_groups], **plain.defaults)
-        averaged.load_state_dict(plain.state_dict())  # momentum continues
+        # Momentum continues.
+        averaged.load_state_dict(plain.state_dict())
         self.optimizer.optimizer = averaged
 
     @contextlib.contextmanager

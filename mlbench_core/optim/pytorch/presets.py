@@ -26,6 +26,7 @@ from mlbench_core.optim.pytorch.distributed import (
     GenericCentralizedOptimizer,
     OptimizerFactory,
     check_aggregation,
+    check_denominator_and_clipping,
     check_lr,
     is_dense,
 )
@@ -92,10 +93,7 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         *,
         aggregation: Aggregation | None = None,
     ) -> None:
-        if average_world and average_custom:
-            raise ValueError("average_world and average_custom are both True: set the one to divide by")
-        if not grad_clip > 0:
-            raise ValueError(f"grad_clip must be positive, or inf for no clipping, not {grad_clip}")
+        check_denominator_and_clipping(average_world, average_custom, grad_clip)
         overlaps = isinstance(aggregation, AllReduceAggregation) and aggregation.overlap
         if average_custom and overlaps and aggregation.comm_dtype == torch.float16:  # type: ignore[union-attr]
             raise ValueError(
@@ -105,16 +103,10 @@ class CustomCentralizedOptimizer(GenericCentralizedOptimizer):
         if optimizer is None:
             raise ValueError("optimizer is missing: give a torch optimizer over the model's parameters")
         super().__init__(
-            world_size,
-            model,
-            use_cuda,
-            by_layer,
-            divide_before,
-            agg_grad,
-            optimizer=optimizer,
-            aggregation=aggregation,
+            world_size, model, use_cuda, by_layer, divide_before, agg_grad, optimizer=optimizer, aggregation=aggregation
         )
         self.grad_clip = grad_clip
+        # After the constructor of the base class, which sets the average over workers.
         if average_custom:
             self.agg_mode = AVG_CUSTOM
 
@@ -191,13 +183,7 @@ class CentralizedSGD(GenericCentralizedOptimizer):
         fused = _fused(fused, aggregation, model)
         make = _sgd("CentralizedSGD", lr, momentum, dampening, weight_decay, nesterov, fused=fused)
         super().__init__(
-            world_size,
-            model,
-            use_cuda,
-            by_layer,
-            agg_grad=agg_grad,
-            optimizer=make,
-            aggregation=aggregation,
+            world_size, model, use_cuda, by_layer, agg_grad=agg_grad, optimizer=make, aggregation=aggregation
         )
 
 
@@ -251,13 +237,7 @@ class CentralizedAdam(GenericCentralizedOptimizer):
             fused=_fused(fused, aggregation, model),
         )
         super().__init__(
-            world_size,
-            model,
-            use_cuda,
-            by_layer,
-            agg_grad=agg_grad,
-            optimizer=make,
-            aggregation=aggregation,
+            world_size, model, use_cuda, by_layer, agg_grad=agg_grad, optimizer=make, aggregation=aggregation
         )
 
 
@@ -288,6 +268,7 @@ def _fused(fused: bool | None, aggregation: Aggregation | None, model: nn.Module
             f"fused must be False or None, not True: {with_gaps[0]!r} is a part of a larger tensor, and torch's fused "
             "kernel would write into the rest of this tensor"
         )
+    # torch's fused kernels exist for real numbers on these devices only.
     has_kernel = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in model.parameters())
     return True if fused or (has_kernel and not with_gaps) else None
 
@@ -403,7 +384,8 @@ class PowerSGD(GenericCentralizedOptimizer):
         Returns:
             The closure's result, this worker's loss; None without a closure.
         """
-        return self._step(closure, tracker, denom=1)  # used only if the sum is not averaged
+        # The denominator is used only with average_world=False: divided by 1, the sum stays.
+        return self._step(closure, tracker, denom=1)
 
 
 class GossipOptimizer(GenericCentralizedOptimizer):
@@ -626,6 +608,7 @@ class LocalSGD(GenericCentralizedOptimizer):
             by_layer=by_layer,
             agg_grad=False,
             optimizer=_sgd("LocalSGD", lr, momentum, dampening, weight_decay, nesterov),
+            # Counts the steps of each parameter, also of those that are unfrozen later.
             aggregation=PeriodicAggregation(aggregation, period),
         )
 
@@ -743,5 +726,6 @@ class DiLoCo(GenericCentralizedOptimizer):
         grad_clip: float = math.inf,
     ) -> Any:
         """Take a step; the weights before the first step are the shared ones."""
+        # Not in the constructor: a script may load a checkpoint into the model after it made the optimizer.
         self._outer.start(self.model)
         return super()._step(closure, tracker, denom, grad_clip)
