@@ -110,6 +110,11 @@ def test_a_preset_wants_its_own_kind_of_aggregation(name: str) -> None:
         ("sign", {"world_size": 2}, "world_size is 2, but the process group has 1 worker"),
         ("decentralized", {"rank": 0}, "rank must be left out, not 0"),
         ("choco", {"neighbors": [1]}, "neighbors must be left out, not [1], because the aggregation has its own"),
+        (
+            "diloco",
+            {"outer_optimizer": partial(SGD, lr=0.1)},
+            "outer_optimizer must be left out if aggregation is given",
+        ),
         ("diloco", {"outer_lr": 0.5}, "outer_lr, outer_momentum and outer_optimizer must be left out"),
         ("fp16", {"use_horovod": True}, "give AllReduceAggregationHVD(...) as aggregation"),
     ],
@@ -118,6 +123,15 @@ def test_a_contradiction_is_refused(name: str, options: dict[str, Any], message:
     make, aggregation = MAKE[name]
     with pytest.raises(ValueError, match=re.escape(message)):
         make(aggregation=aggregation, **options)
+
+
+def test_a_given_optimizer_has_its_own_rate() -> None:
+    make = partial(SGD, lr=0.5)
+    with pytest.raises(ValueError, match=r"lr must be left out, not 0\.1, because inner_optimizer has its own"):
+        DiLoCo(model=MODEL, lr=0.1, inner_optimizer=make)
+    with pytest.raises(ValueError, match="outer_lr and outer_momentum must be left out, because outer_optimizer has"):
+        DiLoCo(model=MODEL, lr=0.1, outer_lr=0.5, outer_optimizer=make)
+    assert DiLoCo(model=MODEL, inner_optimizer=make, outer_optimizer=make).outer_optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_what_agrees_may_be_given_twice() -> None:
@@ -139,7 +153,9 @@ def test_weights_cannot_overlap_with_the_backward_pass() -> None:
         FP16Optimizer(HALF, 1, aggregation=overlapping)
     with pytest.raises(ValueError, match="compresses gradients and would destroy weights"):
         LocalSGD(model=MODEL, lr=0.1, aggregation=power())
-    with pytest.raises(ValueError, match="aggregation must be that of every H-th step, not a PeriodicAggregation"):
+    with pytest.raises(
+        ValueError, match="aggregation must be the average of every H-th step, not a PeriodicAggregation"
+    ):
         LocalSGD(model=MODEL, lr=0.1, aggregation=PeriodicAggregation(AllReduceAggregation(), 4))
 
 

@@ -11,7 +11,8 @@ from mlbench_core.aggregation.pytorch.aggregation import Denominator
 
 __all__ = ["as_bytes", "as_real", "by_dtype_and_device", "divide", "from_bytes", "in_blocks", "pack", "unpack"]
 
-BLOCK_ELEMENTS = 1 << 18  # elements that a CPU processes at a time, so that intermediate results stay in its cache
+# Elements that a CPU processes at a time, so that intermediate results stay in its cache.
+BLOCK_ELEMENTS = 1 << 18
 
 
 def by_dtype_and_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -29,7 +30,8 @@ def pack(tensors: Iterable[Tensor]) -> Tensor:
 
 def unpack(message: Tensor, tensors: Iterable[Tensor]) -> None:
     """Copy a flat tensor into tensors, one after another, keeping their memory, strides and dtypes."""
-    tensors = list(tensors)  # used twice, and may be an iterator
+    # Used twice, and may be an iterator.
+    tensors = list(tensors)
     parts = message.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))
@@ -73,5 +75,5 @@ def from_bytes(message: Tensor, start: int, count: int, dtype: torch.dtype) -> T
         >>> from_bytes(message, 1, 2, torch.float32)
         tensor([0.5000, 2.0000])
     """
-    # torch views bytes as a wider dtype only at an aligned offset, which a copy always has
+    # torch views bytes as a wider dtype only at an aligned offset, which a copy always has.
     return message[start : start + count * dtype.itemsize].clone().view(dtype)

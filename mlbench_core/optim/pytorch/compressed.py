@@ -152,7 +152,7 @@ class CompressedOptimizer(Optimizer):
             b = state["momentum_buffer"] = g.clone()
         else:
             b.mul_(group["momentum"]).add_(g, alpha=1 - group["dampening"])
-        # A copy of b, because the aggregation overwrites what it is given.
+        # A copy of b, because the aggregation overwrites the tensors that it is given.
         return g.add_(b, alpha=group["momentum"]) if group["nesterov"] else b.clone()
 
     def _rate(self, group: dict[str, Any]) -> float:

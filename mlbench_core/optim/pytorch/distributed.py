@@ -42,7 +42,7 @@ Closure: TypeAlias = Callable[[], Any]
 OptimizerFactory: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 _AggregationT = TypeVar("_AggregationT", bound=Aggregation)
 
-# Sent instead of 0 or 1 as the overflow flag; the maximum over workers then tells all of them.
+# Sent instead of 0 or 1 as the overflow flag, so that the maximum over workers raises the error on all of them.
 _TOO_EARLY = 2
 
 

@@ -600,7 +600,8 @@ class LocalSGD(GenericCentralizedOptimizer):
         )
         if isinstance(aggregation, PeriodicAggregation):
             raise ValueError(
-                "aggregation must be that of every H-th step, not a PeriodicAggregation: give it and period"
+                "aggregation must be the average of every H-th step, not a PeriodicAggregation: write LocalSGD(..., "
+                f"period={aggregation.period}, aggregation={type(aggregation.inside).__name__}(...))"
             )
         super().__init__(
             None,
@@ -641,9 +642,8 @@ class DiLoCo(GenericCentralizedOptimizer):
         outer_lr: Outer learning rate.
         outer_momentum: Outer Nesterov momentum; 0 for none.
         inner_optimizer: A function that makes another inner optimizer of an iterable of parameters. Its learning rate
-            is its own: ``lr`` and the other inner arguments are then not used and may be left out.
-        outer_optimizer: A function that makes another outer optimizer; ``outer_lr`` and ``outer_momentum`` are then
-            not used.
+            is its own: leave out ``lr``; the other inner arguments are not used.
+        outer_optimizer: A function that makes another outer optimizer; leave out ``outer_lr`` and ``outer_momentum``.
         aggregation: The outer step with all its settings, instead of ``outer_lr``, ``outer_momentum`` and
             ``outer_optimizer``.
 
@@ -690,6 +690,10 @@ class DiLoCo(GenericCentralizedOptimizer):
     ) -> None:
         if inner_optimizer is None:
             inner_optimizer = partial(AdamW, lr=check_lr(lr, "DiLoCo"), betas=betas, eps=eps, weight_decay=weight_decay)
+        elif lr is not required:
+            raise ValueError(f"lr must be left out, not {lr!r}, because inner_optimizer has its own: write it there")
+        if outer_optimizer is not None and (outer_lr, outer_momentum) != (0.7, 0.9):
+            raise ValueError("outer_lr and outer_momentum must be left out, because outer_optimizer has its own")
         if aggregation is None:
             if outer_optimizer is None:
                 check_finite_at_least_0("outer_lr", outer_lr)
