@@ -66,7 +66,7 @@ def test_a_denominator_is_one_number_and_needed() -> None:
 @pytest.mark.parametrize("which", ["agg_grad", "agg_model"])
 def test_an_unknown_operation_names_the_known_ones(which: str, kind: type[Exception]) -> None:
     aggregate = getattr(AllReduceAggregation(1), which)()
-    with pytest.raises(kind, match="op must be one of 'avg_world', 'avg_custom', not 'sum'"):
+    with pytest.raises(kind, match="op must be 'avg_world' or 'avg_custom', not 'sum'"):
         aggregate(model_with_gradients(), "sum")
 
 

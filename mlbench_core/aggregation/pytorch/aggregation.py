@@ -211,6 +211,14 @@ class Aggregation(ABC):
         names = {plain_name(name) for key in self._named_state for name in state_dict.get(key, {})}
         return {name for name in names if not name.startswith(BOOKKEEPING)}
 
+    def _divisor(self, op: str, denom: Denominator | None) -> Denominator:
+        """Return the number by which ``op`` divides a sum over workers."""
+        if op == AVG_WORLD:
+            return self.world_size
+        if op == AVG_CUSTOM:
+            return check_denominator(denom)
+        raise UnknownOperationError(f"op must be '{AVG_WORLD}' or '{AVG_CUSTOM}', not {op!r}")
+
     def _count_bytes(self, message: Tensor) -> None:
         """Add a message to the account of bytes sent."""
         size_bytes = message.numel() * message.element_size()

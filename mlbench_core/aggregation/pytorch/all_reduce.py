@@ -15,8 +15,6 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     AVG_WORLD,
     Aggregation,
     Denominator,
-    UnknownOperationError,
-    check_denominator,
 )
 from mlbench_core.aggregation.pytorch.buckets import BUCKET_SIZE_BYTES
 from mlbench_core.aggregation.pytorch.messages import as_real, by_dtype_and_device, divide, pack, unpack
@@ -26,7 +24,6 @@ from mlbench_core.distributed.pytorch import process_groups
 
 __all__ = ["AVG_CUSTOM", "AVG_WORLD", "AllReduceAggregation", "Transfer", "check_world_size"]
 
-OPERATIONS = (AVG_WORLD, AVG_CUSTOM)
 COMM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -154,13 +151,6 @@ class AllReduceAggregation(Aggregation):
                 message = pack(kind)
                 self._average(message, divisor)
                 unpack(message, kind)
-
-    def _divisor(self, op: str, denom: Denominator | None) -> Denominator:
-        if op == AVG_WORLD:
-            return self.world_size
-        if op == AVG_CUSTOM:
-            return check_denominator(denom)
-        raise UnknownOperationError(f"op must be one of {', '.join(map(repr, OPERATIONS))}, not {op!r}")
 
     def divides_early(self, dtype: torch.dtype) -> bool:
         """Return whether tensors of a dtype are divided before they are sent, on request or because of a conversion.

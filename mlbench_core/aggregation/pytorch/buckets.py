@@ -66,8 +66,8 @@ class Bucket:
             The flat message. Parameters without a gradient count as zeros.
         """
         if self.memory is None:
-            gradient = _owned_gradient(self.parameters[0]).detach()
-            flat = gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+            own = _owned_gradient(self.parameters[0]).detach()
+            flat = own.as_strided((own.numel(),), (1,), own.storage_offset())
             return flat if divisor is None else flat.div_(divisor)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             gradient = parameter.grad

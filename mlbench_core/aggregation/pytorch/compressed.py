@@ -16,9 +16,8 @@ from mlbench_core.aggregation.pytorch.aggregation import (
     AggregationFunction,
     Denominator,
     UnknownOperationError,
-    check_denominator,
 )
-from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
+from mlbench_core.aggregation.pytorch.all_reduce import AllReduceAggregation
 from mlbench_core.aggregation.pytorch.names import by_plain_name, check_keys
 from mlbench_core.distributed.pytorch import process_groups
 
@@ -109,14 +108,6 @@ class LossyAggregation(Aggregation):
         if self.world_size > 1:
             self._original_bytes += original_bytes
             self._compressed_bytes += compressed_bytes
-
-    def _divisor(self, op: str, denom: Denominator | None) -> Denominator:
-        """Return the number by which ``op`` divides a sum over workers."""
-        if op == AVG_WORLD:
-            return self.world_size
-        if op == AVG_CUSTOM:
-            return check_denominator(denom)
-        raise UnknownOperationError(f"op must be '{AVG_WORLD}' or '{AVG_CUSTOM}', not {op!r}")
 
 
 class CompressedAggregation(LossyAggregation):
