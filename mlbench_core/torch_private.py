@@ -42,7 +42,6 @@ __all__ = [
     "set_mpi_class",
     "set_recurrent_weights",
     "storage_users",
-    "takes_scale",
 ]
 
 
@@ -178,11 +177,6 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> Collection[C
     """
     hooks: dict[int, Callable[..., Any]] = getattr(optimizer, f"_optimizer_{kind}_hooks")
     return hooks.values()
-
-
-def takes_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a GradScaler leaves unscaling and skipping to the ``step`` of this optimizer."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def mark_constant(function: Callable[..., Any]) -> None:

@@ -20,6 +20,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from mlbench_core import torch_private
+
 __all__ = ["BUCKET_SIZE_BYTES", "Bucket", "Signature", "plan_buckets", "signature"]
 
 BUCKET_SIZE_BYTES = 1 << 20
@@ -191,5 +193,5 @@ def _is_shared(tensor: Tensor) -> bool:
     """Return whether another tensor may use the same memory."""
     storage = tensor.untyped_storage()
     # The tensor and the storage object of this function are two users; a third one is somebody else.
-    count_users = getattr(torch._C, "_storage_Use_Count", None)
-    return count_users is None or count_users(storage._cdata) > 2
+    users = torch_private.storage_users(storage)
+    return users is None or users > 2

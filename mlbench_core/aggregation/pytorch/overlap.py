@@ -169,7 +169,7 @@ class OverlappedReduction:
             # of the other pass must go first: every worker sends them in one order.
             self.synchronize()
             self._open(graph_task)
-            torch.autograd.Variable._execution_engine.queue_callback(self.synchronize)  # type: ignore[attr-defined]
+            torch_private.call_after_backward(self.synchronize)
         current = self._pass
         assert current is not None
         bucket = self._bucket_of.get(id(parameter))

@@ -165,10 +165,10 @@ class OptimizerWrapper(Optimizer):
         As in torch, its tensors are the optimizer's own: they change with the next step. Copy it with
         :func:`copy.deepcopy` if both this optimizer and the one that loads it continue in one process.
         """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+        for pre_hook in torch_private.optimizer_hooks(self, "state_dict_pre"):
             pre_hook(self)
         state_dict = {**self._inner.state_dict(), **self.extra_state()}
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
+        for post_hook in torch_private.optimizer_hooks(self, "state_dict_post"):
             state_dict = post_hook(self, state_dict) or state_dict
         return state_dict
 
@@ -179,13 +179,13 @@ class OptimizerWrapper(Optimizer):
             state_dict: The state of an optimizer with the same groups.
         """
         state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for pre_hook in torch_private.optimizer_hooks(self, "load_state_dict_pre"):
             state_dict = pre_hook(self, state_dict) or state_dict
         extra = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
         # The extra state goes first, so that a refused one leaves the wrapped optimizer as it was.
         self.load_extra_state(extra)
         self._inner.load_state_dict({key: value for key, value in state_dict.items() if key not in extra})
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+        for post_hook in torch_private.optimizer_hooks(self, "load_state_dict_post"):
             post_hook(self)
 
     def shared_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def shared_optimizer_state(optimizer: Any, state_dict: Mapping[str, Any]) -> dic
 def state_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
     """Return the attributes of an optimizer that its copies and pickles get, for ``__getstate__``."""
     # A learning-rate scheduler replaces step by a method of its own, and sets _opt_called to see that it was called.
-    own = {"step", "_opt_called", "_zero_grad_profile_name"}
+    own = {"step", *torch_private.PRIVATE_OPTIMIZER_ATTRIBUTES}
     return {k: v for k, v in optimizer.__dict__.items() if k not in own and not k.endswith("_hooks")}
 
 
@@ -517,7 +517,7 @@ class GenericCentralizedOptimizer(OptimizerWrapper):
             scale = self.world_size / check_denominator(denom) if self.agg_mode == AVG_CUSTOM else None
             self._reduction.complete()
             if scale is not None:
-                torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], scale)
+                torch_private.foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], scale)
         extra = self.extra_parameters(self.model.parameters())
         if extra:
             parts.append(extra)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mlbench_core import torch_private
 from mlbench_core.aggregation.pytorch.aggregation import Aggregation, Denominator
 from mlbench_core.aggregation.pytorch.all_reduce import AVG_CUSTOM, AVG_WORLD, AllReduceAggregation
 from mlbench_core.aggregation.pytorch.horovod import AllReduceAggregationHVD
@@ -439,7 +440,7 @@ class FP16Optimizer(OptimizerWrapper):
     @torch.no_grad()
     def reset_master_weights(self) -> None:
         """Copy the model's weights into the master weights, for example after a script has loaded them."""
-        torch._foreach_copy_(self._parts(self.fp32_params), list(self._weights.values()))
+        torch_private.foreach_copy_(self._parts(self.fp32_params), list(self._weights.values()))
 
     def extra_state(self) -> dict[str, Any]:
         """Return the master weights and the loss scale, under ``"fp32_params"`` and ``"loss_scaler"``."""
@@ -488,9 +489,9 @@ class FP16Optimizer(OptimizerWrapper):
                 sources.append(parameter.grad)
                 targets.append(part)
         if sources:
-            torch._foreach_copy_(targets, sources)
+            torch_private.foreach_copy_(targets, sources)
         gradients = [self.fp32_params.grad, *(p.grad for p in self._extra().values() if p.grad is not None)]
-        torch._foreach_div_(gradients, divisor)
+        torch_private.foreach_div_(gradients, divisor)
         return nn.utils.get_total_norm(gradients)
 
     def _any_overflow(self, norm: Tensor) -> bool:
@@ -505,7 +506,7 @@ class FP16Optimizer(OptimizerWrapper):
 
     def _round_into_model(self) -> None:
         """Write the master weights into the model, rounded to its dtypes."""
-        torch._foreach_copy_(list(self._weights.values()), self._parts(self.fp32_params))
+        torch_private.foreach_copy_(list(self._weights.values()), self._parts(self.fp32_params))
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         """View a flat tensor as tensors of the shapes of the model's parameters."""
