@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -161,6 +163,17 @@ class Workers:
 def _close(pipe: Any) -> None:
     with contextlib.suppress(BrokenPipeError):
         pipe.close()
+
+
+def mpirun_command(count: int) -> list[str] | None:
+    """Return the command that starts a number of processes of MPI; None if MPI cannot be used."""
+    # Wheels of Open MPI put the program into the folder of this Python, which may not be on the path.
+    program = shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    if program is None or importlib.util.find_spec("mpi4py") is None:
+        return None
+    # mpirun refuses to run as root without this option, and containers often have no other user.
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [program, "--oversubscribe", "--bind-to", "none", *as_root, "-n", str(count)]
 
 
 def serve(make_handler: Callable[[Reply], Callable[[Reply], Reply]]) -> None:

@@ -8,20 +8,16 @@ measures, not in the operation, so Task 0 should report the times of the bare lo
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 from _bare_loop import bare_loop
 from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
-from _workers import Workers, serve
+from _workers import Workers, mpirun_command, serve
 
 from mlbench_core.distributed.pytorch import mpi
 from mlbench_core.evaluation.pytorch.collectives import measure as measure_collective
@@ -64,20 +60,9 @@ def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
     return handle
 
 
-def mpirun() -> str | None:
-    """Return the program, from the path or this Python's folder; None if MPI cannot be used."""
-    if importlib.util.find_spec("mpi4py") is None:
-        return None
-    return shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
-
-
 def run(backend: str, count: int, elements: Sequence[int], repetitions: int, blocks: int) -> list[Row]:
     """Measure all sizes over one backend with one number of workers."""
-    launcher = None
-    if backend == "mpi":
-        # mpirun refuses to run as root without this option, and containers often have no other user.
-        as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        launcher = [str(mpirun()), "--oversubscribe", "--bind-to", "none", *as_root, "-n", str(count)]
+    launcher = mpirun_command(count) if backend == "mpi" else None
     rows = []
     with Workers(__file__, count, {"backend": backend}, launcher) as workers:
 
@@ -105,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     backends = ["gloo"]
     conditions = f"float32, {arguments.blocks} blocks of {arguments.repetitions} repetitions, one thread per worker."
     if not arguments.without_mpi:
-        if mpirun():
+        if mpirun_command(2):
             backends.append("mpi")
         else:
             conditions += " MPI was not compared, because mpi4py or mpirun is missing."

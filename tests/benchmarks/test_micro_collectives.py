@@ -44,7 +44,7 @@ def test_a_short_run_of_collectives(micro: Callable[[str], ModuleType], tmp_path
     done = run_script([str(MICRO / "collectives.py"), "--quick", "--save", str(tmp_path)], timeout_s=120)
     assert done.returncode == 0, done.stderr
     rows = micro("_bench").read(tmp_path / "collectives.json")["runs"][0]["rows"]
-    has_mpi = micro("collectives").mpirun() is not None
+    has_mpi = micro("_workers").mpirun_command(2) is not None
     assert [(row["case"][:4], row["variant"]) for row in rows] == [
         ("gloo", "bare loop"),
         ("gloo", "Task 0"),
@@ -59,3 +59,13 @@ def test_sums_in_both_ways(micro: Callable[[str], ModuleType], tmp_path: Path) -
     rows = micro("_bench").read(tmp_path / "shared_memory.json")["runs"][0]["rows"]
     assert [row["variant"] for row in rows] == ["Gloo", "shared memory"]
     assert all(row["extra"]["CPU ms"] > 0 for row in rows)
+
+
+def test_a_short_run_of_transports(micro: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    if micro("_workers").mpirun_command(2) is None:
+        pytest.skip("needs mpi4py and mpirun")
+    done = run_script([str(MICRO / "transports.py"), "--quick", "--save", str(tmp_path)], timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    rows = micro("_bench").read(tmp_path / "transports.json")["runs"][0]["rows"]
+    assert [row["variant"] for row in rows] == [*micro("transports").VARIANTS]
+    assert all("error" not in row and "shared memory, overlap" in row["ratios"] for row in rows)

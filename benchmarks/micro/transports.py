@@ -1,0 +1,114 @@
+"""Time a training step by the way in which gradients travel on one machine: Gloo, MPI and shared memory.
+
+All variants run in the same worker processes, which mpirun starts. The slowest worker's time counts. Processor time is
+that of all threads of a worker, as the mean over the workers; it depends less on other programs than the time does.
+
+    python benchmarks/micro/transports.py [--models mlp resnet18] [--workers 2] [--save]
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _bench import Row, Subject, Timed, finish, make_parser, measure, parse, positive
+from _variants import LR, MOMENTUM, WORKLOADS
+from _workers import Workers, mpirun_command, serve
+from torch import nn
+
+from mlbench_core.aggregation.pytorch import AllReduceAggregation
+from mlbench_core.distributed.pytorch import mpi
+from mlbench_core.optim.pytorch import CentralizedSGD
+
+WARM_UP_STEPS = 4
+MPI_TIMEOUT_S = 600
+SHARED, SHARED_OVERLAP = "shared memory", "shared memory, overlap"
+VARIANTS = (SHARED, "Gloo", "MPI", SHARED_OVERLAP, "Gloo, overlap", "MPI, overlap")
+SUBJECT = Subject(
+    "transports",
+    "Steps per second over Gloo, MPI and shared memory (`transports.py`)",
+    "steps/s",
+    (SHARED, SHARED_OVERLAP),
+    ("With overlap, MPI needs more time and more processor time than shared memory, because it waits actively.",
+     "Limit: shared memory would go if MPI were within 15 % of it everywhere."),
+)  # fmt: skip
+
+
+def make_handler(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Make the network in a worker; a request then takes some steps with one variant."""
+    workload, steps = WORKLOADS[setup["model"]], setup["steps"]
+    mpi.register(MPI_TIMEOUT_S)
+    over_mpi = dist.new_group(backend="mpi")
+    torch.manual_seed(0)
+    model = workload.make()
+    inputs, targets = workload.batch(dist.get_rank())
+    trainees: dict[str, tuple[nn.Module, CentralizedSGD]] = {}
+
+    def step(network: nn.Module, optimizer: CentralizedSGD) -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(inputs), targets).backward()
+        optimizer.step()
+
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        name = request["variant"]
+        if name not in trainees:
+            exchange = AllReduceAggregation(
+                overlap=name.endswith("overlap"),
+                shared_memory=name.startswith(SHARED),
+                process_group=over_mpi if name.startswith("MPI") else None,
+            )
+            network = copy.deepcopy(model)
+            trainees[name] = (
+                network,
+                CentralizedSGD(model=network, lr=LR, momentum=MOMENTUM, aggregation=exchange),
+            )
+            for _ in range(WARM_UP_STEPS):
+                step(*trainees[name])
+        dist.barrier()
+        begin, busy = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            step(*trainees[name])
+        return {"seconds": time.perf_counter() - begin, "busy": time.process_time() - busy}
+
+    return handle
+
+
+def run(model: str, count: int, steps: int, blocks: int) -> list[Row]:
+    """Measure all variants of one network with one number of workers."""
+    with Workers(__file__, count, {"model": model, "steps": steps}, mpirun_command(count)) as workers:
+
+        def block(variant: str) -> Timed:
+            replies = workers.ask(variant=variant)
+            busy_ms = 1000 * sum(reply["busy"] for reply in replies) / count / steps
+            return Timed(max(reply["seconds"] for reply in replies), {"CPU ms/step": busy_ms})
+
+        case = f"{WORKLOADS[model].title}, {count} workers"
+        return measure(SUBJECT, case, {name: partial(block, name) for name in VARIANTS}, blocks, amount=steps)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    parser = make_parser(__doc__, blocks=16)
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["mlp", "resnet18", "resnet20"])
+    parser.add_argument("--workers", nargs="+", type=positive, default=[2], help="numbers of workers")
+    parser.add_argument("--steps", type=positive, default=2, help="steps of a block (default: 2)")
+    arguments = parse(parser, argv, models=["mlp"], steps=1)
+    if mpirun_command(2) is None:
+        sys.exit("mpi4py and mpirun must be installed: pip install 'mlbench-core[mpi]', and see docs/mpi.md")
+    rows = [
+        row
+        for model in arguments.models
+        for count in arguments.workers
+        for row in run(model, count, arguments.steps, arguments.blocks)
+    ]
+    finish(SUBJECT, rows, arguments, f"{arguments.blocks} blocks of {arguments.steps} steps, one thread per worker.")
+
+
+if __name__ == "__main__":
+    serve(make_handler) if sys.argv[1:2] == ["--worker"] else main()
