@@ -23,7 +23,10 @@ def with_examples(package: ModuleType) -> list[str]:
     return [name for name in names if ">>> " in Path(importlib.util.find_spec(name).origin).read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("name", [name for package in PACKAGES for name in with_examples(package)])
+SCRIPTS = ("latency", "latency_report", "measure_collectives")  # of task 0, in pytest's path
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *(name for package in PACKAGES for name in with_examples(package))])
 def test_examples(name: str) -> None:
     module = importlib.import_module(name)
     assert any(test.examples for test in doctest.DocTestFinder().find(module))

@@ -16,8 +16,6 @@ FRAMEWORK_FREE = [
     "mlbench_core.dataset.download",
     "mlbench_core.errors",
     "mlbench_core.evaluation.goals",
-    "mlbench_core.evaluation.latency",
-    "mlbench_core.evaluation.latency_report",
     "mlbench_core.files",
     "mlbench_core.install_cuda_extensions",
     "mlbench_core.network.emulated",

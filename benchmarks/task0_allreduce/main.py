@@ -18,16 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-
-from mlbench_core.client.log_metrics import LogMetrics
-from mlbench_core.controlflow.task_arguments import count, task_main
-from mlbench_core.distributed.pytorch.initialize import initialize_backends
-from mlbench_core.errors import BackendError, ConfigurationError, require
-from mlbench_core.evaluation.latency import element_counts
-from mlbench_core.evaluation.latency_report import LatencyReport
-from mlbench_core.evaluation.pytorch.collectives import (
+from latency import element_counts
+from latency_report import LatencyReport
+from measure_collectives import (
     COLLECTIVES,
     DTYPES,
     describe_machine,
@@ -35,6 +28,13 @@ from mlbench_core.evaluation.pytorch.collectives import (
     measure,
     why_not,
 )
+from rich.console import Console
+from rich.table import Table
+
+from mlbench_core.client.log_metrics import LogMetrics
+from mlbench_core.controlflow.task_arguments import count, task_main
+from mlbench_core.distributed.pytorch.initialize import initialize_backends
+from mlbench_core.errors import BackendError, ConfigurationError, require
 
 logger = logging.getLogger("mlbench.task0")
 

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from latency_report import LatencyReport
+
 from mlbench_core.errors import ConfigurationError, MLBenchError, require
-from mlbench_core.evaluation.latency_report import LatencyReport
 
 
 def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | None = None) -> Path:

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from latency import Measurement, element_counts
+from latency_report import LatencyReport
 
 from mlbench_core.controlflow.task_arguments import task_main
 from mlbench_core.distributed.pytorch import FCGraph
-from mlbench_core.evaluation.latency import Measurement, element_counts
-from mlbench_core.evaluation.latency_report import LatencyReport
 from mlbench_core.tasks import get_task
 from tests.helpers.forked import run_script, run_scripts
 from tests.helpers.processes import environment, free_port

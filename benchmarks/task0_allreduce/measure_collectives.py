@@ -27,12 +27,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from latency import Measurement
 from torch import Tensor
 
 from mlbench_core import __version__
 from mlbench_core.arguments import check_int, check_positive
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.evaluation.latency import Measurement
 
 __all__ = [
     "COLLECTIVES",

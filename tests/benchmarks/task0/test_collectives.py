@@ -6,14 +6,14 @@ import contextlib
 import functools
 from typing import Any
 
+import measure_collectives as collectives
 import pytest
 import torch
 import torch.distributed as dist
+from latency import BUS_FACTORS, Measurement
+from measure_collectives import COLLECTIVES, DTYPES, Collective, measure, why_not
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.evaluation.latency import BUS_FACTORS, Measurement
-from mlbench_core.evaluation.pytorch import collectives
-from mlbench_core.evaluation.pytorch.collectives import COLLECTIVES, DTYPES, Collective, measure, why_not
 from tests.helpers.ranks import run_ranks
 
 PERIOD = collectives.PERIOD

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from latency import LatencyFit, Measurement, fit_latency
+
 from mlbench_core import files
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.evaluation.latency import LatencyFit, Measurement, fit_latency
 
 __all__ = ["LatencyReport"]
 

@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 import pytest
-
-from mlbench_core.evaluation.latency import (
+from latency import (
     BUS_FACTORS,
     Measurement,
     algorithm_bandwidth,

@@ -8,10 +8,10 @@ import math
 from pathlib import Path
 
 import pytest
+from latency import Measurement
+from latency_report import LatencyReport
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.evaluation.latency import Measurement
-from mlbench_core.evaluation.latency_report import LatencyReport
 
 
 def measurement(dtype: str, elements: int, seconds: tuple[float, ...], wrong: int = 0) -> Measurement:
