@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,13 @@ def serve(make_handler: Callable[[Reply], Callable[[Reply], Reply]]) -> None:
         if not request[0]:
             break
         replies: list[Any] = [None] * world_size
-        dist.all_gather_object(replies, handle(json.loads(request[0])))
+        try:
+            dist.all_gather_object(replies, handle(json.loads(request[0])))
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            # Threads of a group whose peers have left can abort Python's shutdown, which would hide the exit code.
+            os._exit(1)
         if rank == 0:
             print(json.dumps(replies), file=replies_out, flush=True)
     dist.destroy_process_group()
