@@ -20,6 +20,8 @@ __all__ = ["Scheduler"]
 
 _log = logging.getLogger(__name__)
 _TAIL_CHARACTERS = 16_384
+_OPEN = ("initialized", "started")
+_STOPPED = JobStatus("failed", "stopped by a user")
 
 
 class Scheduler:
@@ -37,8 +39,12 @@ class Scheduler:
 
         initialized -- enough cores are free --> started
         initialized -- stopped by a user ------> failed
+        started ------ the master died before it started a worker --> initialized
         started ------ exit status 0 ----------> finished
         started ------ failed, lost, stopped --> failed
+
+    The lock is held while runs start and while states change, which takes milliseconds. Stopping a run takes seconds
+    if its workers ignore SIGTERM, and other runs start and stop meanwhile.
 
     Args:
         store: The database of runs.
@@ -56,8 +62,9 @@ class Scheduler:
         self._events = events
         self._worker_env = worker_env
         self._poll_s = poll_s
-        # Reentrant, because delete_run calls stop_run.
+        # Reentrant, because an exception while a run starts ends it.
         self._lock = threading.RLock()
+        self._stopping: set[int] = set()  # runs that stop_run is ending, so that no poll records another reason
         self._wake = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -92,27 +99,30 @@ class Scheduler:
         """
         with self._lock:
             run = self._store.run(run_id)
-            if run is None or run.state in ("finished", "failed"):
+            if run is None or run.state not in _OPEN:
                 return run
-            if run.job_id is not None:
-                self._launcher.stop(run.job_id)
-            run = self._finish(run, JobStatus("failed", "stopped by a user"))
-        self.wake()
-        return run
+            if run.job_id is None:
+                return self._finish(run, _STOPPED)
+            self._stopping.add(run_id)
+        try:
+            self._launcher.stop(run.job_id)
+            return self._finish(run, _STOPPED) or self._store.run(run_id)
+        finally:
+            self._stopping.discard(run_id)
+            self.wake()
 
     def delete_run(self, run_id: int) -> None:
         """End a run if it runs, and delete it with its metrics and logs."""
-        with self._lock:
-            run = self.stop_run(run_id)
-            self._store.delete_run(run_id)
-            if run is not None and run.job_id is not None:
-                self._launcher.remove(run.job_id)
+        run = self.stop_run(run_id)
+        self._store.delete_run(run_id)
+        if run is not None and run.job_id is not None:
+            self._launcher.remove(run.job_id)
         self._events.publish("deleted", {"id": run_id})
 
     def tick(self) -> None:
         """Record which runs have ended, and start those that fit."""
+        running = [run for run in self._store.runs("started") if self._goes_on(self._watch, run)]
         with self._lock:
-            running = [run for run in self._store.runs("started") if self._goes_on(self._watch, run)]
             used = sum(_cores(run) for run in running)
             for run in sorted(self._store.runs("initialized"), key=lambda run: (_cores(run), run.id)):
                 fits = used + _cores(run) <= self._launcher.capacity
@@ -124,12 +134,17 @@ class Scheduler:
                     used += _cores(run)
 
     def _loop(self) -> None:
+        known = ""
         while not self._closed:
             self._wake.clear()
             try:
                 self.tick()
-            except Exception:  # the thread must outlive an unreachable database
-                _log.exception("looking after the runs failed; trying again")
+                known = ""
+            except Exception as error:  # the thread must outlive an unreachable database
+                # Once and not four times a second, which would fill the disk.
+                if known != repr(error):
+                    known = repr(error)
+                    _log.exception("looking after the runs failed; trying again")
             self._wake.wait(self._poll_s)
 
     def _goes_on(self, step: Callable[[Run], bool], run: Run) -> bool:
@@ -152,16 +167,33 @@ class Scheduler:
 
     def _watch(self, run: Run) -> bool:
         """Record the status of a started run; return whether it continues."""
-        status = (
-            JobStatus("lost", "lost: it was never started") if run.job_id is None else self._launcher.poll(run.job_id)
-        )
+        if run.id in self._stopping:
+            return True
+        assert run.job_id is not None
+        status = self._launcher.poll(run.job_id)
         self._publish_logs(run)
         if status.state == "running":
+            self._show_problem(run, status.reason)
             return True
-        if status.state == "lost" and run.job_id is not None:
+        if status.state == "unstarted":
+            self._store.update_run(run.id, only_in=("started",), state="initialized", job_id=None, started_at=None)
+            return False
+        if status.state == "lost":
             self._launcher.note(run.job_id, status.reason)
-        self._finish(run, status)
+        # stop_run may have begun to end the run after the poll.
+        if run.id not in self._stopping:
+            self._finish(run, status)
         return False
+
+    def _show_problem(self, run: Run, reason: str) -> None:
+        """Record a problem of a run that continues as its reason, or that the problem has passed."""
+        if run.metadata_dict().get("reason", "") == reason:
+            return
+        _log.warning("run %s: %s", run.id, reason or "the problem has passed")
+        # A disk that is full for the log is often full for the database, too; the next poll tries again.
+        with contextlib.suppress(SQLAlchemyError):
+            self._store.update_run(run.id, {"reason": reason})
+            self._events.publish("state", {"id": run.id, "name": run.name, "state": run.state, "reason": reason})
 
     def _launch(self, run: Run) -> bool:
         """Start a run; return whether it continues."""
@@ -185,9 +217,12 @@ class Scheduler:
             env={**self._worker_env, "MLBENCH_RUN_ID": str(run.id)},
             notes=tuple(notes),
         )
-        # Record the job before it starts: if the master dies in between, the next master finds it and marks it as lost.
+        # Record the job before it starts: if the master dies in between, the next master looks for it.
         job_id = f"{self._launcher.name}-{run.id}"
-        started = self._store.update_run(run.id, state="started", job_id=job_id, started_at=now_us())
+        started = None
+        if run.id not in self._stopping:
+            changes = {"state": "started", "job_id": job_id, "started_at": now_us()}
+            started = self._store.update_run(run.id, only_in=("initialized",), **changes)
         if started is None:
             return False
         try:
@@ -208,7 +243,13 @@ class Scheduler:
         state = "finished" if status.state == "finished" else "failed"
         details: dict[str, Any] = {**output, "reason": status.reason, "returncode": status.returncode}
         self._log_lines.pop(run.id, None)
-        changed = self._store.update_run(run.id, details, state=state, finished_at=now_us())
+        finished_at = now_us()
+        # The workers may have ended long before, while no master ran. The clock may have been set since.
+        if status.finished_at is not None:
+            finished_at = min(max(int(status.finished_at * 1e6), run.started_at or 0), finished_at)
+        changed = self._store.update_run(run.id, details, only_in=_OPEN, state=state, finished_at=finished_at)
+        if changed is None:  # deleted, or ended by another thread
+            return None
         self._events.publish("state", {"id": run.id, "name": run.name, "state": state, "reason": status.reason})
         return changed
 

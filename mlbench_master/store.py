@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,20 +217,28 @@ class Store:
         with self._reading() as session:
             return list(session.scalars(query))
 
-    def update_run(self, run_id: int, job_metadata: dict[str, Any] | None = None, **values: Any) -> Run | None:
+    def update_run(
+        self,
+        run_id: int,
+        job_metadata: dict[str, Any] | None = None,
+        *,
+        only_in: Collection[str] = (),
+        **values: Any,
+    ) -> Run | None:
         """Change columns of a run.
 
         Args:
             run_id: Id of the run.
             job_metadata: Entries to add to its metadata.
+            only_in: Change nothing unless the run is in one of these states; by default it may be in any.
             values: New values by column.
 
         Returns:
-            The changed run, or None if it does not exist.
+            The changed run, or None if it does not exist or is in another state.
         """
         with self._writing() as session:
             run = session.get(Run, run_id)
-            if run is None:
+            if run is None or (only_in and run.state not in only_in):
                 return None
             for column, value in values.items():
                 setattr(run, column, value)

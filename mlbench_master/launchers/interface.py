@@ -46,14 +46,17 @@ class JobStatus:
     """The status of a job.
 
     Attributes:
-        state: ``"running"``, ``"finished"``, ``"failed"``, or ``"lost"``: it is not running and left no status.
-        reason: The reason of a failure, in one line.
+        state: ``"running"``, ``"finished"``, ``"failed"``, ``"lost"`` (it is not running and left no status), or
+            ``"unstarted"``: an earlier master ended before it started a worker, so the job can be started again.
+        reason: The reason of a failure, or a problem of a job that runs or has finished; in one line.
         returncode: The exit status, negative for a signal.
+        finished_at: The time at which the last worker ended, in seconds since 1970, if it is known.
     """
 
     state: str
     reason: str = ""
     returncode: int | None = None
+    finished_at: float | None = None
 
 
 class LogLine(TypedDict):

@@ -8,15 +8,18 @@ MPI workers find each other through it. The command line is split as a shell wou
 Each run has a supervisor process, which outlives the master. The files in the run's folder carry its state::
 
     job.json         written by the master before the start: commands, environment
-    supervisor.json  written by the master after the start: process id and start time of the supervisor
-    log.jsonl        lines of the workers (from the supervisor) and notes (from the master)
+    supervisor.json  written by the supervisor before it starts a worker: its process id and start mark
+    log.jsonl        lines of the workers (from the supervisor) and notes (from the master); see the module ``logs``
+    dropping         exists while the log cannot be written, so that lines are dropped
     status.json      written by the supervisor at the end; without it and without a supervisor, the run is lost
     work/            the folder in which the workers run
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -26,30 +29,45 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
-from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
 import psutil
-from pydantic import TypeAdapter, ValidationError
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 import mlbench_core
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers.interface import Job, JobStatus, Launcher, LogLine, LogPage
+from mlbench_master.launchers.logs import DEFAULT_LIMIT_MB, LogReader, append_log, last_file, open_at_once
 from mlbench_master.launchers.mpirun import is_mpirun, mpirun_command
-from mlbench_master.launchers.supervise import append_log, end_processes, write_json
+from mlbench_master.processes import end_processes, processes_with, start_mark
 
-__all__ = ["LocalLauncher", "LogIndex", "worker_commands"]
+__all__ = ["LocalLauncher", "worker_commands"]
 
 _JOB_ID = re.compile(r"local-(\d+)")
-# A reader of a log skips at most this number of lines after a mark of the index.
-_INDEX_STEP = 500
-_log_line = TypeAdapter(LogLine)
 _FOLDER_VARIABLE = "MLBENCH_RUN_DIR"
+_SUPERVISOR = "mlbench_master.launchers.supervise"
 # Supervisors that this process started. Only a parent can wait for a child, so all launcher objects share them.
-_children: dict[int, subprocess.Popen[bytes]] = {}
+_children: dict[Path, subprocess.Popen[bytes]] = {}
+_DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
+_STATE_BYTES = 65_536
+
+
+class _Status(TypedDict):
+    returncode: int
+    reason: str
+    finished_at: FiniteFloat
+
+
+class _SupervisorId(TypedDict):
+    pid: int
+    started: str
+
+
+_status = TypeAdapter(_Status)
+_supervisor_id = TypeAdapter(_SupervisorId)
 
 
 class LocalLauncher(Launcher):
@@ -71,7 +89,7 @@ class LocalLauncher(Launcher):
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._cores = cores
         self._grace_s = grace_s
-        self._indexes: dict[str, LogIndex] = {}
+        self._readers: dict[str, LogReader] = {}
 
     @property
     def capacity(self) -> float:
@@ -85,6 +103,7 @@ class LocalLauncher(Launcher):
         self.stop(job_id)  # a new database reuses the ids of runs that may still be running
         self.remove(job_id)
         held: socket.socket | None = None
+        limit_mb = _log_limit_mb()
         try:
             (folder / "work").mkdir(parents=True)
             # More threads than cores slow down all workers, so a run that shares the cores gets fewer per worker.
@@ -93,87 +112,86 @@ class LocalLauncher(Launcher):
             env = {"OMP_NUM_THREADS": str(threads), **job.env, **_python_environment(), _FOLDER_VARIABLE: str(folder)}
             held = _hold_port()
             commands = worker_commands(job, held.getsockname()[1])
-            content = {"commands": commands, "env": env, "grace_s": self._grace_s}
+            content = {
+                "commands": commands,
+                "env": env,
+                "grace_s": self._grace_s,
+                "log_limit_bytes": int(limit_mb * 2**20),
+            }
             (folder / "job.json").touch(mode=0o600)  # only for its owner: it may hold a token
             (folder / "job.json").write_text(json.dumps(content))
             for note in (*job.notes, f"command: {shlex.join(commands[0]['argv'])}"):
                 append_log(folder / "log.jsonl", None, "system", note)
-            supervisor = self._start_supervisor(folder, held)
+            _children[folder] = self._start_supervisor(folder, held)
         except OSError as error:
             raise ConfigurationError(f"cannot start run {job.run_id} in {folder}: {error}") from error
         finally:
             if held is not None:
                 held.close()  # the supervisor has inherited it
-        # Nothing has waited for this child yet, so its process id exists even if it has ended.
-        created = psutil.Process(supervisor.pid).create_time()
-        _children[supervisor.pid] = supervisor
-        write_json(folder / "supervisor.json", {"pid": supervisor.pid, "create_time": created})
         return job_id
 
     def poll(self, job_id: str) -> JobStatus:
         """Return the status of a job; see :meth:`Launcher.poll`."""
         folder = self._job_folder(job_id)
-        alive = self._supervisor(folder) is not None  # checked first: the supervisor writes the status before it ends
+        # A status does not count before its supervisor has ended: its last steps may take time, and a worker that
+        # writes the file must not end the run.
+        if self._supervisor(folder) is not None:
+            return JobStatus("running", _DROPPING if (folder / "dropping").exists() else "")
         try:
-            status = json.loads((folder / "status.json").read_text())
+            status = _status.validate_json(_read_state(folder / "status.json"))
         except FileNotFoundError:
-            if alive:
-                return JobStatus("running")
             # A supervisor that was killed leaves its workers behind.
-            _end_marked(folder, self._grace_s)
+            self._end_marked(folder)
+            if not (folder / "supervisor.json").exists() and folder not in _children:
+                return JobStatus("unstarted", "an earlier master ended before it started the run")
             return JobStatus("lost", "lost: the run is not running, and it left no status")
-        returncode = int(status["returncode"])
-        return JobStatus("failed" if returncode else "finished", str(status["reason"]), returncode)
+        except (ValidationError, IsADirectoryError, PermissionError) as error:
+            self._end_marked(folder)
+            return JobStatus("failed", f"failed: {folder / 'status.json'} is damaged: {str(error).splitlines()[0]}")
+        returncode = status["returncode"]
+        state = "failed" if returncode else "finished"
+        return JobStatus(state, status["reason"], returncode, status["finished_at"])
 
     def stop(self, job_id: str) -> None:
         """End a job; see :meth:`Launcher.stop`."""
         folder = self._job_folder(job_id)
-        supervisor = self._supervisor(folder)
-        if supervisor is not None:
-            supervisor.send_signal(signal.SIGTERM)
+        pid = self._supervisor(folder)
+        if pid is not None:
+            _signal(pid, signal.SIGTERM)
             # The supervisor waits grace_s after SIGTERM, and up to 5 s after SIGKILL.
             deadline = time.monotonic() + self._grace_s + 7
-            while self._supervisor(folder) is not None:
+            while self._supervisor(folder) == pid:
                 if time.monotonic() > deadline:
-                    supervisor.kill()
+                    _signal(pid, signal.SIGKILL)
                     break
                 time.sleep(0.05)
         # A supervisor that was killed leaves its workers behind.
         if folder.exists() and not (folder / "status.json").exists():
-            _end_marked(folder, self._grace_s)
+            self._end_marked(folder)
 
     def logs(self, job_id: str, since_line: int = 0, limit: int = 5000) -> LogPage:
         """Return lines of a job's log; see :meth:`Launcher.logs`."""
-        index = self._indexes.setdefault(job_id, LogIndex(self._job_folder(job_id) / "log.jsonl"))
-        return index.read(since_line, limit)
+        reader = self._readers.setdefault(job_id, LogReader(self._job_folder(job_id)))
+        return reader.read(since_line, limit)
 
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[LogLine]:
         """Return the last lines of a job's log; see :meth:`Launcher.log_tail`."""
-        try:
-            with (self._job_folder(job_id) / "log.jsonl").open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - max_bytes))
-                content = file.read(max_bytes)
-        except OSError:
-            return []
-        # The last piece is empty or an unfinished line, and the first line may have lost its beginning.
-        lines = content.split(b"\n")[:-1]
-        return [_decode(line) for line in (lines[1:] if size > max_bytes else lines)]
+        return LogReader(self._job_folder(job_id)).tail(max_bytes)
 
     def note(self, job_id: str, text: str) -> None:
         """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
-        folder = self._job_folder(job_id)
-        if folder.is_dir():
-            append_log(folder / "log.jsonl", None, "system", text)
+        # A full disk must not keep the master from recording the end of the run.
+        with contextlib.suppress(OSError):
+            append_log(last_file(self._job_folder(job_id)), None, "system", text)
 
     def remove(self, job_id: str) -> None:
         """Delete a job's folder; see :meth:`Launcher.remove`."""
-        self._indexes.pop(job_id, None)
+        self._readers.pop(job_id, None)
         shutil.rmtree(self._job_folder(job_id), ignore_errors=True)
 
     def close(self) -> None:
-        """Forget the indexes of logs; supervisors run independently of this process."""
-        self._indexes.clear()
+        """Forget the readers of logs; supervisors run independently of this process."""
+        self._readers.clear()
 
     def _job_folder(self, job_id: str) -> Path:
         match = _JOB_ID.fullmatch(job_id)
@@ -188,7 +206,7 @@ class LocalLauncher(Launcher):
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         with (folder / "supervisor.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "mlbench_master.launchers.supervise", str(folder)],
+                [sys.executable, "-m", _SUPERVISOR, str(folder)],
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": path, _FOLDER_VARIABLE: str(folder)},
                 stdin=subprocess.DEVNULL,
@@ -198,54 +216,49 @@ class LocalLauncher(Launcher):
                 pass_fds=[held.fileno()],
             )
 
-    def _supervisor(self, folder: Path) -> psutil.Process | None:
-        """Return the supervisor if it is alive, identified by its start time too, because process ids are reused."""
+    def _supervisor(self, folder: Path) -> int | None:
+        """Return the process id of the run's supervisor if it is alive."""
+        child = _children.get(folder)
+        if child is not None:
+            return child.pid if child.poll() is None else None
         try:
-            known = json.loads((folder / "supervisor.json").read_text())
-            pid, created = int(known["pid"]), float(known["create_time"])
-            child = _children.get(pid)
-            if child is not None and child.poll() is not None:
-                _children.pop(pid, None)
-            process = psutil.Process(pid)
-            # Start times are rounded, so they are compared with a tolerance.
-            alive = abs(process.create_time() - created) < 1 and process.status() != psutil.STATUS_ZOMBIE
-        except (FileNotFoundError, ValueError, KeyError, TypeError, psutil.Error):
+            known = _supervisor_id.validate_json(_read_state(folder / "supervisor.json"))
+            return known["pid"] if start_mark(known["pid"]) == known["started"] else None
+        except FileNotFoundError:
+            # A supervisor that has just started has not written the file yet.
+            with contextlib.suppress(psutil.Error):
+                for process in processes_with(_FOLDER_VARIABLE, str(folder)) if folder.exists() else ():
+                    if _SUPERVISOR in process.cmdline():
+                        return int(process.pid)
             return None
-        return process if alive else None
+        except (ValidationError, OSError):
+            return None
+
+    def _end_marked(self, folder: Path) -> None:
+        """End processes that a killed supervisor left behind, found by the run's folder in their environment."""
+        end_processes(processes_with(_FOLDER_VARIABLE, str(folder)), self._grace_s)
 
 
-class LogIndex:
-    """An index of a growing file of JSON lines, which reads from any line without a scan of the whole file.
+def _read_state(path: Path) -> bytes:
+    with open_at_once(path) as file:
+        return file.read(_STATE_BYTES)
 
-    Args:
-        path: The file, which may not exist yet.
-    """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._marks: list[tuple[int, int]] = [(0, 0)]  # (line number, offset), every few hundred lines
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it may have ended in the meantime
+        os.kill(pid, number)
 
-    def read(self, since_line: int, limit: int) -> LogPage:
-        """Read at most ``limit`` lines from ``since_line`` on, without a line that is still being written."""
-        lines: list[LogLine] = []
-        with self._lock:
-            number, offset = self._marks[bisect_right(self._marks, (since_line, sys.maxsize)) - 1]
-            try:
-                file = self._path.open("rb")
-            except OSError:
-                return LogPage([], since_line)
-            with file:
-                file.seek(offset)
-                for raw in file:
-                    if not raw.endswith(b"\n") or len(lines) >= limit:
-                        break
-                    if number >= since_line:
-                        lines.append(_decode(raw))
-                    number, offset = number + 1, offset + len(raw)
-                    if number - self._marks[-1][0] >= _INDEX_STEP:
-                        self._marks.append((number, offset))
-        return LogPage(lines, max(since_line, number) if lines else since_line)
+
+def _log_limit_mb() -> float:
+    """Return the limit of a run's log in MiB."""
+    text = os.environ.get("MLBENCH_LOG_LIMIT_MB", "")
+    try:
+        limit = float(text or DEFAULT_LIMIT_MB)
+    except ValueError:
+        limit = math.nan
+    if not 0 < limit < math.inf:
+        raise ConfigurationError(f"MLBENCH_LOG_LIMIT_MB must be a positive number of MiB, not {text!r}")
+    return limit
 
 
 def worker_commands(job: Job, port: int = 29500) -> list[dict[str, Any]]:
@@ -331,23 +344,3 @@ def _hold_port() -> socket.socket:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
     return held
-
-
-def _end_marked(folder: Path, grace_s: float) -> None:
-    """End processes that a killed supervisor left behind, found by the run's folder in their environment."""
-    left = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get(_FOLDER_VARIABLE) == str(folder):
-                left.append(process)
-        except (psutil.Error, OSError):
-            continue
-    end_processes(left, grace_s)
-
-
-def _decode(line: bytes) -> LogLine:
-    """Read a line of a log; keep a line of another format as text, because workers may write into the file."""
-    try:
-        return _log_line.validate_json(line)
-    except ValidationError:
-        return {"rank": None, "stream": "system", "text": line.decode("utf-8", "replace").rstrip(), "date": ""}

@@ -3,19 +3,22 @@
 It outlives the master, so a run continues while the master restarts. Its only import outside the standard library is
 psutil, so it starts quickly. Its steps are::
 
-    start the commands of DIR/job.json; if one cannot start, go on with the clean-up
+    write DIR/supervisor.json: its process id and start mark
+    -> start the commands of DIR/job.json; if one cannot start, go on with the clean-up
     -> wait until all processes have ended, one has failed, or SIGTERM arrives
        (after a failure the others have grace_s seconds to end by themselves)
     -> clean up: end every descendant, orphans included
     -> write DIR/status.json: exit status and reason
 
-All along, every line of the workers is written to ``DIR/log.jsonl``.
+All along, every line of the workers is written to the log. A full disk stops neither a worker nor the supervisor: lines
+are dropped until there is room, and the status says how many.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import queue
@@ -25,16 +28,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
-__all__ = ["append_log", "describe_exit", "end_processes", "write_json"]
+from mlbench_master.launchers.logs import LogWriter, readable
+from mlbench_master.processes import end_processes, start_mark
 
-_MAX_LINE_BYTES = 65_536
+__all__ = ["describe_exit", "write_json"]
+
+# Longer lines are divided. A line of the log is at most six times as long, and its end still shows on a page.
+_MAX_LINE_BYTES = 16_384
+# Room that the status gets at the start of a run, so that a full disk cannot keep the end of the run secret.
+_STATUS_BYTES = 4096
+_LONGEST_REASON = 500
+_DISK_PAUSE_S = 0.25
 _PR_SET_CHILD_SUBREAPER = 36
 _MPIRUN_FAILURE = re.compile(r"process rank (\d+) with PID|^\s*Process name: \[.*,(\d+)\]\s*$")
 _SHELL_SIGNAL = 128  # mpirun and shells report a signal as 128 plus its number
@@ -46,14 +55,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(json.dumps(content))
     part.replace(path)
-
-
-def append_log(path: Path, rank: int | None, stream: str, text: str) -> None:
-    """Add one line to a run's log, in one write, so that lines of several processes do not mix."""
-    date = datetime.now(timezone.utc).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
-    line = json.dumps({"rank": rank, "stream": stream, "text": text, "date": date}) + "\n"
-    with path.open("ab", buffering=0) as file:
-        file.write(line.encode())
 
 
 def describe_exit(rank: int | None, returncode: int) -> str:
@@ -82,33 +83,16 @@ def describe_exit(rank: int | None, returncode: int) -> str:
     return f"{who} died: signal {-returncode} ({name})"
 
 
-def end_processes(processes: Iterable[psutil.Process], grace_s: float) -> None:
-    """End processes with SIGTERM, or SIGKILL after ``grace_s`` seconds, and wait until they are gone."""
-    alive = list(processes)
-    for process in alive:
-        _signal(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(alive, timeout=grace_s)
-    for process in alive:
-        _signal(process, signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=5)
-
-
-def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    with contextlib.suppress(psutil.Error):  # the process may have ended in the meantime
-        process.send_signal(number)
-
-
 class _Supervisor:
     """A supervisor, which runs the processes of one job to their end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._log_path = folder / "log.jsonl"
         job: dict[str, Any] = json.loads((folder / "job.json").read_text())
         self._commands: list[dict[str, Any]] = job["commands"]
         self._env: dict[str, str] = job["env"]
         self._grace_s = float(job["grace_s"])
-        self._lock = threading.Lock()
+        self._log = LogWriter(folder, int(job["log_limit_bytes"]))
         # Rank and exit status of each process in the order of their ends; None is a request to stop.
         self._ended: queue.SimpleQueue[tuple[int | None, int] | None] = queue.SimpleQueue()
         self._stopping = False
@@ -122,6 +106,9 @@ class _Supervisor:
         # The run outlives the master and its terminal.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # Before any worker starts: without this file, a master knows that none has started, and may start the run.
+        write_json(self._folder / "supervisor.json", {"pid": os.getpid(), "started": start_mark(os.getpid())})
+        self._reserve_status()
         if sys.platform.startswith("linux"):
             # Adopt grandchildren whose parent dies, so that they are ended, too.
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -135,6 +122,7 @@ class _Supervisor:
                 break
         else:
             returncode = self._wait()
+        finished_at = time.time()
         for _ in range(3):  # a process that is ended may start another one first
             end_processes(psutil.Process().children(recursive=True), self._grace_s)
         # A reader does not end while a process outside this tree keeps the pipe open.
@@ -145,11 +133,36 @@ class _Supervisor:
         if returncode and not self._reason:
             by_signal = self._failed_rank is not None and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
             self._reason = describe_exit(self._failed_rank, _SHELL_SIGNAL - returncode if by_signal else returncode)
-        self._log(None, "system", self._reason or "finished")
-        write_json(
-            self._folder / "status.json",
-            {"returncode": returncode, "reason": self._reason, "finished_at": time.time()},
+        self._log.write(None, "system", self._reason or "finished")
+        if self._log.dropped:
+            lost = f"{self._log.dropped} lines of output could not be written: {self._log.problem}"
+            self._reason = f"{self._reason}; {lost}" if self._reason else lost
+        self._write_status(
+            {"returncode": returncode, "reason": self._reason[:_LONGEST_REASON], "finished_at": finished_at}
         )
+
+    def _reserve_status(self) -> None:
+        with contextlib.suppress(OSError):
+            self._status_part.write_bytes(b" " * _STATUS_BYTES)
+
+    def _write_status(self, status: dict[str, Any]) -> None:
+        content = json.dumps(status).encode().ljust(_STATUS_BYTES)  # blanks may follow a value in JSON
+        while True:
+            try:
+                # Not "wb", which would give up the room.
+                with self._status_part.open("r+b" if self._status_part.exists() else "wb", buffering=0) as file:
+                    if file.write(content) == len(content):
+                        self._status_part.replace(self._folder / "status.json")
+                        return
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
+                    raise
+            # The master takes the run for running until there is room.
+            time.sleep(_DISK_PAUSE_S)
+
+    @property
+    def _status_part(self) -> Path:
+        return self._folder / "status.json.part"
 
     def _stop(self) -> None:
         self._stopping = True
@@ -202,21 +215,16 @@ class _Supervisor:
             # The limit keeps a line that never ends from filling the memory.
             while raw := pipe.readline(_MAX_LINE_BYTES):
                 # A progress bar overwrites itself with carriage returns: log only its last state.
-                text = raw.rstrip(b"\r\n").rpartition(b"\r")[2].decode("utf-8", "replace")
+                text = readable(raw.rstrip(b"\r\n").rpartition(b"\r")[2])
                 marked = re.match(prefix, text) if prefix else None
                 if marked is not None:
-                    self._log(int(marked[1]), stream, text[marked.end() :])
+                    self._log.write(int(marked[1]), stream, text[marked.end() :])
                     continue
-                self._log(rank, stream, text)
+                self._log.write(rank, stream, text)
                 # Open MPI and MPICH report the failed rank nowhere but in their output.
                 failure = _MPIRUN_FAILURE.search(text) if rank is None and self._failed_rank is None else None
                 if failure is not None:
                     self._failed_rank = int(failure[1] or failure[2])
-
-    def _log(self, rank: int | None, stream: str, text: str) -> None:
-        # The readers of all processes write into one file.
-        with self._lock:
-            append_log(self._log_path, rank, stream, text)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import pytest
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers import Job, make_launcher
-from mlbench_master.launchers.local import LocalLauncher, LogIndex, worker_commands
-from mlbench_master.launchers.supervise import append_log
+from mlbench_master.launchers.local import LocalLauncher, worker_commands
+from mlbench_master.launchers.logs import LogReader, append_log
 from tests.master.helpers import TestClient, processes_of, server, wait_for
 
 WORKER = """
@@ -238,11 +238,17 @@ def test_a_worker_that_writes_into_its_log_and_status_wedges_nothing(client: Tes
     assert texts >= {"5", '{"rank": 0}', "null"}
     assert client.get(f"/runs/{first['id']}/").status_code == 200
 
-    garbage.write_text("import pathlib, time\npathlib.Path('../status.json').write_text('5')\ntime.sleep(100)\n")
+    garbage.write_text(
+        "import pathlib, time\n"
+        "pathlib.Path('../status.json').write_text('{\"returncode\": 0, \"reason\": \"\", \"finished_at\": 0}')\n"
+        "time.sleep(0.5)\n"
+        "pathlib.Path('../status.json').unlink()\n"
+        "pathlib.Path('../status.json').mkdir()\n"
+    )
     second = create(client, f"{garbage}", workers=1, name="second")
     failed = wait_state(client, second["id"], "finished", "failed")
     assert failed["state"] == "failed"
-    assert failed["job_metadata"]["reason"].startswith("the master cannot look after the run: TypeError: ")
+    assert "status.json is damaged: [Errno 21] Is a directory" in failed["job_metadata"]["reason"]
     assert processes_of(tmp_path / "data" / "runs" / str(second["id"])) == []
     assert client.get(f"/api/runs/{other['id']}/").json()["state"] == "started"
     assert [client.delete(f"/api/runs/{run['id']}/").status_code for run in (first, second, other)] == [204] * 3
@@ -319,7 +325,7 @@ def test_nobody_takes_the_workers_port_before_they_listen(tmp_path: Path, monkey
 
 def test_the_log_index_reads_from_any_line_and_waits_for_whole_ones(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    index = LogIndex(path)
+    index = LogReader(tmp_path)
     assert index.read(0, 10).next == 0
     for number in range(1200):
         append_log(path, 0, "stdout", str(number))
