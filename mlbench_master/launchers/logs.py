@@ -99,11 +99,15 @@ class LogWriter:
         """Add a line, or drop it if the disk does not accept it."""
         with self._lock:
             try:
+                line = _line(rank, stream, text)
                 if self._gap:
-                    self._append(_line(None, "system", f"{self._gap} lines were dropped here: {self.problem}"))
+                    # In one piece: a short mark alone would fit again and again into what is left of a block.
+                    mark = _line(None, "system", f"{self._gap} lines were dropped here: {self.problem}")
+                    self._append(mark + line, 2)
                     self._gap = 0
                     self.dropping_mark.unlink(missing_ok=True)
-                self._append(_line(rank, stream, text))
+                else:
+                    self._append(line, 1)
             except OSError as error:
                 self._gap += 1
                 self.dropped += 1
@@ -117,22 +121,22 @@ class LogWriter:
         """Return the path of the file that exists while lines are dropped."""
         return self._folder / "dropping"
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, content: bytes, lines: int) -> None:
         if self._descriptor is None:
             self._descriptor = _at_once(str(self._path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         size = os.fstat(self._descriptor).st_size
-        if size and size + len(line) > self._file_bytes:
+        if size and size + len(content) > self._file_bytes:
             os.close(self._descriptor)
             self._descriptor, size = None, 0
             self._path = self._folder / f"log.{self._lines}.jsonl"
             self._descriptor = _at_once(str(self._path), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             for _, path in _files(self._folder)[1 : 1 - _FILES]:
                 path.unlink(missing_ok=True)
-        if os.write(self._descriptor, line) < len(line):
+        if os.write(self._descriptor, content) < len(content):
             # A disk that becomes full takes a part of the line, and the next line would follow on the same line.
             os.ftruncate(self._descriptor, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._lines += 1
+        self._lines += lines
 
 
 class LogReader:
@@ -176,13 +180,16 @@ class LogReader:
 
     def tail(self, max_bytes: int) -> list[LogLine]:
         """Return the lines in the last ``max_bytes`` bytes, or the last line if it is longer."""
+        wanted = max_bytes
         while True:
-            content, is_whole = self._last_bytes(max_bytes)
+            content, is_whole = self._last_bytes(wanted)
             # The last piece is empty or an unfinished line, and the first line may have lost its beginning.
             lines = content.split(b"\n")[0 if is_whole else 1 : -1]
-            if lines or is_whole or max_bytes > _LONGEST_LINE_BYTES:
+            if not lines and not is_whole and wanted > _LONGEST_LINE_BYTES:
+                lines = [content[-max_bytes:]]
+            if lines or is_whole:
                 return [_decode(line) for line in lines]
-            max_bytes *= 2
+            wanted *= 2
 
     def _last_bytes(self, wanted: int) -> tuple[bytes, bool]:
         """Return the end of the log, and whether this is all of it."""

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
+from mlbench_master.events import EventBus
 from mlbench_master.launchers import Job
 from mlbench_master.launchers import local as local_launcher
 from mlbench_master.launchers.local import LocalLauncher
+from mlbench_master.scheduler import Scheduler
+from mlbench_master.store import Run, Store
+from tests.faults.helpers import add_run
 from tests.master.helpers import processes_of, wait_for
+from tests.master.test_api import IdleLauncher
 
 
 def test_a_clock_that_is_set_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,3 +64,42 @@ def test_a_run_that_no_master_could_start_starts_again(tmp_path: Path) -> None:
     """The master died after it recorded the start, and before the supervisor lived."""
     launcher = LocalLauncher(tmp_path)
     assert launcher.poll("local-7").state == "unstarted"
+
+
+class SlowLauncher(IdleLauncher):
+    """Needs time to stop the first run, whose workers ignore SIGTERM."""
+
+    capacity = 9.0  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.stopping = threading.Event()
+        self.may_end = threading.Event()
+
+    def stop(self, job_id: str) -> None:
+        if job_id == "idle-1":
+            self.stopping.set()
+            assert self.may_end.wait(20)
+
+
+def test_a_run_that_takes_long_to_stop_delays_no_other(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'master.db'}")
+    launcher = SlowLauncher()
+    scheduler = Scheduler(store, launcher, EventBus(), {})
+    for name in ("first", "second"):
+        add_run(store, name)
+    scheduler.tick()
+    ended: list[Run | None] = []
+    slow = threading.Thread(target=lambda: ended.append(scheduler.stop_run(1)))
+    slow.start()
+    try:
+        assert launcher.stopping.wait(10)
+        add_run(store, "third")
+        quick = threading.Thread(target=lambda: (scheduler.tick(), scheduler.stop_run(2)))  # type: ignore[func-returns-value]
+        quick.start()
+        quick.join(10)
+        assert [run.state for run in store.runs()] == ["started", "failed", "started"]
+    finally:
+        launcher.may_end.set()
+        slow.join(10)
+        quick.join(10)
+    assert ended[0] is not None and ended[0].metadata_dict()["reason"] == "stopped by a user"

@@ -1,0 +1,182 @@
+"""Disks that are full, and logs that would fill them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlbench_master.events import EventBus
+from mlbench_master.launchers import Job
+from mlbench_master.launchers.local import LocalLauncher
+from mlbench_master.launchers.logs import LogReader, LogWriter, append_log
+from mlbench_master.scheduler import Scheduler
+from mlbench_master.store import Store
+from tests.faults.helpers import add_run
+from tests.master.helpers import processes_of, wait_for
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True) if os.geteuid() == 0 else None
+    if done is None or done.returncode != 0:
+        pytest.skip(f"may not mount a tmpfs: {done.stderr.strip() if done else 'needs root'}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def full(folder: Path) -> Iterator[None]:
+    """Fill a file system to the last byte."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        for size in (65_536, 4096, 1):
+            with contextlib.suppress(OSError):
+                while file.write(b"x" * size):
+                    pass
+    yield
+    ballast.unlink()
+
+
+CHATTY = """
+import pathlib, sys, time
+goes_on = pathlib.Path(sys.argv[1])
+number = 0
+while not goes_on.exists():
+    print("line", number, "x" * 1000, flush=True)
+    number += 1
+    time.sleep(0.002)
+for number in range(3):
+    print("last", number, flush=True)
+"""
+
+
+def test_a_full_disk_ends_no_worker_and_is_stated(small_disk: Path, tmp_path: Path) -> None:
+    script = tmp_path / "chatty.py"
+    script.write_text(CHATTY)
+    store = Store(f"sqlite:///{tmp_path / 'master.db'}")
+    launcher = LocalLauncher(small_disk)
+    run_id = add_run(store, "a", f"{script} {tmp_path / 'go-on'}").id
+    scheduler = Scheduler(store, launcher, EventBus(), {})
+    scheduler.start()
+
+    def run() -> Any:
+        return store.run(run_id)
+
+    try:
+        wait_for(lambda: launcher.logs(f"local-{run_id}").next > 5, what="the first lines")
+        with full(small_disk):
+            wait_for(lambda: "is the disk full?" in run().metadata_dict().get("reason", ""), what="the reason")
+            assert run().state == "started"
+        wait_for(lambda: run().metadata_dict().get("reason") == "", what="the end of the problem")
+        (tmp_path / "go-on").touch()
+        wait_for(lambda: run().state != "started", what="the end")
+    finally:
+        scheduler.close()
+    assert run().state == "finished"
+    reason = run().metadata_dict()["reason"]
+    assert reason.endswith(" lines of output could not be written: No space left on device")
+    texts = [line["text"] for line in launcher.log_tail(f"local-{run_id}")]
+    assert texts[-4:] == ["last 0", "last 1", "last 2", "finished"]
+    lines = launcher.logs(f"local-{run_id}").lines
+    (gap,) = [line["text"] for line in lines if "were dropped here" in line["text"]]
+    assert gap.split()[0] == reason.split()[0]
+    assert all(line["date"] for line in lines), "no line is glued to a part of another"
+
+
+def test_the_end_of_a_run_is_recorded_on_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+    launcher = LocalLauncher(small_disk)
+    job = launcher.start(Job(run_id=1, name="a", command="sleep 100", num_workers=1))
+    wait_for(lambda: len(processes_of(small_disk)) == 2)
+    with full(small_disk):
+        launcher.stop(job)
+        assert processes_of(small_disk) == []
+        assert launcher.poll(job).reason.startswith("stopped")
+    # A run that cannot start says why, and leaves nothing.
+    with full(small_disk), pytest.raises(Exception, match="No space left on device"):
+        launcher.start(Job(run_id=2, name="b", command="sleep 100", num_workers=1))
+    assert processes_of(small_disk) == []
+
+
+def test_a_log_has_a_limit_and_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    limit = 80_000
+    writer = LogWriter(tmp_path, limit)
+    reader = LogReader(tmp_path)
+    for number in range(5000):
+        writer.write(0, "stdout", f"line {number}")
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
+    assert [line["text"] for line in reader.read(0, 3).lines] == ["line 0", "line 1", "line 2"]
+    page = reader.read(4990, 100)
+    assert ([line["text"] for line in page.lines][::9], page.next) == (["line 4990", "line 4999"], 5000)
+    # A reader that follows the log meets each line that is left once, and one sentence for the others.
+    texts: list[str] = []
+    following = 0
+    while page := reader.read(following, 700):
+        if not page.lines:
+            break
+        texts += [line["text"] for line in page.lines]
+        following = page.next
+    (gap,) = [index for index, text in enumerate(texts) if not text.startswith("line ")]
+    assert texts[gap].endswith("were removed: the log has reached its limit")
+    first, last = int(texts[gap].split()[1]), int(texts[gap].split()[3])
+    left = [number for number in range(5000) if not first <= number <= last]
+    assert [text for index, text in enumerate(texts) if index != gap] == [f"line {number}" for number in left]
+    assert len(reader.tail(65_536)) > 500
+
+
+def test_binary_output_does_not_grow_the_log(tmp_path: Path) -> None:
+    script = tmp_path / "binary.py"
+    script.write_text(
+        "import os, random\n"
+        "out = random.Random(1)\n"
+        "with os.fdopen(1, 'wb') as file:\n"
+        "    file.write(out.randbytes(2_000_000) + b'\\xff' * 2_000_000 + b'\\n' + bytes(1_000_000) + b'\\nend\\n')\n"
+    )
+    launcher = LocalLauncher(tmp_path / "runs")
+    job = launcher.start(Job(run_id=1, name="a", command=str(script), num_workers=1))
+    wait_for(lambda: launcher.poll(job).state != "running", 30)
+    assert launcher.poll(job).state == "finished"
+    assert (tmp_path / "runs" / "1" / "log.jsonl").stat().st_size < 5_000_000
+    assert launcher.log_tail(job)[-2]["text"] == "end"
+
+
+def test_an_answer_with_lines_has_a_limit_in_bytes(tmp_path: Path) -> None:
+    for _ in range(300):
+        append_log(tmp_path / "log.jsonl", 0, "stdout", "x" * 16_000)
+    reader = LogReader(tmp_path)
+    following, sizes = 0, []
+    while (page := reader.read(following, 5000)).lines:
+        sizes.append(sum(len(line["text"]) for line in page.lines))
+        following = page.next
+    assert (following, max(sizes) < 1_100_000, sum(sizes)) == (300, True, 300 * 16_000)
+    (tmp_path / "log.jsonl").write_bytes(b"\xff" * 3_000_000 + b"\n")
+    assert len(LogReader(tmp_path).read(0, 5000).lines[0]["text"]) < 300_000
+    assert LogReader(tmp_path).tail(65_536)[-1]["text"]
+
+
+def test_files_of_the_wrong_kind_block_no_master(tmp_path: Path) -> None:
+    """A worker can replace the files of its run by pipes, which block whoever opens them."""
+    launcher = LocalLauncher(tmp_path)
+    (tmp_path / "1").mkdir()
+    for name in ("log.jsonl", "status.json", "supervisor.json"):
+        os.mkfifo(tmp_path / "1" / name)
+
+    def look() -> None:
+        launcher.note("local-1", "a note")
+        states.append((launcher.poll("local-1").state, launcher.logs("local-1").lines, launcher.log_tail("local-1")))
+
+    states: list[Any] = []
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert states == [("failed", [], [])]
