@@ -18,6 +18,7 @@ from mlbench_master.commands import check_options, resolve_backend, resolve_comm
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Launcher
+from mlbench_master.leftovers import new_metric
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.schemas import MAX_BATCH, MAX_ID, MetricIn, MetricQuery, RunIn, describe_error
 from mlbench_master.store import NameInUseError, NewMetric, Run, Store, new_run, pod_owner, run_owner
@@ -115,7 +116,7 @@ def add_metrics(body: Body, store: StorePart, events: EventsPart) -> dict[str, A
     missing -= store.existing_runs(missing)
     if missing:
         raise HTTPException(404, f"run_id: there is no run {min(missing)}")
-    new_metrics = [_new_metric(metric, now) for metric in parsed]
+    new_metrics = [new_metric(metric, now) for metric in parsed]
     added = store.add_metrics(new_metrics)
     if events.has_subscribers:
         for metric, new in zip(parsed, new_metrics, strict=True):
@@ -251,18 +252,6 @@ def _pods(run: Run) -> list[dict[str, Any]]:
         }
         for rank, name in enumerate(run.worker_names())
     ]
-
-
-def _new_metric(metric: MetricIn, now: int) -> NewMetric:
-    return NewMetric(
-        owner=pod_owner(metric.pod_name) if metric.run_id is None else run_owner(metric.run_id),  # type: ignore[arg-type]
-        name=metric.name,
-        date=now if metric.date is None else to_us(metric.date),
-        value=metric.value,
-        cumulative=metric.cumulative,
-        extra=metric.metadata,
-        client_id=metric.id,
-    )
 
 
 def _entry(metric: MetricIn, new: NewMetric) -> dict[str, Any]:

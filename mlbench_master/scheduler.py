@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -14,6 +15,7 @@ from mlbench_core.errors import MLBenchError
 from mlbench_master.dates import now_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Job, JobStatus, Launcher
+from mlbench_master.leftovers import store_leftovers
 from mlbench_master.store import Run, Store
 
 __all__ = ["Scheduler"]
@@ -234,12 +236,17 @@ class Scheduler:
         return True
 
     def _finish(self, run: Run, status: JobStatus) -> Run | None:
-        """Record the end of a run with the last lines of its output."""
-        output = self.tails(run)
+        """Record the end of a run with the last lines of its output, after its last metrics have been stored."""
+        spool = None if run.job_id is None else self._launcher.spool(run.job_id)
+        missing = "" if spool is None else store_leftovers(spool, self._store)
+        if missing and run.job_id is not None:
+            self._launcher.note(run.job_id, missing)
+        output: dict[str, Any] = {**self.tails(run), "missing_metrics": missing}
         self._publish_logs(run)
-        return self._record_end(run, status, output)
+        reason = "; ".join(filter(None, [status.reason, missing]))
+        return self._record_end(run, replace(status, reason=reason), output)
 
-    def _record_end(self, run: Run, status: JobStatus, output: dict[str, list[str]]) -> Run | None:
+    def _record_end(self, run: Run, status: JobStatus, output: dict[str, Any]) -> Run | None:
         state = "finished" if status.state == "finished" else "failed"
         details: dict[str, Any] = {**output, "reason": status.reason, "returncode": status.returncode}
         self._log_lines.pop(run.id, None)

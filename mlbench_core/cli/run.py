@@ -303,11 +303,17 @@ def _follow(client: MasterClient, started: Sequence[dict[str, Any]], options: _O
         click.echo(f"results: {folder.absolute()}")
         if chart:
             click.echo(f"chart: {chart.absolute()}")
-    failed = [item for item in ended if item.get("state") != "finished"]
-    for item in failed:
-        _show_log(client, item)
-    if failed:
-        raise MLBenchError("; ".join(f"run {item['name']} {item.get('state')}" for item in failed))
+    problems = []
+    for item in ended:
+        # A comparison must not mistake a run without some of its metrics for a complete one.
+        missing = (item.get("job_metadata") or {}).get("missing_metrics")
+        if item.get("state") != "finished":
+            _show_log(client, item)
+            problems.append(f"run {item['name']} {item.get('state')}")
+        if missing:
+            problems.append(f"results of run {item['name']} are incomplete: {clean(str(missing))}")
+    if problems:
+        raise MLBenchError("; ".join(problems))
 
 
 def _draw(folder: Path, results: Sequence[_results.RunResult]) -> Path | None:

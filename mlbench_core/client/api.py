@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
 import datetime
 import functools
 import json
@@ -29,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 from mlbench_core.client.delivery import MetricDelivery
 from mlbench_core.client.kubernetes import find_master
 from mlbench_core.client.outbox import Outbox
-from mlbench_core.client.rest import RestClient, message_of, path_part
-from mlbench_core.errors import MasterRequestError
+from mlbench_core.client.rest import RestClient, base_url, message_of, path_part
+from mlbench_core.errors import MasterAddressError, MasterRequestError
 from mlbench_core.paths import user_folder
 from mlbench_core.tasks import TASKS, find_image
 
@@ -69,7 +70,8 @@ class ApiClient:
 
     Metrics (:meth:`post_metric`, :meth:`post_metrics`) are delivered in order and in batches. If the master does not
     answer, they are kept on disk in the user's folder and delivered later. If the process has ended by then, the next
-    client for the same address that posts or flushes delivers them. Each metric has an id, so the master stores it
+    client for the same address that posts or flushes delivers them. The master itself stores what the workers of its
+    local runs have left at their end. Each metric has an id, so the master stores it
     once. A killed process loses only metrics whose first request was neither answered nor failed; this normally takes
     a few milliseconds.
 
@@ -85,7 +87,8 @@ class ApiClient:
         load_config: Load the cluster's configuration; False if the caller has loaded one.
         token: Sent as ``Authorization: Bearer``; by default the value of ``MLBENCH_TOKEN``.
         timeout_s: Time limit for connecting and for each wait for an answer, in seconds.
-        spill_dir: Folder for metrics that cannot be delivered; by default ``spool`` in the user's folder.
+        spill_dir: Folder for metrics that cannot be delivered; by default ``MLBENCH_SPOOL`` if ``url`` is the master of
+            this run, else ``spool`` in the user's folder.
 
     Attributes:
         endpoint: ``http://HOST:PORT/api/``.
@@ -128,7 +131,7 @@ class ApiClient:
             lambda body, limit_s: rest.request("POST", "metrics/", data=body.encode(), headers=_JSON, timeout=limit_s),
             lambda limit_s: rest.request("GET", "runs/", timeout=limit_s),
             self.endpoint,
-            Outbox(user_folder("spool") if spill_dir is None else Path(spill_dir).absolute(), self.endpoint),
+            Outbox(_spool(self._rest.url) if spill_dir is None else Path(spill_dir).absolute(), self.endpoint),
             timeout_s,
         )
         # The class is looked up here, not at import, so that a test can replace it. Metrics have their own thread,
@@ -474,6 +477,16 @@ def _abandon(delivery: MetricDelivery, *rest_clients: RestClient) -> None:
 
 
 # ---------------------------------------------------------------------- arguments
+
+
+def _spool(url: str) -> Path:
+    """Return the folder of undelivered metrics for the master at ``url``."""
+    own = os.environ.get("MLBENCH_SPOOL")
+    # The master that started this run reads the folder. Metrics for another master would be lost there.
+    with contextlib.suppress(MasterAddressError):
+        if own and base_url(os.environ.get("MLBENCH_MASTER_URL", "")) == url:
+            return Path(own).absolute()
+    return user_folder("spool")
 
 
 def _id(value: str | int, name: str) -> str:

@@ -235,6 +235,7 @@ class MetricDelivery:
                 self._retrier.join(_FIRST_PAUSE_S)
             if lost := self._lost + len(self._queue):
                 logger.error("%d metric(s) for %s are lost: they could not be kept on disk", lost, self._endpoint)
+                self._outbox.report_lost(lost)
         return self.pending == 0
 
     def _drain(self, deadline: float) -> bool:

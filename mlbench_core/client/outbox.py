@@ -1,6 +1,7 @@
 """Keep undelivered metrics in a SQLite database until the master has them.
 
-All clients of a user for one master share one database in the user's folder. Each metric is a row, and rows are sorted
+All clients of a user for one master share one database in the user's folder, and the workers of a run on the master's
+machine one in the folder of the run, where the master finds it. Each metric is a row, and rows are sorted
 by the time at which they were logged. A process inserts rows if the master does not answer. Any process can then read
 the oldest rows, post them and delete them; one process does so at a time. So no metric depends on the process that
 logged it.
@@ -18,11 +19,12 @@ import os
 import re
 import sqlite3
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["MAX_BATCH_BYTES", "Outbox"]
+__all__ = ["LOST_NAME", "MAX_BATCH_BYTES", "Outbox"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,9 @@ T = TypeVar("T")
 
 MAX_BATCH_BYTES = 8 * 2**20
 """Approximate limit of a request, in bytes."""
+
+LOST_NAME = r"(\d+)-lost-[0-9a-f]+"
+"""Names of the empty files that :meth:`Outbox.report_lost` makes; the group is the number of lost metrics."""
 
 # Pages have 4 KiB, so the database has at most 1 GiB.
 _MAX_PAGES = 2**18
@@ -116,6 +121,12 @@ class Outbox:
         query, values = "DELETE FROM metrics WHERE key = ?", [(key,) for key in self._delivered]
         self._run(lambda connection: connection.executemany(query, values))
         self._delivered.clear()
+
+    def report_lost(self, count: int) -> None:
+        """Leave a file whose name says how many metrics are lost: a full disk often still takes an empty file."""
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _create_private(self.path.with_name(f"{count}-lost-{uuid.uuid4().hex}"))
 
     @contextlib.contextmanager
     def delivering(self, timeout_s: float) -> Iterator[bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from typing_extensions import TypedDict
 
@@ -148,6 +149,10 @@ class Launcher(ABC):
     @abstractmethod
     def note(self, job_id: str, text: str) -> None:
         """Add a line of the master to a job's log."""
+
+    def spool(self, job_id: str) -> Path | None:
+        """Return the folder with metrics that a job's workers could not deliver, if the master can read it."""
+        return None
 
     @abstractmethod
     def remove(self, job_id: str) -> None:

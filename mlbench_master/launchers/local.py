@@ -12,6 +12,7 @@ Each run has a supervisor process, which outlives the master. The files in the r
     log.jsonl        lines of the workers (from the supervisor) and notes (from the master); see the module ``logs``
     dropping         exists while the log cannot be written, so that lines are dropped
     status.json      written by the supervisor at the end; without it and without a supervisor, the run is lost
+    spool/           metrics that the workers could not deliver; the master stores them at the end of the run
     work/            the folder in which the workers run
 """
 
@@ -109,7 +110,8 @@ class LocalLauncher(Launcher):
             # More threads than cores slow down all workers, so a run that shares the cores gets fewer per worker.
             threads = max(1, int(min(job.num_cpus, self._cores / min(job.num_workers, self._cores))))
             # A job may set its own number of threads, but not the folder, by which its processes are found.
-            env = {"OMP_NUM_THREADS": str(threads), **job.env, **_python_environment(), _FOLDER_VARIABLE: str(folder)}
+            own = {_FOLDER_VARIABLE: str(folder), "MLBENCH_SPOOL": str(self.spool(job_id))}
+            env = {"OMP_NUM_THREADS": str(threads), **job.env, **_python_environment(), **own}
             held = _hold_port()
             commands = worker_commands(job, held.getsockname()[1])
             content = {
@@ -183,6 +185,10 @@ class LocalLauncher(Launcher):
         # A full disk must not keep the master from recording the end of the run.
         with contextlib.suppress(OSError):
             append_log(last_file(self._job_folder(job_id)), None, "system", text)
+
+    def spool(self, job_id: str) -> Path:
+        """Return the folder with metrics that workers could not deliver; see :meth:`Launcher.spool`."""
+        return self._job_folder(job_id) / "spool"
 
     def remove(self, job_id: str) -> None:
         """Delete a job's folder; see :meth:`Launcher.remove`."""

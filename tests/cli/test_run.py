@@ -241,6 +241,24 @@ def test_interrupt_leaves_the_runs_alone(
     assert fake.deleted == []
 
 
+def test_wait_fails_if_metrics_are_missing(
+    fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    """A result without some of its metrics must not look like a complete one to a script."""
+    add = fake.add
+
+    def add_incomplete(*arguments: Any, **metrics: Any) -> int:
+        run_id = add(*arguments, **metrics)
+        fake.runs[run_id]["job_metadata"] = {"missing_metrics": "metrics are missing: 3 that a worker could not keep"}
+        return run_id
+
+    patch.setattr(fake, "add", add_incomplete)
+    error = call("run", "x", "1", "--command", "true", "--wait", "--output", str(tmp_path), code=1).stderr
+    assert error.endswith(
+        "mlbench: results of run x-1 are incomplete: metrics are missing: 3 that a worker could not keep\n"
+    )
+
+
 def test_wait_survives_a_master_that_is_away_for_a_while(
     fake: FakeMaster, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

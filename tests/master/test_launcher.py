@@ -240,7 +240,7 @@ def test_a_worker_that_writes_into_its_log_and_status_wedges_nothing(client: Tes
 
     garbage.write_text(
         "import pathlib, time\n"
-        "pathlib.Path('../status.json').write_text('{\"returncode\": 0, \"reason\": \"\", \"finished_at\": 0}')\n"
+        'pathlib.Path(\'../status.json\').write_text(\'{"returncode": 0, "reason": "", "finished_at": 0}\')\n'
         "time.sleep(0.5)\n"
         "pathlib.Path('../status.json').unlink()\n"
         "pathlib.Path('../status.json').mkdir()\n"
