@@ -22,6 +22,7 @@ import mlbench_core
 from mlbench_core.paths import user_folder
 from mlbench_master.events import EventBus
 from mlbench_master.launchers import Launcher, make_launcher
+from mlbench_master.lease import Lease
 from mlbench_master.pages import make_pages
 from mlbench_master.routes import router
 from mlbench_master.scheduler import Scheduler
@@ -56,7 +57,7 @@ def create_app(
         The application; ``app.state`` has ``store``, ``scheduler``, ``launcher``, ``events``.
 
     Raises:
-        ConfigurationError: The database cannot be opened.
+        ConfigurationError: The database cannot be opened, or another master uses it.
         ValueError: The token is empty.
     """
     if token is not None and not token.strip():
@@ -68,7 +69,10 @@ def create_app(
     launcher = launcher or make_launcher("local", folder)
     events = EventBus()
     worker_env = {"MLBENCH_MASTER_URL": master_url, **({"MLBENCH_TOKEN": token} if token else {})}
-    scheduler = Scheduler(store, launcher, events, worker_env)
+    # Before the first look at a run: another master may be looking after them.
+    lease = Lease(store)
+    lease.acquire()
+    scheduler = Scheduler(store, launcher, events, worker_env, lease=lease)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

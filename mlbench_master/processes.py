@@ -6,13 +6,14 @@ import contextlib
 import functools
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
 
-__all__ = ["end_processes", "processes_with", "start_mark"]
+__all__ = ["end_processes", "place", "processes_with", "start_mark"]
 
 
 def start_mark(pid: int) -> str | None:
@@ -41,6 +42,14 @@ def _boot_id() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
+
+
+def place() -> str:
+    """Return a text for the set of processes that this one can see: a machine since its boot, or a container on it."""
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return f"{_boot_id() or socket.gethostname()} {namespace}".strip()
 
 
 def processes_with(variable: str, value: str) -> Iterator[psutil.Process]:

@@ -61,7 +61,10 @@ router = APIRouter(prefix="/api")
 
 
 @router.get("/health/", summary="Whether the master answers")
-def health() -> dict[str, str]:
+def health(store: StorePart, scheduler: SchedulerPart) -> dict[str, str]:
+    store.check()  # an error of the database is answered with status 503
+    if not scheduler.is_in_charge:
+        raise HTTPException(503, "another master has taken over the database, or it cannot be written")
     return {"status": "ok", "version": mlbench_core.__version__}
 
 

@@ -15,6 +15,7 @@ from mlbench_core.errors import MLBenchError
 from mlbench_master.dates import now_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Job, JobStatus, Launcher
+from mlbench_master.lease import Lease
 from mlbench_master.leftovers import store_leftovers
 from mlbench_master.store import Run, Store
 
@@ -54,16 +55,25 @@ class Scheduler:
         events: The bus that notifies subscribers.
         worker_env: Environment variables for all workers, for example the URL of the master.
         poll_s: Seconds between two polls.
+        lease: The right to look after the runs of the database, which must be acquired; None if no other master can
+            use the database.
     """
 
     def __init__(
-        self, store: Store, launcher: Launcher, events: EventBus, worker_env: dict[str, str], poll_s: float = 0.25
+        self,
+        store: Store,
+        launcher: Launcher,
+        events: EventBus,
+        worker_env: dict[str, str],
+        poll_s: float = 0.25,
+        lease: Lease | None = None,
     ) -> None:
         self._store = store
         self._launcher = launcher
         self._events = events
         self._worker_env = worker_env
         self._poll_s = poll_s
+        self._lease = lease
         # Reentrant, because an exception while a run starts ends it.
         self._lock = threading.RLock()
         self._stopping: set[int] = set()  # runs that stop_run is ending, so that no poll records another reason
@@ -75,6 +85,8 @@ class Scheduler:
     def start(self) -> None:
         """Start the thread, which also watches the runs of an earlier master."""
         self._closed = False
+        if self._lease is not None:
+            self._lease.start()
         self._thread = threading.Thread(target=self._loop, name="mlbench-scheduler", daemon=True)
         self._thread.start()
 
@@ -85,6 +97,13 @@ class Scheduler:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._lease is not None:
+            self._lease.release()
+
+    @property
+    def is_in_charge(self) -> bool:
+        """Return whether this master may look after the runs, and no other one."""
+        return self._lease is None or self._lease.is_held
 
     def wake(self) -> None:
         """Poll now, because something has changed."""
@@ -140,7 +159,9 @@ class Scheduler:
         while not self._closed:
             self._wake.clear()
             try:
-                self.tick()
+                # A master that was stopped for a while must not touch the runs of its successor.
+                if self.is_in_charge:
+                    self.tick()
                 known = ""
             except Exception as error:  # the thread must outlive an unreachable database
                 # Once and not four times a second, which would fill the disk.

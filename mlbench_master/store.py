@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,20 @@ from sqlalchemy.pool import StaticPool
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.dates import format_date, now_us
+from mlbench_master.migrations import VERSION_TABLE, prepare_database
 
-__all__ = ["GOAL_METRIC", "Metric", "NameInUseError", "NewMetric", "Point", "Run", "Store", "pod_owner", "run_owner"]
+__all__ = [
+    "GOAL_METRIC",
+    "LeaseRow",
+    "Metric",
+    "NameInUseError",
+    "NewMetric",
+    "Point",
+    "Run",
+    "Store",
+    "pod_owner",
+    "run_owner",
+]
 
 # The first worker of a task sends this metric when it reaches the goal.
 GOAL_METRIC = "TaskResult @ 0"
@@ -141,6 +153,49 @@ class Point:
 _POINT = (Metric.id, Metric.date, Metric.value, Metric.cumulative, Metric.extra)
 
 
+class _Version(_Base):
+    """The version of the tables; see :mod:`mlbench_master.migrations`."""
+
+    __tablename__ = VERSION_TABLE
+
+    version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
+class _Lease(_Base):
+    """The only row says which master looks after the runs; see :mod:`mlbench_master.lease`."""
+
+    __tablename__ = "master_lease"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    holder: Mapped[str] = mapped_column(sa.String(32))
+    beat: Mapped[int] = mapped_column(sa.BigInteger)
+    host: Mapped[str] = mapped_column(sa.String(255))
+    place: Mapped[str] = mapped_column(sa.String(255))
+    pid: Mapped[int] = mapped_column(sa.BigInteger)
+    started: Mapped[str] = mapped_column(sa.String(255))
+
+
+@dataclass(frozen=True)
+class LeaseRow:
+    """The lease of the database.
+
+    Attributes:
+        holder: A random text of the master that holds it.
+        beat: Grows with each renewal.
+        host: Name of the master's machine, for messages.
+        place: From :func:`~mlbench_master.processes.place`.
+        pid: The master's process id.
+        started: The master's start mark.
+    """
+
+    holder: str
+    beat: int
+    host: str
+    place: str
+    pid: int
+    started: str
+
+
 def run_owner(run_id: int) -> str:
     """Return the owner text of a run's metrics."""
     return f"run:{run_id}"
@@ -159,7 +214,7 @@ class Store:
             ``postgresql+psycopg://user@host/db``.
 
     Raises:
-        ConfigurationError: The database cannot be opened.
+        ConfigurationError: The database cannot be opened, is damaged, or is not one of this version of the master.
     """
 
     def __init__(self, database_url: str) -> None:
@@ -167,8 +222,8 @@ class Store:
         try:
             self._engine = _make_engine(database_url)
             self._in_memory = isinstance(self._engine.pool, StaticPool)
-            _Base.metadata.create_all(self._engine)
-        except (SQLAlchemyError, ImportError, OSError) as error:
+            prepare_database(self._engine, _Base.metadata)
+        except (SQLAlchemyError, ImportError, OSError, ConfigurationError) as error:
             reason = str(error).splitlines()[0]
             shown = repr(database_url)
             # An URL may hold a password, which must not reach a log.
@@ -182,6 +237,45 @@ class Store:
     def close(self) -> None:
         """Close every connection."""
         self._engine.dispose()
+
+    def check(self) -> None:
+        """Raise an SQLAlchemyError if the database does not answer."""
+        with self._reading() as session:
+            session.execute(sa.select(_Version.version)).all()
+
+    # The lease
+
+    def lease(self) -> LeaseRow | None:
+        """Return the lease, or None if no master holds it."""
+        with self._reading() as session:
+            row = session.get(_Lease, 1)
+            return None if row is None else LeaseRow(**{f.name: getattr(row, f.name) for f in fields(LeaseRow)})
+
+    def replace_lease(self, expected: LeaseRow | None, row: LeaseRow) -> bool:
+        """Write the lease unless another master has changed it.
+
+        Args:
+            expected: The lease as it was read; None if there was none.
+            row: The new lease.
+
+        Returns:
+            Whether it was written.
+        """
+        try:
+            with self._writing() as session:
+                if expected is None:
+                    session.add(_Lease(id=1, **vars(row)))
+                    return True
+                unchanged = (_Lease.holder == expected.holder) & (_Lease.beat == expected.beat)
+                changed: Any = session.execute(sa.update(_Lease).where(unchanged).values(**vars(row)))
+                return bool(changed.rowcount)
+        except IntegrityError:
+            return False
+
+    def delete_lease(self, holder: str) -> None:
+        """Delete the lease if this master holds it."""
+        with self._writing() as session:
+            session.execute(sa.delete(_Lease).where(_Lease.holder == holder))
 
     # Runs
 

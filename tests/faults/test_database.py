@@ -1,0 +1,165 @@
+"""Databases that are damaged, of another version, or used by two masters."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_master import create_app, lease, migrations
+from mlbench_master.events import EventBus
+from mlbench_master.lease import Lease
+from mlbench_master.scheduler import Scheduler
+from mlbench_master.store import Store
+from tests.faults.helpers import add_run
+from tests.master.helpers import TestClient, server, wait_for
+from tests.master.test_api import IdleLauncher
+from tests.master.test_server import master
+
+
+def run_sql(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    """A database of this version with one run."""
+    path = tmp_path / "master.db"
+    store = Store(f"sqlite:///{path}")
+    add_run(store, "kept")
+    store.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("statements", "reason"),
+    [
+        (["UPDATE schema_version SET version = 99"], r"newer version of MLBench wrote it \(version 99 .* update mlben"),
+        (["DELETE FROM schema_version"], "its table schema_version is damaged"),
+        (["ALTER TABLE runs DROP COLUMN light_target"], "its table runs lacks the columns light_target"),
+        (
+            [f"DROP TABLE {name}" for name in ("runs", "metrics", "schema_version", "master_lease")]
+            + ["CREATE TABLE django_migrations (id INTEGER)"],
+            "it belongs to another program, with the tables django_migrations; give an empty database",
+        ),
+    ],
+)
+def test_a_database_that_does_not_fit_is_refused(database: Path, statements: list[str], reason: str) -> None:
+    run_sql(database, *statements)
+    before = database.read_bytes()
+    with pytest.raises(ConfigurationError, match=reason):
+        Store(f"sqlite:///{database}")
+    assert database.read_bytes() == before
+
+
+def test_a_database_from_before_versions_is_brought_to_this_one(database: Path) -> None:
+    run_sql(database, "DROP TABLE schema_version", "DROP TABLE master_lease")
+    store = Store(f"sqlite:///{database}")
+    assert [run.name for run in store.runs()] == ["kept"]
+    store.close()
+    with closing(sqlite3.connect(database)) as connection:
+        assert connection.execute("SELECT version FROM schema_version").fetchall() == [(migrations.VERSION,)]
+
+
+def test_a_migration_happens_once_and_whole(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = "SELECT count(*) FROM pragma_table_info('runs') WHERE name = 'extra'"
+    add = "ALTER TABLE runs ADD COLUMN extra TEXT"
+    monkeypatch.setattr(migrations, "VERSION", migrations.VERSION + 1)
+    for statements, wanted in (((add, "garbage"), 0), ((add,), 1)):
+        monkeypatch.setitem(migrations.MIGRATIONS, migrations.VERSION - 1, statements)
+        if wanted:
+            Store(f"sqlite:///{database}").close()
+            Store(f"sqlite:///{database}").close()
+        else:
+            with pytest.raises(ConfigurationError, match="syntax error"):
+                Store(f"sqlite:///{database}")
+        with closing(sqlite3.connect(database)) as connection:
+            assert connection.execute(columns).fetchone() == (wanted,)
+
+
+def test_a_damaged_database_is_refused_by_the_command_with_one_line(database: Path, tmp_path: Path) -> None:
+    run_sql(database, "CREATE TABLE filling AS SELECT zeroblob(100000) AS x", "PRAGMA wal_checkpoint(TRUNCATE)")
+    content = bytearray(database.read_bytes())
+    content[4096 * 2 : 4096 * 8] = b"\xff" * 4096 * 6
+    database.write_bytes(content)
+    done = master("--port", "0", "--data-dir", str(tmp_path), "--database-url", f"sqlite:///{database}")
+    assert (done.returncode, len(done.stderr.strip().splitlines())) == (1, 1), done.stderr
+    assert "cannot open the database" in done.stderr
+
+
+def test_health_says_that_the_database_fails(tmp_path: Path) -> None:
+    with TestClient(create_app(data_dir=tmp_path), base_url="http://127.0.0.1:5080") as client:
+        assert client.get("/api/health/").json()["status"] == "ok"
+        run_sql(tmp_path / "master.db", "DROP TABLE schema_version")
+        answer = client.get("/api/health/")
+        assert (answer.status_code, "the database failed: no such table" in answer.json()["message"]) == (503, True)
+
+
+def test_an_error_that_lasts_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'master.db'}")
+    scheduler = Scheduler(store, IdleLauncher(), EventBus(), {}, poll_s=0.001)
+    run_sql(tmp_path / "master.db", "ALTER TABLE runs RENAME TO others")
+    scheduler.start()
+    try:
+        wait_for(lambda: caplog.records)
+        time.sleep(0.1)
+        assert len(caplog.records) == 1
+    finally:
+        scheduler.close()
+
+
+def test_two_masters_share_no_database(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'shared.db'}"
+    with server(tmp_path / "one", "--database-url", url) as (base, first):
+        body = {"name": "r", "num_workers": 1, "command": "sleep 2"}
+        run_id = httpx.post(f"{base}/api/runs/", json=body).json()["id"]
+        second = master("--port", "0", "--data-dir", str(tmp_path / "two"), "--database-url", url)
+        assert (second.returncode, len(second.stderr.strip().splitlines())) == (1, 1), second.stderr
+        assert f"another master uses the database (process {first.pid} on " in second.stderr
+        wait_for(lambda: httpx.get(f"{base}/api/runs/{run_id}/").json()["state"] == "finished")
+        first.kill()
+        first.wait()
+    # The holder of the lease is dead, so the next one need not wait.
+    before = time.monotonic()
+    with server(tmp_path / "one", "--database-url", url) as (base, _):
+        assert httpx.get(f"{base}/api/runs/{run_id}/").json()["state"] == "finished"
+    assert time.monotonic() - before < 15
+
+
+def test_a_lease_that_is_not_renewed_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a master on another machine, whose processes nobody here can see."""
+    store = Store(f"sqlite:///{tmp_path / 'master.db'}")
+    monkeypatch.setattr(lease, "place", lambda: "machine-a")
+    frozen = Lease(store, expires_s=0.5)
+    frozen.acquire()
+    assert frozen.is_held
+    monkeypatch.setattr(lease, "place", lambda: "machine-b")
+    other = Lease(store, expires_s=0.5)
+    started = time.monotonic()
+    other.acquire()
+    assert (time.monotonic() - started > 0.4, frozen.is_held, other.is_held) == (True, False, True)
+    other.start()
+    try:
+        monkeypatch.setattr(lease, "place", lambda: "machine-c")
+        third = Lease(store, expires_s=0.5)
+        with pytest.raises(ConfigurationError, match="another master uses the database"):
+            third.acquire()
+        # The first one wakes up: it neither takes the lease back nor looks after a run.
+        ticks: list[Any] = []
+        scheduler = Scheduler(store, IdleLauncher(), EventBus(), {}, poll_s=0.01, lease=frozen)
+        monkeypatch.setattr(scheduler, "tick", lambda: ticks.append(1))
+        scheduler.start()
+        wait_for(lambda: frozen._lost)
+        scheduler.close()
+        assert (ticks, other.is_held, store.lease() is not None) == ([], True, True)
+    finally:
+        other.release()
+    assert store.lease() is None
