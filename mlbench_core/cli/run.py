@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,19 @@ class _TaskType(click.ParamType):
             return get_task(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class _Cores(click.FloatRange):
+    """A positive number of cores; ``nan`` and ``inf`` are numbers for Python, but JSON and a scheduler have none."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} must be a positive number of cores, for example 0.5", param, ctx)
+        return number
 
 
 class _RunCommand(click.Command):
@@ -143,7 +157,7 @@ class _Options:
 @click.option("--command", help="A worker's command line; {run_id} {rank} {hosts} {backend} are filled in.")
 @click.option("--backend", type=click.Choice(BACKENDS, case_sensitive=False), help="How workers communicate.")
 @click.option("--gpu", "-g", is_flag=True, help="One GPU for each worker.")
-@click.option("--num-cpus", "-c", type=click.FloatRange(min=0, min_open=True), help="Cores for each worker.")
+@click.option("--num-cpus", "-c", type=_Cores(), help="Cores for each worker.")
 @click.option("--light", "-l", is_flag=True, help="Stop at the task's light goal.")
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")

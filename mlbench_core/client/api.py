@@ -327,10 +327,10 @@ class ApiClient:
         """
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, not {num_workers}")
-        if not num_cpus > 0:
-            raise ValueError(f"num_cpus must be positive, not {num_cpus}")
-        if not max_bandwidth > 0:
-            raise ValueError(f"max_bandwidth must be positive (Mbit/s), not {max_bandwidth}")
+        if not 0 < num_cpus < math.inf:  # JSON has no infinity
+            raise ValueError(f"num_cpus must be a positive number, not {num_cpus}")
+        if not 0 < max_bandwidth < math.inf:
+            raise ValueError(f"max_bandwidth must be a positive number (Mbit/s), not {max_bandwidth}")
         body: dict[str, Any] = {
             "name": name,
             "num_workers": num_workers,

@@ -178,8 +178,9 @@ def test_images_and_backends_are_the_tuples_and_the_list_of_version_3() -> None:
         ({"task": "1a", "backend": "Custom Backend"}, "needs custom_backend"),
         ({"task": "1a", "backend": "gloo", "custom_backend": "ucc"}, "give one of them"),
         ({"task": "1a", "num_workers": 0}, "num_workers must be at least 1, not 0"),
-        ({"task": "1a", "num_cpus": 0}, "num_cpus must be positive, not 0"),
-        ({"task": "1a", "max_bandwidth": -1}, "max_bandwidth must be positive .*not -1"),
+        ({"task": "1a", "num_cpus": 0}, "num_cpus must be a positive number, not 0"),
+        ({"task": "1a", "num_cpus": float("inf")}, "num_cpus must be a positive number, not inf"),
+        ({"task": "1a", "max_bandwidth": -1}, "max_bandwidth must be a positive number .*not -1"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused_at_once(

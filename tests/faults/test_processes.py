@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ from mlbench_master.launchers.local import LocalLauncher
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.store import Run, Store
 from tests.faults.helpers import add_run
-from tests.master.helpers import processes_of, wait_for
+from tests.master.helpers import TestClient, processes_of, server, wait_for
 from tests.master.test_api import IdleLauncher
 
 
@@ -103,3 +105,66 @@ def test_a_run_that_takes_long_to_stop_delays_no_other(tmp_path: Path) -> None:
         slow.join(10)
         quick.join(10)
     assert ended[0] is not None and ended[0].metadata_dict()["reason"] == "stopped by a user"
+
+
+def test_an_interrupt_ends_a_master_in_the_background(tmp_path: Path) -> None:
+    """A shell starts a process in the background so that it ignores the interrupts of the terminal."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with server(tmp_path / "data") as (_, process):
+            signal.signal(signal.SIGINT, before)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+DAMAGE = {
+    "log": "pathlib.Path('../log.jsonl').write_text('5\\n{\"rank\": 0}\\n' + '[' * 100_000 + '\\nnull\\n')",
+    "folder": "shutil.rmtree(pathlib.Path('..').resolve())",
+    "status": "pathlib.Path('../status.json').mkdir()",
+    "supervisor": "pathlib.Path('../supervisor.json').write_text('[]'); pathlib.Path('../status.json').write_text('5')",
+    "spool": "pathlib.Path('../spool').write_text('no folder')",
+}
+
+
+def test_a_run_that_damages_its_files_harms_no_other(client: TestClient, tmp_path: Path) -> None:
+    def get(path: str) -> Any:
+        answer = client.get(path)
+        assert answer.status_code == 200, (path, answer.text)
+        return answer
+
+    def start(name: str, command: str) -> int:
+        body = {"name": name, "num_workers": 1, "num_cpus": 0.1, "command": command}
+        return int(client.post("/api/runs/", json=body).json()["id"])
+
+    def check(run_id: int) -> str:
+        for path in (f"/api/runs/{run_id}/", f"/api/runs/{run_id}/logs/", f"/runs/{run_id}/", "/api/runs/", "/"):
+            get(path)
+        return str(get(f"/api/runs/{run_id}/").json()["state"])
+
+    runs = {}
+    for name, statement in DAMAGE.items():
+        script = tmp_path / f"{name}.py"
+        script.write_text(f"import pathlib, shutil, time\n{statement}\nprint('damaged', flush=True)\ntime.sleep(1)\n")
+        runs[name] = start(name, str(script))
+    other = start("other", "sleep 2")
+    states: dict[str, str] = {}
+
+    def ended() -> bool:
+        states.update({name: check(run_id) for name, run_id in runs.items()})
+        return not {"initialized", "started"} & set(states.values())
+
+    wait_for(ended)
+    assert states == {
+        "log": "finished",
+        "folder": "failed",
+        "status": "failed",
+        "supervisor": "finished",
+        "spool": "finished",
+    }
+    for name, reason in (("folder", "left no status"), ("status", "status.json is damaged")):
+        assert reason in get(f"/api/runs/{runs[name]}/").json()["job_metadata"]["reason"]
+    wait_for(lambda: check(other) == "finished")
+    assert [client.delete(f"/api/runs/{run_id}/").status_code for run_id in runs.values()] == [204] * len(runs)
+    assert processes_of(tmp_path) == []
