@@ -244,7 +244,7 @@ class Scheduler:
         job_id = f"{self._launcher.name}-{run.id}"
         started = None
         if run.id not in self._stopping:
-            changes = {"state": "started", "job_id": job_id, "started_at": now_us()}
+            changes: dict[str, Any] = {"state": "started", "job_id": job_id, "started_at": now_us()}
             started = self._store.update_run(run.id, only_in=("initialized",), **changes)
         if started is None:
             return False

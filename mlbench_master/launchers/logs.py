@@ -255,9 +255,10 @@ def _decode(raw: bytes) -> LogLine:
         line: Any = json.loads(text)
     except (ValueError, RecursionError):
         line = None
-    rank = line.get("rank") if isinstance(line, dict) else None
-    words = [line.get(key) for key in ("stream", "text", "date")] if isinstance(line, dict) else []
-    if not words or not all(isinstance(word, str) for word in words) or not isinstance(rank, int | None):
+    fields: dict[str, Any] = line if isinstance(line, dict) else {}
+    rank = fields.get("rank")
+    words = [word for word in map(fields.get, ("stream", "text", "date")) if isinstance(word, str)]
+    if len(words) < 3 or not isinstance(rank, int | None):
         return {"rank": None, "stream": "system", "text": text.rstrip(), "date": ""}
     # JSON can escape half of a surrogate pair, which the answer to a request cannot hold.
     stream, said, date = (word.encode("utf-8", "replace").decode() for word in words)
