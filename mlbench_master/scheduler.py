@@ -81,6 +81,8 @@ class Scheduler:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._log_lines: dict[int, int] = {}
+        self._noted: set[tuple[int, str]] = set()
+        self._problems: dict[int, str] = {}  # of runs that continue
 
     def start(self) -> None:
         """Start the thread, which also watches the runs of an earlier master."""
@@ -199,24 +201,36 @@ class Scheduler:
             self._show_problem(run, status.reason)
             return True
         if status.state == "unstarted":
+            # A master with another folder sees no run of the earlier one, and a second start would mix their metrics.
+            place = run.metadata_dict().get("started_at_place")
+            if place != self._launcher.place:
+                self._finish(run, JobStatus("lost", f"lost: another master started it in {place}"))
+                return False
             self._store.update_run(run.id, only_in=("started",), state="initialized", job_id=None, started_at=None)
             return False
         if status.state == "lost":
-            self._launcher.note(run.job_id, status.reason)
+            self._note(run, status.reason)
         # stop_run may have begun to end the run after the poll.
         if run.id not in self._stopping:
             self._finish(run, status)
         return False
 
+    def _note(self, run: Run, text: str) -> None:
+        """Add a line to a run's log, once even if the database fails and the end of the run is recorded later."""
+        if run.job_id is not None and (run.id, text) not in self._noted:
+            self._noted.add((run.id, text))
+            self._launcher.note(run.job_id, text)
+
     def _show_problem(self, run: Run, reason: str) -> None:
         """Record a problem of a run that continues as its reason, or that the problem has passed."""
-        if run.metadata_dict().get("reason", "") == reason:
-            return
-        _log.warning("run %s: %s", run.id, reason or "the problem has passed")
-        # A disk that is full for the log is often full for the database, too; the next poll tries again.
-        with contextlib.suppress(SQLAlchemyError):
-            self._store.update_run(run.id, {"reason": reason})
+        if self._problems.get(run.id, "") != reason:
+            self._problems[run.id] = reason
+            _log.warning("run %s: %s", run.id, reason or "the problem has passed")
             self._events.publish("state", {"id": run.id, "name": run.name, "state": run.state, "reason": reason})
+        if run.metadata_dict().get("reason", "") != reason:
+            # A disk that is full for the log is often full for the database, too; the next poll tries again.
+            with contextlib.suppress(SQLAlchemyError):
+                self._store.update_run(run.id, {"reason": reason}, only_in=("started",))
 
     def _launch(self, run: Run) -> bool:
         """Start a run; return whether it continues."""
@@ -245,7 +259,8 @@ class Scheduler:
         started = None
         if run.id not in self._stopping:
             changes: dict[str, Any] = {"state": "started", "job_id": job_id, "started_at": now_us()}
-            started = self._store.update_run(run.id, only_in=("initialized",), **changes)
+            place = {"started_at_place": self._launcher.place}
+            started = self._store.update_run(run.id, place, only_in=("initialized",), **changes)
         if started is None:
             return False
         try:
@@ -260,8 +275,8 @@ class Scheduler:
         """Record the end of a run with the last lines of its output, after its last metrics have been stored."""
         spool = None if run.job_id is None else self._launcher.spool(run.job_id)
         missing = "" if spool is None else store_leftovers(spool, self._store)
-        if missing and run.job_id is not None:
-            self._launcher.note(run.job_id, missing)
+        if missing:
+            self._note(run, missing)
         output: dict[str, Any] = {**self.tails(run), "missing_metrics": missing}
         self._publish_logs(run)
         reason = "; ".join(filter(None, [status.reason, missing]))
@@ -271,6 +286,7 @@ class Scheduler:
         state = "finished" if status.state == "finished" else "failed"
         details: dict[str, Any] = {**output, "reason": status.reason, "returncode": status.returncode}
         self._log_lines.pop(run.id, None)
+        self._problems.pop(run.id, None)
         finished_at = now_us()
         # The workers may have ended long before, while no master ran. The clock may have been set since.
         if status.finished_at is not None:
@@ -281,19 +297,21 @@ class Scheduler:
         self._events.publish("state", {"id": run.id, "name": run.name, "state": state, "reason": status.reason})
         return changed
 
-    def tails(self, run: Run) -> dict[str, list[str]]:
+    def tails(self, run: Run) -> dict[str, Any]:
         """Return the last lines that a run's workers wrote.
 
         Args:
             run: The run.
 
         Returns:
-            ``stdout`` and ``stderr``, which includes the lines of the master itself.
+            ``stdout`` and ``stderr``, which includes the lines of the master itself. If the run continues with a
+            problem, also ``reason``.
         """
         lines = [] if run.job_id is None else self._launcher.log_tail(run.job_id)
         out = [line["text"] for line in lines if line["stream"] == "stdout"]
         err = [line["text"] for line in lines if line["stream"] != "stdout"]
-        return {"stdout": _last_lines(out), "stderr": _last_lines(err)}
+        problem = self._problems.get(run.id)
+        return {"stdout": _last_lines(out), "stderr": _last_lines(err), **({"reason": problem} if problem else {})}
 
     def _publish_logs(self, run: Run) -> None:
         if run.job_id is None or not self._events.has_subscribers:

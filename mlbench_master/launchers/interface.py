@@ -94,11 +94,13 @@ class Launcher(ABC):
 
     Attributes:
         name: Short name for messages.
+        place: Where the launcher keeps the state of its jobs, as text; another launcher of this place sees them.
         limits_bandwidth: True if it can limit the bandwidth of a worker.
         starts_containers: True if workers run in a container of the run's image.
     """
 
     name: str
+    place = ""
     limits_bandwidth = False
     starts_containers = False
 

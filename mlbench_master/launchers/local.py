@@ -85,6 +85,7 @@ class LocalLauncher(Launcher):
     def __init__(self, folder: Path, cores: int | None = None, grace_s: float = 3.0) -> None:
         self._folder = folder.expanduser().absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
+        self.place = f"{socket.gethostname()}:{self._folder}"
         if cores is None:
             # A container or taskset may leave this process fewer cores than the machine has; macOS cannot say.
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -64,8 +64,25 @@ def test_a_run_has_not_ended_before_its_supervisor(tmp_path: Path, monkeypatch: 
 
 def test_a_run_that_no_master_could_start_starts_again(tmp_path: Path) -> None:
     """The master died after it recorded the start, and before the supervisor lived."""
-    launcher = LocalLauncher(tmp_path)
-    assert launcher.poll("local-7").state == "unstarted"
+    store = Store(f"sqlite:///{tmp_path / 'master.db'}")
+    launcher = LocalLauncher(tmp_path / "runs")
+    places = {"died": launcher.place, "elsewhere": "machine-b:/runs"}
+    for name, place in places.items():
+        run = add_run(store, name)
+        store.update_run(run.id, {"started_at_place": place}, state="started", job_id=f"local-{run.id}")
+    scheduler = Scheduler(store, launcher, EventBus(), {})
+    scheduler.start()
+    try:
+        wait_for(lambda: not store.runs("initialized", "started"))
+    finally:
+        scheduler.close()
+    died, elsewhere = store.runs()
+    assert died.state == "finished"
+    # A run of a master with another folder may still go on there.
+    assert (elsewhere.state, elsewhere.metadata_dict()["reason"]) == (
+        "failed",
+        "lost: another master started it in machine-b:/runs",
+    )
 
 
 class SlowLauncher(IdleLauncher):
