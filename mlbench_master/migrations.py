@@ -19,7 +19,7 @@ Version 1 had no table with a version. Version 2 added ``schema_version`` and ``
 
 VERSION_TABLE = "schema_version"
 _TABLES_OF_VERSION_1 = {"runs", "metrics"}
-# SQLite reads the whole file for the check, about 0.5 s for 100 MB.
+# SQLite reads the whole file for the check, about 0.3 s for 100 MB.
 _LARGEST_CHECKED_BYTES = 2**30
 
 
