@@ -13,6 +13,8 @@ import re
 import sqlite3
 from pathlib import Path
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from mlbench_core.client.delivery import MAX_BATCH
 from mlbench_core.client.outbox import LOST_NAME, Outbox
 from mlbench_master.dates import now_us, to_us
@@ -20,6 +22,9 @@ from mlbench_master.schemas import MetricIn
 from mlbench_master.store import NewMetric, Store, pod_owner, run_owner
 
 __all__ = ["new_metric", "store_leftovers"]
+
+# An outbox has at most 1 GiB, and a batch takes up to 8 MiB of it or 10,000 metrics.
+_MOST_BATCHES = 2000
 
 
 def store_leftovers(spool: Path, store: Store) -> str:
@@ -42,12 +47,18 @@ def store_leftovers(spool: Path, store: Store) -> str:
             continue
         outbox = Outbox(spool, path.stem)
         try:
-            while rows := outbox.read(MAX_BATCH):
+            # A file of a worker may insert rows by itself, so the loop has an end.
+            for _ in range(_MOST_BATCHES):
+                rows = outbox.read(MAX_BATCH)
+                if not rows:
+                    break
                 refused += _store([line for _, line in rows], store)
                 # A full disk has no room for the journal; the outbox then no longer reads these rows.
                 with contextlib.suppress(OSError, sqlite3.Error):
                     outbox.delete(key for key, _ in rows)
-        except (OSError, sqlite3.Error) as error:
+        except SQLAlchemyError:
+            raise
+        except Exception as error:  # a damaged file must not keep the run from ending
             problems.append(f"an unknown number in {path}, which cannot be read ({error})")
     if refused:
         problems.append(f"{refused} that are not valid")

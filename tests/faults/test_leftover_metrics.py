@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sqlite3
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,9 @@ def test_what_is_lost_is_stated(tmp_path: Path) -> None:
             [("1", good), ("2", good), ("3", '{"run_id": 77, "name": "a", "value": 1}'), ("4", "[" * 100_000)]
         )
         outbox.report_lost(5)
+        with closing(sqlite3.connect(spool / "foreign.sqlite3")) as connection, connection:
+            connection.execute("CREATE TABLE metrics (key, line)")
+            connection.execute("INSERT INTO metrics VALUES ('1', 5)")
         (spool / "other.sqlite3").write_bytes(b"garbage" * 1000)
         os.mkfifo(spool / "pipe.sqlite3")
         return started
@@ -100,8 +105,9 @@ def test_what_is_lost_is_stated(tmp_path: Path) -> None:
     assert ended["run"].state == "finished"
     missing = ended["run"].metadata_dict()["missing_metrics"]
     assert missing == ended["run"].metadata_dict()["reason"]
-    assert missing.startswith("metrics are missing: 2 that are not valid, 5 that a worker could not keep on disk, ")
-    assert "damaged" in missing
+    assert missing.startswith("metrics are missing: an unknown number in ")
+    assert ", 2 that are not valid, 5 that a worker could not keep on disk, " in missing
+    assert "damaged" in missing and "foreign.sqlite3, which cannot be read" in missing
     assert store.metric_counts([run_owner(run.id)]) == {(run_owner(run.id), "loss @ 0"): 1}
     assert "5 that a worker could not keep on disk" in store_leftovers(spool, store)
 
