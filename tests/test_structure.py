@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from import_graph import FACES, LAYERS, Import, circles, layer, read_imports, read_trees
+from import_graph import FACES, LAYERS, Import, circles, find_faces, layer, read_imports, read_trees
 
 ROOT = Path(__file__).resolve().parents[1]
 TREES = read_trees(ROOT)
@@ -36,6 +36,20 @@ def test_nothing_imports_the_import_paths_of_version_3() -> None:
     assert [str(found) for found in IMPORTS if found.takes_a_face] == []
 
 
+def test_the_import_paths_of_version_3_are_found_in_every_package() -> None:
+    faces = find_faces({name: tree for name, (_, tree) in TREES.items()})
+    assert {"mlbench_core.api", "mlbench_core.utils.tracker"} < faces
+    assert {name for name in faces if ".dataset." in name} == {
+        "mlbench_core.dataset.nlp.pytorch.wmt16.batching",
+        "mlbench_core.dataset.nlp.pytorch.wmt17.batching",
+        "mlbench_core.dataset.util",
+        "mlbench_core.dataset.util.pytorch",
+        "mlbench_core.dataset.util.pytorch.libsvm",
+        "mlbench_core.dataset.util.pytorch.partition",
+        "mlbench_core.dataset.util.tools",
+    }
+
+
 def test_every_module_is_in_a_layer() -> None:
     assert sorted(name for name in TREES if layer(name) not in {*LAYERS, *FACES}) == []
 
@@ -50,6 +64,8 @@ def test_every_module_is_in_a_layer() -> None:
         ("optim.sgd", "from mlbench_core.utils import old", False, True),
         ("utils.old", "from mlbench_core.utils import old, tracker", False, False),
         ("errors", "from mlbench_core.optim import sgd", True, False),
+        ("dataset.download", "from mlbench_core.dataset.util import tools", False, True),
+        ("dataset.download", "import mlbench_core.dataset.util", False, True),
     ],
 )
 def test_an_import_in_the_wrong_direction_is_found(source: str, line: str, goes_up: bool, takes_a_face: bool) -> None:
@@ -61,7 +77,10 @@ def test_an_import_in_the_wrong_direction_is_found(source: str, line: str, goes_
         "tracking.tracker",
         "utils.old",
         "utils.tracker",
+        "dataset.download",
+        "dataset.util",
     ]
     trees = {f"mlbench_core.{name}": ("", ast.parse(line if name == source else "")) for name in names}
+    trees["mlbench_core.dataset.util.tools"] = ("", ast.parse("sys.modules[__name__] = download"))
     found: list[Import] = read_imports(trees)
     assert [(each.goes_up, each.takes_a_face) for each in found] == [(goes_up, takes_a_face)]

@@ -1,8 +1,8 @@
 """Read which module imports which, and judge each import by the layers of the house.
 
-The ground floor is open to all; every other layer names the layers that it may import. `utils` and `api` are import
-paths of version 3.0: they only hand on the names of other modules, and the house itself does not import them. An import
-inside a function is an import like any other.
+Every layer may import the ground floor; every other layer names the layers that it may import. A face is an import path
+of version 3.0: it only hands on the names of other modules, and nothing in the library imports it. An import inside a
+function counts as any other import.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOTS = ("mlbench_core", "mlbench_master", "benchmarks", "csrc")
 GROUND = {"", "addresses", "arguments", "errors", "paths", "files", "tasks", "statistics", "checkpoint_names"}
 GROUND |= {"install_cuda_extensions", "torch_private", "_lazy", "_torchvision", "_tensorflow"}
-FACES = {"utils", "api"}
+FACES = {"utils", "api"}  # layers that have faces only; `find_faces` finds the others by their code
 SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "network", "ops"}
 LAYERS: dict[str, set[str]] = {
     **{name: set() for name in GROUND},
@@ -38,12 +38,13 @@ LAYERS["csrc"] = set()  # the compiler driver, which setup.py runs before anythi
 
 @dataclass(frozen=True)
 class Import:
-    """One import of a module of the tree: where it stands, and both modules' full names."""
+    """One import of a module of the tree: its place, both modules' full names, and if it should not import a face."""
 
     file: str
     line: int
     source: str
     target: str
+    takes_a_face: bool
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} {self.target}"
@@ -57,12 +58,6 @@ class Import:
         """True if the importing layer may not import the other one."""
         source, target = self.layers
         return source in LAYERS and target in LAYERS and target not in {source} | GROUND | LAYERS[source]
-
-    @property
-    def takes_a_face(self) -> bool:
-        """True if the house imports one of its own faces."""
-        source, target = self.layers
-        return target in FACES and source not in FACES
 
 
 def layer(module: str) -> str:
@@ -91,6 +86,30 @@ def read_trees(root: Path) -> dict[str, tuple[str, ast.Module]]:
     return {module_name(path): (str(path), ast.parse((root / path).read_text())) for path in paths}
 
 
+def replaces_itself(tree: ast.Module) -> bool:
+    """Return True if a module puts another one in its place: ``sys.modules[__name__] = ...``."""
+    targets = (target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets)
+    return any(ast.unparse(target) == "sys.modules[__name__]" for target in targets)
+
+
+def find_faces(trees: Mapping[str, ast.Module]) -> set[str]:
+    """Find the modules that are faces.
+
+    Args:
+        trees: Syntax tree of each module, by its full name.
+
+    Returns:
+        The full names of modules in a layer of faces, of modules that put another one in their place, and of packages
+        all of whose modules are faces.
+    """
+    faces = {name for name, tree in trees.items() if layer(name) in FACES or replaces_itself(tree)}
+    for name in sorted(trees, reverse=True):  # packages inside a package come before it
+        modules = [other for other in trees if other.startswith(f"{name}.")]
+        if modules and faces.issuperset(modules):
+            faces.add(name)
+    return faces
+
+
 def read_imports(trees: Mapping[str, tuple[str, ast.Module]]) -> list[Import]:
     """List the imports that modules make of one another.
 
@@ -101,6 +120,7 @@ def read_imports(trees: Mapping[str, tuple[str, ast.Module]]) -> list[Import]:
         Every import, in the order of ``trees``. ``from package import module`` imports the module.
     """
     found = []
+    faces = find_faces({name: tree for name, (_, tree) in trees.items()})
     for source, (file, tree) in trees.items():
         for node in ast.walk(tree):
             names: list[str] = []
@@ -111,7 +131,8 @@ def read_imports(trees: Mapping[str, tuple[str, ast.Module]]) -> list[Import]:
                 names = [name if name in trees else node.module for name in names]
             for target in dict.fromkeys(names):
                 if target in trees and target != source:
-                    found.append(Import(file, node.lineno, source, target))  # type: ignore[attr-defined]
+                    takes_a_face = target in faces and source not in faces
+                    found.append(Import(file, node.lineno, source, target, takes_a_face))  # type: ignore[attr-defined]
     return found
 
 

@@ -65,6 +65,7 @@ FILES = {
     "mlbench_core/utils/__init__.py": "from mlbench_core.tracking.meter import Meter\n\n__all__ = ['Meter']\n",
     "mlbench_core/utils/__main__.py": '"""A face of a face."""\n\nfrom mlbench_core.utils import old\n',
     "mlbench_core/utils/old.py": '"""An old room."""\n\nX = 1\n',
+    "mlbench_core/dataset/util.py": '"""A face."""\n\nimport sys\n\nsys.modules[__name__] = sys\n',
     "mlbench_master/app.py": REST.replace("{value}", "2").replace(
         "core.tracking import meter", "core.utils import old"
     ),
@@ -87,12 +88,12 @@ def test_a_tree_that_was_counted_by_hand(tmp_path: Path) -> None:
     figures = found["figures"]
     # The meter has 2 lines before its class, 11 in it and 53 of its long function; the rest can be seen at a glance.
     assert found["packages"]["mlbench_core.tracking"] == {"files": 1, "code": 66, "comments": 2}
-    assert figures["code lines: library"] == 1 + 66 + 7 + 2 + 1 + 1
+    assert figures["code lines: library"] == 1 + 66 + 7 + 2 + 1 + 1 + 2
     assert figures["code lines: master"] == 7
     assert figures["code lines: benchmarks"] == 2
-    assert (figures["files"], figures["functions"], figures["private functions"]) == (8, 8, 3)
-    assert figures["comment lines per 100 code lines"] == round(100 * 2 / 85, 2)
-    assert figures["comments behind code per 100 code lines"] == round(100 * 1 / 85, 2)
+    assert (figures["files"], figures["functions"], figures["private functions"]) == (9, 8, 3)
+    assert figures["comment lines per 100 code lines"] == round(100 * 2 / 87, 2)
+    assert figures["comments behind code per 100 code lines"] == round(100 * 1 / 87, 2)
 
     places = found["places"]
     meter = "mlbench_core/tracking/meter.py"
