@@ -1,22 +1,22 @@
 """Build the CUDA extension: compile ``csrc/*/*.cu`` into one shared library in the folder of the operators.
 
-The build runs nvcc in two steps and needs nothing else but the headers of torch. Its CPU build is sufficient, and torch
-itself is not imported::
+The build runs nvcc in two steps. It also needs the headers and libraries of torch, but it does not import torch. A CPU
+build of torch is sufficient::
 
     nvcc FLAGS -c csrc/NAME/FILE.cu          for each source, in parallel on all cores
     nvcc -shared -cudart static *.o ...      libmlbench_cuda.so
 
-The library uses only torch's stable ABI and includes its own CUDA runtime. So one binary works with every Python and
-with every torch from 2.11 on. ``python setup.py build_cuda`` calls :func:`build`; docs/cuda.md is the manual.
+The library uses only torch's stable ABI and includes its own CUDA runtime. Therefore one binary works with every Python
+and with every torch from 2.11 on. ``python setup.py build_cuda`` calls :func:`build`; docs/cuda.md is the manual.
 
 Files of a build, in the order in which they are written::
 
-    build/cuda/unfinished-*/       everything that is not complete; the next build removes what a killed one left
+    build/cuda/unfinished-*/       incomplete files; the next build removes those that a killed build left
     build/cuda/NAME/FILE.ptxas.txt
     build/cuda/NAME/FILE.o         renamed from unfinished-*
-    build/cuda/NAME/FILE.sha256    digest of the source, the headers and the command: the object is up to date
+    build/cuda/NAME/FILE.sha256    digest of source, headers and command; while it matches, the object is up to date
     libmlbench_cuda.so             renamed from a hidden name in its own folder
-    build/cuda/library.sha256      digest of the objects and the command: the library is up to date
+    build/cuda/library.sha256      digest of objects and command; while it matches, the library is up to date
 """
 
 from __future__ import annotations
@@ -106,16 +106,18 @@ def build(
 ) -> BuildResult:
     """Compile the changed sources under ``root/csrc`` and link the library.
 
-    A source is compiled again if the source, any header under ``csrc``, the compiler or a flag changed. Contents are
-    compared, not times. The report of ptxas about each source is kept with its object file. A kernel that spills
-    registers is not compiled as it was designed. It is therefore an error unless ``MLBENCH_CUDA_ALLOW_SPILLS=1``.
+    The build compiles a source again if the source, any header under ``csrc``, the compiler or a flag changed. It
+    compares contents, not modification times. It keeps the report of ptxas about each source next to the object file.
+    The kernels are designed to keep their values in registers. A kernel that spills registers to local memory is
+    therefore an error unless ``MLBENCH_CUDA_ALLOW_SPILLS=1``.
 
     Args:
         root: The folder that contains ``csrc``.
         library: Path of the library to write.
         folder: Folder of object files and reports; ``root/build/cuda`` if None.
-        environment: Variables to use instead of this process's: ``CUDA_HOME``, ``CUDA_PATH``, ``PATH``,
-            ``MLBENCH_CUDA_ARCHITECTURES``, ``MLBENCH_CUDA_ALLOW_SPILLS``, and nvcc's own (``NVCC_CCBIN``, ...).
+        environment: Environment variables to use instead of those of this process: ``CUDA_HOME``, ``CUDA_PATH``,
+            ``PATH``, ``MLBENCH_CUDA_ARCHITECTURES``, ``MLBENCH_CUDA_ALLOW_SPILLS``, and those of nvcc
+            (``NVCC_CCBIN``, ...).
 
     Returns:
         The result, with the resource usage of each kernel.
@@ -130,7 +132,7 @@ def build(
     if not sources:
         raise BuildError(
             f"no CUDA sources under {root / 'csrc'}: build from a checkout or a source distribution, "
-            f"an installed wheel does not carry them"
+            f"an installed wheel does not contain them"
         )
     toolchain = find_toolchain(environment)
     with _scratch(folder) as scratch:
@@ -138,7 +140,7 @@ def build(
         outdated = [job for job in jobs if not job.is_current()]
         _compile(outdated, scratch, environment)
         functions = {job.source: read_ptxas_report(job.report.read_text()) for job in jobs}
-        # From the kept reports, so that a kernel that spills is an error in every build, not only in the first.
+        # The kept reports include those of earlier builds, so that a kernel that spills is an error in every build.
         _check_spills(functions, root, allow_spills=environment.get("MLBENCH_CUDA_ALLOW_SPILLS") == "1")
         linked = _link(jobs, library, folder, toolchain, scratch, environment)
     return BuildResult(library, tuple(job.source for job in outdated), linked, functions)
@@ -154,7 +156,7 @@ def find_toolchain(environment: Mapping[str, str]) -> Toolchain:
         The compiler, torch and the architectures.
 
     Raises:
-        BuildError: Something is missing or too old; the message is one line.
+        BuildError: nvcc or torch is missing or too old, or the system is not Linux; the message is one line.
     """
     if sys.platform != "linux":
         raise BuildError(f"the CUDA extension builds on Linux, this is {sys.platform}: install without MLBENCH_CUDA=1")
@@ -179,8 +181,8 @@ def find_nvcc(environment: Mapping[str, str]) -> Path:
             nvcc = Path(home) / "bin" / "nvcc"
             if not nvcc.is_file():
                 raise BuildError(
-                    f"{variable} is {home!r}, but there is no {nvcc}: "
-                    f"let it name the folder of NVIDIA's CUDA toolkit, or unset it"
+                    f"{variable} must be the folder of NVIDIA's CUDA toolkit, not {home!r}, which has no bin/nvcc: "
+                    f"correct or unset the variable"
                 )
             return nvcc
     found = shutil.which("nvcc", path=environment.get("PATH", os.defpath)) or shutil.which("nvcc", path=_USUAL_FOLDER)
@@ -196,13 +198,13 @@ def requested_architectures(environment: Mapping[str, str]) -> tuple[int, ...]:
     """Read ``MLBENCH_CUDA_ARCHITECTURES``.
 
     Args:
-        environment: Variables, as for :func:`build`. Numbers are separated by blanks, commas or semicolons.
+        environment: Variables, as for :func:`build`. Spaces, commas or semicolons separate the numbers.
 
     Returns:
         Compute capabilities without the dot, ascending.
 
     Raises:
-        BuildError: The variable has other words than numbers from 80 on.
+        BuildError: A word in the variable is not a whole number of at least 80.
 
     Example:
         >>> requested_architectures({"MLBENCH_CUDA_ARCHITECTURES": "90 80"})
@@ -214,8 +216,8 @@ def requested_architectures(environment: Mapping[str, str]) -> tuple[int, ...]:
     words = re.split(r"[\s,;]+", text)
     if not all(word.isdecimal() and int(word) >= min(DEFAULT_ARCHITECTURES) for word in words):
         raise BuildError(
-            f"MLBENCH_CUDA_ARCHITECTURES is {text!r}: give compute capabilities from 80 on without the dot, "
-            f"such as '80 90'"
+            f"MLBENCH_CUDA_ARCHITECTURES must be compute capabilities of at least 80 without the dot, such as "
+            f"'80 90', not {text!r}"
         )
     return tuple(sorted({int(word) for word in words}))
 
@@ -229,7 +231,7 @@ def compile_command(toolchain: Toolchain, source: Path, output: Path, *, include
         toolchain: The compiler, torch and the architectures.
         source: A ``.cu`` file.
         output: The object file to write.
-        include: The folder to which the names of headers are relative, ``csrc``.
+        include: The folder that the names of included headers are relative to, ``csrc``.
 
     Returns:
         Program and arguments.
@@ -240,7 +242,8 @@ def compile_command(toolchain: Toolchain, source: Path, output: Path, *, include
     return [
         str(toolchain.nvcc),
         *("-O3", "-std=c++20", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
-        # torch's headers then declare only the stable ABI of that version: major, minor, patch and tag in hexadecimal.
+        # With this macro torch's headers declare only the stable ABI of that version. Its digits are hexadecimal: two
+        # each for major, minor and patch version, ten for the rest.
         f"-DTORCH_TARGET_VERSION=0x{MINIMUM_TORCH[0]:02x}{MINIMUM_TORCH[1]:02x}{0:012x}",
         *("-isystem", str(toolchain.torch / "include"), "-I", str(include)),
         *(word for code in codes for word in ("-gencode", code)),
@@ -271,7 +274,7 @@ def link_command(toolchain: Toolchain, objects: Sequence[Path], output: Path) ->
 
 @dataclass(frozen=True)
 class _Job:
-    """One source, the command that compiles it except its last argument, the output, and a digest of its inputs."""
+    """One source, its object file, the command without the output's path, and a digest of all inputs."""
 
     source: Path
     name: str
@@ -314,7 +317,8 @@ def _compile(jobs: Sequence[_Job], scratch: Path, environment: Mapping[str, str]
     def keep(name: str, output: str) -> None:
         job = by_name[name]
         job.object.parent.mkdir(parents=True, exist_ok=True)
-        # The old stamp goes first and the new one comes last, so an interruption leaves no stamp at another's object.
+        # Remove the old stamp first and write the new one last. An interrupted build then never leaves an object next
+        # to the stamp of another one, which would pass for up to date.
         job.stamp.unlink(missing_ok=True)
         job.report.write_text(output)
         temporaries[name].replace(job.object)
@@ -332,7 +336,7 @@ def _link(
     environment: Mapping[str, str],
 ) -> bool:
     """Link the library unless it is up to date, and return whether it was linked."""
-    # In the library's own folder, because a rename is atomic only within a file system.
+    # The temporary file is in the library's own folder, because a rename is atomic only within a file system.
     temporary = library.with_name(f".{library.name}.unfinished")
     command = link_command(toolchain, [job.object for job in jobs], temporary)
     stamp = folder / "library.sha256"
@@ -362,7 +366,7 @@ def _run(
 
     The first failure, or an exception such as KeyboardInterrupt, ends all commands that still run.
     """
-    # nvcc then keeps its intermediate files there, so that a killed build leaves none in the system's folder.
+    # nvcc keeps its intermediate files in TMPDIR, so that a killed build leaves none in the system's temporary folder.
     environment = {**environment, "TMPDIR": str(scratch)}
     waiting = list(commands.items())
     running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
@@ -371,8 +375,8 @@ def _run(
             while waiting and len(running) < len(os.sched_getaffinity(0)):
                 name, command = waiting.pop(0)
                 logger.debug("%s", " ".join(command))
-                # The output goes to a file, because a command would block at a full pipe that nobody reads. With a
-                # session of its own, killpg below also reaches the programs that nvcc starts.
+                # The output goes to a file, because a command would block at a full pipe that nothing reads. The
+                # command gets a session of its own, so that killpg below also ends the programs that nvcc starts.
                 log = scratch / f"{len(waiting)}.log"
                 with log.open("wb") as file:
                     process = subprocess.Popen(
@@ -421,8 +425,8 @@ def _nvcc_version(nvcc: Path, environment: Mapping[str, str]) -> str:
         raise BuildError(f"{nvcc} cannot be run: {error.strerror}") from error
     release = re.search(r"release (\d+)\.(\d+)", done.stdout)
     if release is None:
-        said = (done.stdout + done.stderr).strip().partition("\n")[0]
-        raise BuildError(f"{nvcc} --version gives no release: exit status {done.returncode}, {said!r}")
+        first_line = (done.stdout + done.stderr).strip().partition("\n")[0]
+        raise BuildError(f"{nvcc} --version prints no release: exit status {done.returncode}, {first_line!r}")
     if (int(release[1]), int(release[2])) < MINIMUM_NVCC:
         raise BuildError(
             f"{nvcc} is CUDA {release[1]}.{release[2]}, and the extension needs {_dotted(MINIMUM_NVCC)} or later: "
@@ -433,7 +437,7 @@ def _nvcc_version(nvcc: Path, environment: Mapping[str, str]) -> str:
 
 def _find_torch() -> Path:
     """Return the folder of the torch package."""
-    # Without importing torch, which would take seconds.
+    # Find the folder without importing torch, which would take seconds.
     found = importlib.util.find_spec("torch")
     if found is None or not found.submodule_search_locations:
         raise BuildError(
@@ -454,11 +458,12 @@ def _find_torch() -> Path:
 @contextlib.contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
     """Lock a build folder, and create a folder for unfinished files in it."""
-    # Windows does not have this module, but csrc.build must load there, so that find_toolchain can give the reason.
+    # Windows does not have this module. csrc.build must load there nevertheless, so that find_toolchain can raise its
+    # error about the system.
     import fcntl
 
     folder.mkdir(parents=True, exist_ok=True)
-    # Two builds would otherwise remove each other's files. The system releases the lock when a process ends.
+    # Without the lock, two builds would remove each other's files. The system releases it when a process ends.
     with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for left in folder.glob("unfinished-*"):
@@ -468,7 +473,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 
 def _digest(*parts: object) -> str:
-    # repr keeps the ends of the parts apart, so that different parts never give the same text.
+    # repr quotes each part, so that different parts never give the same text: ("ab", "c") differs from ("a", "bc").
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

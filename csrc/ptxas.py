@@ -20,12 +20,13 @@ class FunctionUsage:
     """The resources that one function uses on one architecture.
 
     Attributes:
-        name: Its (mangled) name.
+        name: The function's mangled C++ name.
         architecture: For example ``"sm_90"``.
-        is_kernel: False for a device function that was not inlined. ptxas counts its registers with its callers.
-        registers: Registers of a thread.
-        shared_bytes: Static shared memory of a block in bytes. The report does not have the dynamic part, which the
-            launch determines.
+        is_kernel: False for a device function that was not inlined. ptxas counts the registers of such a function as
+            its callers'.
+        registers: Registers of a thread; 0 if ``is_kernel`` is False.
+        shared_bytes: Static shared memory of a block in bytes. The report does not include dynamic shared memory,
+            because the launch determines its size.
         stack_bytes: Local memory of a thread in bytes.
         spill_store_bytes: Bytes of registers that a thread writes to local memory because it has too few registers.
         spill_load_bytes: Bytes of registers that a thread reads back.
@@ -43,7 +44,7 @@ class FunctionUsage:
 
     @property
     def spills(self) -> bool:
-        """Return whether registers of this function spill to local memory."""
+        """Return True if registers of this function spill to local memory."""
         return self.spill_store_bytes + self.spill_load_bytes > 0
 
 
@@ -58,7 +59,7 @@ def read_ptxas_report(text: str) -> list[FunctionUsage]:
         text: The output of nvcc.
 
     Returns:
-        One entry for each function and architecture, in the order of the text; empty without a report.
+        One entry for each function and architecture, in the order of the text; empty if the text has no report.
 
     Example:
         >>> report = '''ptxas info    : Compiling entry function 'twice' for 'sm_90'
@@ -76,7 +77,7 @@ def read_ptxas_report(text: str) -> list[FunctionUsage]:
             architecture = entry["architecture"]
             kernel = found.setdefault((entry["name"], architecture), FunctionUsage(entry["name"], architecture))
             kernel.is_kernel = True
-        # The properties follow for the kernel itself and for every device function that was not inlined into it.
+        # Properties follow for the kernel itself and for every device function that was not inlined into it.
         elif properties := _PROPERTIES.search(line):
             name = properties["name"]
             function = found.setdefault((name, architecture), FunctionUsage(name, architecture))

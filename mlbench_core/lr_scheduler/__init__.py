@@ -1,4 +1,4 @@
-"""Learning-rate schedules."""
+"""Learning rate schedules."""
 
 from mlbench_core._lazy import lazy_subpackages
 

@@ -241,7 +241,7 @@ def test_nvcc_is_sought_where_the_manual_says(tmp_path: Path, monkeypatch: pytes
         ("11.8", r"nvcc is CUDA 11\.8, and the extension needs 12\.0 or later: name another toolkit's folder"),
         (
             "unknown",
-            r"nvcc --version gives no release: exit status 0, 'Cuda compilation tools, release unknown, V0\.0'",
+            r"nvcc --version prints no release: exit status 0, 'Cuda compilation tools, release unknown, V0\.0'",
         ),
     ],
 )
@@ -297,7 +297,9 @@ def test_architectures_are_the_users_choice(tree: Tree) -> None:
     assert requested_architectures({}) == requested_architectures({"MLBENCH_CUDA_ARCHITECTURES": " "}) == (80, 90)
     assert requested_architectures({"MLBENCH_CUDA_ARCHITECTURES": "120, 90;100 90"}) == (90, 100, 120)
     for wrong in ("9.0", "75", "90a", "sm_90", "90 native"):
-        with pytest.raises(BuildError, match=re.escape(f"MLBENCH_CUDA_ARCHITECTURES is {wrong!r}: give compute")):
+        with pytest.raises(
+            BuildError, match=f"ARCHITECTURES must be compute capabilities .*, not {re.escape(repr(wrong))}"
+        ):
             requested_architectures({"MLBENCH_CUDA_ARCHITECTURES": wrong})
 
     tree.build(MLBENCH_CUDA_ARCHITECTURES="90")
@@ -446,8 +448,8 @@ def test_setup_py_says_in_one_line_that_nvcc_is_missing() -> None:
     assert (done.stdout, done.stderr.splitlines()) == (
         "",
         [
-            "error: CUDA_HOME is '/nowhere', but there is no /nowhere/bin/nvcc: "
-            "let it name the folder of NVIDIA's CUDA toolkit, or unset it"
+            "error: CUDA_HOME must be the folder of NVIDIA's CUDA toolkit, not '/nowhere', which has no bin/nvcc: "
+            "correct or unset the variable"
         ],
     )
 

@@ -1,13 +1,16 @@
 r"""Learning rate schedules.
 
-Every schedule is a ``torch.optim.lr_scheduler``. Call ``step()`` after each update, or after each epoch if :math:`t`
-counts epochs. Read the rates with ``get_last_lr()`` and save ``state_dict()``. All schedules but the plateau one are
-pure functions of the number of steps :math:`t` (``last_epoch``), so a resumed schedule continues bit by bit. With
-``verbose=True`` a schedule logs each change of a rate at the level INFO.
+Every schedule is a :class:`torch.optim.lr_scheduler.LRScheduler`. Call ``step()`` after each update, or after each
+epoch if :math:`t` counts epochs. Read the rates with ``get_last_lr()`` and save ``state_dict()``. The rates of every
+schedule except :class:`ReduceLROnPlateauWithWarmup` depend only on the number of steps :math:`t` (``last_epoch``), so a
+resumed schedule sets exactly the same rates. With ``verbose=True`` a schedule logs each change of a rate at the level
+INFO.
 
-Two kinds of rates appear. A schedule whose arguments name rates (``init_lr``, ``scaled_lr``, ``base_lr``, ``gamma``)
-sets that rate in *every* parameter group, whatever ``lr`` the optimizer was made with. A schedule whose formula has
-:math:`\eta` scales each group's own initial ``lr``.
+A schedule uses the optimizer's own rates in one of two ways:
+
+- A schedule whose formula has each group's initial rate :math:`\eta` multiplies the ``lr`` of each parameter group.
+- Every other schedule has arguments for its rates, such as ``scaled_lr``. It sets the same rate in *all* parameter
+  groups and ignores the ``lr`` that the optimizer was created with.
 
 References:
     Goyal et al. 2017, Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, arXiv 1706.02677 (linear warm-up).
@@ -55,7 +58,7 @@ class _LoggedLR(LRScheduler):
         """Log each group whose rate changes in the ``with`` block, if the schedule is verbose."""
         # Without verbose nothing is read: float() of a rate in a CUDA tensor would wait for the device.
         groups = self.optimizer.param_groups if self.verbose else []
-        # As numbers, because a rate in a tensor changes in place.
+        # Copy the rates as numbers: a rate that is a tensor changes in place, so its old value would be lost.
         before = [float(group["lr"]) for group in groups]
         yield
         for i, (old, group) in enumerate(zip(before, groups, strict=True)):
@@ -79,7 +82,7 @@ class _Schedule(_LoggedLR):
         """Set the rates of the next step.
 
         Args:
-            epoch: The number of the step. Deprecated in torch.
+            epoch: Number of the step to go to. torch deprecates this argument.
         """
         with self._logging("Adjusting learning rate of group %d to %.4e."):
             super().step(epoch)
@@ -112,7 +115,7 @@ class _RelativeLR(_Schedule):
 
 def _linear(start: float, end: float, t: float, duration: float) -> float:
     """Interpolate from ``start`` at 0 to exactly ``end`` at ``duration`` and after."""
-    # This also keeps a duration of 0 out of the division.
+    # A duration of 0 always returns here, so the division below is safe.
     if t >= duration:
         return end
     progress = t / duration
@@ -147,10 +150,10 @@ class LRLinearWarmUp(_AbsoluteLR):
     ==  ====  ====  ====  ====  ====
 
     Args:
-        optimizer: Its groups' rates are set.
+        optimizer: Optimizer whose parameter groups all get the rate.
         init_lr: Rate at t = 0.
         scaled_lr: Rate from t = ``warmup_duration`` on.
-        warmup_duration: Number of steps; 0 starts at ``scaled_lr``.
+        warmup_duration: Number of steps of the warm-up; 0 starts at ``scaled_lr``.
         verbose: Log each change of a rate.
 
     Raises:
@@ -179,7 +182,7 @@ class LRLinearWarmUp(_AbsoluteLR):
 
 
 class MultiStepLRLinearWarmUp(_AbsoluteLR):
-    r"""Linear warm-up, then a factor at each milestone.
+    r"""Linear warm-up, then a rate that is multiplied by a factor at each milestone.
 
     .. math::
         \eta_t = \begin{cases}
@@ -197,16 +200,17 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
     ==  ===  ===  ===  ===  ====  ====  =====  =====
 
     Args:
-        optimizer: Its groups' rates are set.
-        gamma: The factor.
-        milestones: Steps at which the factor applies, increasing; may be empty.
+        optimizer: Optimizer whose parameter groups all get the rate.
+        gamma: Factor that multiplies the rate at each milestone.
+        milestones: Steps at which the rate is multiplied, in increasing order; may be empty.
         scaled_lr: Rate after the warm-up.
-        warmup_init_lr: Rate at t = 0, if there is a warm-up.
-        warmup_duration: Number of steps; at most the first milestone.
+        warmup_init_lr: Rate at t = 0; has no effect without a warm-up.
+        warmup_duration: Number of steps of the warm-up; at most the first milestone.
         verbose: Log each change of a rate.
 
     Raises:
-        ValueError: The milestones are not in order, one lies within the warm-up, or another argument is negative.
+        ValueError: The milestones are not in order, one lies within the warm-up, or another argument is negative or
+            not finite.
 
     Example:
         >>> import torch
@@ -232,11 +236,11 @@ class MultiStepLRLinearWarmUp(_AbsoluteLR):
         )
         milestones = [int(milestone) for milestone in milestones]
         if milestones != sorted(milestones):
-            raise ValueError(f"milestones are {milestones}; they must be in increasing order")
+            raise ValueError(f"milestones must be in increasing order, not {milestones}")
         if milestones and warmup_duration > milestones[0]:
             raise ValueError(
-                f"warmup_duration is {warmup_duration} and the first milestone {milestones[0]}; "
-                "the warm-up must end at or before the first milestone"
+                f"warmup_duration must be at most the first milestone, {milestones[0]}, not {warmup_duration}: "
+                "shorten the warm-up, or move the milestone"
             )
         self.gamma = gamma
         self.milestones = milestones
@@ -261,9 +265,10 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
     .. math:: \eta_i = \eta_0 + \frac{i}{w} (\eta_s - \eta_0), \quad i = 0, \dots, w
 
     with :math:`\eta_0` = ``warmup_init_lr``, :math:`\eta_s` = ``scaled_lr`` and :math:`w` = ``warmup_epochs`` (times
-    ``batches_per_epoch``); ``warmup_epochs`` may be a fraction. Each :meth:`batch_step`, or each :meth:`step` of a
-    warm-up by epochs, is one :math:`i`. Metrics given to :meth:`step` before the end of the warm-up are ignored. From
-    then on :class:`torch.optim.lr_scheduler.ReduceLROnPlateau` decides.
+    ``batches_per_epoch``); ``warmup_epochs`` may be a fraction. In a warm-up by batches, each call of
+    :meth:`batch_step` adds 1 to :math:`i`; in a warm-up by epochs, each call of :meth:`step` does. During the warm-up
+    :meth:`step` ignores its metric. After the warm-up, the rules of
+    :class:`torch.optim.lr_scheduler.ReduceLROnPlateau` apply.
 
     For ``ReduceLROnPlateauWithWarmup(optimizer, 0.02, 0.08, warmup_epochs=2, factor=0.5, patience=1)`` and a loss that
     stays at 1, the rate after n calls of ``step`` is:
@@ -274,7 +279,7 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
     ==  ====  ====  ====  ====  ====  ====  ====
 
     Args:
-        optimizer: Its groups' rates are set.
+        optimizer: Optimizer whose parameter groups all get the rate.
         warmup_init_lr: Rate at the start.
         scaled_lr: Rate at the end of the warm-up.
         warmup_epochs: Duration of the warm-up in epochs; 0 starts at ``scaled_lr``.
@@ -324,37 +329,37 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
 
     @property
     def is_warming_up(self) -> bool:
-        """Return whether the warm-up has not yet reached ``scaled_lr``."""
+        """Return True until the warm-up has reached ``scaled_lr``."""
         return self.warmup_step < self.warmup_duration
 
     def batch_step(self) -> None:
         """Advance the warm-up by one batch; do nothing after its end. Call it after each batch.
 
         Raises:
-            ValueError: ``batches_per_epoch`` was not given, and a warm-up by epochs is not over.
+            ValueError: ``batches_per_epoch`` was not given, and the warm-up by epochs is not over.
         """
         if self.batches_per_epoch is None and self.is_warming_up:
             raise ValueError(
-                "batch_step() needs batches_per_epoch, which is None: pass batches_per_epoch= to warm up by batches, "
-                "or call only step(metrics) once an epoch"
+                "batches_per_epoch must be a number for batch_step(), not None: pass it to the schedule to warm up by "
+                "batches, or call only step(metrics), once per epoch"
             )
         self._warm_up()
 
     def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]
-        """End an epoch.
+        """End an epoch: advance the warm-up, or reduce the rates if the metric has stopped improving.
 
         Args:
             metrics: Value that should improve, for example the validation loss.
-            epoch: Number of the epoch; one more than the last if left out.
+            epoch: Number of the epoch; the last number plus 1 if None.
         """
-        # torch's own argument gives a deprecation warning; setting the count has the same effect.
+        # torch warns that its own argument is deprecated. Setting the count has the same effect.
         if epoch is not None:
             self.last_epoch = epoch - 1
         if not self.is_warming_up:
             with self._logging(f"Epoch {self.last_epoch + 1}: reducing learning rate of group %d to %.4e."):
                 super().step(metrics)
             return
-        # The plateau counts epochs from the start of the training, the warm-up included.
+        # Epochs count from the start of training, so those of the warm-up count too.
         self.last_epoch += 1
         if self.batches_per_epoch is None:
             self._warm_up()
@@ -372,6 +377,7 @@ class ReduceLROnPlateauWithWarmup(_LoggedLR, ReduceLROnPlateau):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
+        # get_last_lr() returns this list, which torch itself updates only in its own step().
         self._last_lr = [lr for _ in self.optimizer.param_groups]
 
 
@@ -389,10 +395,11 @@ class SparsifiedSGDLR(_AbsoluteLR):
     ==  =  =  =====  =
 
     Args:
-        optimizer: Its groups' rates are set.
-        gamma: :math:`\gamma`, at least 0.
-        l2_coef: Strong convexity or weight of the L2 penalty, above 0.
-        shifting_param: Delay in steps, above 0.
+        optimizer: Optimizer whose parameter groups all get the rate.
+        gamma: Numerator :math:`\gamma` of the rate, at least 0.
+        l2_coef: Strong convexity of the loss, for example the weight of its L2 penalty; above 0.
+        shifting_param: Number of steps :math:`a` added to :math:`t`, above 0. A larger number makes the first rates
+            smaller.
         verbose: Log each change of a rate.
 
     Raises:
@@ -438,8 +445,8 @@ class TimeDecayLR(_RelativeLR):
     ==  =  =  =  ===
 
     Args:
-        optimizer: Its groups' rates are scaled.
-        beta: :math:`\beta`, at least 0.
+        optimizer: Optimizer whose parameter groups get the rates, each from its own initial rate.
+        beta: Number of steps :math:`\beta` added to :math:`t`, at least 0.
         verbose: Log each change of a rate.
 
     Raises:
@@ -460,7 +467,7 @@ class TimeDecayLR(_RelativeLR):
 
     def factor_at(self, t: int) -> float:
         """Return the factor after ``t`` steps."""
-        # beta = 0 would divide by 0 at the start.
+        # With beta = 0 the formula would divide by 0 at the start.
         return 1.0 / (t + self.beta) if t + self.beta != 0 else 1.0
 
 
@@ -477,7 +484,7 @@ class SQRTTimeDecayLR(_RelativeLR):
     ==  =  =  =====  =====  =
 
     Args:
-        optimizer: Its groups' rates are scaled.
+        optimizer: Optimizer whose parameter groups get the rates, each from its own initial rate.
         verbose: Log each change of a rate.
 
     Example:
@@ -494,7 +501,7 @@ class SQRTTimeDecayLR(_RelativeLR):
 
 
 class ExponentialWarmupMultiStepLR(_RelativeLR):
-    r"""Exponential warm-up, constant, then a factor at regular intervals.
+    r"""Exponential warm-up, a constant rate, then decay by a factor at regular intervals.
 
     .. math::
         \eta_t = \eta \cdot \begin{cases}
@@ -504,9 +511,10 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
         \end{cases}
 
     with each group's initial rate :math:`\eta`, :math:`w` = ``warmup_steps``, :math:`r` = ``remain_steps``,
-    :math:`d` = ``decay_interval``, :math:`n` = ``decay_steps`` and :math:`f` = ``decay_factor``. An argument that is an
-    integer counts iterations, a float is a share of ``iterations``. For ``ExponentialWarmupMultiStepLR(optimizer,
-    iterations=10, warmup_steps=2, remain_steps=0.4, decay_interval=2, decay_steps=2)`` and :math:`\eta = 1`:
+    :math:`d` = ``decay_interval``, :math:`n` = ``decay_steps`` and :math:`f` = ``decay_factor``. The values of
+    ``warmup_steps``, ``remain_steps`` and ``decay_interval`` count iterations if they are integers; a float is a
+    fraction of ``iterations``. For ``ExponentialWarmupMultiStepLR(optimizer, iterations=10, warmup_steps=2,
+    remain_steps=0.4, decay_interval=2, decay_steps=2)`` and :math:`\eta = 1`:
 
     ==  ====  ===  =  =  ===  ===  ====  ====
     t   0     1    2  3  4    5    6     9
@@ -514,14 +522,15 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
     ==  ====  ===  =  =  ===  ===  ====  ====
 
     Args:
-        optimizer: Its groups' rates are scaled.
+        optimizer: Optimizer whose parameter groups get the rates, each from its own initial rate.
         iterations: Number of iterations of the whole training.
-        warmup_steps: End of the warm-up. A warm-up longer than ``remain_steps`` is cut there, with a logged warning.
+        warmup_steps: End of the warm-up. If it is after ``remain_steps``, the warm-up ends at ``remain_steps`` and the
+            schedule logs a warning.
         remain_steps: Iteration of the first decay.
-        decay_interval: Iterations between decays. The default is the rest after ``remain_steps`` divided by
+        decay_interval: Iterations between decays. If None, the number of iterations after ``remain_steps`` divided by
             ``decay_steps``, at least 1.
         decay_steps: Largest number of decays.
-        decay_factor: The factor of one decay.
+        decay_factor: Factor that multiplies the rate at each decay.
         verbose: Log each change of a rate.
 
     Raises:
@@ -562,7 +571,9 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
         self.remain_steps = _in_iterations(remain_steps, iterations)
         if self.warmup_steps > self.remain_steps:
             logger.warning(
-                "warm-up of %d iterations is cut to %d, where the decay begins", self.warmup_steps, self.remain_steps
+                "the warm-up of %d iterations is cut to %d, because the decay begins then",
+                self.warmup_steps,
+                self.remain_steps,
             )
             self.warmup_steps = self.remain_steps
         if decay_interval is None:
@@ -570,7 +581,7 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
         else:
             _check_positive(decay_interval=decay_interval)
             interval = _in_iterations(decay_interval, iterations)
-        # Few iterations or a small share give 0, by which factor_at would divide.
+        # Few iterations or a small fraction give 0, and factor_at divides by this number.
         self.decay_interval = max(1, interval)
         self.decay_steps = decay_steps
         self.decay_factor = decay_factor
@@ -587,8 +598,8 @@ class ExponentialWarmupMultiStepLR(_RelativeLR):
 
 
 def _in_iterations(value: int | float, iterations: int) -> int:
-    """Convert a count of iterations, or a share of all of them, to a count."""
-    # The abstract class, because integers of numpy are not of type int.
+    """Convert a count of iterations, or a fraction of all iterations, to a count."""
+    # Compare with the abstract class, because numpy's integers are not of type int.
     if isinstance(value, numbers.Integral):
         return int(value)
     # Truncation alone would lose an iteration: 0.29 * 100 is 28.999999999999996.
@@ -604,8 +615,8 @@ class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
             \eta_b \sqrt{w / t} & t \ge w
         \end{cases}
 
-    with :math:`\eta_0` = ``warmup_init_lr``, :math:`\eta_b` = ``base_lr`` and :math:`w` = ``warmup_steps``; without a
-    warm-up the second line holds with :math:`w = 1` and the rate at 0 is :math:`\eta_b`. For
+    with :math:`\eta_0` = ``warmup_init_lr``, :math:`\eta_b` = ``base_lr`` and :math:`w` = ``warmup_steps``. Without a
+    warm-up, the second line applies with :math:`w = 1`, and the rate at :math:`t = 0` is :math:`\eta_b`. For
     ``SQRTTimeDecayLRWithWarmup(optimizer, base_lr=2, warmup_init_lr=0, warmup_steps=4)``:
 
     ==  =  ===  =  ===  =  =====  =
@@ -614,10 +625,10 @@ class SQRTTimeDecayLRWithWarmup(_AbsoluteLR):
     ==  =  ===  =  ===  =  =====  =
 
     Args:
-        optimizer: Its groups' rates are set.
+        optimizer: Optimizer whose parameter groups all get the rate.
         base_lr: Rate at the end of the warm-up.
-        warmup_init_lr: Rate at t = 0, if there is a warm-up.
-        warmup_steps: Number of steps.
+        warmup_init_lr: Rate at t = 0; has no effect without a warm-up.
+        warmup_steps: Number of steps of the warm-up.
         verbose: Log each change of a rate.
 
     Raises:
@@ -671,13 +682,13 @@ class PolyDecayLRLinearWarmup(LRLinearWarmUp):
     ==  =  ===  ===  ===  ===  ===  =  =
 
     Args:
-        optimizer: Its groups' rates are set.
-        init_lr: Rate at t = 0, if there is a warm-up.
+        optimizer: Optimizer whose parameter groups all get the rate.
+        init_lr: Rate at t = 0; has no effect without a warm-up.
         scaled_lr: Rate at the end of the warm-up.
         warmup_duration: Number of steps of the warm-up.
         decay_steps: Number of steps of the decay, counted from the end of the warm-up; above 0.
         min_lr: Rate at the end of the decay and after it.
-        power: Power of the polynomial.
+        power: Exponent of the polynomial.
         verbose: Log each change of a rate.
 
     Raises:
