@@ -1,4 +1,4 @@
-"""Single operations that are worth more than their composition of simpler ones."""
+"""Operators that need less time or memory than the same computation in several steps."""
 
 from mlbench_core._lazy import lazy_subpackages
 

@@ -319,11 +319,11 @@ def test_wrong_arguments_are_named() -> None:
         GNMT.preset("huge", VOCABULARY)
     model = tiny()
     source, target = batch()
-    with pytest.raises(ValueError, match=r"must be \(target, batch\) and \(source, batch\)"):
+    with pytest.raises(ValueError, match=r"must have the shapes \(target, batch\) and \(source, batch\), not"):
         model(source, LENGTHS, target[:, :2])
-    with pytest.raises(ValueError, match=r"shapes \(6, 4\) and \(3,\); they must be \(source, batch\) and \(batch,\)"):
+    with pytest.raises(ValueError, match=r"shapes \(source, batch\) and \(batch,\), not \(6, 4\) and \(3,\)"):
         model(source, LENGTHS[:3], target)
-    with pytest.raises(ValueError, match="a source has 7 words, but there are only 6 positions"):
+    with pytest.raises(ValueError, match="lengths must be at most 6, the source positions, not 7"):
         model(source, LENGTHS + 1, target)
 
 

@@ -189,9 +189,9 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="beam_size must be at least 1, not 0"):
         translator(model, beam_size=0)
     search = translator(model)
-    with pytest.raises(ValueError, match=r"shapes \(4, 6\) and \(4,\); they must be \(words, batch\) and \(batch,\)"):
+    with pytest.raises(ValueError, match=r"shapes \(words, batch\) and \(batch,\), not \(4, 6\) and \(4,\)"):
         search.translate((source.t(), LENGTHS))
-    with pytest.raises(ValueError, match="4 sentences but 3 references; every sentence needs one"):
+    with pytest.raises(ValueError, match="trg must have one reference for each of the 4 sentences, not 3"):
         search.translate((source, LENGTHS), (source[:, :3], LENGTHS[:3]))
 
 

@@ -288,7 +288,7 @@ def test_number_of_parameters_without_sharing() -> None:
     number = sum(parameter.numel() for parameter in model.parameters())
     assert number == expected_parameters(11 + 9 + 9, 16, 24, 2)
     assert model(torch.tensor([[10, 1]]), None, torch.tensor([[1, 8]]))[0].shape == (1, 2, 9)
-    with pytest.raises(ValueError, match="src_dict has 11 symbols and trg_dict 9"):
+    with pytest.raises(ValueError, match=r"src_dict \(11 symbols\) and trg_dict \(9 symbols\) are not equal"):
         TransformerModel(argparse.Namespace(**TINY), source, target)
 
 

@@ -309,7 +309,7 @@ def test_resnet18_by_name_is_the_pre_activation_network_for_small_images(caplog:
         model = get_resnet_model("resnet18", 2, "fp32", num_classes=7)
         assert not caplog.records
         get_resnet_model("resnet18", 1, "fp32")
-    assert "resnet18 exists in version 2 only; version 1 was asked for" in caplog.text
+    assert "resnet18 exists in version 2 only; version 1 was requested" in caplog.text
     assert isinstance(model, ResNet18CIFAR10) and isinstance(resnet18_bkj(7), ResNet18CIFAR10)
     blocks = width = 0
     before = 64

@@ -24,11 +24,11 @@ __all__ = ["LinearRegression", "LogisticRegression", "Standardization"]
 class LogisticRegression(nn.Module):
     r"""Logistic regression: :math:`p(y = 1 \mid x) = \sigma(z)` with the logit :math:`z = w^\top x + b`.
 
-    The model returns probabilities, so it goes with a binary cross-entropy on probabilities
+    The model returns probabilities, so its loss is a binary cross-entropy on probabilities
     (:class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized`). In float32 a probability is exactly 1 from
-    a logit of about 17 on, and the cross-entropy loses its gradient there. If training may get there, let both work on
-    logits: ``LogisticRegression(n, logits=True)`` with ``BCELossRegularized(..., logits=True)``. The parameters are the
-    same.
+    a logit of about 17 on, and the cross-entropy loses its gradient there. If training can reach such logits, let the
+    model and the loss use logits: ``LogisticRegression(n, logits=True)`` with ``BCELossRegularized(..., logits=True)``.
+    The parameters are the same.
 
     Args:
         n_features: Number of features of a sample, at least 1.
@@ -43,7 +43,7 @@ class LogisticRegression(nn.Module):
         >>> probability.shape
         torch.Size([2, 1])
 
-        Sparse samples give the same, and a dense gradient:
+        Sparse samples give the same probabilities:
 
         >>> x = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 0.0]])
         >>> model = LogisticRegression(3)
@@ -66,7 +66,7 @@ class LogisticRegression(nn.Module):
             Probabilities, or logits with ``logits=True``; shape (batch, 1).
 
         Raises:
-            ValueError: Sparse samples of another layout or shape.
+            ValueError: Sparse samples have another layout or shape.
         """
         z = _affine(self.linear, x)
         return z if self.logits else torch.sigmoid(z)
@@ -96,7 +96,7 @@ class LinearRegression(nn.Module):
             Predictions, shape (batch, 1).
 
         Raises:
-            ValueError: Sparse samples of another layout or shape.
+            ValueError: Sparse samples have another layout or shape.
         """
         return _affine(self.linear, x)
 
@@ -104,10 +104,10 @@ class LinearRegression(nn.Module):
 class Standardization(nn.Module):
     r"""A layer that gives features mean 0 and standard deviation 1: :math:`x'_j = (x_j - \mu_j) / \sigma_j`.
 
-    Put it before a linear model whose features have different units, because gradient descent needs one learning rate
-    that fits all of them. Mean and deviation are those of a training set and are kept as buffers. They are saved with
-    the model and get neither a gradient nor a penalty. A feature that is the same in all samples (:math:`\sigma_j = 0`)
-    becomes 0, for any sample.
+    Put it before a linear model whose features have different units, because gradient descent uses one learning rate
+    for all of them. Mean and deviation are those of a training set. They are buffers, so they are saved with the model
+    but get neither a gradient nor a penalty. A feature that is the same in the whole training set
+    (:math:`\sigma_j = 0`) becomes 0 in every sample.
 
     Args:
         mean: :math:`\mu`, shape (n_features,).
@@ -132,7 +132,8 @@ class Standardization(nn.Module):
         super().__init__()
         if mean.dim() != 1 or mean.shape != deviation.shape:
             raise ValueError(
-                f"mean has shape {tuple(mean.shape)} and deviation {tuple(deviation.shape)}; both must be (n_features,)"
+                f"mean and deviation must both have shape (n_features,), not {tuple(mean.shape)} and "
+                f"{tuple(deviation.shape)}"
             )
         if bool((deviation < 0).any()):
             raise ValueError(f"deviation must be at least 0, not {deviation.min().item():g}")
@@ -142,19 +143,22 @@ class Standardization(nn.Module):
 
     @classmethod
     def of(cls, batches: Iterable[tuple[Tensor, Any]], dtype: torch.dtype = torch.float32) -> Standardization:
-        r"""Compute the statistics of a training set divided over all workers; every worker must call it.
+        r"""Compute the statistics of a training set that is divided over all workers; every worker must call it.
 
-        Two passes in float64, first :math:`\mu = \frac{1}{n} \sum_i x_i`, then
-        :math:`\sigma^2 = \frac{1}{n} \sum_i (x_i - \mu)^2`, so that no digits cancel. The result is the same on
-        every worker.
+        It takes two passes in float64: first :math:`\mu = \frac{1}{n} \sum_i x_i`, then
+        :math:`\sigma^2 = \frac{1}{n} \sum_i (x_i - \mu)^2`. One pass, with the mean of the squares, would lose digits.
+        The result is the same on every worker.
 
         Args:
             batches: This worker's pairs (samples, anything), samples dense of shape (batch, n_features). They are
                 read twice and must be the same samples both times, in any order.
             dtype: Dtype of the result.
 
+        Returns:
+            The layer, with the mean and the standard deviation of the whole training set.
+
         Raises:
-            ValueError: There is not a single batch.
+            ValueError: This worker has no batch.
         """
         mean = _mean_over_workers(x.to(torch.float64) for x, *_ in batches)
         variance = _mean_over_workers((x.to(torch.float64) - mean).square() for x, *_ in batches)
@@ -212,6 +216,7 @@ def _rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # Coalescing sorts the entries by row, and adds entries of the same place.
     x = x.coalesce()
     rows, columns = x.indices()
+    # The entries of a row begin after those of all rows before it.
     counts = torch.bincount(rows, minlength=x.shape[0])
     return F.pad(counts.cumsum(0), (1, 0)), columns, x.values()
 

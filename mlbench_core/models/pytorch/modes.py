@@ -12,7 +12,7 @@ __all__ = ["evaluation_mode"]
 
 @contextmanager
 def evaluation_mode(model: nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Switch to evaluation mode, and restore the mode of every module afterwards, even after an exception.
+    """Switch a model to evaluation mode, and restore the mode of every module afterwards, even after an exception.
 
     Args:
         model: The model.

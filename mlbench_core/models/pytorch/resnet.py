@@ -114,8 +114,8 @@ class BlockV1(nn.Module):
 class BlockV2(nn.Module):
     r"""A residual block of version 2: :math:`y = x + F(x)`, with batch norm and ReLU before each convolution.
 
-    If the shape changes, the first activation comes before the two paths part, so the shortcut reads the activated
-    input. The same holds for the first block of the network (the paper's appendix).
+    In most blocks only the residual path has the first batch norm and ReLU. If the block changes the shape, or is the
+    first block of the network, the shortcut also reads the activated input (the paper's appendix).
 
     Args:
         width_in: Input channels.
@@ -273,11 +273,11 @@ class ResNetCIFAR(_ResNet32):
 
 
 class ResNet18CIFAR10(nn.Module):
-    """The pre-activation ResNet-18 of a DAWNBench entry of 2017 for CIFAR-10, with a last stage 256 wide.
+    """The pre-activation ResNet-18 of a DAWNBench entry of 2017 for CIFAR-10, with 256 channels in the last stage.
 
     It has a 3x3 convolution, four stages of two :class:`BlockV2` each with widths 64, 128, 256 and 256, and a linear
-    layer on the average and the maximum of each channel. The last block is not followed by batch norm. With 10 classes
-    there are 5,205,962 parameters.
+    layer on the average and the maximum of each channel. No batch norm follows the last block. With 10 classes the
+    network has 5,205,962 parameters.
 
     Args:
         num_classes: Number of classes, at least 1.
@@ -295,6 +295,7 @@ class ResNet18CIFAR10(nn.Module):
         check_at_least("num_classes", num_classes, 1)
         widths = (64, 128, 256, 256)
         self.stem = nn.Sequential(_convolution(3, widths[0], 3), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True))
+        # Each stage reads the channels of the stage before it, and the first one those of the stem.
         self.stages = nn.Sequential(
             *(
                 nn.Sequential(BlockV2(before, width, 1 if index == 0 else 2), BlockV2(width, width))
@@ -336,7 +337,7 @@ def resnet18_32x32(num_classes: int) -> nn.Module:
     """Build the ResNet-18 of He et al. 2015 for 32x32 images: widths 64 to 512, a 3x3 convolution, no max pooling.
 
     Args:
-        num_classes: Number of classes, at least 1. With 10 there are 11,173,962 parameters.
+        num_classes: Number of classes, at least 1. With 10, the network has 11,173,962 parameters.
 
     Returns:
         The network; it maps (batch, 3, 32, 32) to (batch, num_classes).
@@ -362,7 +363,7 @@ def get_resnet_model(
             without pretrained weights, ``"resnet18_imagenet"``, ``"resnet34"``, ``"resnet50"``, ``"resnet101"`` and
             ``"resnet152"``.
         version: 1 or 2, see :class:`ResNetCIFAR`. resnet18 exists only in version 2 and the networks for ImageNet only
-            in version 1. A request for another version is logged.
+            in version 1. If the other version is requested, the function logs a warning.
         dtype: Type of the parameters: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp64"``.
         num_classes: Number of classes. By default, a network for 32x32 images has 10 and one for ImageNet has 1000.
         use_cuda: If True, put the network on the current GPU.
@@ -372,7 +373,7 @@ def get_resnet_model(
 
     Raises:
         ValueError: An argument is not one of the values listed above.
-        MissingDependencyError: The network is one for ImageNet and torchvision is not installed.
+        MissingDependencyError: The network is for ImageNet and torchvision is not installed.
 
     Example:
         >>> get_resnet_model("resnet20", 1, "fp32").classifier.out_features
@@ -412,4 +413,4 @@ def get_resnet_model(
 def _note_version(name: str, version: int, only: int) -> None:
     """Log that a network does not exist in the requested version."""
     if version != only:
-        _logger.warning("%s exists in version %d only; version %s was asked for", name, only, version)
+        _logger.warning("%s exists in version %d only; version %s was requested", name, only, version)

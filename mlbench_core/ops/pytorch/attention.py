@@ -3,14 +3,15 @@ r"""Attention of short sentences, as one operator with one CUDA kernel for each 
 .. math:: O = \mathrm{dropout}(\mathrm{softmax}(s Q K^T + \mathrm{mask})) V
 
 Sentences have at most 128 positions, so that their scores fit into a GPU's registers. No tensor of the size
-queries x keys is ever stored. Only the logarithm of each softmax's sum is kept for the backward pass. The dropout mask
-is a function of a seed (:mod:`~mlbench_core.ops.pytorch.philox`), so it is recomputed instead of stored. Tensors are
-read without a copy if they are time-first, slices of a fused projection, padded on either side, or packed.
+queries x keys is ever stored. For the backward pass, the operator stores only the logarithm of each softmax's
+denominator. The dropout mask is a function of a seed (:mod:`~mlbench_core.ops.pytorch.philox`), so the backward pass
+computes it again. The kernels need no copy of tensors that are time-first, slices of a fused projection, padded on
+either side, or packed.
 
 This module defines the operators ``mlbench::short_attention`` and ``mlbench::short_attention_backward``. Their default
 implementation is :mod:`~mlbench_core.ops.pytorch.attention_reference`, and
-:mod:`~mlbench_core.ops.pytorch.extension` reports whether CUDA kernels replace it. Forward and backward give the same
-numbers each time for the same seed.
+:mod:`~mlbench_core.ops.pytorch.extension` reports whether CUDA kernels replace it. With the same seed, forward and
+backward pass give the same numbers each time.
 """
 
 from __future__ import annotations
@@ -107,11 +108,11 @@ def short_attention(
 ) -> Tensor:
     r"""Compute :math:`\mathrm{dropout}(\mathrm{softmax}(s Q K^T + \mathrm{mask})) V` of each sentence and head.
 
-    There are two layouts. Padded: all sentences have the same number of positions, and masks mark the padding. Packed:
-    the rows of all sentences stand one after the other, and ``query_starts`` and ``key_starts`` give the first row of
-    each. Pass time-first tensors as ``x.transpose(0, 1)``, which copies nothing.
+    A batch has one of two layouts. Padded: all sentences have the same number of positions, and masks mark the padding.
+    Packed: the rows of all sentences follow one another, and ``query_starts`` and ``key_starts`` give the first row of
+    each sentence. Pass time-first tensors as ``x.transpose(0, 1)``, which copies nothing.
 
-    The softmax is computed in float32, or in float64 for such inputs. A second derivative is not available.
+    The softmax is computed in float32, or in float64 for float64 tensors. A second derivative is not available.
 
     Args:
         query: Q, shape (batch, queries, heads, d), or (rows, heads, d) if packed; any floating-point dtype.
@@ -124,18 +125,18 @@ def short_attention(
         key_starts: The same for the keys. Give both or neither.
         max_query: For packed rows, the number of queries of the longest sentence; 128 if None. A tight bound is faster.
         max_key: For packed rows, the number of keys of the longest sentence; 128 if None.
-        is_causal: If True, a query sees no later key. The last query and the last key of a sentence are at the same
-            position, padding included.
+        is_causal: If True, a query sees only the keys at its own position and before it. The last query and the last
+            key of a sentence are at the same position, padding included.
         scale: s, above 0; :math:`1 / \sqrt{d}` if None.
         dropout_p: Probability that a weight becomes 0, at least 0 and at most 65535/65536, rounded to a multiple of
             1/65536. The other weights are scaled to keep their expectation.
-        seed: int64 of shape (1,) on the device of the tensors, the seed of the dropout mask. Used only with dropout.
-            If None, :func:`draw_seed` then draws one.
+        seed: int64 of shape (1,) on the device of the tensors, the seed of the dropout mask. If None and there is
+            dropout, :func:`draw_seed` draws one.
         offset: Number of the layer, so that layers that share a seed get different masks.
 
     Returns:
-        O, shape and dtype of the query, positions first in memory if the query is. Rows are exactly 0 if the query is
-        padding or sees no key.
+        O, shape and dtype of the query. If positions come before sentences in the query's memory, they do so here too.
+        The row of a query that is padding or sees no key is exactly 0.
 
     Raises:
         ValueError: The shapes, lengths or numbers do not fit.
@@ -283,7 +284,7 @@ def why_not_kernel(*tensors: Tensor, max_query: int, max_key: int) -> str | None
         known = ", ".join(map(str, _KERNEL_HEAD_DIMS))
         return f"the heads have {first.shape[-1]} features; the kernels need one of {known}"
     if max(max_query, max_key) > MAX_POSITIONS:
-        return f"there are {max_query} queries and {max_key} keys; the kernels take at most {MAX_POSITIONS}"
+        return f"sentences have up to {max_query} queries and {max_key} keys; the kernels take at most {MAX_POSITIONS}"
     for tensor in tensors:
         if tensor.numel() == 0:
             return f"a tensor of shape {tuple(tensor.shape)} is empty"
@@ -367,6 +368,7 @@ class _ShortAttention(torch.autograd.Function):
         gradients = [output_like(part, query_starts is not None) for part in parts]
         operator: Any = backward_reference if ctx.is_plain else torch.ops.mlbench.short_attention_backward.default
         operator(grad, *_query_key_value(parts), logsumexp, *given, *_query_key_value(gradients))
+        # Neither is_plain nor the operator's arguments have gradients.
         return (None,) * (1 + _ARGUMENT_COUNT) + tuple(gradients)
 
 
@@ -416,8 +418,8 @@ def _check_padded(query_shape: torch.Size, key_shape: torch.Size, given: Operato
     others_differ = query_shape[:1] + query_shape[2:] != key_shape[:1] + key_shape[2:]
     if len(query_shape) != 4 or len(key_shape) != 4 or others_differ:
         raise ValueError(
-            f"queries have shape {tuple(query_shape)} and keys {tuple(key_shape)}; without starts they must be (batch, "
-            "queries, heads, d) and (batch, keys, heads, d)"
+            f"queries and keys must have shapes (batch, queries, heads, d) and (batch, keys, heads, d) without starts, "
+            f"not {tuple(query_shape)} and {tuple(key_shape)}"
         )
     lengths = (given.max_query, given.max_key)
     if lengths != (None, None):
@@ -439,18 +441,18 @@ def _check_packed(query_shape: torch.Size, key_shape: torch.Size, given: Operato
         raise ValueError("query_starts and key_starts must both be given for packed rows, not only one of them")
     if len(query_shape) != 3 or len(key_shape) != 3 or query_shape[1:] != key_shape[1:]:
         raise ValueError(
-            f"queries have shape {tuple(query_shape)} and keys {tuple(key_shape)}; with starts both must be (rows, "
-            "heads, d)"
+            f"queries and keys must both have shape (rows, heads, d) with starts, not {tuple(query_shape)} and "
+            f"{tuple(key_shape)}"
         )
     if query_starts.dtype != torch.int32 or key_starts.dtype != torch.int32 or query_starts.dim() != 1:
         raise ValueError(
-            f"query_starts are {query_starts.dtype} with {query_starts.dim()} dimensions and key_starts "
-            f"{key_starts.dtype}; they must be int32 of one dimension"
+            f"query_starts and key_starts must be int32 of one dimension, not {query_starts.dtype} and "
+            f"{key_starts.dtype} of {query_starts.dim()} and {key_starts.dim()} dimensions"
         )
     if query_starts.shape != key_starts.shape or query_starts.shape[0] < 2:
         raise ValueError(
-            f"query_starts have shape {tuple(query_starts.shape)} and key_starts {tuple(key_starts.shape)}; both must "
-            "have one number more than there are sentences, and at least one sentence"
+            f"query_starts and key_starts must both have shape (batch + 1,) for at least one sentence, not "
+            f"{tuple(query_starts.shape)} and {tuple(key_starts.shape)}"
         )
     if given.query_padding is not None or given.key_padding is not None:
         raise ValueError("query_padding and key_padding must be None with starts: packed rows have no padding")

@@ -1,6 +1,6 @@
-r"""Plain PyTorch reference, step by step, of :mod:`~mlbench_core.ops.pytorch.attention`.
+r"""Implementation of :mod:`~mlbench_core.ops.pytorch.attention` in plain PyTorch, step by step.
 
-For a sentence's queries Q, keys K and values V, with :math:`M` 1 if dropout keeps a weight and 0 otherwise:
+A sentence has queries Q, keys K and values V. :math:`M_{ij}` is 1 if dropout keeps a weight and 0 otherwise:
 
 .. math::
     S = s Q K^T, \quad \ell_i = \ln \sum_j e^{S_{ij}}, \quad P_{ij} = e^{S_{ij} - \ell_i}, \quad
@@ -13,8 +13,8 @@ The sums run over the keys that a query sees. With :math:`\bar{X}` the gradient 
     \bar{S}_{ij} = P_{ij} \left(\bar{P}_{ij} - \sum_k P_{ik} \bar{P}_{ik}\right), \quad
     \bar{Q} = s \bar{S} K, \quad \bar{K} = s \bar{S}^T Q, \quad \bar{V} = D^T \bar{O}
 
-The operators run this code if the CUDA kernels are not used, and the tests compare the kernels with it. It computes in
-float32, or in float64 for such tensors, and pads packed rows.
+The operators run this code if they do not use the CUDA kernels, and the tests compare the kernels with it. It computes
+in float32, or in float64 for float64 tensors, and it pads packed rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["OperatorArguments", "backward_reference", "forward_reference", "outp
 class OperatorArguments(NamedTuple):
     """The arguments of both operators between the tensors Q, K, V and the outputs, in the order of the schema.
 
-    A batch has one of two layouts, each with ``batch`` sentences, which are numbered by b:
+    A batch has one of two layouts. With b the number of a sentence:
 
     * padded: Q has the shape (batch, ``max_query``, heads, d), and padding is marked;
     * packed: Q has the shape (rows, heads, d), and sentence b has the rows ``starts[b]`` to ``starts[b + 1] - 1``.
@@ -56,7 +56,7 @@ class OperatorArguments(NamedTuple):
 
     query_starts: Tensor | None
     key_starts: Tensor | None
-    # Any, because a caller's None stands in these three fields until the default replaces it.
+    # These fields and scale have the type Any, because a caller's None is in them until the default replaces it.
     max_query: Any
     max_key: Any
     query_padding: Tensor | None
@@ -149,7 +149,7 @@ class _Sentences:
             if padding is None:
                 padding = torch.zeros(batch, positions, dtype=torch.bool, device=tensor.device)
             return cls(padding, torch.full((batch,), positions, device=tensor.device), None)
-        # On other devices the host would have to wait for the values.
+        # Check the values on the CPU only: on other devices the host would have to wait for them.
         if starts.device.type == "cpu":
             _check_starts(starts.tolist(), tensor.shape[0], positions)
         starts = starts.long()
@@ -183,8 +183,8 @@ def _check_starts(starts: list[int], rows: int, positions: int) -> None:
     lengths = [end - start for start, end in pairwise(starts)]
     if starts[0] != 0 or starts[-1] != rows or not all(0 <= length <= positions for length in lengths):
         raise ValueError(
-            f"starts are {starts} for {rows} rows; they must begin with 0, end with the number of rows and rise by "
-            f"0 to {positions}, the length of the longest sentence that was given"
+            f"starts must begin with 0, end with the number of rows ({rows}) and rise by 0 to {positions}, the given "
+            f"length of the longest sentence, not be {starts}"
         )
 
 

@@ -1,13 +1,13 @@
-r"""Additive attention: how well each query fits each key, and weights from these scores.
+r"""Additive attention: a score of each query with each key, and the weights that follow from the scores.
 
 The score of query t and key s sums over H features:
 
 .. math:: e_{ts} = \sum_{h=1}^{H} v_h \tanh(q_{th} + k_{sh} + b_h)
 
-Written in plain torch it holds batch x queries x keys x H numbers, several times over for the backward pass. Each copy
-takes 1.3 GB in float32 for 128 sentences of 50 words and H = 1024. :func:`attention_score` keeps only its inputs and
-computes the tanh again in the backward pass. It does so in blocks in plain torch, or in CUDA kernels that store no tanh
-at all. With :math:`\delta_{ts}` the gradient of :math:`e_{ts}`:
+A direct implementation in plain torch keeps several tensors of batch x queries x keys x H numbers for the backward
+pass. Each of them takes 1.3 GB in float32 for 128 sentences of 50 words and H = 1024. :func:`attention_score` keeps
+only its inputs and computes the tanh again in the backward pass. It does so in blocks in plain torch, or in CUDA
+kernels that store no tanh at all. With :math:`\delta_{ts}` the gradient of :math:`e_{ts}`:
 
 .. math::
     g_{tsh} = \delta_{ts} (1 - \tanh^2(q_{th} + k_{sh} + b_h)), \qquad
@@ -37,11 +37,11 @@ __all__ = ["attention_score", "attention_score_reference", "masked_softmax", "wh
 _CPU_BLOCK = 1 << 20
 """Numbers in a block on the CPU: 4 MB of float32, which fits into the caches."""
 _GPU_BLOCK = 1 << 25
-"""Numbers in a block on a GPU: 128 MB of float32, which is enough work to fill it and little of its memory."""
+"""Numbers in a block on a GPU: 128 MB of float32, which keep a GPU busy and are a small part of its memory."""
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _KERNEL_FEATURES = 8
-"""The kernels read features by 16 bytes, which is 8 numbers in half precision."""
+"""The kernels read 16 bytes of features at a time, which are 8 numbers in half precision."""
 
 
 def attention_score_reference(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def attention_score(
 ) -> Tensor:
     r"""Compute :math:`\sum_h v_h \tanh(q_h + k_h + b_h)` of all queries and keys of each sentence, in little memory.
 
-    The dtype of the computation is float32, or float64 for such inputs. Gradients flow to all four arguments, in the
+    The dtype of the computation is float32, or float64 for float64 inputs. Gradients flow to all four arguments, in the
     dtype of each. A second derivative is not available. The CUDA kernels compute the scores if :func:`why_not_kernel`
     returns None. For inputs in half precision their tanh has a relative error of up to :math:`2^{-11}`, that of a
     number rounded to float16.
@@ -71,8 +71,8 @@ def attention_score(
         bias: :math:`b`, shape (H,).
         v: :math:`v`, shape (H,).
         block_elements: The largest number of tanh values held at once; a single query is never divided. It changes only
-            the order of sums. If None, the kernels compute the scores, or the device determines the size. If given, the
-            kernels are not used.
+            the order of sums. If it is given, the kernels are not used. If None, a default for the device applies if
+            the kernels are not used.
 
     Returns:
         Scores, float32 (float64 for float64), of shape (batch, queries, keys).
@@ -225,7 +225,7 @@ def _widened(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> tuple[Tens
 
 def _tanh(shifted: Tensor, keys: Tensor) -> Tensor:
     """Return tanh(q + b + k) of a block, shape (rows, steps, keys, H)."""
-    # In place on the fresh sum: a block is held once, not twice.
+    # In place on the new sum, so that memory holds a block once, not twice.
     return (shifted.unsqueeze(2) + keys.unsqueeze(1)).tanh_()
 
 
@@ -255,8 +255,8 @@ def _check_shapes(query: Tensor, keys: Tensor, bias: Tensor, v: Tensor) -> None:
     )
     if not fits:
         raise ValueError(
-            f"query, keys, bias and v have the shapes {tuple(query.shape)}, {tuple(keys.shape)}, {tuple(bias.shape)} "
-            f"and {tuple(v.shape)}; they must be (batch, queries, H), (batch, keys, H), (H,) and (H,)"
+            f"query, keys, bias and v must have the shapes (batch, queries, H), (batch, keys, H), (H,) and (H,), not "
+            f"{tuple(query.shape)}, {tuple(keys.shape)}, {tuple(bias.shape)} and {tuple(v.shape)}"
         )
 
 

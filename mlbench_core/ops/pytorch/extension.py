@@ -39,7 +39,7 @@ class _Library:
         self._lock = threading.Lock()
 
     def load(self, path: Path) -> bool:
-        """Load the library at ``path`` unless that was tried before, and return whether it is loaded."""
+        """Load the library at ``path`` if this was not tried before, and return True if it is loaded."""
         if self.is_loaded or self.error is not None:
             return self.is_loaded
         with self._lock:
@@ -72,14 +72,14 @@ def is_built() -> bool:
 
 
 def load() -> bool:
-    """Load the library into the process once, for any number of threads.
+    """Load the library into this process, unless an earlier call in any thread has loaded it.
 
-    It needs neither a CUDA device nor a CUDA build of torch. It overrides only the operators' computation on CUDA
-    tensors. A library that exists but fails to load is not tried again.
+    Loading needs neither a CUDA device nor a CUDA build of torch. The library replaces the operators' computation on
+    CUDA tensors only. A library that exists but fails to load is not tried again.
 
     Returns:
-        True if the library is loaded. It is False if the library is not turned on, not built, or cannot be loaded;
-        :func:`why_not` says which.
+        True if the library is loaded; False if it is not turned on, not built, or cannot be loaded. :func:`why_not`
+        returns the reason.
     """
     return _is_turned_on() and (_library.is_loaded or is_built()) and _library.load(library_path())
 

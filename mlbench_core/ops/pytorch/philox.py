@@ -4,8 +4,8 @@ Philox turns a counter and a key into four random words. The seed is the key and
 The backward pass therefore recomputes the mask of the forward pass instead of reading it from memory. The CUDA kernels
 and plain PyTorch compute the same mask.
 
-One call gives the bits of eight keys of a query, those that one thread of a CUDA kernel holds. The counter is (group,
-query, sentence x heads + head, offset), and the first 32 keys have these groups and words::
+One call gives the bits for eight keys of a query, which are the keys that one thread of a CUDA kernel holds. The
+counter is (group, query, sentence x heads + head, offset), and the first 32 keys have these groups and words::
 
     group   word 0   word 1   word 2   word 3
     0       0, 1     8, 9     16, 17   24, 25
@@ -31,8 +31,8 @@ __all__ = ["ROUNDS", "attention_dropout_mask", "draw_seed", "dropout_threshold",
 ROUNDS = 7
 """Rounds of Philox, the fewest that pass all tests of the paper."""
 
-# Multipliers and key increments (Weyl constants) of Philox4x32 as in the paper.
 _WORD = 0xFFFFFFFF
+# Multipliers and key increments (Weyl constants) of Philox4x32 as in the paper.
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LEVELS = 1 << 16
@@ -42,7 +42,7 @@ _LEVELS = 1 << 16
 def draw_seed(device: torch.device | str, *, generator: torch.Generator | None = None) -> Tensor:
     """Draw a new seed for dropout, which stays on its device.
 
-    It comes from the device's own random numbers. Therefore ``torch.manual_seed`` reproduces it, and every replay of a
+    The device's own random generator draws it. Therefore ``torch.manual_seed`` reproduces it, and every replay of a
     captured CUDA graph draws another one.
 
     Args:
@@ -60,13 +60,13 @@ def draw_seed(device: torch.device | str, *, generator: torch.Generator | None =
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """Return the probability in 1/65536; a weight is dropped if its 16 random bits are below this number.
+    """Convert a probability to units of 1/65536; dropout drops a weight if its 16 random bits are below the result.
 
     Args:
         dropout_p: Probability, at least 0 and at most 65535/65536.
 
     Returns:
-        The nearest multiple. The real rate is this over 65536.
+        The nearest whole number. The actual probability is this number divided by 65536.
 
     Raises:
         ValueError: The probability is out of range.
@@ -121,7 +121,7 @@ def attention_dropout_mask(seed: Tensor, offset: int, shape: tuple[int, int, int
     The module's docstring has the layout of the bits. A weight is dropped if its 16 bits are below ``threshold``.
 
     Args:
-        seed: int64 of one element; its halves are the key.
+        seed: int64 of one element; its two 32-bit halves are the key.
         offset: Number of the layer among those that share a seed; only its low 32 bits are used.
         shape: Sentences, heads, queries and keys.
         threshold: :func:`dropout_threshold` of the probability.

@@ -8,8 +8,8 @@ those of the first sentence, those of the second, and so on, the same number for
 3. proposals with the end symbol become finished hypotheses, the others the live ones of the next step,
 4. finished sentences leave the batch, and the model's state follows the rows (``reorder``).
 
-A model must score the next token and reorder its state (``DecoderState``, ``LogitProposer``). Language models can do
-so, and decoders that attend to a source.
+A model must score the next token and reorder its state (``DecoderState``, ``LogitProposer``). Both language models and
+decoders that attend to a source can do so.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def search(
     """Generate the best sequences, or sample some, for a batch of sentences.
 
     A hypothesis ends when the end symbol is among the ``beam_size`` best continuations of its sentence. At the last
-    step only the end symbol is allowed. In each step, two values are copied from the device to the host: whether a
-    hypothesis ended, and how many sentences are left.
+    step only the end symbol is allowed. In each step the host waits for two values from the device: if a hypothesis has
+    ended, and how many sentences are left.
 
     Args:
         proposer: The model, with one row of state for each sentence; ``reorder`` asks for more rows.
@@ -267,7 +267,7 @@ def _finish(finished: Hypotheses, live: _Live, candidates: _Candidates, step: in
 
 def _continue(live: _Live, candidates: _Candidates, step: int, options: SearchOptions) -> tuple[Tensor, _Live]:
     """Return the best candidates that do not end, and the batch row that each continues."""
-    # Twice the beam was selected, so enough candidates remain without those that end.
+    # _select returned twice the beam, so enough candidates remain without those that end.
     going_on = candidates.log_probs.masked_fill(candidates.tokens == options.eos, -torch.inf)
     log_probs, place = going_on.topk(min(options.beam_size, going_on.shape[1]), dim=1)
     parents, newest = candidates.parents.gather(1, place), candidates.tokens.gather(1, place)

@@ -111,6 +111,7 @@ class Sampling:
         Returns:
             int64 of shape (rows, 1).
         """
+        # The division creates a new tensor, so the assignment leaves the caller's logits alone.
         scores = logits / self.temperature
         scores[:, list(forbidden)] = -torch.inf
         if self.topk == -1 or self.topk >= scores.shape[1]:
@@ -149,7 +150,7 @@ class LogitProposer:
             # A forced token keeps the model's own probability, whether or not it was among the proposals.
             forced_scores = logits.gather(1, constraints.forced.clamp(min=0).unsqueeze(1)).squeeze(1)
             proposed, scores = keep_forced(proposed, scores, constraints.forced, forced_scores)
-        # The softmax of the chosen tokens only: log_softmax would write scores of the whole vocabulary.
+        # Normalize the chosen tokens only: log_softmax would write the scores of the whole vocabulary.
         return Proposal(proposed, scores - logits.logsumexp(dim=-1, keepdim=True), attention)
 
     def reorder(self, rows: Tensor, sentences: Tensor | None) -> None:

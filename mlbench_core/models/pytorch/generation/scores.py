@@ -109,6 +109,6 @@ class GNMTScore:
         lp = ((c + length.to(log_prob.dtype)) / (c + 1)) ** self.len_norm_factor
         if coverage is None or not self.uses_coverage:
             return log_prob / lp
-        # log(0) at padding would be -inf. A position with no attention at all is not a source word.
+        # log(0) at padding would be -inf. A position that got no attention at all counts as padding.
         attended = torch.where(coverage > 0, coverage, 1.0).clamp(max=1.0)
         return log_prob / lp + self.cov_penalty_factor * attended.log().sum(dim=-1)

@@ -17,6 +17,7 @@ __all__ = ["GNMT", "DecoderContext"]
 _PAD = 0
 _INIT_BOUND = 0.1
 
+# The docstring of GNMT gives the reason for the larger init_bound of the small model.
 _PRESETS: dict[str, dict[str, Any]] = {
     "big": {"hidden_size": 1024, "num_layers": 4, "dropout": 0.2},
     "small": {"hidden_size": 256, "num_layers": 2, "dropout": 0.3, "init_bound": 0.2},
@@ -30,8 +31,8 @@ class DecoderContext:
     source: EncodedSource
     """The source sentences."""
     hidden: Hidden | None = None
-    """The decoder's state. Its rows are those of the first sentence, those of the second, and so on, the same number
-    for each. None before the first word."""
+    """The decoder's state; None before the first word. Each sentence has the same number of rows: first those of the
+    first sentence, then those of the second, and so on."""
 
     def reorder(self, rows: Tensor, sentences: Tensor | None = None) -> DecoderContext:
         """Return the context that follows the rows of a search.
@@ -62,12 +63,12 @@ class GNMT(nn.Module):
 
     The encoder has one bidirectional and ``num_layers - 1`` unidirectional LSTM layers, the decoder ``num_layers``.
     Both have residual connections from the third layer on. The output of the decoder's first layer is the query of
-    normalized Bahdanau attention, and all layers above read its result. The formulas are at
+    normalized Bahdanau attention, and all layers above read the result of the attention. For the formulas, see
     :class:`~mlbench_core.models.pytorch.gnmt.modules.Decoder`. The classifier does not share the embedding's weights.
 
     All weights start uniform in (-0.1, 0.1), also those of the LSTM layers. With another ``init_bound`` b, matrices
-    start in (-b, b). A sum of H products grows with the root of H. Therefore b = 0.2 gives a width of 256 the signals
-    that b = 0.1 gives a width of 1,024. With V symbols, width H and L layers there are
+    start in (-b, b). A sum of H products grows with the root of H. Therefore, signals with b = 0.2 and a width of 256
+    are as large as with b = 0.1 and a width of 1,024. With V symbols, width H and L layers the model has
 
     .. math::
         \underbrace{V H}_\text{embedding}
@@ -78,8 +79,8 @@ class GNMT(nn.Module):
         + \underbrace{2 H^2 + 2 H + 1}_\text{attention}
         + \underbrace{V H + V}_\text{classifier}
 
-    parameters. For L = 4 that is :math:`90 H^2 + 74 H + 1 + (2 H + 1) V`. Without a shared embedding there is one
-    embedding more.
+    parameters. For L = 4 that is :math:`90 H^2 + 74 H + 1 + (2 H + 1) V`. A model without a shared embedding has a
+    second one, of V H parameters.
 
     Symbol 0 is padding: its embedding is and stays 0. Inputs are time-first, padded at the end.
 
@@ -157,8 +158,8 @@ class GNMT(nn.Module):
 
         Args:
             input_encoder: Source sentences, int64 of shape (source, batch), padded at the end, in any order.
-            input_enc_len: Words of each source, integers of shape (batch,). Later symbols do not matter. Best on the
-                CPU, which needs them: from a GPU they have to be copied.
+            input_enc_len: Number of words of each source, integers of shape (batch,). The model ignores the symbols
+                after them. Pass a CPU tensor: a copy from a GPU makes the host wait.
             input_decoder: Target sentences without their last symbol, int64 of shape (target, batch).
 
         Returns:
@@ -169,8 +170,8 @@ class GNMT(nn.Module):
         """
         if input_decoder.dim() != 2 or input_decoder.shape[1:] != input_encoder.shape[1:]:
             raise ValueError(
-                f"input_decoder has shape {tuple(input_decoder.shape)} and input_encoder {tuple(input_encoder.shape)}; "
-                "they must be (target, batch) and (source, batch)"
+                f"input_decoder and input_encoder must have the shapes (target, batch) and (source, batch), not "
+                f"{tuple(input_decoder.shape)} and {tuple(input_encoder.shape)}"
             )
         context = self.context(self.encode(input_encoder, input_enc_len), input_enc_len)
         scores, _, _ = self.decoder(input_decoder, context.source)
@@ -191,8 +192,8 @@ class GNMT(nn.Module):
         """
         if inputs.dim() != 2 or lengths.shape != inputs.shape[1:]:
             raise ValueError(
-                f"source and lengths have the shapes {tuple(inputs.shape)} and {tuple(lengths.shape)}; they must be "
-                "(source, batch) and (batch,)"
+                f"source and lengths must have the shapes (source, batch) and (batch,), not {tuple(inputs.shape)} and "
+                f"{tuple(lengths.shape)}"
             )
         memory: Tensor = self.encoder(inputs, lengths)
         return memory
@@ -231,7 +232,7 @@ class GNMT(nn.Module):
             inputs: Newest word of each row, int64 of shape (1, rows).
             context: Context of the last step. At first the result of :meth:`context`, or a list of the result of
                 :meth:`encode`, the lengths, and None.
-            beam_size: Number of words to propose for each row; fewer if the vocabulary has no more.
+            beam_size: Number of words to propose for each row; fewer if the vocabulary is smaller.
 
         Returns:
             The likeliest next words and their log-probabilities, shape (1, rows, ``beam_size``), the attention on the
@@ -243,7 +244,7 @@ class GNMT(nn.Module):
         return words.unsqueeze(0), log_probs.unsqueeze(0), weights.unsqueeze(0), context
 
     def reorder_context(self, context: DecoderContext | Sequence[Any], rows: Tensor) -> DecoderContext:
-        """Return the context with row r from old row ``rows[r]``; rows is int64 of shape (new rows,)."""
+        """Return the context whose row r is row ``rows[r]`` of the old one; ``rows`` is int64 of shape (new rows,)."""
         return self._as_context(context).by_row(rows)
 
     def _as_context(self, context: DecoderContext | Sequence[Any]) -> DecoderContext:

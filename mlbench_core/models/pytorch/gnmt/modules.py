@@ -1,4 +1,4 @@
-"""Parts of GNMT: attention, encoder and decoder. Tensors are time-first for the LSTMs, except in the attention."""
+"""Parts of GNMT: attention, encoder and decoder. The LSTMs take time-first tensors, the attention batch-first ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIRST_RESIDUAL = 2
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """The encoded source sentences as the decoder sees them, computed once for all steps."""
+    """The encoded source sentences as the decoder reads them, computed once for all steps."""
 
     memory: Tensor
     """The encoder's outputs, shape (sentences, source, hidden_size)."""
@@ -46,8 +46,8 @@ class NormalizedBahdanauAttention(nn.Module):
         e_s = \sum_h \hat v_h \tanh\big((W_q y)_h + (W_k m_s)_h + b_h\big), \qquad \hat v = g \frac{v}{|v|},
         \qquad a = \mathrm{softmax}(e), \qquad c = \sum_s a_s m_s
 
-    The softmax runs over the words of the source only and in float32. Weights start uniform in (-0.1, 0.1),
-    :math:`g = \sqrt{1/H}` and :math:`b = 0`.
+    The softmax runs in float32 over the words of the source, not over its padding. Weights start uniform in
+    (-0.1, 0.1), :math:`g = \sqrt{1/H}` and :math:`b = 0`.
 
     Args:
         hidden_size: H, width of the queries, the encoder's outputs and the projections.
@@ -134,7 +134,7 @@ class Encoder(nn.Module):
 
         Args:
             inputs: int64 of shape (source, batch), padded at the end, in any order of lengths.
-            lengths: Words of each source, integers of shape (batch,), best on the CPU, which needs them.
+            lengths: Number of words of each source, integers of shape (batch,), preferably on the CPU.
 
         Returns:
             Shape (source, batch, hidden_size); meaningless at padding.
@@ -142,9 +142,10 @@ class Encoder(nn.Module):
         Raises:
             ValueError: A length is above the number of source positions.
         """
-        lengths = lengths.cpu()  # pack_padded_sequence accepts lengths on the CPU only
+        # pack_padded_sequence accepts lengths on the CPU only.
+        lengths = lengths.cpu()
         if len(lengths) and int(lengths.max()) > len(inputs):
-            raise ValueError(f"a source has {int(lengths.max())} words, but there are only {len(inputs)} positions")
+            raise ValueError(f"lengths must be at most {len(inputs)}, the source positions, not {int(lengths.max())}")
         x = self.dropout(self.embedding(inputs))
         # Packing rejects sentences of length 0, so an empty one counts as one symbol of padding.
         packed = pack_padded_sequence(x, lengths.clamp(min=1), enforce_sorted=False)
@@ -167,10 +168,10 @@ class Decoder(nn.Module):
         y^l_t &= \mathrm{LSTM}^l(D([y^{l-1}_t; c_t])) + y^{l-1}_t \qquad (l \ge 3) \\
         z_t &= W y^L_t + b
 
-    In Wu et al. the first layer also reads a :math:`c`, that of step t - 1 (figure 1). Each step must then wait for the
-    attention of the previous one. Here, as in GNMT version 2, :math:`c_t` comes from the first layer's output at the
-    same step and goes to all layers above. Only the LSTMs themselves are therefore recurrent. In training each layer
-    runs over the whole target in one call, and attention is computed for all steps at once.
+    In Wu et al. (figure 1) the first layer also reads :math:`c_{t-1}`, so each step must wait for the attention of the
+    previous one. Here, as in GNMT version 2, :math:`c_t` comes from the first layer's output at the same step and goes
+    to all layers above. Therefore only the LSTMs themselves are recurrent. In training each layer runs over the whole
+    target in one call, and the attention of all steps is computed at once.
 
     Args:
         embedding: Embedding of the target's symbols. All layers have its width.
@@ -199,8 +200,8 @@ class Decoder(nn.Module):
         """Score the word after each word.
 
         Args:
-            inputs: int64 of shape (target, rows). There may be several rows for each source sentence, the same number
-                for each: those of the first sentence, those of the second, and so on.
+            inputs: int64 of shape (target, rows). Each source sentence has the same number of rows: first those of the
+                first sentence, then those of the second, and so on.
             source: Encoded source sentences.
             hidden: State before the first word; None for zeros.
 
@@ -208,10 +209,11 @@ class Decoder(nn.Module):
             Scores before the softmax, shape (target, rows, vocabulary); the attention on the source, float32 of shape
             (target, rows, source); and the state after the last word.
         """
+        # torch's LSTM starts from zeros if its state is None.
         states = iter(hidden or itertools.repeat(None))
         x, state = self.first(self.dropout(self.embedding(inputs)), next(states))
         new_hidden = [state]
-        # Computed once per step: all layers above read the same context.
+        # Attend once per step: all layers above read the same context.
         context, weights = self._attend(x, source)
         for number, (layer, old_state) in enumerate(zip(self.layers, states, strict=False), start=1):
             output, state = layer(self.dropout(torch.cat((x, context), dim=2)), old_state)
@@ -220,7 +222,7 @@ class Decoder(nn.Module):
         return self.classifier(x), weights, tuple(new_hidden)
 
     def _attend(self, y: Tensor, source: EncodedSource) -> tuple[Tensor, Tensor]:
-        """Attend in all steps at once: the steps and rows of one sentence are all queries of it.
+        """Attend in all steps at once: all steps and rows of a sentence become queries to its source.
 
         Args:
             y: Shape (target, rows, hidden_size).
@@ -232,7 +234,7 @@ class Decoder(nn.Module):
         steps, rows, _ = y.shape
         sentences = len(source.memory)
         width = rows // sentences
-        # The source is read once for all hypotheses of a sentence, without a copy for each row.
+        # With one batch entry per sentence, the source needs no copy for each of its hypotheses.
         queries = y.unflatten(1, (sentences, width)).movedim(0, 1).flatten(1, 2)
         found = self.attention(queries, source)
         context, weights = (part.unflatten(1, (steps, width)).movedim(1, 0).flatten(1, 2) for part in found)
@@ -246,10 +248,10 @@ def init_uniform(module: nn.Module, bound: float = 0.1) -> None:
 
 
 def _lstm(input_size: int, hidden_size: int, bidirectional: bool = False) -> nn.LSTM:
-    """Create one LSTM layer. Its two biases are only ever added, so one is 0 and their sum starts uniform."""
+    """Create one LSTM layer whose weights, and the sum of whose two biases, start uniform."""
     lstm = nn.LSTM(input_size, hidden_size, bidirectional=bidirectional)
     init_uniform(lstm)
-    # bias_ih and bias_hh only occur as a sum.
+    # The layer uses only the sum of bias_ih and bias_hh. With two uniform ones, the sum would not be uniform.
     for name, parameter in lstm.named_parameters():
         if name.startswith("bias_hh"):
             nn.init.zeros_(parameter)

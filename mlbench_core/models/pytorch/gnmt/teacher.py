@@ -1,4 +1,4 @@
-"""GNMT with a whole batch as its one argument, as training rounds call a model."""
+"""A wrapper of GNMT that takes a whole batch as its only argument, as training rounds require."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TeacherForcedGNMT"]
 class TeacherForcedGNMT(nn.Module):
     """GNMT with teacher forcing: it scores each next word after the correct previous words.
 
-    A round reads the batch size from the scores, which are therefore sentences-first.
+    A training round reads the batch size from the first dimension of the scores. They are therefore sentences-first.
 
     Args:
         model: The model, which is not copied.

@@ -59,9 +59,9 @@ class Translator:
 
     Args:
         model: The model. It is in evaluation mode while it translates and returns to its mode afterwards.
-        trg_tokenizer: Its ``detokenize`` writes a list of symbols, without those of start, end and padding, as text.
-            The text is returned unchanged, for comparison with plain text.
-        trg_lang: Language of the target. Nothing here depends on it, because the tokenizer places the spaces.
+        trg_tokenizer: Tokenizer whose ``detokenize`` converts a list of symbols to text. The list has no start symbol,
+            no end symbol and no padding. The translator does not change the text.
+        trg_lang: Language of the target. It has no effect, because the tokenizer places the spaces.
         beam_size: Hypotheses kept for each sentence; 1 is greedy search.
         len_norm_factor: :math:`\alpha` of the length normalization.
         len_norm_const: :math:`c` of the length normalization.
@@ -105,7 +105,7 @@ class Translator:
         eos: int = 3,
         pad: int = 0,
     ) -> None:
-        # Both include the start and the end symbol.
+        # The shortest translation is the start symbol and the end symbol.
         check_at_least("max_seq_len", max_seq_len, 2)
         self.model = model
         self.trg_tokenizer = trg_tokenizer
@@ -137,7 +137,9 @@ class Translator:
         sources = self._words_of_each(*src)
         references = [] if trg is None else self._words_of_each(*trg)
         if trg is not None and len(references) != len(sources):
-            raise ValueError(f"{len(sources)} sentences but {len(references)} references; every sentence needs one")
+            raise ValueError(
+                f"trg must have one reference for each of the {len(sources)} sentences, not {len(references)}"
+            )
         translations: list[list[int]] = [[] for _ in sources]
         # A search would also generate words for a sentence without words.
         with_words = [place for place, words in enumerate(sources) if words]
@@ -169,8 +171,8 @@ class Translator:
         """Return the words of each sentence of a batch."""
         if ids.dim() != 2 or lengths.shape != ids.shape[1:]:
             raise ValueError(
-                f"sentences and lengths have the shapes {tuple(ids.shape)} and {tuple(lengths.shape)}; they must be "
-                "(words, batch) and (batch,): time first"
+                f"sentences and lengths must have the shapes (words, batch) and (batch,), not {tuple(ids.shape)} and "
+                f"{tuple(lengths.shape)}"
             )
         return [self._words(row[:end]) for row, end in zip(ids.t().tolist(), lengths.tolist(), strict=True)]
 

@@ -11,9 +11,9 @@ __all__ = ["CarriedState", "detached"]
 
 
 class CarriedState(nn.Module):
-    """A wrapper that gives a recurrent language model the state in which it ended the last batch.
+    """A wrapper that starts each batch of a recurrent language model from its state at the end of the last batch.
 
-    Use it with functions that call a model with nothing but the data, such as
+    Use it with functions that call a model with the data only, such as
     :func:`~mlbench_core.controlflow.pytorch.controlflow.validation_round`. Create a new one for each pass over a text,
     so that it starts from the state before the first word.
 
@@ -39,16 +39,16 @@ class CarriedState(nn.Module):
         """Return the scores of the next word after each word.
 
         Args:
-            words: Ids of shape (time, batch), the same batch each time.
+            words: Integer ids of shape (time, batch), with the same number of sequences in each call.
 
         Returns:
             Scores in float32, of shape (time * batch, vocabulary), one row for each word.
         """
-        # Not typed, because a language model may be a wrapper that passes init_hidden on, such as a compiled module.
+        # Any, because the language model may be a wrapper that forwards init_hidden, such as a compiled module.
         model: Any = self.model
         hidden = model.init_hidden(words.shape[1]) if self.hidden is None else self.hidden
         scores, hidden = model(words, hidden)
-        # Otherwise the graph of the whole text would stay in memory.
+        # Without detached(), the graph of the whole text would stay in memory.
         self.hidden = detached(hidden)
         return scores.float()
 

@@ -103,6 +103,7 @@ class LSTMLanguageModel(nn.Module):
         self.drop_hidden = LockedDropout(check_probability("dropouth", dropouth))
         self.drop_output = LockedDropout(check_probability("dropout", dropout))
         self.encoder = nn.Embedding(ntoken, ninp)
+        # weight_hh_l0 are a layer's recurrent weights, from hidden state to hidden state.
         self.rnns = nn.ModuleList(
             WeightDrop(nn.LSTM(width, next_width), ["weight_hh_l0"], check_probability("wdrop", wdrop))
             for width, next_width in itertools.pairwise([ninp, *self.widths])
@@ -167,6 +168,6 @@ class LSTMLanguageModel(nn.Module):
             raw_outputs.append(raw)
             outputs.append(x)
             new_hidden.append(state)
-        # One product for all time steps.
+        # Compute the scores of all time steps in one matrix product, not in one for each step.
         scores = self.decoder(x.flatten(0, 1))
         return (scores, new_hidden, raw_outputs, outputs) if return_h else (scores, new_hidden)

@@ -1,7 +1,7 @@
 r"""Dropout for recurrent networks: locked over time, of whole words, and of weights.
 
-Each layer multiplies by a mask :math:`m \sim \mathrm{Bernoulli}(1 - p) / (1 - p)`, whose mean is 1. They differ in the
-elements that share one draw of it.
+Each multiplies by a mask :math:`m \sim \mathrm{Bernoulli}(1 - p) / (1 - p)`, whose mean is 1. They differ in the
+elements that share one random number of the mask.
 
 References:
     Gal and Ghahramani 2016, A Theoretically Grounded Application of Dropout in Recurrent Neural Networks,
@@ -85,8 +85,8 @@ def embedded_dropout(embed: nn.Embedding, words: Tensor, dropout: float = 0.1, s
     .. math:: y_i = m_{w_i} \, s_{w_i} \, E_{w_i}
 
     The mask has one element for each word of the vocabulary; :math:`E` are the embeddings and :math:`s` the scale. Only
-    the rows that are looked up are multiplied, not the whole matrix. The function does not know the evaluation mode:
-    give ``dropout=0`` for it.
+    the rows that are looked up are multiplied, not the whole matrix. The function has no evaluation mode: pass
+    ``dropout=0`` to drop nothing.
 
     Args:
         embed: The embedding. Its ``padding_idx`` and other options apply.
@@ -109,6 +109,7 @@ def embedded_dropout(embed: nn.Embedding, words: Tensor, dropout: float = 0.1, s
     check_probability("dropout", dropout)
     embedded = embed(words)
     if dropout > 0:
+        # One number for each word of the vocabulary, so that all occurrences of a word share it.
         mask = F.dropout(embed.weight.new_ones(embed.num_embeddings, 1), dropout)
         embedded = embedded * F.embedding(words, mask)
     if scale is not None:
@@ -125,10 +126,10 @@ class WeightDrop(nn.Module):
     On recurrent weights this is the DropConnect of AWD-LSTM. The module computes with :math:`W'` instead of its
     parameter :math:`W`. The parameter does not change and is not copied: optimizers and ``state_dict`` see it under the
     name ``module.<weight>``. In evaluation mode, or with ``dropout=0``, the module is called directly. Recurrent
-    modules keep their fused kernels. For cuDNN, all weights of a pass are copied into one buffer, because cuDNN would
+    modules keep their fused kernels. For cuDNN, each pass copies all weights into one buffer, because cuDNN would
     otherwise do so itself, with a warning.
 
-    States saved by version 3.0, which has ``module.<weight>_raw``, can be loaded.
+    State dicts of version 3.0, which have the name ``module.<weight>_raw``, can be loaded.
 
     Args:
         module: The module, for example an :class:`torch.nn.LSTM`.
@@ -197,7 +198,7 @@ def _computing_with(module: nn.RNNBase, weights: Mapping[str, Tensor]) -> Iterat
     """
     names, own = torch_private.recurrent_weights(module)
     used = [weights.get(name, weight) for name, weight in zip(names, own, strict=True)]
-    # Parts of one buffer in cuDNN's order. Otherwise cuDNN would copy the weights itself, with a warning.
+    # Copy them into one buffer in cuDNN's order. Otherwise cuDNN would do so itself, with a warning.
     if _runs_on_cudnn(used):
         used = list(_PackForCudnn.apply(module, *used))  # type: ignore[no-untyped-call]
     torch_private.set_recurrent_weights(module, used)
@@ -208,7 +209,7 @@ def _computing_with(module: nn.RNNBase, weights: Mapping[str, Tensor]) -> Iterat
 
 
 def _runs_on_cudnn(weights: Sequence[Any]) -> bool:
-    """Return whether cuDNN accepts these weights of a recurrent module."""
+    """Return True if cuDNN accepts these weights of a recurrent module."""
     return all(
         isinstance(weight, Tensor)
         and weight.is_cuda
@@ -219,11 +220,11 @@ def _runs_on_cudnn(weights: Sequence[Any]) -> bool:
 
 
 class _PackForCudnn(torch.autograd.Function):
-    """A copy of weights into one new buffer; their gradients are those of the copies."""
+    """Copy weights into one new buffer; the gradient of a copy is that of its weight."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, module: nn.RNNBase, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        # New tensors on the same memory: flattening moves them into the buffer and leaves the parameters alone.
+        # Create new tensors on the same memory: flattening moves them into the buffer and leaves the parameters alone.
         parts = [weight.new_empty(0).set_(weight.detach()) for weight in weights]  # type: ignore[call-overload]
         with torch.cuda.device_of(parts[0]):
             torch_private.pack_for_cudnn(module, parts)

@@ -40,8 +40,8 @@ class TransformerConfig:
             scores.
         max_source_positions: Length of the longest source, in tokens.
         max_target_positions: Length of the longest target, in tokens.
-        left_pad_target: If True, targets are padded on the left. With the usual padding on the right, causality is
-            enough for the decoder to ignore padding.
+        left_pad_target: If True, targets are padded on the left. With the usual padding on the right, the decoder needs
+            no padding mask, because a word never sees the positions after it.
         softmax_type: ``"default"`` or ``"fast_fill"`` (torch's fused kernels), see
             :class:`~mlbench_core.models.pytorch.transformer.modules.multihead_attention.MultiheadAttention`.
         attention_backend: ``"auto"``, ``"reference"``, ``"fused"`` or ``"kernel"``, see the same class.
@@ -126,7 +126,7 @@ def _symmetric(width: int, hidden: int, layers: int, heads: int, dropout: float)
 _PRESETS = {
     "big": TransformerConfig(),
     "base": _symmetric(width=512, hidden=2048, layers=6, heads=8, dropout=0.1),
-    # Dropout inside the blocks would take a fifth of the time on a CPU, and few epochs on small data overfit little.
+    # Dropout inside the blocks would take a fifth of the time on a CPU, and a training of few epochs overfits little.
     "small": replace(
         _symmetric(width=256, hidden=1024, layers=3, heads=4, dropout=0.2), attention_dropout=0.0, relu_dropout=0.0
     ),

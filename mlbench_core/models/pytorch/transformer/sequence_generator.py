@@ -79,9 +79,9 @@ class SequenceGenerator:
         maxlen: Largest number of tokens, without the end symbol; None for the largest that the model's positions allow.
         stop_early: If True, a sentence is finished as soon as ``beam_size`` hypotheses have ended, although a longer
             one might still get a better score.
-        normalize_scores: If True, divide as above; False ranks by the log-probability.
+        normalize_scores: If True, divide as above; if False, rank by the log-probability.
         len_penalty: p; values above 1 favor longer translations.
-        retain_dropout: If True, leave the model in its mode.
+        retain_dropout: If True, leave the model in its mode, so that a model in training mode keeps its dropout.
         sampling: If True, sample tokens from the model's distribution instead of searching.
         sampling_topk: Number of the most likely tokens to sample from; -1 for all.
         sampling_temperature: Below 1 sharpens the distribution, above 1 flattens it.
@@ -165,7 +165,7 @@ class SequenceGenerator:
             gives no finite score, as after a training that diverged, the text is empty.
 
         Raises:
-            ValueError: ``nbest`` is above the size of the beam, or a prefix is wanted without a target.
+            ValueError: ``nbest`` is above the size of the beam, or ``prefix_size`` is above 0 without a target.
         """
         if not 1 <= nbest <= self.options.beam_size:
             raise ValueError(f"nbest must be from 1 to beam_size ({self.options.beam_size}), not {nbest}")
@@ -209,6 +209,7 @@ class SequenceGenerator:
         start = src_tokens.new_full((len(src_tokens),), self.options.eos)
         with evaluation_mode(self.model, not self.retain_dropout):
             state = TransformerState(self.model, src_tokens, src_lengths)
+            # The search counts the end symbol, which the limits of this class do not.
             return search(LogitProposer(state, self.sampling), start, self.options, most + 1, prefix)
 
     def _text(self, tokens: Tensor, remove_bpe: str | None, ignore_case: bool) -> str:

@@ -20,7 +20,7 @@ __all__ = ["TransformerDecoder", "TransformerEncoder", "TransformerModel", "Voca
 
 
 class Vocabulary(Protocol):
-    """The interface that the model needs of a vocabulary, such as that of WMT17."""
+    """The methods of a vocabulary that the model calls; WMT17's dictionary has them."""
 
     def pad(self) -> int:
         """Return the number of the padding symbol."""
@@ -35,9 +35,10 @@ class Vocabulary(Protocol):
 class TransformerModel(nn.Module):
     r"""An encoder and a decoder of attention layers, for translation.
 
-    With V symbols, width d, feed-forward width f and N + N layers, all embeddings shared and sinusoidal positions, it
-    has :math:`V d + N (4 d^2 + 2 d f + f + 5 d) + N (8 d^2 + 2 d f + f + 7 d) + 4 d` parameters. Attention has no
-    biases, as in the paper. Layer norms come before each block and once after the last one.
+    Take V symbols, width d, feed-forward width f, N layers in the encoder and N in the decoder, one shared embedding
+    and sinusoidal positions. The model then has
+    :math:`V d + N (4 d^2 + 2 d f + f + 5 d) + N (8 d^2 + 2 d f + f + 7 d) + 4 d` parameters. Attention has no biases,
+    as in the paper. By default, layer norms come before each block and once after the last one.
 
     Args:
         args: The dimensions: a :class:`~mlbench_core.models.pytorch.transformer.config.TransformerConfig`, or any
@@ -72,8 +73,8 @@ class TransformerModel(nn.Module):
             target_embedding = source_embedding
         else:
             raise ValueError(
-                f"share_all_embeddings needs one vocabulary; src_dict has {len(src_dict)} symbols and trg_dict "
-                f"{len(trg_dict)}, and they are not equal"
+                f"share_all_embeddings must be False for two vocabularies, not True: src_dict ({len(src_dict)} "
+                f"symbols) and trg_dict ({len(trg_dict)} symbols) are not equal"
             )
         self.encoder = TransformerEncoder(config, source_embedding)
         self.decoder = TransformerDecoder(config, target_embedding)
@@ -89,12 +90,12 @@ class TransformerModel(nn.Module):
 
         Args:
             src_tokens: int64 of shape (batch, source), padded on either side.
-            src_lengths: Tokens of each source, int64 of shape (batch,). Not used: the tokens show the padding.
+            src_lengths: Tokens of each source, int64 of shape (batch,). It has no effect: the tokens show the padding.
             prev_output_tokens: The target shifted right by the end symbol, int64 of shape (batch, target).
 
         Returns:
             ``(scores, attention)``: scores before the softmax, shape (batch, target, target symbols), and None. The
-            attention on the source is not computed here, because fused kernels do not return it.
+            attention on the source is not returned, because the fused kernels do not return it.
 
         Raises:
             ValueError: Sentences are longer than the number of the model's positions.
@@ -111,8 +112,8 @@ class TransformerModel(nn.Module):
     def _draw_dropout_seed(self, tokens: Tensor) -> Tensor | None:
         """Draw one seed for the attention of all layers if kernels may drop weights; otherwise return None.
 
-        The seed is a tensor that is passed to the layers. Recomputing a layer in the backward pass then drops the same
-        weights.
+        All layers get the seed as an argument, so that a layer that is recomputed in the backward pass drops the same
+        weights again.
         """
         backend = self.config.attention_backend
         may_use_kernel = backend == "kernel" or (backend == "auto" and tokens.is_cuda and extension.is_available())
@@ -146,7 +147,7 @@ class TransformerEncoder(nn.Module):
 
         Args:
             src_tokens: int64 of shape (batch, source).
-            src_lengths: Not used.
+            src_lengths: Has no effect.
             dropout_seed: Seed of the attention's dropout, int64 of shape (1,); each layer draws its own if None.
 
         Returns:

@@ -89,6 +89,6 @@ def fused_attention(
     if key_padding_mask is None and (not is_causal or queries == keys):
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=is_causal)
     mask = attention_mask(queries, keys, key_padding_mask, is_causal, query.device)
-    # torch's masks are True at visible keys.
-    seen = None if mask is None else ~mask
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout_p)
+    # torch's masks are the reverse: True at visible keys.
+    visible = None if mask is None else ~mask
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=dropout_p)

@@ -16,8 +16,8 @@ class KeyValueCache:
     Args:
         keys: Shape (rows, heads, positions, features of a head).
         values: The same shape.
-        is_static: If True, these are the keys and values of the source, kept once per sentence for any number of its
-            hypotheses. Otherwise they are those of the rows' own positions.
+        is_static: If True, the keys and values are those of the source: one row for each sentence, shared by all of its
+            hypotheses. Otherwise they are those of the generated tokens, with one row for each hypothesis.
     """
 
     keys: Tensor

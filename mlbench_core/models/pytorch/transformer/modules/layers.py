@@ -91,7 +91,7 @@ class EncoderLayer(nn.Module):
         """
 
         def attend(h: Tensor) -> Tensor:
-            # Without weights, because the fused kernels do not return them.
+            # Do not request weights, because the fused kernels do not return them.
             options = {"key_padding_mask": padding_mask, "need_weights": False, "dropout_seed": dropout_seed}
             return self.self_attn(h, h, h, **options)[0]
 
@@ -150,7 +150,7 @@ class DecoderLayer(nn.Module):
             return self.self_attn(h, h, h, **options, **shared)[0]
 
         def attend_to_source(h: Tensor) -> Tensor:
-            # A residual block returns one tensor, so the weights leave this function as a variable.
+            # A residual block returns one tensor, so the weights leave this function through a variable.
             nonlocal weights
             options = {"key_padding_mask": encoder_padding_mask, "need_weights": need_weights, "static_kv": True}
             output, weights = self.encoder_attn(h, encoder_out, encoder_out, **options, **shared)

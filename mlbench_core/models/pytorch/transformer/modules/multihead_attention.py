@@ -58,13 +58,14 @@ class MultiheadAttention(nn.Module):
         softmax_type: ``"default"`` leaves the choice to ``backend``. ``"fast_fill"`` is the same as
             ``backend="fused"``; version 3.0 had a kernel for it that fills the mask. The results are the same.
         bias: If True, the projections add a bias.
-        backend: ``"reference"`` is the plain formula. ``"fused"`` uses torch's kernels, or the plain path to return
-            weights. ``"kernel"`` uses :func:`~mlbench_core.ops.pytorch.attention.short_attention`, which is plain
-            PyTorch without its CUDA kernels. To return weights, or for a sentence longer than 128, it does the same as
-            ``"fused"``. ``"auto"`` is ``"kernel"`` if the CUDA kernels accept the tensors, otherwise ``"fused"``.
+        backend: ``"reference"`` is the plain formula. ``"fused"`` uses torch's kernels, or the plain formula if weights
+            are requested. ``"kernel"`` uses :func:`~mlbench_core.ops.pytorch.attention.short_attention`, which computes
+            in plain PyTorch if its CUDA kernels are not available. If weights are requested, or a sentence has more
+            than 128 positions, ``"kernel"`` does the same as ``"fused"``. ``"auto"`` is ``"kernel"`` if the CUDA
+            kernels accept the tensors, otherwise ``"fused"``.
 
     Attributes:
-        dropout_offset: Number of this module among those that share a ``dropout_seed``, which keeps their masks apart.
+        dropout_offset: Number of this module among those that share a ``dropout_seed``. It makes their masks differ.
 
     Raises:
         ValueError: An argument is not one of the values listed above.
@@ -142,11 +143,11 @@ class MultiheadAttention(nn.Module):
 
         With an ``incremental_state`` the module keeps its keys and values. In self-attention each call adds its own
         positions. With ``static_kv``, later calls use the keys and values of the first call and ignore their own
-        arguments. Hypotheses of one sentence may share static ones. The query's batch is then a multiple of theirs, and
-        consecutive rows belong together.
+        arguments. Hypotheses of one sentence may share static keys and values. The batch of the query is then a
+        multiple of the batch of the keys, and the hypotheses of a sentence are consecutive rows.
 
         With ``"kernel"``, padded positions of self-attention are padded queries too. Their output is zero before the
-        output projection. The other backends compute values there that nothing should read.
+        output projection. The other backends compute arbitrary values there, which no caller should read.
 
         Args:
             query: Shape (target, batch, embed_dim).
@@ -157,7 +158,7 @@ class MultiheadAttention(nn.Module):
                 cached positions too. A query that sees only padding gets zeros before the output projection.
             incremental_state: A dict that is empty before the first step, or an
                 :class:`~mlbench_core.models.pytorch.transformer.modules.incremental.IncrementalState`.
-            need_weights: If True, return the weights, which requires the plain path.
+            need_weights: If True, return the weights, which requires the plain formula.
             static_kv: If True, key and value are those of the first call.
             dropout_seed: int64 of shape (1,), the seed of the dropout of ``"kernel"``: the same seed drops the same
                 weights again. If None, it is drawn when needed. Other backends use torch's random numbers.
@@ -228,7 +229,7 @@ class MultiheadAttention(nn.Module):
 
     def _split_parts(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Split the result of :meth:`_projections` into q, k and v (batch, heads, positions, head features)."""
-        q, k, v = (third for part in parts for third in part.split(self.embed_dim, dim=-1))
+        q, k, v = (projection for part in parts for projection in part.split(self.embed_dim, dim=-1))
         batch = k.shape[1]
         return self._split_heads(q, batch), self._split_heads(k, batch), self._split_heads(v, batch)
 
@@ -279,7 +280,7 @@ class MultiheadAttention(nn.Module):
         return output.transpose(0, 1).flatten(2)
 
     def _takes_kernel(self, parts: list[Tensor]) -> bool:
-        """Return whether to use :func:`short_attention` for tensors (batch, positions, ..., head features)."""
+        """Return True if :func:`short_attention` takes these tensors (batch, positions, ..., head features)."""
         queries, keys = parts[0].shape[1], parts[-1].shape[1]
         if self.backend == "kernel":
             return max(queries, keys) <= MAX_POSITIONS
@@ -305,4 +306,6 @@ def _check_masks(batch: int, keys: int, rows: int, is_causal: bool, key_padding_
     if key_padding_mask is not None and key_padding_mask.shape != (batch, keys):
         raise ValueError(f"key_padding_mask must have shape {(batch, keys)}, not {tuple(key_padding_mask.shape)}")
     if is_causal and rows != batch:
-        raise ValueError(f"{rows} rows share {batch} keys; mask_future_timesteps needs keys for each row")
+        raise ValueError(
+            f"mask_future_timesteps must be False if {rows} rows share the keys of {batch} sentences, not True"
+        )

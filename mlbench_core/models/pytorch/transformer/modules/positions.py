@@ -77,7 +77,7 @@ class SinusoidalPositions(_Positions):
         super().__init__(max_positions, padding_idx)
         if embed_dim < 2 or embed_dim % 2:
             raise ValueError(f"embed_dim must be even and at least 2, not {embed_dim}: sine and cosine alternate")
-        # In float64, because float32 loses digits of large angles.
+        # Compute in float64, because float32 loses digits of large angles.
         rates = torch.exp(-math.log(10000.0) * torch.arange(0, embed_dim, 2, dtype=torch.float64) / embed_dim)
         angles = torch.arange(max_positions, dtype=torch.float64).unsqueeze(1) * rates
         vectors = torch.stack((angles.sin(), angles.cos()), dim=2).flatten(1)
