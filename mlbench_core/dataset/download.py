@@ -49,25 +49,25 @@ def progress_download(
 ) -> Path:
     """Download a file, with a progress bar if standard error is a terminal.
 
-    The bytes go to ``dest`` + ``.part``. This file is renamed once it is complete and its checksum is correct, so
-    ``dest`` is never incomplete. An interrupted transfer resumes at the last byte. A partial file from an earlier call
-    is resumed too, as long as the server reports the same file. An existing ``dest`` with the correct checksum is kept;
-    without a checksum the file is downloaded again.
+    The bytes go to ``dest`` + ``.part``. The function renames this file once it is complete and its checksum is
+    correct, so ``dest`` is never incomplete. An interrupted transfer resumes at the last byte. A later call also
+    resumes it, if the server still has the same file. An existing ``dest`` with the correct checksum is kept; without a
+    checksum, the file is downloaded again.
 
     Args:
         url: Address, http or https.
-        dest: The file to make; folders above it are made too.
+        dest: The file to create; missing folders above it are created too.
         sha256: SHA-256 that the file must have, in hexadecimal digits.
         md5: MD5 that the file must have, in hexadecimal digits; for data sets that do not publish a stronger checksum.
         attempts: Number of consecutive transfers that may fail without a byte of progress, at least 1.
-        timeout_s: Seconds to wait for a connection, and for each piece of the response.
+        timeout_s: Maximum time in seconds to wait for a connection, and for each piece of the response.
 
     Returns:
         The path of the file.
 
     Raises:
         ValueError: ``attempts`` is below 1.
-        DownloadError: It could not be fetched, its checksum is wrong, or the disk is full.
+        DownloadError: The transfer failed, the checksum is wrong, or the disk is full.
     """
     check_at_least("attempts", attempts, 1)
     path = Path(dest)
@@ -79,7 +79,7 @@ def progress_download(
         with _session() as session:
             resumed = _fetch(session, url, part, attempts, timeout_s)
             wrong = _wrong_digest(part, sha256, md5)
-            # The bytes of the earlier call may belong to another file: one more transfer, from the start, decides.
+            # The bytes of an earlier call may belong to another file, so try one transfer from the start.
             if wrong and resumed:
                 _discard(part)
                 _fetch(session, url, part, attempts, timeout_s)
@@ -90,7 +90,7 @@ def progress_download(
         raise
     if wrong:
         _discard(part)
-        raise DownloadError(f"{url} has the wrong content: {wrong}; nothing was kept, try again or another mirror")
+        raise DownloadError(f"{url} has the wrong content: {wrong}; it was deleted: try again, or use another mirror")
     files.move_into_place(part, path)
     _mark_file(part).unlink(missing_ok=True)
     return path
@@ -102,9 +102,9 @@ def _session() -> requests.Session:
     from requests.adapters import HTTPAdapter
     from urllib3.util import Retry
 
-    # No retries of reads here: `_fetch` resumes a transfer that was cut, which urllib3 would start over.
+    # Reads are not retried here: urllib3 would start an interrupted transfer over, but `_fetch` resumes it.
     retry = Retry(total=None, connect=3, read=0, status=3, backoff_factor=0.3, status_forcelist=_RETRY_STATUS)
-    retry.raise_on_status = False  # `_transfer` words the error
+    retry.raise_on_status = False  # `_transfer` raises an error with its own text
     session = requests.Session()
     session.mount("http://", HTTPAdapter(max_retries=retry))
     session.mount("https://", HTTPAdapter(max_retries=retry))
@@ -115,7 +115,7 @@ def _fetch(session: requests.Session, url: str, part: Path, attempts: int, timeo
     """Complete ``part``, and return whether it contains bytes from an earlier call."""
     import requests
 
-    # Without the server's version mark nothing shows that the bytes belong to the same file.
+    # Without the server's version mark, nothing shows that the existing bytes belong to the same file.
     resumed = part.exists() and _mark_file(part).exists()
     if not resumed:
         _discard(part)
@@ -126,7 +126,7 @@ def _fetch(session: requests.Session, url: str, part: Path, attempts: int, timeo
             _transfer(session, url, part, timeout_s)
             return resumed
         except requests.RequestException as error:
-            # Any progress restores the full number of attempts: a long download over a bad line still completes.
+            # Any progress restores the full number of attempts, so that a long download over a bad line completes.
             left = attempts if _size(part) > before else left - 1
             if left <= 0:
                 raise DownloadError(f"could not download {url}: {error} (tried {attempts} times)") from error
@@ -137,18 +137,18 @@ def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float)
     import requests
 
     have = _size(part)
-    # Compressed transfer would make the byte positions of the file meaningless.
+    # In a compressed transfer, byte positions would not be those of the file.
     headers = {"Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
-        # Some servers send no mark: within one call, resuming without it is the best that can be done.
+        # Some servers send no mark. Within one call, the transfer is then resumed without it.
         mark = _mark_file(part).read_text() if _mark_file(part).exists() else ""
-        # RFC 9110, section 13.1.5, allows no weak ETag for ranges.
+        # RFC 9110, section 13.1.5: a weak ETag must not be used for ranges.
         if mark and not mark.startswith("W/"):
             headers["If-Range"] = mark
     with session.get(url, headers=headers, stream=True, timeout=timeout_s) as answer:
         content_range = answer.headers.get("Content-Range", "")
-        # 416: the server has no byte after these. Either the file is complete, or it is another, shorter one.
+        # 416: the server has no byte after these. Either the partial file is complete, or the server's is shorter.
         if answer.status_code == 416:
             if content_range.endswith(f"/{have}"):
                 return
@@ -161,16 +161,16 @@ def _transfer(session: requests.Session, url: str, part: Path, timeout_s: float)
         if answer.status_code == 206 and not content_range.startswith(f"bytes {have}-"):
             _discard(part)
             raise requests.ConnectionError("the server sent another range than the requested one")
-        # 200 is the whole file: the server ignores ranges, or the mark is no longer that of its file.
+        # 200: the server sends the whole file, because it ignores ranges or now has another file.
         _write(answer, part, have if answer.status_code == 206 else 0)
 
 
 def _write(answer: requests.Response, part: Path, have: int) -> None:
-    """Write the body of an answer behind the first ``have`` bytes of ``part``."""
+    """Write the body of a response after the first ``have`` bytes of ``part``."""
     length = answer.headers.get("Content-Length", "")
     missing = int(length) if length.isdigit() else None
     free = shutil.disk_usage(part.parent).free
-    # Checked before the transfer: a disk that fills up after an hour wastes the hour.
+    # Check this before the transfer, which may take an hour.
     if missing is not None and missing > free:
         raise DownloadError(
             f"the disk is full: {answer.url} needs {missing} more bytes, {part.parent} has {free}; free some space"
@@ -196,12 +196,12 @@ def show_progress(
 
     Args:
         name: Text before the bar.
-        total: Amount of work; None if it is unknown.
-        done: Amount that is done already.
-        of_bytes: If True, show the size and the speed in bytes.
+        total: Total amount of work; None if it is unknown.
+        done: Amount of work that was done before.
+        of_bytes: If True, the unit of work is the byte: show also size and speed.
 
     Yields:
-        A function to call with each amount of work done.
+        A function to call with the amount of work of each finished piece.
     """
     from rich.console import Console
     from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
@@ -231,7 +231,7 @@ def _wrong_digest(path: Path, sha256: str | None, md5: str | None) -> str:
     """Return a description of the first wrong checksum of a file, or an empty text."""
     for name, expected in (("sha256", sha256), ("md5", md5)):
         if expected and (found := files.digest(path, name)) != expected.lower():
-            return f"its {name} is {found} and should be {expected.lower()}"
+            return f"its {name} must be {expected.lower()}, not {found}"
     return ""
 
 
@@ -240,11 +240,11 @@ def check_digest(path: str | os.PathLike[str], *, sha256: str | None = None, md5
 
     Args:
         path: The file.
-        sha256: SHA-256 that it must have, in hexadecimal digits.
-        md5: MD5 that it must have, in hexadecimal digits.
+        sha256: SHA-256 that the file must have, in hexadecimal digits.
+        md5: MD5 that the file must have, in hexadecimal digits.
 
     Raises:
-        DatasetError: It has another one.
+        DatasetError: The file has another checksum.
     """
     if wrong := _wrong_digest(Path(path), sha256, md5):
         raise DatasetError(f"{path} is damaged: {wrong}; delete it and get it again")
@@ -263,11 +263,11 @@ def maybe_download_and_extract_bz2(
         md5: MD5 of the compressed file.
 
     Returns:
-        Path of the decompressed file: that of the compressed one without ``.bz2``.
+        Path of the decompressed file: the path of the compressed file without ``.bz2``.
 
     Raises:
         ValueError: The name does not end in ``.bz2`` or leaves the folder.
-        DownloadError: It could not be downloaded.
+        DownloadError: The download failed.
         DatasetError: The file is damaged.
     """
     if not file_name.endswith(".bz2"):
@@ -284,8 +284,8 @@ def maybe_download_and_extract_tar_gz(
 ) -> Path:
     """Download a ``.tar.gz`` (or otherwise compressed tar) if it does not exist yet, and unpack it into ``root``.
 
-    Only plain files and folders below ``root`` are written. An archive with an absolute path, with ``..``, with a link
-    or a device is refused as a whole, before anything is unpacked.
+    The function writes only plain files and folders below ``root``. It refuses an archive with an absolute path,
+    ``..``, a link or a device as a whole, before it unpacks anything.
 
     Args:
         root: Folder; it is created if it does not exist.
@@ -299,15 +299,15 @@ def maybe_download_and_extract_tar_gz(
 
     Raises:
         ValueError: The name leaves the folder.
-        DownloadError: It could not be downloaded.
+        DownloadError: The download failed.
         DatasetError: The archive is damaged or tries to leave the folder.
     """
     folder = Path(root)
-    # Python before 3.10.12 and 3.11.4 has no filters; owners and permissions of the archive are not wanted there.
+    # Python before 3.10.12 and 3.11.4 has no filters. There, ignore the owners and permissions in the archive.
     how: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {"set_attrs": False}
     with _archive(root, file_name, data_url, sha256, md5) as archive, tarfile.open(archive, "r:*") as tar:
         members = tar.getmembers()
-        # All members are checked before the first one is unpacked.
+        # Check all members before the first one is unpacked.
         for member in members:
             _check_member(folder, archive, member.name, plain=member.isfile() or member.isdir())
         for member in members:
@@ -320,7 +320,7 @@ def maybe_download_and_extract_zip(
 ) -> Path:
     """Download a ``.zip`` if it does not exist yet, and unpack it into ``root``.
 
-    As careful as :func:`maybe_download_and_extract_tar_gz`.
+    The checks are those of :func:`maybe_download_and_extract_tar_gz`.
 
     Args:
         root: Folder; it is created if it does not exist.
@@ -334,13 +334,13 @@ def maybe_download_and_extract_zip(
 
     Raises:
         ValueError: The name leaves the folder.
-        DownloadError: It could not be downloaded.
+        DownloadError: The download failed.
         DatasetError: The archive is damaged or tries to leave the folder.
     """
     folder = Path(root)
     with _archive(root, file_name, data_url, sha256, md5) as archive, zipfile.ZipFile(archive) as zipped:
         for entry in zipped.infolist():
-            # Unix stores the type of a file in the upper half; archives of other systems have 0 there.
+            # Unix stores the type of a file in the upper 16 bits; archives of other systems have 0 there.
             kind = stat.S_IFMT(entry.external_attr >> 16)
             _check_member(folder, archive, entry.filename, plain=kind in (0, stat.S_IFREG, stat.S_IFDIR))
         zipped.extractall(folder)
@@ -351,7 +351,7 @@ def maybe_download_and_extract_zip(
 def _archive(
     root: str | os.PathLike[str], file_name: str, data_url: str, sha256: str | None, md5: str | None
 ) -> Iterator[Path]:
-    """Yield the downloaded archive, locked so that other processes on this machine wait; translate its errors."""
+    """Yield the downloaded archive under a lock, and convert the errors of unpacking to DatasetError."""
     folder = Path(root)
     path = folder / file_name
     if not _is_below(folder, path) or path.name in ("", ".", ".."):
@@ -365,7 +365,7 @@ def _archive(
         try:
             yield path
         except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, RuntimeError) as error:
-            # Only an error of the system has a number; the decompressors raise plain OSErrors for damaged data.
+            # Errors of the system have a number. For damaged data, the decompressors raise OSErrors without one.
             if isinstance(error, OSError) and error.errno is not None:
                 raise DatasetError(f"{path} could not be unpacked: {error}") from error
             raise DatasetError(f"{path} is damaged: {error}; delete it and get it again") from error
@@ -377,9 +377,9 @@ def _check_member(folder: Path, archive: Path, name: str, plain: bool) -> None:
     if name.startswith(("/", "\\")) or ".." in parts or ":" in parts[0] or not _is_below(folder, folder / name):
         raise DatasetError(f"{archive} tries to write outside {folder}: {name!r}; nothing was unpacked")
     if not plain:
-        raise DatasetError(f"{archive} holds {name!r}, which is a link or a device; nothing was unpacked")
+        raise DatasetError(f"{archive} contains {name!r}, which is a link or a device; nothing was unpacked")
 
 
 def _is_below(folder: Path, path: Path) -> bool:
-    """Return whether a path is in a folder after all links on the way are followed."""
+    """Return True if a path is in a folder after symbolic links are resolved."""
     return path.resolve().is_relative_to(folder.resolve())

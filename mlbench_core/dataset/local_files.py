@@ -1,4 +1,4 @@
-"""Find the files of a data set on the disk, read them, compressed or not, and name the files derived from them."""
+"""Find the files of a data set, plain or compressed, read them, and create names for files derived from them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _SEGMENT = re.compile(r"<seg\b[^>]*>(.*)</seg>")
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 COMPRESSIONS = ("", *_OPENERS)
-"""The endings of files that :func:`open_file` reads, no compression first."""
+"""The endings of files that :func:`open_file` reads; the first one is that of plain files."""
 
 
 def find_file(folders: Iterable[Path], names: Iterable[str]) -> Path | None:
     """Return the first existing file, plain or compressed.
 
     Args:
-        folders: Folders to search, the first choice first.
-        names: Names that the file may have without the ending of a compression, the first choice first.
+        folders: Folders to search, in this order.
+        names: Names to look for in each folder, in this order, without the ending of a compression.
 
     Returns:
         Its path, or None.
@@ -53,13 +53,14 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
         The open file.
 
     Raises:
-        DatasetError: It cannot be decompressed or read. Damage is often found only in the middle of a file.
+        DatasetError: The file cannot be read or decompressed. Damage in the middle of a file is found only when it is
+            read.
     """
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield file
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        # Only an error of the system has a number; the decompressors raise plain OSErrors for damaged data.
+        # Errors of the system have a number. For damaged data, the decompressors raise OSErrors without one.
         if isinstance(error, OSError) and error.errno is not None:
             raise DatasetError(f"{path} cannot be read: {error}") from error
         raise DatasetError(f"{path} is damaged: {error}; delete it and get it again") from error
@@ -68,15 +69,15 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
 def read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text without their ends; for an ``.sgm`` file, its segments.
 
-    Only a line feed ends a line. Texts from the web contain other characters that might end one; they would shift all
-    following lines against the other language.
+    Only a line feed ends a line. Texts from the web contain other characters that Python treats as line ends. If they
+    ended a line, all following lines would no longer match those of the other language.
 
     Raises:
         DatasetError: The file cannot be decompressed or is not valid UTF-8.
     """
     try:
         with open_file(path) as file:
-            # Decoded line by line after splitting at line feeds: text mode would end lines at carriage returns too.
+            # Binary mode splits at line feeds only. Text mode would end lines at carriage returns too.
             lines = (line.decode("utf-8").removesuffix("\n") for line in file)
             if path.name.removesuffix(".gz").endswith(".sgm"):
                 lines = (html.unescape(match[1]).strip() for line in lines if (match := _SEGMENT.search(line)))
@@ -91,11 +92,11 @@ def count_lines(path: Path) -> int:
 
 
 def digest_texts(paths: Iterable[Path], settings: list[Any]) -> str:
-    """Return a name for files derived from texts: a digest of the settings, and of path, size and mtime of each text.
+    """Return a digest of settings and of the path, size and mtime of each text, to name files derived from them.
 
     Args:
         paths: The texts.
-        settings: All settings that determine the derived files; JSON must be able to represent them.
+        settings: All settings that determine the derived files, as values that JSON can represent.
 
     Returns:
         24 hexadecimal digits.
@@ -103,6 +104,6 @@ def digest_texts(paths: Iterable[Path], settings: list[Any]) -> str:
     content = list(settings)
     for path in paths:
         status = path.stat()
-        # The modification time and size detect a changed text without reading it.
+        # Size and modification time show that a text has changed, without reading it.
         content.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
     return files.digest(json.dumps(content, sort_keys=True).encode())[:24]

@@ -178,7 +178,7 @@ def test_a_transform_takes_the_place_of_augmentation_and_normalization() -> None
     assert set(seen) == {("RGB", (32, 32))}
     dataset.transform = str
     assert isinstance(dataset[0][0], str)
-    with pytest.raises(TypeError, match="transform made a str; batches need tensors"):
+    with pytest.raises(TypeError, match="transform must return tensors, not str"):
         dataset.batch([0])
     dataset.transform = None
     assert dataset[0][0].shape == (3, 32, 32)
@@ -212,7 +212,7 @@ def test_single_samples_are_augmented_from_the_global_generator() -> None:
     [
         ({"images": torch.zeros(2, 3, 4, 4)}, r"images must be uint8 \(N, C, H, W\), not torch.float32"),
         ({"targets": torch.zeros(3)}, r"targets must have shape \(2,\) as images, not \(3,\)"),
-        ({"mean": (0.5,)}, "mean and std must have 3 values as channels, not 1, 3"),
+        ({"mean": (0.5,)}, "mean and std must have 3 values, one per channel, not 1 and 3"),
     ],
 )
 def test_bad_data_set(change: dict, message: str) -> None:
@@ -378,7 +378,7 @@ def test_batches_are_made_on_the_gpu() -> None:
         ({"world_size": 0}, ValueError, "world_size must be at least 1, not 0"),
         ({"batch_size": 0}, ValueError, "batch_size must be at least 1, not 0"),
         ({"seed": -1}, ValueError, "seed must be at least 0, not -1"),
-        ({"augment": True}, ValueError, "has no augmentation"),
+        ({"augment": True}, ValueError, "must be False for a data set without augmentation"),
         ({"dataset": [1, 2]}, TypeError, "dataset must be an ImageDataset or a partition of one, not a list"),
     ],
 )
@@ -454,7 +454,7 @@ class Touch:
 def test_pickled_code_is_never_run(tmp_path: Path, small_cifar: int, protocol: int) -> None:
     trap = tmp_path / "trap"
     (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": Touch(str(trap))}, protocol=protocol))
-    with pytest.raises(DatasetError, match=r"test_batch: the pickle asks for .*open, which is not part of an array"):
+    with pytest.raises(DatasetError, match=r"test_batch: the pickle requests .*open, which no array needs"):
         CIFAR10V1(tmp_path, train=False)
     assert not trap.exists()
 
@@ -469,10 +469,10 @@ def test_damaged_pickle(tmp_path: Path, small_cifar: int, content: bytes) -> Non
 def test_cifar_checks_known_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = records(1)[0]
     (tmp_path / "test_batch.bin").write_bytes(content)
-    with pytest.raises(DatasetError, match=r"test_batch.bin is damaged: .* should be 803d5f7f4d78ea53de84dbe85f74fb6d"):
+    with pytest.raises(DatasetError, match=r"test_batch.bin is damaged: .* must be 803d5f7f4d78ea53de84dbe85f74fb6d"):
         CIFAR10V1(tmp_path, train=False)
     monkeypatch.setitem(dataloader._CIFAR10_MD5, "test_batch.bin", hashlib.md5(content).hexdigest())
-    with pytest.raises(DatasetError, match="holds 20 images and should hold 10000"):
+    with pytest.raises(DatasetError, match="must have 10000 images, not 20"):
         CIFAR10V1(tmp_path, train=False)
 
 
@@ -492,7 +492,7 @@ def test_damaged_cifar(tmp_path: Path, small_cifar: int, name: str, content: byt
 
 
 def test_missing_cifar(tmp_path: Path, small_cifar: int) -> None:
-    with pytest.raises(DatasetNotFoundError, match=r"folder .*nowhere does not exist; give download=True"):
+    with pytest.raises(DatasetNotFoundError, match=r"folder .*nowhere does not exist; pass download=True"):
         CIFAR10V1(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"missing data_batch_1, .*data_batch_5"):
         CIFAR10V1(tmp_path)
@@ -549,7 +549,7 @@ def test_mnist_plain_files_and_damage(tmp_path: Path) -> None:
 
 
 def test_missing_mnist(tmp_path: Path) -> None:
-    with pytest.raises(DatasetNotFoundError, match=r"missing train-images-idx3-ubyte .*give download=True"):
+    with pytest.raises(DatasetNotFoundError, match=r"missing train-images-idx3-ubyte .*pass download=True"):
         MNIST(tmp_path)
     with pytest.raises(ValueError, match="channels must be 1 or 3, not 2"):
         MNIST(tmp_path, channels=2)

@@ -139,7 +139,7 @@ def test_several_texts_make_one_data_set(separate: bool, tmp_path: Path) -> None
     assert torch.equal(collate_rows(sparse.__getitems__([4, 0, 3]))[0].to_dense(), features[:3])
     if separate:
         next(tmp_path.glob("*-00001-of-00002.lmdb")).unlink()
-        with pytest.raises(DatasetError, match=r"has 2 parts, of which \[0\] are in"):
+        with pytest.raises(DatasetError, match=r"must have parts 0 to 1 of the data set, not \[0\]"):
             LMDBDataset("two", "train", tmp_path)
         with pytest.raises(DatasetError, match="other stores of the same name"):
             libsvm.convert([first], tmp_path / "two_train.lmdb")
@@ -185,7 +185,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         StoreWriter(tmp_path / "a.lmdb", 3, rows_per_block=0)
     with pytest.raises(ValueError, match="sources is empty"):
         libsvm.convert([], tmp_path / "a.lmdb")
-    with pytest.raises(DatasetNotFoundError, match="there is no file"):
+    with pytest.raises(DatasetNotFoundError, match="absent does not exist"):
         libsvm.convert([tmp_path / "absent"], tmp_path / "a.lmdb", n_features=3, layout="dense")
     with pytest.raises(DatasetError, match=r"no rows"):
         libsvm.convert([write(tmp_path / "e", "# nothing\n")], tmp_path / "a.lmdb", n_features=3, layout="dense")
@@ -250,7 +250,7 @@ def test_a_killed_conversion_leaves_nothing_under_the_name_and_the_next_one_work
     ended = subprocess.run([sys.executable, "-c", KILLED, str(target)], env=environment(), cwd=ROOT, timeout=60)
     assert ended.returncode == -signal.SIGKILL
     assert (tmp_path / ".k_train.lmdb.part").stat().st_size > 1000
-    with pytest.raises(DatasetNotFoundError, match=r"no \*\.lmdb is there"):
+    with pytest.raises(DatasetNotFoundError, match=r"it has no \*\.lmdb"):
         LMDBDataset("k", "train", tmp_path)
     libsvm.convert([write(tmp_path / "text")], target)
     assert len(LMDBDataset("k", "train", tmp_path)) == 4
@@ -289,7 +289,7 @@ def test_other_files_are_refused_and_pickles_never_loaded(tmp_path: Path) -> Non
     with old, old.begin(write=True) as transaction:
         transaction.put(b"0", pickle.dumps(Trap()))
         transaction.put(b"header", pickle.dumps(Trap()))
-    with pytest.raises(DatasetError, match=r"pickled rows, which are never loaded.*convert the text again"):
+    with pytest.raises(DatasetError, match=r"pickled rows. They are never loaded.*convert the text again"):
         LMDBDataset("old", "train", tmp_path)
     assert not (tmp_path / "code was run").exists()
     with pytest.raises(DatasetError, match=r"cannot be read as an LMDB"):
@@ -334,7 +334,7 @@ def test_the_command_makes_all_parts_of_synthetic_dense(tmp_path: Path, capsys: 
     [
         (["nothing", "train", "x"], "the name 'nothing' is not known"),
         (["australian", "test", "x"], "has no part 'test'; it has train"),
-        (["mine", "x", "--file", "y"], "say which part it is"),
+        (["mine", "x", "--file", "y"], "data_type must be train or test"),
         (["a9a", "x", "--labels", "1"], "'1' is not auto, keep or two integers"),
     ],
 )
@@ -437,7 +437,7 @@ def test_the_names_of_version_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         libsvm.LIBSVMDataset("heart_scale", "test", tmp_path)
     with pytest.raises(ValueError, match=r"name must be one of .* not 'mine'"):
         libsvm.generate_lmdb_from_libsvm("mine", "train", tmp_path)
-    with pytest.raises(ImportError, match=r"^sequential_webspam is gone: generate_lmdb_from_libsvm"):
+    with pytest.raises(ImportError, match=r"^sequential_webspam was removed: use generate_lmdb_from_libsvm"):
         exec("from mlbench_core.dataset.linearmodels.pytorch.libsvm import sequential_webspam")
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = libsvm.nonsense

@@ -65,7 +65,7 @@ def test_rows_are_where_they_belong(layout: str, stores: int, tmp_path: Path) ->
     features, label = dataset[7]
     assert (features.shape, label.shape, features.dtype, label.dtype) == ((2,), (1,), torch.float32, torch.float32)
     for wrong in (95, -96):
-        with pytest.raises(IndexError, match=rf"no row {wrong}: n train has 95 rows"):
+        with pytest.raises(IndexError, match=rf"rows of n train must be from -95 to 94, not {wrong}"):
             dataset[wrong]
     wanted = np.random.default_rng(0).permutation(95)
     assert dataset.batch(wanted)[0][:, 0].tolist() == wanted.tolist()
@@ -288,7 +288,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         ({"window_blocks": 0}, "window_blocks must be at least 1, not 0"),
         ({"seed": -1}, "seed must be at least 0, not -1"),
         ({"rank": 2, "world_size": 2}, "rank must be from 0 to 1, not 2"),
-        ({"world_size": 21}, "20 rows for 21 workers"),
+        ({"world_size": 21}, "world_size must be at most 20, the rows of the data set, not 21"),
     ]:
         with pytest.raises(ValueError, match=says):
             LinearBatches(dataset, **{"batch_size": 4, **change})  # type: ignore[arg-type]

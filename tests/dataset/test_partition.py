@@ -162,7 +162,7 @@ def test_classes_may_be_given() -> None:
         ({"rank": -1}, "rank must be from 0 to 3, not -1"),
         ({"world_size": 0}, "world_size must be at least 1, not 0"),
         ({"distribution": "normal"}, "distribution must be 'uniform', 'dirichlet' or 'label_skew', not 'normal'"),
-        ({"distribution": "dirichlet"}, "range has no `targets`: give them as labels=..."),
+        ({"distribution": "dirichlet"}, "range has no `targets`: pass labels=..."),
         (
             {"distribution": "dirichlet", "labels": [1, 2]},
             r"labels must have shape \(9,\) as the data set, not \(2,\)",
@@ -250,7 +250,7 @@ def test_partitioner_leaves_the_rest_to_nobody() -> None:
 
 @pytest.mark.parametrize("sizes", [[], [0.7, 0.7], [-0.1, 0.5], [0.0], [float("nan")]])
 def test_partitioner_bad_shares(sizes: list[float]) -> None:
-    with pytest.raises(ValueError, match="shares of at least 0 that add up to at most 1"):
+    with pytest.raises(ValueError, match="fractions of at least 0 that add up to at most 1"):
         DataPartitioner(range(10), 0, False, sizes=sizes)
 
 

@@ -45,7 +45,7 @@ def test_wrong_arguments_are_refused(dictionary: Dictionary) -> None:
         Dictionary("x", "x")
     with pytest.raises(KeyError, match="'Katze' is not among the 6 symbols"):
         dictionary.index("Katze")
-    with pytest.raises(IndexError, match="6 is not a number of the vocabulary: 0 to 5"):
+    with pytest.raises(IndexError, match="number must be from 0 to 5, not 6"):
         dictionary.string(torch.tensor([6]))
     with pytest.raises(ValueError, match=r"not \(1, 1, 1\)"):
         dictionary.string(torch.zeros(1, 1, 1, dtype=torch.int64))

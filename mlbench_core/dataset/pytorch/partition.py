@@ -1,8 +1,8 @@
 """Parts of a data set, one for each worker.
 
-Every worker computes the whole assignment from the seed alone and keeps its own part. So nothing is sent, no global
-generator is read, and all workers agree. The parts are disjoint and cover every sample. Their sizes differ by at most
-1.
+Every worker computes the whole assignment from the seed alone and keeps its own part. Therefore all workers agree
+without communication, and no global generator is read. The parts are disjoint and cover every sample. Their sizes
+differ by at most 1.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["DataPartitioner", "Partition", "Partitioner", "partition_dataset_by_
 
 
 class Partition(Dataset):
-    """A part of a data set, with the interface of the whole.
+    """A part of a data set, with the interface of the whole data set.
 
-    Attributes that a partition does not have itself are those of the data set (its ``classes``, for example).
+    Attributes that a partition does not have, such as ``classes``, are read from the data set.
 
     Args:
         data: The whole data set.
         indices: Positions in ``data`` of the samples of this part.
-        smallest_part: Number of samples of the smallest part of the same cut, by default of this one. A batcher that
-            stops there runs the same number of batches on every worker, so no collective waits indefinitely.
+        smallest_part: Number of samples of the smallest of all parts; if None, of this part. A loader that stops at
+            this number has the same number of batches on every worker, so no collective waits indefinitely.
 
     Attributes:
         data: The whole data set.
@@ -67,8 +67,8 @@ class Partition(Dataset):
         return [targets[index] for index in self.indices] if isinstance(targets, list) else targets[self.indices]
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for names that are missing here. Special names, and `data` of an object that pickle or copy has
-        # not filled yet, must stay missing: looking them up in `self.data` would come back here indefinitely.
+        # Python calls this only for names that are missing here. Special names must stay missing, and so must `data` of
+        # an object that pickle or copy has not filled yet: looking it up in `self.data` would recurse indefinitely.
         if name == "data" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.data, name)
@@ -85,7 +85,7 @@ class Partitioner(ABC):
         """Return one of the parts.
 
         Args:
-            partition_ind: Its position among the parts, from 0.
+            partition_ind: Position of the part, from 0.
 
         Raises:
             ValueError: The part does not exist.
@@ -93,21 +93,21 @@ class Partitioner(ABC):
 
 
 class DataPartitioner(Partitioner):
-    """Cut a data set into parts of given shares.
+    """Divide a data set into parts of given fractions.
 
-    The bounds are the rounded cumulative shares, so equal shares give sizes that differ by at most 1, and shares that
-    add up to 1 lose no sample.
+    The bounds of the parts are the cumulative fractions, rounded to whole samples. Therefore equal fractions give sizes
+    that differ by at most 1, and fractions that add up to 1 cover every sample.
 
     Args:
         data: The data set.
-        rank: Rank of this worker; kept for reference, every rank computes the same cut.
+        rank: Rank of this worker. It has no effect: every rank computes the same parts.
         shuffle: If True, draw the samples of each part at random; otherwise parts are contiguous.
-        sizes: Share of each part, each at least 0, together at most 1. If the total is below 1, the rest of the
-            samples belongs to no part.
+        sizes: Fraction of each part, at least 0; the sum is at most 1. If it is below 1, the remaining samples belong
+            to no part.
         seed: Seed of the shuffle, at least 0.
 
     Raises:
-        ValueError: The shares are empty, negative, or add up to more than 1.
+        ValueError: ``sizes`` is empty, has a negative fraction, or adds up to 0 or to more than 1.
 
     Example:
         >>> cut = DataPartitioner(range(10), rank=0, shuffle=False, sizes=[0.7, 0.2, 0.1])
@@ -120,11 +120,11 @@ class DataPartitioner(Partitioner):
     ) -> None:
         total = float(sum(sizes))
         if len(sizes) == 0 or min(sizes) < 0 or not 0 < total <= 1 + 1e-6:
-            raise ValueError(f"sizes must be shares of at least 0 that add up to at most 1, not {list(sizes)}")
+            raise ValueError(f"sizes must be fractions of at least 0 that add up to at most 1, not {list(sizes)}")
         self.data = data
         self.rank = rank
         count = len(data)
-        # Shares such as 0.7 + 0.2 + 0.1 do not sum to exactly 1 in floating point, but must cover every sample.
+        # Fractions such as 0.7, 0.2 and 0.1 do not add up to exactly 1 in floating point, but must cover every sample.
         whole = abs(total - 1) <= 1e-6
         shares = np.cumsum(np.asarray(sizes, dtype=np.float64)) / (total if whole else 1.0)
         bounds = [0, *(round(float(share) * count) for share in shares)]
@@ -135,7 +135,7 @@ class DataPartitioner(Partitioner):
         """Return one of the parts.
 
         Args:
-            partition_ind: Its position in ``sizes``.
+            partition_ind: Position of its fraction in ``sizes``.
 
         Returns:
             The part.
@@ -143,7 +143,7 @@ class DataPartitioner(Partitioner):
         Raises:
             ValueError: The part does not exist.
         """
-        # No negative positions: a wrong rank would silently get the part of another one.
+        # Refuse negative positions: a wrong rank would silently get the part of another one.
         index = operator.index(partition_ind)
         if not 0 <= index < len(self.partitions):
             raise ValueError(f"partition_ind must be from 0 to {len(self.partitions) - 1}, not {partition_ind}")
@@ -165,17 +165,18 @@ def partition_dataset_by_rank(
     r"""Return the part of a data set that belongs to one worker.
 
     * ``"uniform"``: every sample is equally likely on every worker.
-    * ``"dirichlet"``: each worker draws its mixture of classes :math:`q \sim \mathrm{Dir}(\alpha p)`, with p the
-      classes' shares in the data set, and fills its part from the classes by q. An exhausted class drops out and q is
-      renormalized (Hsu et al. 2019). Workers fill their parts in an order drawn from the seed; the last ones get the
-      samples that are left. A small alpha gives workers of nearly one class, a large one the uniform distribution.
+    * ``"dirichlet"``: for each worker, the proportions of the classes are drawn from
+      :math:`q \sim \mathrm{Dir}(\alpha p)`, with p the proportions in the data set. The samples of its part are drawn
+      from the classes with probabilities q. If a class has no samples left, q is renormalized without it (Hsu et al.
+      2019). Workers get their parts in an order drawn from the seed; the last ones get the samples that are left. With
+      a small alpha, a worker has nearly one class; a large alpha approaches the uniform distribution.
     * ``"label_skew"``: the samples are sorted by class and cut into ``world_size * classes_per_worker`` shards; each
-      worker gets ``classes_per_worker`` of them (McMahan et al. 2017). A shard that lies across a border holds two
-      classes.
+      worker gets ``classes_per_worker`` of them (McMahan et al. 2017). A shard may contain the end of one class and the
+      beginning of the next.
 
     In all three the parts are disjoint, cover every sample, and their sizes differ by at most 1: the first
-    ``len(dataset) % world_size`` workers have one more. All is drawn from ``seed`` alone; global generators are neither
-    read nor changed. Give another seed, such as the epoch, for another cut.
+    ``len(dataset) % world_size`` workers have one sample more. All random numbers depend on ``seed`` alone; global
+    generators are neither read nor changed. Another seed, such as the number of the epoch, gives other parts.
 
     Args:
         dataset: A data set with a length.
@@ -193,7 +194,7 @@ def partition_dataset_by_rank(
         The part of worker ``rank``.
 
     Raises:
-        ValueError: An argument is outside the values listed above, or a distribution by class finds no classes.
+        ValueError: An argument is outside the values listed above, or a distribution by class has no labels.
 
     Example:
         >>> [partition_dataset_by_rank(range(5), rank, 2, shuffle=False).indices for rank in range(2)]
@@ -211,7 +212,7 @@ def partition_dataset_by_rank(
     check_int("classes_per_worker", classes_per_worker)
     check_int("seed", seed, 0)
     count = len(dataset)
-    # Sizes depend on the length alone, so every worker knows all of them without communication.
+    # Sizes depend on the length alone, so every worker computes all of them without communication.
     sizes = [count // world_size + (worker < count % world_size) for worker in range(world_size)]
     if distribution == "uniform":
         start = sum(sizes[:rank])
@@ -224,22 +225,22 @@ def partition_dataset_by_rank(
         else:
             parts = _label_skew(classes, sizes, classes_per_worker, shuffle, generator)
         mine = parts[rank]
-        # The draws above group samples by class: permute them, so that batches mix the classes of this worker.
+        # The samples are grouped by class here. Permute them, so that batches mix the classes of this worker.
         mine = generator.permutation(mine) if shuffle else np.sort(mine)
-    # The first workers take the samples that the number of workers does not divide, so the last part is the smallest.
+    # The first workers get the remainder of the division, so the last part is the smallest.
     return Partition(dataset, mine.tolist(), smallest_part=sizes[-1])
 
 
 def stratified_split(
     labels: Sequence[Any] | np.ndarray, held_out: float = 0.2, *, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Hold out the same share of each class for validation, for data sets without a test part.
+    """Hold out the same fraction of each class for validation, for data sets without a test part.
 
-    The samples are drawn from the seed alone, so every worker and every run gets the same split.
+    The split depends on the seed alone, so it is the same in every worker and every run.
 
     Args:
         labels: Class of each sample.
-        held_out: Share of each class to hold out, above 0 and below 1; rounded to whole samples.
+        held_out: Fraction of each class to hold out, above 0 and below 1; rounded to whole samples.
         seed: Seed of the draw, at least 0.
 
     Returns:
@@ -254,7 +255,7 @@ def stratified_split(
         (12, 3, 1)
     """
     if not 0 < held_out < 1:
-        raise ValueError(f"held_out must be a share above 0 and below 1, not {held_out}")
+        raise ValueError(f"held_out must be a fraction above 0 and below 1, not {held_out}")
     generator = np.random.default_rng(seed)
     classes = np.asarray(labels)
     is_validation = np.zeros(len(classes), dtype=bool)
@@ -274,20 +275,20 @@ def _classes(dataset: Any, labels: Sequence[int] | None) -> np.ndarray:
     found = labels if labels is not None else getattr(dataset, "targets", None)
     if found is None:
         raise ValueError(
-            f"a distribution by class needs the class of each sample, and {type(dataset).__name__} has no `targets`: "
-            "give them as labels=..."
+            f"labels must be the class of each sample, not None, because {type(dataset).__name__} has no `targets`: "
+            "pass labels=..."
         )
     array = np.asarray(found)
     if array.shape != (len(dataset),):
         raise ValueError(f"labels must have shape ({len(dataset)},) as the data set, not {array.shape}")
-    # Labels may have gaps, or be texts: only their order is used.
+    # Labels may be numbers with gaps, or text: only their order matters.
     return np.unique(array, return_inverse=True)[1]
 
 
 def _dirichlet(
     classes: np.ndarray, sizes: list[int], alpha: float, shuffle: bool, generator: np.random.Generator
 ) -> list[np.ndarray]:
-    """Fill each worker's part from the classes by its own mixture."""
+    """Fill each worker's part from the classes with its own proportions."""
     members = _members(classes, shuffle, generator)
     left = np.array([len(member) for member in members])
     prior = left / max(1, left.sum())
@@ -296,7 +297,7 @@ def _dirichlet(
     for worker in generator.permutation(len(sizes)):
         mixture = _draw_mixture(alpha * prior, generator)
         taken = _draw_counts(sizes[worker], mixture, left, generator)
-        # A class is used up from its front: `have` samples are left at its end.
+        # Samples are taken from the front of a class, so the `have` samples that are left are its last ones.
         chosen = [
             member[len(member) - have : len(member) - have + take]
             for member, have, take in zip(members, left, taken, strict=True)
@@ -307,7 +308,7 @@ def _dirichlet(
 
 
 def _draw_mixture(concentration: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Draw from the Dirichlet distribution; if tiny concentrations underflow, draw its limit, a single class."""
+    """Draw from the Dirichlet distribution; if tiny concentrations underflow, draw from its limit: one class."""
     gammas = generator.standard_gamma(concentration)
     if gammas.sum() > 0:
         return gammas / gammas.sum()
@@ -318,11 +319,12 @@ def _draw_mixture(concentration: np.ndarray, generator: np.random.Generator) -> 
 
 
 def _draw_counts(need: int, mixture: np.ndarray, left: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Draw the number of samples to take of each class, and draw again for the share of exhausted classes."""
+    """Draw the number of samples to take from each class; draw again for samples that a class no longer has."""
     taken = np.zeros_like(left)
     while need > 0:
         weights = np.where(left > taken, mixture, 0.0)
-        if weights.sum() <= 0:  # none of the mixture's classes is left: draw from the remaining samples
+        # If no class of the mixture has samples left, draw from all remaining samples.
+        if weights.sum() <= 0:
             weights = (left - taken).astype(np.float64)
         # A multinomial draw may exceed the remaining samples of a class; the next round replaces the excess.
         draw = np.minimum(generator.multinomial(need, weights / weights.sum()), left - taken)
@@ -337,7 +339,7 @@ def _label_skew(
     """Cut the samples, sorted by class, into shards, and assign the shards at random."""
     # The empty array keeps the concatenation valid for a data set without samples.
     in_order = np.concatenate([*_members(classes, shuffle, generator), np.empty(0, dtype=np.int64)])
-    # Shards of one worker differ by at most one sample, and together have exactly the size of its part.
+    # The sizes of a worker's shards differ by at most one sample and add up to the size of its part.
     shards = [
         (worker, size // per_worker + (s < size % per_worker))
         for worker, size in enumerate(sizes)

@@ -11,27 +11,27 @@ __all__ = ["ResumablePasses"]
 
 
 class ResumablePasses(ABC):
-    """The common part of loaders and samplers whose batches follow from a seed and the epoch alone.
+    """The base class of loaders and samplers whose batches depend only on a seed and the epoch.
 
     Each pass is its own epoch: a second pass continues with the next epoch, unless :meth:`set_epoch` sets another one.
     A run that stops in the middle of a pass and saves :meth:`state_dict` resumes with exactly the same remaining
     batches.
 
-    A subclass starts each pass with :meth:`_begin` and calls :meth:`_hand_out` before it yields a batch. Its
-    :meth:`_basis` returns the values that determine its batches.
+    A subclass starts each pass with :meth:`_begin` and calls :meth:`_mark_yielded` before it yields a batch. Its
+    :meth:`_settings` returns the values that determine its batches.
     """
 
-    # Class attributes need no constructor: samplers also inherit from torch's Sampler, and call none.
+    # These are class attributes, so that subclasses need not call a constructor.
     _epoch = 0
-    _next_batch = 0  # of the current pass: the first batch that was not yielded yet
-    _started = False  # whether a pass of this epoch has begun
+    _next_batch = 0  # the first batch of the current pass that was not yielded yet
+    _started = False  # True if a pass of this epoch has begun
 
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
 
     @abstractmethod
-    def _basis(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """Return the numbers that determine the batches of an epoch, by name."""
 
     @property
@@ -42,16 +42,16 @@ class ResumablePasses(ABC):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass.
 
-        Right after :meth:`load_state_dict`, setting the loaded epoch keeps the position in it.
+        If the epoch is the one that :meth:`load_state_dict` has just loaded, the position in it is kept.
 
         Args:
-            epoch: From 0.
+            epoch: Number of the epoch, from 0.
 
         Raises:
-            ValueError: It is negative.
+            ValueError: The number is negative.
         """
         check_int("epoch", epoch, 0)
-        # A training loop sets the epoch that it has just loaded: the position in this epoch must survive that.
+        # A training loop also sets the epoch that it has just loaded, and must then continue at the loaded position.
         if self._started or epoch != self._epoch:
             self._next_batch = 0
         self._epoch = epoch
@@ -64,14 +64,14 @@ class ResumablePasses(ABC):
         the next batch is the one after the last that was yielded.
 
         Returns:
-            Whole numbers: ``epoch`` and ``batch`` of the next batch, and the values that determine the batches.
+            Integers: the number of the ``epoch`` and of the next ``batch``, and the values that determine the batches.
         """
-        # After the last batch, the state is the start of the next epoch: a resumed run must not repeat this one.
+        # After the last batch, the position is the start of the next epoch: a resumed run must not repeat this one.
         finished = self._started and self._next_batch >= len(self)
         return {
             "epoch": self._epoch + 1 if finished else self._epoch,
             "batch": 0 if finished else self._next_batch,
-            **self._basis(),
+            **self._settings(),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -83,8 +83,8 @@ class ResumablePasses(ABC):
         Raises:
             ValueError: The state was saved with other arguments or other data, so the remaining batches would differ.
         """
-        # A state of other data or settings would resume silently with wrong batches.
-        for name, here in self._basis().items():
+        # With other data or settings, the run would silently continue with wrong batches.
+        for name, here in self._settings().items():
             if state.get(name) != here:
                 raise ValueError(f"the state was saved with {name} {state.get(name)}, but here it is {here}")
         self._epoch = state["epoch"]
@@ -92,12 +92,12 @@ class ResumablePasses(ABC):
         self._started = False
 
     def _begin(self) -> int:
-        """Begin a pass, of the next epoch if this one was started before, and return the number of its first batch."""
+        """Begin a pass and return the number of its first batch; if a pass had begun, go to the next epoch first."""
         if self._started:
             self.set_epoch(self._epoch + 1)
         self._started = True
         return self._next_batch
 
-    def _hand_out(self, number: int) -> None:
+    def _mark_yielded(self, number: int) -> None:
         """Record that batch ``number`` is yielded now."""
         self._next_batch = number + 1

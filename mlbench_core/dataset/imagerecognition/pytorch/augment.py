@@ -1,8 +1,8 @@
 """Augmentation and normalization of whole batches of small images.
 
-The recipe of He et al. 2015: pad with zeros, take a random crop of the original size, mirror half of the images. Each
-image draws its own offset and mirroring, as with torchvision's ``RandomCrop`` and ``RandomHorizontalFlip``, but the
-whole batch is processed at once. :func:`crop_and_flip_reference` is the plain form, one image at a time.
+The method is that of He et al. 2015: pad with zeros, take a random crop of the original size, and mirror half of the
+images. Each image gets its own offset and mirroring, as with torchvision's ``RandomCrop`` and ``RandomHorizontalFlip``,
+but the whole batch is processed at once. :func:`crop_and_flip_reference` is the plain form, one image at a time.
 
 References:
     He, Zhang, Ren and Sun, Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
@@ -28,7 +28,7 @@ class Draws:
 
     Attributes:
         tops: First row of the crop in the padded image, int64 of shape (batch,), from 0 to 2 * padding.
-        lefts: First column of the crop, likewise.
+        lefts: First column of the crop, of the same dtype, shape and range.
         flips: bool of shape (batch,), True if the crop is mirrored.
     """
 
@@ -43,7 +43,8 @@ class Augmentation:
 
     Args:
         padding: Pixels of zeros on each side, at least 0.
-        flip: If True, mirror half of the images left to right. Not for digits: a mirrored digit is not a digit.
+        flip: If True, mirror half of the images left to right. Do not use it for digits: a mirrored digit is not a
+            digit.
 
     Example:
         >>> import torch
@@ -63,12 +64,12 @@ class Augmentation:
 
         Args:
             batch_size: Number of images.
-            generator: Source of the random numbers; torch's global generator by default.
+            generator: Generator of the random numbers; torch's global generator if None.
 
         Returns:
             The draws, on the CPU.
         """
-        # Drawn on the CPU, so that a seed gives the same augmentation on every device.
+        # Draw on the CPU, so that a seed gives the same augmentation on every device.
         offsets = torch.randint(0, 2 * self.padding + 1, (2, batch_size), generator=generator)
         if self.flip:
             flips = torch.rand(batch_size, generator=generator) < 0.5
@@ -81,7 +82,7 @@ class Augmentation:
 
         Args:
             images: Shape (batch, channels, height, width), any dtype.
-            generator: Source of the random numbers; torch's global generator by default.
+            generator: Generator of the random numbers; torch's global generator if None.
 
         Returns:
             New images of the same shape and dtype.
@@ -101,13 +102,12 @@ def crop_and_flip(images: Tensor, draws: Draws, padding: int) -> Tensor:
         New images of the same shape and dtype.
     """
     height, width = images.shape[-2:]
-    # All images are padded at once; the crops below are views of this tensor.
     padded = F.pad(images, (padding,) * 4)
-    # windows[n, c, i, j] is the crop of image n, channel c whose first pixel is (i, j): a view, nothing is copied
+    # windows[n, c, i, j] is the crop of image n, channel c whose first pixel is (i, j). It is a view without a copy.
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)
     device = images.device
-    which = torch.arange(len(images), device=device)
-    crops = windows[which, :, draws.tops.to(device), draws.lefts.to(device)]
+    numbers = torch.arange(len(images), device=device)
+    crops = windows[numbers, :, draws.tops.to(device), draws.lefts.to(device)]
     mirrored = draws.flips.to(device)
     return torch.where(mirrored[:, None, None, None], crops.flip(3), crops)
 
@@ -141,16 +141,17 @@ def normalize(
 
     Args:
         images: uint8 of shape (batch, channels, height, width).
-        mean: Mean of each channel, where 0 is black and 1 is full.
-        std: Standard deviation of each channel, likewise.
+        mean: Mean of each channel, on a scale from 0 (black) to 1 (the byte 255).
+        std: Standard deviation of each channel, on the same scale.
         memory_format: Memory format of the result.
 
     Returns:
         float32 of the same shape.
     """
-    # In float64: the two constants are rounded to float32 once, at the end.
+    # Compute the two constants in float64, and round them to float32 once, at the end.
     deviation = torch.tensor(std, dtype=torch.float64)
     scale = (1 / (255 * deviation)).float().to(images.device)[:, None, None]
     shift = (-torch.tensor(mean, dtype=torch.float64) / deviation).float().to(images.device)[:, None, None]
-    # Do the arithmetic first: it is several times faster on contiguous planes than on interleaved channels.
+    # Change the memory format last: arithmetic is several times faster on contiguous planes than on interleaved
+    # channels.
     return images.to(torch.float32).mul_(scale).add_(shift).contiguous(memory_format=memory_format)

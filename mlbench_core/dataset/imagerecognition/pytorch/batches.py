@@ -1,4 +1,4 @@
-"""Batches of images that follow from a seed and can be resumed."""
+"""Batches of images that depend only on a seed, and that a run can resume."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _ORDER, _AUGMENTATION = 0, 1
 class ImageBatches(ResumablePasses):
     """Iterate over a data set of images in batches.
 
-    It replaces a ``DataLoader`` for :class:`ImageDataset` and its partitions. The order of an epoch follows from (seed,
-    rank, epoch), the augmentation of a batch from (seed, rank, epoch, batch). torch's global generator is neither read
-    nor changed. So a run that stops in the middle of an epoch resumes with exactly the same remaining batches, if it
-    saves :meth:`state_dict`.
+    It replaces a ``DataLoader`` for :class:`ImageDataset` and its partitions. The order of an epoch depends only on
+    (seed, rank, epoch), and the augmentation of a batch on (seed, rank, epoch, batch). torch's global generator is
+    neither read nor changed. A run that stops in the middle of an epoch and saves :meth:`state_dict` resumes with
+    exactly the same remaining batches.
 
     Each pass is its own epoch: a second pass continues with the next epoch, unless :meth:`set_epoch` sets another one.
 
-    There are two ways to give each worker its own images. On a partition, each worker keeps the same part for the whole
-    run. On the whole data set with ``world_size``, the images are distributed again in each epoch. k workers with
-    batches of b images follow one common order, and worker r takes the r-th b of every kb. Together they then see, step
-    by step, the batches of a single worker with batches of kb. If kb does not divide the number of images, the workers
-    share the rest evenly, and at most k - 1 images are left out of that epoch.
+    Each worker can get its own images in one of two ways. On a partition, it keeps the same part for the whole run. On
+    the whole data set with ``world_size``, the images are distributed again in each epoch. k workers with batches of b
+    images use one common order, and worker r takes the r-th b of every kb images. Step by step, the k batches together
+    are those of a single worker with batches of kb. If kb does not divide the number of images, the workers share the
+    rest evenly, and at most k - 1 images are left out of that epoch.
 
-    On a :class:`~mlbench_core.dataset.pytorch.Partition`, the number of batches is that of the smallest part. So
-    it is the same on every worker even if parts differ by one sample, and no collective waits indefinitely.
+    On a :class:`~mlbench_core.dataset.pytorch.Partition`, the number of batches is that of the smallest part. It is the
+    same on every worker even if parts differ by one sample, so no collective waits indefinitely.
 
     Args:
         dataset: An :class:`ImageDataset`, or a partition of one.
         batch_size: Images in a batch, at least 1.
-        augment: If True, augment; by default as the data set does. True needs a data set with an augmentation.
+        augment: If True, augment, which needs a data set with an augmentation. If None, augment if it has one.
         shuffle: If True, each epoch has its own order; otherwise the data set's order is used.
         seed: Seed of order and augmentation, at least 0.
         drop_last: If True, leave out a last batch that is not full.
@@ -79,13 +79,13 @@ class ImageBatches(ResumablePasses):
         check_int("batch_size", batch_size)
         check_int("seed", seed, 0)
         check_int("rank", rank, 0)
-        # With world_size 1 the data set is this worker's part already, and its rank may be any.
+        # With world_size 1 the data set is already this worker's part, and the rank may be any number.
         if world_size != 1:
             check_rank(rank, world_size)
         self.dataset = dataset
         self.images, self._positions = _flatten(dataset)
         if augment and self.images.augmentation is None:
-            raise ValueError("augment is True, but the data set has no augmentation: set its `augmentation`")
+            raise ValueError("augment must be False for a data set without augmentation, not True: set `augmentation`")
         self.augment = self.images.augmentation is not None if augment is None else bool(augment)
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.seed, self.rank, self.world_size = seed, rank, world_size
@@ -93,7 +93,7 @@ class ImageBatches(ResumablePasses):
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
-        # The smallest part decides for all workers, so that none waits for a batch that another one does not have.
+        # The smallest part determines the number for all workers: otherwise some would wait in a collective.
         smallest = min(getattr(self.dataset, "smallest_part", len(self.dataset)), len(self.dataset)) // self.world_size
         return smallest // self.batch_size if self.drop_last else -(-smallest // self.batch_size)
 
@@ -109,10 +109,10 @@ class ImageBatches(ResumablePasses):
             rank = self.rank if self.world_size == 1 else 0
             order = order[torch.randperm(len(order), generator=self._generator(_ORDER, epoch, rank=rank))]
         for number in range(first, len(self)):
-            self._hand_out(number)
+            self._mark_yielded(number)
             chosen = order[number * together : (number + 1) * together]
             if self.world_size > 1:
-                # All workers see one batch of the order together. The last one is shared evenly if it is not full.
+                # The workers share each kb images of the order; if the last ones are fewer, they share them evenly.
                 share = len(chosen) // self.world_size
                 chosen = chosen[self.rank * share : (self.rank + 1) * share]
             generator = self._generator(_AUGMENTATION, epoch, number) if self.augment else None
@@ -125,10 +125,10 @@ class ImageBatches(ResumablePasses):
         return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Load a state; a state without a number of workers was saved by a run that did not share batches."""
+        """Resume at the position of a state; a state without ``world_size`` was saved with ``world_size=1``."""
         super().load_state_dict({"world_size": 1, **state})
 
-    def _basis(self) -> dict[str, int]:
+    def _settings(self) -> dict[str, int]:
         return {
             "seed": self.seed,
             "rank": self.rank,
@@ -139,7 +139,7 @@ class ImageBatches(ResumablePasses):
 
 
 def _flatten(dataset: Any) -> tuple[ImageDataset, Tensor]:
-    """Return the images behind a data set or a (nested) partition, and the positions that belong to it."""
+    """Return the image data set of a (nested) partition, and the positions of its images there."""
     if isinstance(dataset, ImageDataset):
         return dataset, torch.arange(len(dataset))
     indices = getattr(dataset, "indices", None)

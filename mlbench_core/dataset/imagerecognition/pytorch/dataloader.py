@@ -1,4 +1,4 @@
-"""Image data sets: CIFAR-10, MNIST, scikit-learn's digits and ImageNet's folders."""
+"""Image data sets: CIFAR-10, MNIST, scikit-learn's digits and folders of images such as ImageNet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 _CIFAR10_RECORDS = 10_000
-# The folders that the two archives unpack to.
+# The folders into which the two archives unpack.
 _CIFAR10_FOLDERS = ("", "cifar-10-batches-bin", "cifar-10-batches-py")
 # The published checksums. No verifiable checksum of the other binary batches is published, so their number of records
 # is checked instead.
@@ -47,8 +47,8 @@ _CIFAR10_MD5 = {
 MNIST_MEAN, MNIST_STD = 0.1307, 0.3081  # of the 60,000 training images, 28x28
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 _MNIST_FOLDERS = ("", "raw", "MNIST/raw")
-# Two checksums of each file: of the decompressed content, which holds however a file is compressed, and of the archive,
-# so that a damaged download is noticed before it takes its place.
+# Each file has two checksums. That of the decompressed content is valid for any compression. That of the archive
+# detects a damaged download before the file gets its final name.
 _MNIST_MD5 = {
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
@@ -66,27 +66,26 @@ _MNIST_ARCHIVE_MD5 = {
 class CIFAR10V1(ImageDataset):
     """CIFAR-10 with the augmentation of He et al. 2015.
 
-    Training images get 4 pixels of zero padding, a random 32x32 crop and random mirroring; all are normalized by the
-    training set's mean and standard deviation. The "binary version" (``data_batch_1.bin``, also as ``.xz`` or ``.gz``)
-    and the "python version" (``data_batch_1``) are both read, from ``root`` or from the folder below it that the
-    archives unpack to. The python version is a pickle; it is read without loading any code of it. Checksums are
-    verified.
+    Training images get 4 pixels of zero padding, a random 32x32 crop and random mirroring. All images are normalized by
+    the training set's mean and standard deviation. Both the "binary version" (``data_batch_1.bin``, also as ``.xz`` or
+    ``.gz``) and the "python version" (``data_batch_1``) can be read, from ``root`` or from the folder below it into
+    which the archives unpack. The python version is a pickle; none of its code is loaded. Checksums are verified.
 
-    ``targets`` holds the labels, a list, ``images`` the bytes as (N, 3, 32, 32), and ``data`` the same as (N, 32, 32,
-    3) in numpy, as in torchvision. ``dataset.transform = f`` replaces augmentation and normalization with torchvision's
-    transforms.
+    ``targets`` is the list of the labels. ``images`` has the bytes as a tensor (N, 3, 32, 32), and ``data`` as a numpy
+    array (N, 32, 32, 3), as in torchvision. Set ``dataset.transform`` to use torchvision's transforms instead of
+    augmentation and normalization.
 
     Args:
-        root: Folder that holds the files.
-        train: The 50,000 training images, or the 10,000 test images.
+        root: Folder with the files.
+        train: If True, the 50,000 training images, otherwise the 10,000 test images.
         download: If True, download missing files (162 MB) into ``root``.
-        partial: If True, accept a part of the files; for the test set also its first 1,000 records
+        partial: If True, accept some of the files, and for the test set a file of its first 1,000 records
             (``test_batch_first1000.bin``). Results on a part are not comparable with results on CIFAR-10.
-        augment: If True, augment; by default only training images are augmented.
+        augment: If True, augment; if None, augment training images only.
 
     Raises:
-        DatasetNotFoundError: The folder or all of the files are missing.
-        DatasetError: Some files are missing, and ``partial`` was not given, or a file is damaged.
+        DatasetNotFoundError: The folder is missing, or it has none of the files.
+        DatasetError: Some files are missing and ``partial`` is False, or a file is damaged.
         DownloadError: The download failed.
 
     References:
@@ -107,7 +106,7 @@ class CIFAR10V1(ImageDataset):
         self.root = Path(root)
         self.train = train
         names = [f"data_batch_{number}" for number in range(1, 6)] if train else ["test_batch"]
-        # A complete folder needs no network.
+        # Do not use the network if all files exist.
         if download and any(_find_cifar_batch(self.root, name, False) is None for name in names):
             archive = CIFAR10_URL.rsplit("/", 1)[1]
             maybe_download_and_extract_tar_gz(self.root, archive, CIFAR10_URL, md5=CIFAR10_ARCHIVE_MD5)
@@ -133,7 +132,7 @@ def _find_cifar_batch(root: Path, name: str, partial: bool) -> Path | None:
 
 def _cifar_files(root: Path, names: list[str], partial: bool) -> list[Path]:
     """Return the files of a split, after a check that all exist."""
-    advice = f"give download=True, or unpack {CIFAR10_URL} there"
+    advice = f"pass download=True, or unpack {CIFAR10_URL} there"
     if not root.is_dir():
         raise DatasetNotFoundError(f"no CIFAR-10 here: the folder {root} does not exist; {advice}")
     found = {name: _find_cifar_batch(root, name, partial) for name in names}
@@ -144,7 +143,7 @@ def _cifar_files(root: Path, names: list[str], partial: bool) -> list[Path]:
             f"no CIFAR-10 in {root}: missing {missing} (also as .bin, .bin.xz, .bin.gz); {advice}"
         )
     if missing and not partial:
-        raise DatasetError(f"CIFAR-10 in {root} is not complete: missing {missing}; {advice}, or take partial=True")
+        raise DatasetError(f"CIFAR-10 in {root} is not complete: missing {missing}; {advice}, or pass partial=True")
     return paths
 
 
@@ -157,24 +156,24 @@ def _read_cifar_batch(path: Path) -> tuple[Tensor, Tensor]:
     # The number of records also detects truncation of a file without a published checksum.
     expected = 1_000 if "first1000" in name else _CIFAR10_RECORDS
     if len(images) != expected:
-        raise DatasetError(f"{path} is damaged: it holds {len(images)} images and should hold {expected}")
+        raise DatasetError(f"{path} is damaged: it must have {expected} images, not {len(images)}")
     return images, labels
 
 
 class MNIST(ImageDataset):
     """MNIST: handwritten digits, gray, padded with zeros from 28x28 to 32x32.
 
-    Training images get 4 pixels of zero padding and a random crop, and are not mirrored, because a mirrored digit is
-    not a digit. Files in idx format, plain or ``.gz``, are in ``root``, ``root/raw`` or ``root/MNIST/raw``. Checksums
-    are verified.
+    Training images get 4 pixels of zero padding and a random crop. They are not mirrored, because a mirrored digit is
+    not a digit. The files in idx format, plain or ``.gz``, must be in ``root``, ``root/raw`` or ``root/MNIST/raw``.
+    Checksums are verified.
 
     Args:
-        root: Folder that holds the files.
-        train: The 60,000 training images, or the 10,000 test images.
+        root: Folder with the files.
+        train: If True, the 60,000 training images, otherwise the 10,000 test images.
         download: If True, download missing files (12 MB) into ``root``.
-        pad: Zeros on each side: 2 for 32x32, 0 for 28x28.
-        channels: 1, or 3 equal ones for networks made for color images.
-        augment: If True, augment; by default only training images are augmented.
+        pad: Pixels of zeros on each side: 2 for images of 32x32, 0 for 28x28.
+        channels: 1, or 3 equal channels for networks for color images.
+        augment: If True, augment; if None, augment training images only.
 
     Raises:
         ValueError: ``pad`` or ``channels`` is not as listed above.
@@ -202,10 +201,10 @@ class MNIST(ImageDataset):
         self.root = Path(root)
         self.train = train
         split = "train" if train else "t10k"
-        grey = _read_idx(self.root, f"{split}-images-idx3-ubyte", 3, download)
+        gray = _read_idx(self.root, f"{split}-images-idx3-ubyte", 3, download)
         labels = _read_idx(self.root, f"{split}-labels-idx1-ubyte", 1, download)
         super().__init__(
-            F.pad(grey[:, None], (pad,) * 4).expand(-1, channels, -1, -1).contiguous(),
+            F.pad(gray[:, None], (pad,) * 4).expand(-1, channels, -1, -1).contiguous(),
             labels,
             [str(digit) for digit in range(10)],
             (MNIST_MEAN,) * channels,
@@ -222,7 +221,7 @@ def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> Tensor:
         path = progress_download(f"{MNIST_URL}{name}.gz", root / f"{name}.gz", md5=_MNIST_ARCHIVE_MD5[name])
     if path is None:
         raise DatasetNotFoundError(
-            f"no MNIST in {root}: missing {name} (also as .gz); give download=True, or get it from {MNIST_URL}{name}.gz"
+            f"no MNIST in {root}: missing {name} (also as .gz); pass download=True, or get it from {MNIST_URL}{name}.gz"
         )
     return readers.parse_idx(path, readers.read_bytes(path, _MNIST_MD5[name]), dimensions)
 
@@ -230,15 +229,15 @@ def _read_idx(root: Path, name: str, dimensions: int, download: bool) -> Tensor:
 class Digits(ImageDataset):
     """scikit-learn's handwritten digits, enlarged to 32x32: a data set that needs no download.
 
-    1,797 gray images of 8x8, enlarged bilinearly, with three equal channels. A fifth of each class, the same on every
-    machine, is the validation set. Training images get 2 pixels of zero padding and a random crop, and are not
-    mirrored.
+    The 1,797 gray images of 8x8 pixels are enlarged bilinearly and have three equal channels. A fifth of each class,
+    the same on every machine, is the validation set. Training images get 2 pixels of zero padding and a random crop.
+    They are not mirrored.
 
     Args:
-        root: Not used: the images come with scikit-learn.
-        train: The training images (1,438), or the validation images (359).
+        root: Has no effect: the images come with scikit-learn.
+        train: If True, the 1,438 training images, otherwise the 359 validation images.
         channels: 1 or 3.
-        augment: If True, augment; by default only training images are augmented.
+        augment: If True, augment; if None, augment training images only.
 
     Raises:
         ValueError: ``channels`` is not as listed above.
@@ -262,7 +261,7 @@ class Digits(ImageDataset):
         large = F.interpolate(small, size=(32, 32), mode="bilinear", align_corners=False)
         images = large.mul(255).round().to(torch.uint8)
         training, validation = stratified_split(digits.target)
-        # Mean and deviation come from the training images alone: validation must not influence the inputs.
+        # Compute mean and deviation from the training images alone: validation images must not influence the inputs.
         reference = images[training].double() / 255
         chosen = training if train else validation
         super().__init__(
@@ -278,12 +277,12 @@ class Digits(ImageDataset):
 class Imagenet(Dataset):
     """ImageNet, or any images in one folder for each class.
 
-    The images are in ``root/train/<class>/`` and ``root/val/<class>/``. Training images get a random crop of 224x224 at
-    a random scale, and random mirroring; validation images are resized to 256 and cropped in the middle. All are
-    normalized by ImageNet's mean and standard deviation.
+    The images are in ``root/train/<class>/`` and ``root/val/<class>/``. Training images get a random crop of 224x224
+    pixels at a random scale, and random mirroring. Validation images are resized to 256 pixels at their shorter side
+    and cropped to 224x224 in the middle. All are normalized by ImageNet's mean and standard deviation.
 
     Args:
-        root: Folder that holds ``train`` and ``val``.
+        root: Folder that contains ``train`` and ``val``.
         train: True for ``train``, False for ``val``.
 
     Attributes:
@@ -294,7 +293,7 @@ class Imagenet(Dataset):
         transform: Function that is applied to an image; may be set.
 
     Raises:
-        DatasetNotFoundError: The folder is missing or holds no images.
+        DatasetNotFoundError: The folder is missing or has no images.
         MissingDependencyError: torchvision is not installed.
 
     References:
@@ -312,7 +311,7 @@ class Imagenet(Dataset):
         folder = self.root / ("train" if train else "val")
         if not folder.is_dir():
             raise DatasetNotFoundError(
-                f"no ImageNet here: the folder {folder} does not exist; it must hold one folder of images for each "
+                f"no ImageNet here: the folder {folder} does not exist; it must have one folder of images for each "
                 "class (https://image-net.org/download)"
             )
         try:

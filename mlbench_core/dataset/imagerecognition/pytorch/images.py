@@ -17,32 +17,34 @@ __all__ = ["ImageDataset"]
 
 
 class ImageDataset(Dataset):
-    """Labeled images of one size, all in one tensor of bytes.
+    """Labeled images of the same size, in one tensor of bytes.
 
-    A sample is ``(image, label)``. The image is augmented, if the data set has an augmentation, and normalized: float32
-    of shape (channels, height, width). The label is an int. Random numbers come from torch's global generator, which a
-    ``DataLoader`` seeds in each of its processes. A loader fetches a whole batch at once through ``__getitems__``.
-    :class:`~mlbench_core.dataset.imagerecognition.pytorch.batches.ImageBatches` is faster still and resumes exactly.
+    A sample is ``(image, label)``. The image is float32 of shape (channels, height, width), normalized, and augmented
+    if the data set has an augmentation. The label is an int. Random numbers come from torch's global generator, which a
+    ``DataLoader`` seeds in each of its processes. A ``DataLoader`` fetches a whole batch with one call of
+    ``__getitems__``. :class:`~mlbench_core.dataset.imagerecognition.pytorch.batches.ImageBatches` is faster and can
+    resume within an epoch.
 
     Args:
         images: uint8 of shape (N, channels, height, width).
         targets: Class of each image, int64 of shape (N,).
         classes: Names of the classes.
-        mean: Mean of each channel, where 0 is black and 1 is full.
-        std: Standard deviation of each channel, likewise.
-        augmentation: Augmentation of an image before it is normalized; None for none.
+        mean: Mean of each channel, on a scale from 0 (black) to 1 (the byte 255).
+        std: Standard deviation of each channel, on the same scale.
+        augmentation: Augmentation that is applied before the normalization; None for none.
 
     Attributes:
         images: As given.
-        targets: Class of each image, a list of int as in torchvision; may be changed, until the data set is moved to
+        targets: Class of each image, a list of int as in torchvision. It may be changed until the data set is moved to
             another device.
         classes: As given, a list.
         mean: As given, a tuple.
         std: As given, a tuple.
         augmentation: As given; may be set.
-        transform: Function that makes a sample of an image, in place of augmentation and normalization; None at first.
-            It gets one PIL image at a time, as torchvision's transforms expect, and draws its own random numbers.
-        target_transform: Function that makes a label of an int; None at first.
+        transform: Function that converts an image to a sample, instead of augmentation and normalization; None at
+            first. It gets one PIL image at a time, as torchvision's transforms expect, and draws its own random
+            numbers.
+        target_transform: Function that converts a class, an int, to a label; None at first.
 
     Raises:
         ValueError: Shapes or dtypes are not as listed above.
@@ -71,7 +73,7 @@ class ImageDataset(Dataset):
             raise ValueError(f"targets must have shape ({len(images)},) as images, not {tuple(targets.shape)}")
         if not len(mean) == len(std) == images.shape[1]:
             raise ValueError(
-                f"mean and std must have {images.shape[1]} values as channels, not {len(mean)}, {len(std)}"
+                f"mean and std must have {images.shape[1]} values, one per channel, not {len(mean)} and {len(std)}"
             )
         self.images = images
         # A list as in torchvision; its labels may be changed.
@@ -88,7 +90,8 @@ class ImageDataset(Dataset):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return self.__getitems__([range(len(self))[index]])[0]  # an IndexError if the image does not exist
+        # `range` raises IndexError if the image does not exist, and converts a negative position.
+        return self.__getitems__([range(len(self))[index]])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
         """Return several samples, created together; torch's DataLoader calls this for each batch."""
@@ -103,11 +106,11 @@ class ImageDataset(Dataset):
         *,
         augment: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Make a batch as whole-tensor operations.
+        """Create a batch, by operations on whole tensors.
 
         Args:
             indices: Positions of the samples, int64 of shape (batch,) if it is a tensor.
-            generator: Source of the augmentation's random numbers; torch's global generator by default.
+            generator: Generator of the augmentation's random numbers; torch's global generator if None.
             memory_format: Memory format of the images, for example ``torch.channels_last``.
             augment: If False, leave out the augmentation.
 
@@ -126,9 +129,7 @@ class ImageDataset(Dataset):
             return normalize(images, self.mean, self.std, memory_format), self._labels(chosen)
         samples = self._transformed(chosen.tolist())
         if not all(isinstance(sample, Tensor) for sample in samples):
-            raise TypeError(
-                f"transform made a {type(samples[0]).__name__}; batches need tensors: end it with ToTensor()"
-            )
+            raise TypeError(f"transform must return tensors, not {type(samples[0]).__name__}: end it with ToTensor()")
         images = torch.stack(samples).to(self.images.device)
         return images.contiguous(memory_format=memory_format), self._labels(chosen)
 
@@ -138,8 +139,8 @@ class ImageDataset(Dataset):
         pictures: Any = require("PIL.Image", "vision")
         pixels = self.data
         # PIL takes gray images as (height, width), without a channel.
-        grey = pixels.shape[-1] == 1
-        return [self.transform(pictures.fromarray(pixels[i, :, :, 0] if grey else pixels[i])) for i in indices]
+        is_gray = pixels.shape[-1] == 1
+        return [self.transform(pictures.fromarray(pixels[i, :, :, 0] if is_gray else pixels[i])) for i in indices]
 
     def _targets(self, indices: Sequence[int]) -> list[Any]:
         """Return the labels of some samples, one by one."""
@@ -150,7 +151,7 @@ class ImageDataset(Dataset):
         """Return the labels of some samples as a tensor, on the device of the images."""
         if self._moved_labels is not None and self.target_transform is None:
             return self._moved_labels[chosen]
-        # The labels are read for each batch, because `targets` may have been changed.
+        # Read the labels again for each batch, because `targets` may have been changed.
         labels = self._targets(chosen.tolist())
         if self.target_transform is None:
             return torch.tensor(labels, dtype=torch.int64)
@@ -167,7 +168,7 @@ class ImageDataset(Dataset):
         """
         self.images = self.images.to(device)
         on_cpu = self.images.device.type == "cpu"
-        # On the CPU the list is used, because it may be changed; on a device a tensor avoids copies.
+        # The CPU uses the list, because it may be changed. On another device, a tensor avoids a copy for each batch.
         self._moved_labels = None if on_cpu else torch.tensor(self.targets, dtype=torch.int64, device=device)
         return self
 
@@ -179,7 +180,7 @@ class ImageDataset(Dataset):
     @property
     def data(self) -> np.ndarray:
         """Return the images as in torchvision: uint8 of shape (N, height, width, channels), a view on the CPU."""
-        # A view of the tensor's bytes in another order; torchvision's users expect the channels last.
+        # This is a view in another order, because torchvision's users expect the channels last.
         return self.images.cpu().permute(0, 2, 3, 1).numpy()
 
     @property

@@ -1,4 +1,4 @@
-"""Read the files in which image data sets are published, without ever loading pickled code."""
+"""Read the file formats of published image data sets, without loading pickled code."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def read_bytes(path: Path, md5: str | None = None) -> bytes:
     """
     with open_file(path) as file:
         content = file.read()
-    # The checksum is that of the content, so that it holds however the file is compressed.
+    # The checksum is that of the content, so that it is valid for any compression.
     found = files.digest(content, "md5") if md5 else None
     if found != md5:
         raise DatasetError(
-            f"{path} is damaged: the md5 of its content is {found} and should be {md5}; delete it and get it again"
+            f"{path} is damaged: the md5 of its content must be {md5}, not {found}; delete it and get it again"
         )
     return content
 
@@ -68,8 +68,8 @@ def parse_cifar_binary(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
 def parse_cifar_python(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
     """Parse CIFAR-10's "python version": a pickle of a dictionary with an array and a list.
 
-    The pickle is read by an unpickler that knows plain containers, numbers, texts and numpy arrays. It refuses every
-    other class or function before it is looked up, so no code of the file runs.
+    An unpickler reads the pickle that allows only plain containers, numbers, text and numpy arrays. It refuses every
+    other class or function before it looks it up, so no code of the file runs.
 
     Args:
         path: Path of the file, for messages.
@@ -83,12 +83,13 @@ def parse_cifar_python(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
     """
     try:
         entries = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
-        # Python 2's pickles have bytes as keys, Python 3's have text.
+        # The keys are bytes in a pickle of Python 2, and text in one of Python 3.
         named = {key.decode() if isinstance(key, bytes) else key: value for key, value in entries.items()}
         rows, labels = np.asarray(named["data"]), np.asarray(named["labels"])
     except DatasetError as error:
         raise DatasetError(f"{path}: {error}") from error
-    except Exception as error:  # a damaged pickle may raise nearly anything
+    # A damaged pickle may raise an exception of nearly any type.
+    except Exception as error:
         raise DatasetError(f"{path} is damaged: {type(error).__name__}: {error}; delete it and get it again") from error
     if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape != (len(labels), _CIFAR_RECORD_BYTES - 1):
         raise DatasetError(f"{path} is damaged: data is {rows.dtype} of shape {rows.shape} for {len(labels)} labels")
@@ -99,15 +100,15 @@ def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[Tensor, T
     """Convert rows of bytes to images."""
     if labels.min() < 0 or labels.max() > 9:
         raise DatasetError(f"{path} is damaged: a label is {labels.max()}, but classes go from 0 to 9")
-    # A copy, because torch must not write to memory that belongs to an immutable bytes object.
+    # Copy the rows, because torch must not write to memory that belongs to an immutable bytes object.
     images = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1, 3, 32, 32).copy())
     return images, torch.from_numpy(labels.astype(np.int64))
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Encode a text as Python 2's pickles of bytes require; only latin-1 is allowed."""
+    """Encode text as latin-1, which pickles of Python 2 need for bytes; refuse every other encoding."""
     if encoding not in ("latin1", "latin-1"):
-        raise DatasetError(f"the pickle asks for the encoding {encoding!r}, which no array needs")
+        raise DatasetError(f"the pickle requests the encoding {encoding!r}, which no array needs")
     return text.encode("latin-1")
 
 
@@ -117,12 +118,12 @@ class _ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return one of the names that arrays need, and refuse everything else."""
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            # The function that rebuilds arrays, from this numpy: its module depends on the version.
+            # Return this numpy's function that rebuilds arrays, because its module depends on the version.
             return np.zeros(1).__reduce__()[0]  # type: ignore[index]
         # These names rebuild arrays and can run nothing else.
         allowed = {("numpy", "ndarray"): np.ndarray, ("numpy", "dtype"): np.dtype, ("_codecs", "encode"): _encode}
         if (module, name) not in allowed:
-            raise DatasetError(f"the pickle asks for {module}.{name}, which is not part of an array; it was not loaded")
+            raise DatasetError(f"the pickle requests {module}.{name}, which no array needs; it was not loaded")
         return allowed[module, name]
 
 
@@ -144,7 +145,7 @@ def parse_idx(path: Path, content: bytes, dimensions: int) -> Tensor:
     if len(content) < start or content[:4] != bytes((0, 0, 8, dimensions)):
         raise DatasetError(f"{path} is damaged: it is not an idx file of bytes with {dimensions} dimensions")
     shape = [int(size) for size in np.frombuffer(content, dtype=">u4", count=dimensions, offset=4)]
-    # A truncated download has the right header but too few bytes.
+    # A truncated download has a correct header but too few bytes.
     if len(content) - start != int(np.prod(shape)):
         raise DatasetError(f"{path} is damaged: {len(content) - start} bytes for the sizes {shape}")
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape).copy())

@@ -1,4 +1,4 @@
-"""Batches of rows, shuffled by blocks and within them, that follow from a seed and can be resumed."""
+"""Batches of rows that are shuffled by blocks and within them. A seed determines them, and a run can resume them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BlockBatchSampler", "LinearBatches"]
 
 # Purpose of a stream of random numbers; part of its seed, so that no two purposes share one.
 _CUT, _ORDER = 0, 1
-_LARGE_BYTES = 32_000_000  # below 32 MiB, the largest block that glibc adapts to
+_LARGE_BYTES = 32_000_000  # below 32 MiB, up to which glibc adapts its threshold; see LinearBatches.__iter__
 
 
 class _BlockOrder(ResumablePasses):
@@ -43,7 +43,10 @@ class _BlockOrder(ResumablePasses):
         check_int("seed", seed, 0)
         check_rank(rank, world_size)
         if len(dataset) < world_size:
-            raise ValueError(f"the data set has {len(dataset)} rows for {world_size} workers; each needs at least one")
+            raise ValueError(
+                f"world_size must be at most {len(dataset)}, the rows of the data set, not {world_size}: each worker "
+                "needs at least one row"
+            )
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.rank, self.world_size = rank, world_size
         self.drop_last, self.window_blocks, self.repartition = drop_last, window_blocks, repartition
@@ -61,12 +64,13 @@ class _BlockOrder(ResumablePasses):
         Yields:
             The positions of each batch's rows.
         """
-        # A generator runs from its first `next`: a DataLoader creates iterators that it never uses.
+        # This is a generator, so a pass begins at the first `next`: a DataLoader creates iterators that it never uses.
         first = self._begin()
         order, count = self.rows(self._epoch), len(self)
         for number in range(first, count):
-            self._hand_out(number)
-            # Parts may differ by one row; the last batch takes it, so that every worker has the same number of batches.
+            self._mark_yielded(number)
+            # Workers' parts may differ by one row. It belongs to the last batch, so that every worker has the same
+            # number of batches.
             is_rest = number == count - 1 and not self.drop_last
             stop = None if is_rest else (number + 1) * self.batch_size
             yield np.sort(order[number * self.batch_size : stop])
@@ -83,7 +87,7 @@ class _BlockOrder(ResumablePasses):
         pieces = self._part(epoch)
         if not self.shuffle:
             return _positions(pieces)
-        # The rank is part of the seed here: each worker has its own order.
+        # The rank is part of the seed here, so that each worker has its own order.
         generator = self._generator(_ORDER, self.rank, epoch)
         pieces = pieces[generator.permutation(len(pieces))]
         window = self.window_blocks * self._pieces_per_block
@@ -96,7 +100,7 @@ class _BlockOrder(ResumablePasses):
         """Return this worker's pieces of blocks: their first rows and their ends, shape (pieces, 2)."""
         pieces = np.stack([self._bounds[:-1], self._bounds[1:]], axis=1)
         if self.shuffle:
-            # The same generator on every worker: all cut the same order into disjoint parts.
+            # The rank is not part of the seed here: all workers must cut the same order into disjoint parts.
             generator = self._generator(_CUT, epoch if self.repartition else 0)
             pieces = pieces[generator.permutation(len(pieces))]
         share, more = divmod(self._rows, self.world_size)
@@ -104,7 +108,7 @@ class _BlockOrder(ResumablePasses):
         last = first + share + (self.rank < more)
         ends = np.cumsum(pieces[:, 1] - pieces[:, 0])
         begins = ends - (pieces[:, 1] - pieces[:, 0])
-        # A worker's share may begin and end inside a piece: such pieces are cut at the border.
+        # A worker's share may begin or end inside a piece, which is then cut there.
         cut = np.stack([pieces[:, 0] + np.maximum(first - begins, 0), pieces[:, 1] - np.maximum(ends - last, 0)], 1)
         return cut[(begins < last) & (ends > first)]
 
@@ -112,7 +116,7 @@ class _BlockOrder(ResumablePasses):
         """Return a separate generator for each purpose; related seeds give unrelated streams."""
         return np.random.default_rng(np.random.SeedSequence([self.seed, *purpose]))
 
-    def _basis(self) -> dict[str, int]:
+    def _settings(self) -> dict[str, int]:
         return {
             "seed": self.seed,
             "rank": self.rank,
@@ -130,8 +134,8 @@ class _BlockOrder(ResumablePasses):
 class BlockBatchSampler(_BlockOrder, Sampler[list[int]]):
     r"""A sampler of row batches for one worker, shuffled by blocks and within a window of several blocks.
 
-    Rows that are stored together are read together, which is efficient for disk and page cache. The order is still
-    random enough for training:
+    The sampler reads rows together that are stored together, which is efficient for disk and page cache. The order is
+    still random enough for training:
 
     1. The blocks of the data set are put in a random order, the same on all workers. Their rows are cut into
        ``world_size`` parts whose sizes differ by at most 1. The parts are disjoint and cover every row.
@@ -140,22 +144,23 @@ class BlockBatchSampler(_BlockOrder, Sampler[list[int]]):
        Batches are cut from the mixed rows. The order within a batch does not affect a sum of gradients, so the rows of
        a batch are sorted and read in the order of the file.
 
-    If there are fewer than ``min_pieces`` blocks, as in small files, steps 1 and 2 shuffle pieces of blocks instead.
-    There are then enough pieces for workers to get similar parts even if the file is sorted.
+    If a small file has fewer than ``min_pieces`` blocks, steps 1 and 2 shuffle pieces of blocks instead. Workers then
+    get similar parts even if the file is sorted.
 
-    So a batch is drawn without replacement from the rows of W = ``window_blocks`` random blocks instead of from all
-    rows. With :math:`S` the variance of a quantity over single rows and :math:`S_b` that of its block means, the mean
-    of a batch of B rows is unbiased and has the variance :math:`S / B + S_b / W` at most; a plain shuffle has
-    :math:`S / B`. A file whose rows are in random order has blocks that are alike (:math:`S_b \approx S / \text{rows of
-    a block}`), and the second term is negligible. In the worst case, a file sorted by label (:math:`S_b \approx S`),
-    W = B at most doubles the variance. A window of all blocks is a plain shuffle of the worker's part.
+    Thus a batch is drawn without replacement from the rows of W = ``window_blocks`` random blocks, and not from all
+    rows. Let :math:`S` be the variance of a quantity over single rows, and :math:`S_b` the variance of its block means.
+    The mean of a batch of B rows is unbiased and has a variance of at most :math:`S / B + S_b / W`. A plain shuffle has
+    :math:`S / B`. If the rows of a file are in random order, its blocks are alike
+    (:math:`S_b \approx S / \text{rows of a block}`), and the second term is negligible. The worst case is a file sorted
+    by label (:math:`S_b \approx S`): with W = B, the variance at most doubles. A window of all blocks is a plain
+    shuffle of the worker's part.
 
     Every worker has the same number of batches. Without ``drop_last``, every row occurs once per epoch: if parts differ
     by a row, the last batch of a larger part may have one row more than ``batch_size``.
 
     Each pass is its own epoch: a second pass continues with the next epoch, unless :meth:`set_epoch` sets another one.
-    Pass it to a ``DataLoader`` as ``batch_sampler``. Worker processes run ahead of the consumed batches, so a position
-    within an epoch is exact only in :class:`LinearBatches`.
+    Pass it to a ``DataLoader`` as ``batch_sampler``. The worker processes of a ``DataLoader`` read ahead, so a saved
+    position within an epoch is exact only with :class:`LinearBatches`.
 
     Args:
         dataset: The rows.
@@ -166,8 +171,8 @@ class BlockBatchSampler(_BlockOrder, Sampler[list[int]]):
         world_size: Number of workers.
         drop_last: If True, leave out a last batch that is not full.
         window_blocks: Blocks whose rows are mixed, at least 1.
-        repartition: If True, workers get other parts in each epoch; otherwise a worker keeps its part, and reads no
-            other (on its disk, in its cache).
+        repartition: If True, workers get other parts in each epoch. Otherwise a worker always reads the same part,
+            which may then be the only one on its disk or in its cache.
         min_pieces: Minimum number of pieces to shuffle, if there are enough rows.
 
     Raises:
@@ -181,9 +186,8 @@ class BlockBatchSampler(_BlockOrder, Sampler[list[int]]):
 class LinearBatches(_BlockOrder):
     """Iterate over whole batches of rows, in place of a ``DataLoader``.
 
-    Each batch is fetched by one call, in this process. :class:`BlockBatchSampler` describes batches, epochs and how to
-    resume. A run that stops in the middle of an epoch and saves :meth:`state_dict` resumes with exactly the same
-    remaining batches.
+    One call fetches each batch, in this process. :class:`BlockBatchSampler` describes the batches and epochs. A run
+    that stops in the middle of an epoch and saves :meth:`state_dict` resumes with exactly the same remaining batches.
 
     Other arguments: see :class:`BlockBatchSampler`.
 
@@ -200,9 +204,9 @@ class LinearBatches(_BlockOrder):
     """
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # glibc returns freed memory to the system beyond twice the largest mapped block that was ever freed. A batch of
-        # a megabyte would be returned each time, and creating its pages again costs as much as filling them. Freeing
-        # this large, untouched block makes glibc keep the memory of one batch for the next.
+        # glibc keeps freed memory up to twice the size of the largest mapped block that was ever freed, and returns
+        # the rest to the system. It would return a batch of a megabyte each time, and creating the pages again costs as
+        # much as filling them. After this large block is freed, glibc keeps the memory of one batch for the next.
         torch.empty(_LARGE_BYTES, dtype=torch.uint8)
         return map(self.dataset.fetch, self.row_batches())
 
@@ -219,6 +223,6 @@ def _cut_blocks(bounds: NDArray[np.int64], min_pieces: int) -> tuple[NDArray[np.
 
 
 def _positions(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return all rows of some pieces, one after the other."""
+    """Return the positions of all rows of some pieces, piece by piece."""
     lengths = pieces[:, 1] - pieces[:, 0]
     return np.repeat(pieces[:, 1] - np.cumsum(lengths), lengths) + np.arange(lengths.sum())

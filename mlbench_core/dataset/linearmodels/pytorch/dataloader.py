@@ -24,7 +24,7 @@ __all__ = ["LMDBDataset", "Rows", "collate_rows"]
 
 
 class Rows(Sequence[tuple[Tensor, Tensor]]):
-    """Several rows that were fetched at once: a sequence of (features, label), also available as two tensors.
+    """Several rows that were fetched at once, as a sequence of (features, label) and as two tensors.
 
     Attributes:
         features: Features of all rows, shape (rows, n_features).
@@ -50,8 +50,8 @@ class Rows(Sequence[tuple[Tensor, Tensor]]):
 def collate_rows(rows: Any) -> tuple[Tensor, Tensor]:
     """Make a batch from the result of :meth:`LMDBDataset.__getitems__` without another copy.
 
-    Pass it to a ``DataLoader`` as ``collate_fn``. torch's default makes the same batch from dense rows, but slower, and
-    does not support sparse rows.
+    Pass it to a ``DataLoader`` as ``collate_fn``. torch's default function makes the same batch from dense rows, but it
+    is slower and does not support sparse rows.
 
     Args:
         rows: The fetched rows.
@@ -69,9 +69,9 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
     """Labeled rows in LMDB files, created by :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`.
 
     A sample is a row of ``n_features`` numbers and its label, of shape (1,), so a batch of labels has the shape of a
-    linear model's output. The files are opened at the first use in each process, without locks and read-only. So
-    objects can be sent to the worker processes of a ``DataLoader``, forked or spawned, and data may be on a read-only
-    file system.
+    linear model's output. Each process opens the files at its first use, read-only and without locks. Therefore objects
+    can be sent to the worker processes of a ``DataLoader``, forked or spawned, and data may be on a read-only file
+    system.
 
     A ``DataLoader`` fetches a whole batch with one call through ``__getitems__``. Use it with :func:`collate_rows` and
     :class:`~mlbench_core.dataset.linearmodels.pytorch.BlockBatchSampler` for best speed.
@@ -81,7 +81,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         name: Name of the data set, for example ``"epsilon"``.
         data_type: ``"train"`` or ``"test"``.
         root: Folder with ``NAME_TYPE.lmdb``, or with several ``NAME_TYPE-....lmdb``, whose rows follow one another in
-            the order of the files' names. Also the path of one store itself.
+            the order of the files' names; or the path of a single store.
         target_transform: Function that is applied to each label, a tensor of shape (1,).
         layout: ``"dense"``, or ``"sparse_csr"`` for batches in ``torch.sparse_csr`` layout. Data of either storage
             layout can be read as either; dense batches of many features are large.
@@ -90,8 +90,8 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
     Raises:
         ValueError: ``data_type`` or ``layout`` is not one of the above.
         DatasetNotFoundError: The data does not exist in ``root``.
-        DatasetError: A file is damaged, is of another format, or the files do not belong together. Files of version 3.0
-            are not read: they are pickles, which can run any code.
+        DatasetError: A file is damaged or has another format, or the files do not belong together. Files of version 3.0
+            are refused, because they contain pickles, which can run any code.
 
     Example:
         >>> import pathlib, tempfile
@@ -124,7 +124,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         self.target_transform = target_transform
         self.layout = layout
         self.stores = [LinearStore(path, cache=cache) for path in find_stores(self.root, name, data_type)]
-        # Files of different conversions may differ in columns or labels, which would train silently on wrong data.
+        # Files of different conversions may differ in columns or labels. A run would silently train on wrong data.
         _check_together(self.stores)
         self._ends = list(accumulate(len(store) for store in self.stores))
         self._labels = torch.from_numpy(np.concatenate([store.labels for store in self.stores]))
@@ -201,11 +201,14 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         wanted = np.asarray(rows, dtype=np.int64)
         outside = (wanted < -len(self)) | (wanted >= len(self))
         if outside.any():
-            raise IndexError(f"there is no row {wanted[outside][0]}: {self.name} {self.data_type} has {len(self)} rows")
+            raise IndexError(
+                f"rows of {self.name} {self.data_type} must be from {-len(self)} to {len(self) - 1}, not "
+                f"{wanted[outside][0]}"
+            )
         return self.fetch(np.where(wanted < 0, wanted + len(self), wanted))
 
     def fetch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return rows as :meth:`batch` does, without a check of the positions, for loaders that create them.
+        """Return rows as :meth:`batch` does, but do not check the positions: loaders call this with correct ones.
 
         Args:
             positions: Rows, each from 0 to ``len(self) - 1``. The result for other values is undefined.
@@ -220,7 +223,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         return (self._dense(positions) if self.layout == "dense" else self._sparse(positions)), labels
 
     def close(self) -> None:
-        """Close the files; they are opened again when needed."""
+        """Close the files; the next read opens them again."""
         for store in self.stores:
             store.close()
 
@@ -231,7 +234,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
             return
         start = 0
         while start < len(rows):
-            # Rows of one file that follow each other are fetched with one call.
+            # One call fetches all neighboring rows of the same file.
             number = bisect_right(self._ends, rows[start])
             first = self._ends[number] - len(self.stores[number])
             outside = (rows[start:] < first) | (rows[start:] >= self._ends[number])
@@ -249,7 +252,7 @@ class LMDBDataset(Dataset[tuple[Tensor, Tensor]]):
         parts = [store.take_csr(local) for store, local, _ in self._runs(rows)]
         indptr, columns, values = map(torch.from_numpy, join_csr(parts, self._labels.numpy().dtype))
         with warnings.catch_warnings():
-            # torch warns of its sparse layout once per process, in the middle of a training's output.
+            # torch warns once per process that its sparse layout is in beta, in the middle of a training's output.
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             return torch.sparse_csr_tensor(
                 indptr, columns, values, (len(rows), self.n_features), check_invariants=False
@@ -271,5 +274,5 @@ def _check_together(stores: list[LinearStore]) -> None:
     numbers = [store.header.shard[0] for store in stores]
     if count > 1 and numbers != list(range(count)):
         raise DatasetError(
-            f"the data set has {count} parts, of which {numbers} are in {first.path.parent}: convert it again"
+            f"{first.path.parent} must have parts 0 to {count - 1} of the data set, not {numbers}: convert it again"
         )

@@ -2,10 +2,10 @@
 
     python -m mlbench_core.dataset.util.pytorch.libsvm NAME [train|test] DEST_DIR
 
-The command creates ``DEST_DIR/NAME_train.lmdb`` and ``DEST_DIR/NAME_test.lmdb`` (or the one that was requested), which
-:class:`~mlbench_core.dataset.linearmodels.pytorch.LMDBDataset` reads. Known names: a9a, agaricus, australian, duke,
-epsilon, heart_scale, rcv1, webspam are downloaded; synthetic_dense is generated. Any other name takes its text
-from ``--file``.
+The command creates ``DEST_DIR/NAME_train.lmdb`` and ``DEST_DIR/NAME_test.lmdb``, or only the requested one.
+:class:`~mlbench_core.dataset.linearmodels.pytorch.LMDBDataset` reads them. The command downloads a9a, agaricus,
+australian, duke, epsilon, heart_scale, rcv1 and webspam, and generates synthetic_dense. For any other name, give the
+text by ``--file``.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ def convert(
 ) -> list[Path]:
     """Convert LIBSVM text to a store, or to one store for each text.
 
-    The text is read in chunks, so it may be far larger than the memory. A store gets its name only when it is complete.
+    The function reads the text in chunks, so the text may be far larger than the memory. A store gets its name only
+    when it is complete.
 
     Args:
         sources: The texts, plain or ``.gz``, ``.bz2``, ``.xz``; their rows follow one another.
-        dest: The store to make, ending in ``.lmdb``.
-        n_features: Number of columns. None takes the largest index of the texts, which takes a second pass over the
-            texts.
-        layout: ``"dense"``, ``"csr"``, or ``"auto"``: dense if a row has at most 16 KiB or at least half of the
-            values are written out; without ``n_features`` only.
+        dest: The store to create, ending in ``.lmdb``.
+        n_features: Number of columns; if None, the largest index of the texts. None and the layout ``"auto"`` need one
+            more pass over the texts.
+        layout: ``"dense"``, ``"csr"``, or ``"auto"``. The layout ``"auto"`` is dense if a dense row has at most 16 KiB,
+            or if the texts contain at least half of all values.
         dtype: ``"float32"`` or ``"float64"``.
-        labels: ``"auto"``: labels -1 and +1, or 1 and 2, become 0 and 1, any others are kept. ``"keep"`` keeps all. A
-            pair is the negative and the positive label, and no other may occur. A text with a single label is taken as
-            one of -1/+1 or 0/1, unless the label is 2.
+        labels: ``"auto"`` maps the labels -1 and +1, or 1 and 2, to 0 and 1, and keeps all others. If a text has a
+            single label, the first of the pairs (-1, 1), (0, 1), (1, 2) with this label decides. ``"keep"`` keeps all
+            labels. A pair is the negative and the positive label; a text with any other label is an error.
         zero_based: If True, indices count from 0; LIBSVM indices count from 1.
-        separate: If True, each text becomes its own store, ``NAME-00000-of-00002.lmdb`` and so on, in place of
-            ``dest``.
-        advance: Called with the number of bytes of text that were processed.
+        separate: If True, create one store for each text, ``NAME-00000-of-00002.lmdb`` and so on, instead of ``dest``.
+        advance: Function that is called with the number of bytes of each processed piece of text.
 
     Returns:
         The stores.
@@ -105,7 +105,7 @@ def convert(
                 writer.append(chunk.features, chunk.labels)
                 if advance is not None:
                     advance(chunk.text_bytes)
-        # All stores share one label map, so a text that happens to have one label is mapped as the others.
+        # All stores share one label map, so that a text with only one of the labels is mapped in the same way.
         label_map = _label_map(np.unique(np.concatenate([writer.labels_found() for writer in writers])), labels)
         for number, writer in enumerate(writers):
             mine = paths[number : number + 1] if separate else paths
@@ -116,14 +116,14 @@ def convert(
 def store_to_text(
     stores: Sequence[str | os.PathLike[str]], dest: str | os.PathLike[str], *, advance: Advance | None = None
 ) -> Path:
-    """Write stores as LIBSVM text, with the original labels and enough digits to recover the same numbers.
+    """Write stores as LIBSVM text, with the original labels and enough digits to restore exactly the same numbers.
 
-    Zeros of a dense store are left out, as is usual.
+    As is usual in LIBSVM text, the zeros of a dense store are left out.
 
     Args:
         stores: The stores; their rows follow one another.
-        dest: The text to make.
-        advance: Called with the number of rows that were written.
+        dest: The text to create.
+        advance: Function that is called with the number of rows in each written block.
 
     Returns:
         ``dest``.
@@ -161,11 +161,11 @@ def download(name: str, data_type: str, folder: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: The name is not known, or it has no such part.
         DownloadError: The text could not be downloaded.
-        DatasetError: The existing file has the wrong checksum.
+        DatasetError: The text exists but has the wrong checksum.
     """
     text = _known_text(name, data_type)
     path = Path(folder) / text.file_name
-    # A file without a published checksum would be downloaded again by `progress_download`.
+    # `progress_download` would download a file again if it has no published checksum.
     if path.is_file():
         check_digest(path, sha256=text.sha256)
         return path
@@ -180,7 +180,7 @@ def generate_lmdb_from_libsvm(name: str, data_type: str, root: str | os.PathLike
     Args:
         name: A known name.
         data_type: ``"train"`` or ``"test"``.
-        root: Folder for the stores; a download is kept there too.
+        root: Folder for the stores; downloaded text is kept there too.
 
     Returns:
         The stores.
@@ -230,11 +230,11 @@ class LIBSVMDataset:
 
 
 def __getattr__(name: str) -> Any:
-    """Explain the replacement of the functions of version 3.0, one for each storage layout."""
+    """Name the replacement of the functions of version 3.0, which had one function for each storage layout."""
     if name.startswith("sequential_"):
         raise ImportError(
-            f"{name} is gone: generate_lmdb_from_libsvm(name, data_type, root) converts every known data set, "
-            f"convert(files, dest) any text"
+            f"{name} was removed: use generate_lmdb_from_libsvm(name, data_type, root) for a known data set, or "
+            f"convert(files, dest) for any text"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -243,7 +243,7 @@ def _known_text(name: str, data_type: str) -> TextFile:
     """Return the text of a known data set."""
     if name not in KNOWN:
         raise ValueError(
-            f"name must be one of {', '.join(sorted([*KNOWN, SYNTHETIC]))}, not {name!r}: others need --file"
+            f"name must be one of {', '.join(sorted([*KNOWN, SYNTHETIC]))}, not {name!r}: another name needs --file"
         )
     if data_type not in KNOWN[name].files:
         raise ValueError(f"{name} has no part {data_type!r}; it has {', '.join(KNOWN[name].files)}")
@@ -255,7 +255,7 @@ def _label_map(found: NDArray[np.float64], labels: Labels) -> dict[str, int] | N
     if labels == "keep":
         return None
     present = set(found.tolist())
-    # The order decides for a text with a single label; see the argument `labels` of convert.
+    # The order of the pairs decides for a text with a single label; see the argument `labels` of convert.
     pairs = ((-1, 1), (0, 1), (1, 2)) if isinstance(labels, str) else (labels,)
     for negative, positive in pairs:
         if present <= {negative, positive}:
@@ -281,10 +281,11 @@ def _shape(paths: list[Path], n_features: int | None, layout: str, dtype: str, z
 
 
 def _targets(target: Path, count: int) -> list[Path]:
-    """Return the names of the stores, after a check that none is left from another conversion."""
+    """Return the names of the stores; refuse to create them if another conversion left stores of the same name."""
     numbered = [target.with_name(f"{target.stem}-{number:05}-of-{count:05}.lmdb") for number in range(count)]
     targets = [target] if count == 1 else numbered
-    # Other stores would be read together with the new ones, or instead of them. One that is replaced is not a conflict.
+    # A reader would read other stores together with the new ones, or instead of them. A store that the conversion
+    # replaces is not a conflict.
     others = {target, *target.parent.glob(f"{target.stem}-*-of-*.lmdb")} - set(targets)
     if left := sorted(path.name for path in others if path.exists()):
         raise DatasetError(f"{target.parent} has other stores of the same name: {', '.join(left)}; delete them first")
@@ -316,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     from rich.console import Console
 
-    # Without soft wrapping, rich breaks a long path at the width of the terminal, or at 80 characters in a pipe.
+    # With soft_wrap, rich does not break a long path at the width of the terminal, or at 80 characters in a pipe.
     try:
         for line in _run(options):
             Console(soft_wrap=True).print(line, highlight=False, markup=False)
@@ -344,7 +345,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     text.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     text.add_argument("--labels", type=_labels, help="auto, keep, or NEGATIVE,POSITIVE as in --labels=-1,1")
     text.add_argument("--zero-based", action="store_true", help="indices count from 0")
-    # `const` stands for the default path, which depends on the other arguments.
+    # `const` is the value of --to-text without a path: the default path depends on the other arguments.
     text.add_argument("--to-text", type=Path, nargs="?", const=Path(), metavar="PATH", help="write the store as text")
     text.add_argument("--verify", action="store_true", help="check the checksums of a store")
     made = parser.add_argument_group(SYNTHETIC)
@@ -356,7 +357,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not (known or options.file or options.to_text is not None or options.verify):
         parser.error(f"the name {options.name!r} is not known ({names}): give its text by --file")
     if options.data_type is None and (options.file or options.to_text is not None or options.verify or not known):
-        parser.error("say which part it is: train or test")
+        parser.error("data_type must be train or test here, not left out")
     if options.name in KNOWN and options.data_type not in (None, *KNOWN[options.name].files) and not options.file:
         parser.error(f"{options.name} has no part {options.data_type!r}; it has {', '.join(KNOWN[options.name].files)}")
     return options
@@ -387,7 +388,7 @@ def _make(options: argparse.Namespace, part: str) -> list[Path]:
             )
         return [dest]
     files = options.file or [download(options.name, part, options.dest_dir)]
-    # Without compression the size in bytes is the total of the progress bar; a compressed file has none.
+    # The total of the progress bar is the size of the text, which is unknown if a file is compressed.
     sizes = [path.stat().st_size for path in files if path.is_file() and path.suffix not in COMPRESSIONS[1:]]
     with show_progress(dest.name, sum(sizes) if len(sizes) == len(files) else None, of_bytes=True) as advance:
         paths = convert(
@@ -402,15 +403,13 @@ def _make(options: argparse.Namespace, part: str) -> list[Path]:
             advance=advance,
         )
     if known and not options.file:
-        # The only check for a text without a published checksum. The stores are deleted, so that the next run does not
-        # take them for complete ones.
+        # This is the only check of a text without a published checksum. Delete the stores, so that the next run does
+        # not use them.
         text, rows = known.files[part], sum(len(LinearStore(path)) for path in paths)
         if rows != text.n_rows:
             for path in paths:
                 path.unlink()
-            raise DatasetError(
-                f"{text.file_name} has {rows} rows and should have {text.n_rows}: delete it and start again"
-            )
+            raise DatasetError(f"{text.file_name} must have {text.n_rows} rows, not {rows}: delete it and start again")
     return paths
 
 
@@ -431,7 +430,7 @@ def _read_stores(options: argparse.Namespace) -> Iterator[str]:
     if options.verify:
         for path in stores:
             LinearStore(path).verify()
-            yield f"{path}: every checksum is right"
+            yield f"{path}: all checksums are correct"
     if options.to_text is not None:
         default = options.dest_dir / f"{options.name}_{options.data_type}.svm"
         path = default if options.to_text == Path() else options.to_text

@@ -1,4 +1,4 @@
-"""The data sets that are known by name: the addresses of their texts, and their contents."""
+"""The data sets that can be downloaded by name: the addresses of their texts, and their sizes and labels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 __all__ = ["KNOWN", "KnownDataset", "TextFile"]
 
 _LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/binary/"
-# Fixed revisions, so that the checksums below stay right.
+# The next two addresses have fixed revisions, so that the checksums below stay correct.
 _XGBOOST = "https://raw.githubusercontent.com/dmlc/xgboost/379b29f0836b9dbc313b993d8e5743bd452d4117/demo/data/"
 _LIBSVM_SOURCE = "https://raw.githubusercontent.com/cjlin1/libsvm/6b907139084abf2da4d6d3cb10dc3b7eaffa2fbb/"
 _AGARICUS_SHA256 = (
@@ -24,9 +24,9 @@ class TextFile:
 
     Attributes:
         url: Address of the file.
-        n_rows: Expected number of rows; it is compared with the rows read.
-        sha256: Checksum of the downloaded file. None if no published checksum could be verified: then the number of
-            rows, the number of features and the labels are checked instead.
+        n_rows: Expected number of rows, which is compared with the number of rows of the converted text.
+        sha256: Checksum of the downloaded file. None if no published checksum could be verified; the number of rows,
+            the number of features and the labels are then checked instead.
     """
 
     url: str
@@ -94,7 +94,7 @@ KNOWN: Mapping[str, KnownDataset] = {
         ),
         layout="csr",
     ),
-    # Web spam, trigrams. Dense batches of it are huge: read it with layout="sparse_csr".
+    # Web spam, trigrams. A dense batch has 66 MB per row: read it with layout="sparse_csr".
     "webspam": KnownDataset(
         16_609_143, {"train": TextFile(_LIBSVM + "webspam_wc_normalized_trigram.svm.xz", 350_000)}, layout="csr"
     ),

@@ -16,7 +16,7 @@ from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 
 __all__ = ["Chunk", "TextShape", "format_rows", "read_chunks", "scan"]
 
-CHUNK_BYTES = 1 << 25  # of decompressed text: the parsed rows take several times as much memory
+CHUNK_BYTES = 1 << 25  # decompressed text; the parsed rows take several times as much memory
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TextShape:
     Attributes:
         n_rows: Number of rows.
         n_features: Largest index.
-        n_values: Number of values that are written out.
+        n_values: Number of values in the text, without the zeros that it leaves out.
     """
 
     n_rows: int
@@ -70,20 +70,20 @@ def read_chunks(
     reader: Any = require("sklearn.datasets", "linear")
 
     def parse(text: bytes) -> tuple[Any, NDArray[np.float64]]:
-        with np.errstate(over="ignore"):  # a number beyond the dtype is found below
+        # The check below reports a number that overflows the dtype.
+        with np.errstate(over="ignore"):
             features, labels = reader.load_svmlight_file(
                 io.BytesIO(text), n_features=n_features, dtype=dtype, zero_based=zero_based
             )
-        # This also finds numbers that overflow the dtype.
         if not (np.isfinite(features.data).all() and np.isfinite(labels).all()):
             raise ValueError(f"a number is not finite in {dtype}")
         return features, labels.astype(np.float64)
 
     line = 1
     if not path.is_file():
-        raise DatasetNotFoundError(f"there is no file {path}")
+        raise DatasetNotFoundError(f"the file {path} does not exist")
     with open_file(path) as file:
-        # A read may end inside a line: it is completed, because the parser needs whole lines.
+        # A read may end inside a line. Read the rest of this line too, because the parser needs whole lines.
         while text := file.read(CHUNK_BYTES) + file.readline():
             try:
                 features, labels = parse(text)
@@ -131,7 +131,7 @@ def scan(path: Path, *, zero_based: bool = False) -> TextShape:
         DatasetNotFoundError: The file does not exist.
         DatasetError: A line is wrong, or the file is damaged.
     """
-    # Without `n_features`, each chunk has the columns of its own largest index.
+    # Without `n_features`, the number of columns of a chunk is its own largest index.
     rows = features = values = 0
     for chunk in read_chunks(path, zero_based=zero_based):
         rows += chunk.features.shape[0]
@@ -156,7 +156,7 @@ def format_rows(indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any
         >>> format_rows(np.array([0, 2]), np.array([0, 3]), np.array([0.5, 2.0], np.float32), np.array([-1.0]))
         '-1 1:0.5 4:2\\n'
     """
-    # 9 and 17 significant digits are the least that restore every float32 and float64.
+    # 9 significant digits restore every float32, and 17 every float64.
     digits = 9 if values.dtype == np.float32 else 17
     bounds, indices, numbers = indptr.tolist(), (columns + 1).tolist(), values.tolist()
     lines = []

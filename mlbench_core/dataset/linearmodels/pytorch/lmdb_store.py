@@ -1,15 +1,15 @@
-"""Store the rows of a linear model's data in an LMDB file, in blocks of raw numbers read without copies or pickle.
+"""Read the rows of a linear model's data from an LMDB file that holds blocks of raw numbers, and no pickles.
 
-A store is one file. Its values, by key:
+A store is one file. It has these values, by key:
 
 * ``header``: a JSON object, see :class:`StoreHeader`.
 * ``labels``: the labels of all rows, in the store's dtype.
 * ``checksums``: the CRC-32 of each block, unsigned 32-bit integers.
-* ``block:0000000000``, ``block:0000000001``, ...: ``rows_per_block`` rows each, the last one may have fewer.
+* ``block:0000000000``, ``block:0000000001``, ...: ``rows_per_block`` rows each; the last block may have fewer.
 
-A dense block is a matrix (rows, n_features). A sparse one (compressed sparse rows) is ``indptr`` (rows + 1 64-bit
-integers), then the values, then their columns (32-bit integers). All numbers are little-endian, none are padded. The
-page "Data of linear models" of the documentation says more.
+A dense block is a matrix (rows, n_features). A sparse block (compressed sparse rows) is ``indptr`` (rows + 1 64-bit
+integers), then the values, then their columns (32-bit integers). All numbers are little-endian, without padding. The
+page "Data of linear models" of the documentation describes the header too.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ class StoreHeader:
         dtype: ``"float32"`` or ``"float64"``, of values and labels.
         n_rows: Number of rows.
         n_features: Number of columns.
-        rows_per_block: Rows of each block but the last.
-        label_map: The text's labels and their new values, for example ``{"-1": 0, "1": 1}``; None if they were kept.
+        rows_per_block: Number of rows in each block except the last.
+        label_map: The labels of the text and their new values, for example ``{"-1": 0, "1": 1}``; None if the labels
+            were kept.
         shard: Position of this store among the stores of the same data set, and their number.
-        source: Names of the files it was made from.
+        source: Names of the files that the store was created from.
         labels_crc32: CRC-32 of the labels.
-        extra: Further facts, for example how synthetic data was made.
+        extra: Further entries, for example the settings of synthetic data.
     """
 
     layout: str
@@ -79,7 +80,7 @@ class StoreHeader:
         return -(-self.n_rows // self.rows_per_block)
 
     def rows_of(self, block: int) -> int:
-        """Return the number of rows of a block: the last one may have fewer."""
+        """Return the number of rows of a block, which may be smaller for the last one."""
         return min(self.rows_per_block, self.n_rows - block * self.rows_per_block)
 
     @property
@@ -103,32 +104,32 @@ class StoreHeader:
             The header.
 
         Raises:
-            DatasetError: It is not a header, or it is of another version.
+            DatasetError: The text is not a header, or the header is damaged or has another version.
         """
         try:
             found = json.loads(text)
             kind, version = found.pop("format"), found.pop("version")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise _foreign(path) from error
+            raise _other_format(path) from error
         # An LMDB of another program may have a key `header` too.
         if kind != FORMAT:
-            raise _foreign(path)
+            raise _other_format(path)
         if version != VERSION:
             raise DatasetError(f"{path} has version {version} of the format; this library reads version {VERSION}")
         try:
             header = cls(**{**found, "shard": tuple(found["shard"]), "source": tuple(found["source"])})
-            sound = header.n_rows > 0 and header.n_features > 0 and header.rows_per_block > 0
+            is_valid = header.n_rows > 0 and header.n_features > 0 and header.rows_per_block > 0
         except (TypeError, KeyError) as error:
             raise DatasetError(f"the header of {path} is damaged: {error}; convert the data again") from error
-        if not sound or header.layout not in LAYOUTS or header.dtype not in DTYPES:
+        if not is_valid or header.layout not in LAYOUTS or header.dtype not in DTYPES:
             raise DatasetError(f"the header of {path} is damaged: {header}; convert the data again")
         return header
 
 
-def _foreign(path: Path) -> DatasetError:
+def _other_format(path: Path) -> DatasetError:
     """Return the error for an LMDB that another program made."""
     return DatasetError(
-        f"{path} is an LMDB, but not of this format. One of version 3.0 holds pickled rows, which are never loaded, "
+        f"{path} is an LMDB, but not of this format. An LMDB of version 3.0 holds pickled rows. They are never loaded, "
         "because a pickle can run any code: convert the text again, "
         "python -m mlbench_core.dataset.util.pytorch.libsvm NAME [train|test] DEST_DIR [--file TEXT]"
     )
@@ -137,8 +138,8 @@ def _foreign(path: Path) -> DatasetError:
 class LinearStore:
     """Read rows of one store from the pages of its file.
 
-    The file is opened at the first use in each process. All stores of a process on the same file share the open file.
-    So an object can be pickled, sent to worker processes and used on both sides of a ``fork``.
+    Each process opens the file by itself, at its first use. Therefore an object can be pickled, sent to worker
+    processes, and used on both sides of a ``fork``. All objects of a process on the same file share the open file.
 
     Args:
         path: The file (or the folder of an LMDB that is a folder).
@@ -146,7 +147,7 @@ class LinearStore:
 
     Raises:
         DatasetNotFoundError: The file does not exist.
-        DatasetError: It is not a store, or it is damaged.
+        DatasetError: The file is not a store, or it is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, cache: bool = False) -> None:
@@ -157,9 +158,9 @@ class LinearStore:
         self._copies: dict[int, bytes] = {}  # sparse blocks that were read, with `cache`
         text = self._open().get(HEADER_KEY)
         if text is None:
-            raise _foreign(self.path)
+            raise _other_format(self.path)
         self.header = StoreHeader.from_json(bytes(text), self.path)
-        # Labels are small next to features, so all of them are in memory from the start.
+        # Labels are small compared with features, so read all of them at the start.
         labels = _get(self._open(), LABELS_KEY, self.path)
         if len(labels) != self.header.n_rows * self.header.number.itemsize:
             raise DatasetError(f"{self.path} is damaged: its labels are not complete; convert the data again")
@@ -169,17 +170,17 @@ class LinearStore:
         return self.header.n_rows
 
     def __getstate__(self) -> dict[str, Any]:
-        # The file handle and its views belong to this process; another one opens the file itself.
+        # The open file and its views belong to this process. Another process opens the file by itself.
         return {**self.__dict__, "_opened": None, "_dense": None, "_copies": {}}
 
     def close(self) -> None:
-        """Close the file; it is opened again when needed."""
+        """Close the file; the next read opens it again."""
         self._opened = self._dense = None
 
     def take(self, rows: Rows, out: Tensor) -> None:
         """Copy rows into a dense matrix.
 
-        Fetching many rows in one call is fastest, and sorted rows are faster than unsorted ones.
+        Fetch many rows in one call for speed. Sorted rows are faster than unsorted ones.
 
         Args:
             rows: Positions in the store, each from 0 to ``len(self) - 1``.
@@ -203,7 +204,7 @@ class LinearStore:
             ``indptr`` (len(rows) + 1), the columns of the values, the values.
         """
         if self.header.layout == "csr":
-            # Rows of one block are selected together, so that a block is decoded once per run.
+            # Select neighboring rows of the same block together, so that the block is decoded once for all of them.
             parts = [
                 self._take_sparse(number, rows[start:stop] - number * self.header.rows_per_block)
                 for number, start, stop in self._runs(rows)
@@ -212,7 +213,7 @@ class LinearStore:
         out = torch.from_numpy(np.empty((len(rows), self.header.n_features), self.header.dtype))
         self.take(rows, out)
         matrix = out.numpy()
-        # `nonzero` returns positions row by row, the order that compressed rows need.
+        # `nonzero` returns positions row by row, which is the order of compressed rows.
         row_numbers, columns = np.nonzero(matrix)
         indptr = np.searchsorted(row_numbers, np.arange(len(matrix) + 1))
         return indptr.astype(np.int64), columns.astype(np.int64), matrix[row_numbers, columns]
@@ -221,22 +222,22 @@ class LinearStore:
         """Read everything and compare the checksums.
 
         Raises:
-            DatasetError: Something is damaged; the message says which block.
+            DatasetError: The checksum of the labels or of a block is wrong; the message gives the number of the block.
         """
         # Only this method compares checksums; other reads do not.
-        again = "convert the data again, or copy it again"
+        advice = "convert the data again, or copy it again"
         opened = self._open()
         sums = np.frombuffer(_get(opened, CHECKSUMS_KEY, self.path), CHECKSUM)
         if len(sums) != self.header.n_blocks:
-            raise DatasetError(f"{self.path} has {len(sums)} checksums for {self.header.n_blocks} blocks; {again}")
+            raise DatasetError(f"{self.path} has {len(sums)} checksums for {self.header.n_blocks} blocks; {advice}")
         if zlib.crc32(_get(opened, LABELS_KEY, self.path)) != self.header.labels_crc32:
-            raise DatasetError(f"the labels of {self.path} have another checksum than when written; {again}")
+            raise DatasetError(f"the labels of {self.path} have another checksum than when written; {advice}")
         for number, expected in enumerate(sums.tolist()):
             if zlib.crc32(_get(opened, block_key(number), self.path)) != expected:
-                raise DatasetError(f"block {number} of {self.path} has another checksum than when written; {again}")
+                raise DatasetError(f"block {number} of {self.path} has another checksum than when written; {advice}")
 
     def _open(self) -> _ReadEnvironment:
-        """Return the file, opened by this process; the views it returns are valid while it is open."""
+        """Return the file as this process has opened it; views of the file are valid while it is open."""
         if self._opened is None or self._opened.pid != os.getpid():
             self._opened, self._dense = _open_for_reading(self.path), None
         return self._opened
@@ -247,18 +248,20 @@ class LinearStore:
         if self._dense is None:
             path = self.path
 
-            def load(number: int) -> memoryview:  # no reference to self: a cycle would keep it open
+            # The function has no reference to self: a reference cycle would keep the file open.
+            def load(number: int) -> memoryview:
                 return _get(opened, block_key(number), path)
 
             self._dense = _DenseRows(load, self.header, self._cache)
         return self._dense
 
     def _runs(self, rows: Rows) -> Iterator[tuple[int, int, int]]:
-        """Yield runs of rows in the same block: number of the block, start and stop in ``rows``."""
+        """Yield runs of neighboring rows in the same block: the block's number, start and stop in ``rows``."""
         blocks = rows // self.header.rows_per_block
-        # A run starts where the block number changes; -1 starts the first one.
+        # A run starts at each change of the block's number; -1 starts the first run.
         starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
-        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=False):  # no rows, no runs
+        # Not strict: without rows, the second list has one element and the first none.
+        for start, stop in zip(starts, [*starts[1:], len(rows)], strict=False):
             yield int(blocks[start]), start, stop
 
     def _take_sparse(self, number: int, rows: Rows) -> Csr:
@@ -268,15 +271,15 @@ class LinearStore:
             block = _get(self._open(), block_key(number), self.path)
             if self._cache:
                 block = self._copies[number] = bytes(block)
-        # The three arrays follow one another; see the docstring of the module.
+        # The three arrays follow one another, as the docstring of the module describes.
         indptr = np.frombuffer(block, INDPTR, self.header.rows_of(number) + 1)
         values = np.frombuffer(block, self.header.number, int(indptr[-1]), indptr.nbytes)
         columns = np.frombuffer(block, COLUMN, int(indptr[-1]), indptr.nbytes + values.nbytes)
         lengths = indptr[rows + 1] - indptr[rows]
         chosen = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        # The positions of each row's values, one row after another, without a loop over rows.
-        where = np.arange(chosen[-1]) + np.repeat(indptr[rows] - chosen[:-1], lengths)
-        return chosen, columns[where].astype(np.int64), values[where]
+        # Compute the positions of the values of all rows, row by row, without a Python loop.
+        positions = np.arange(chosen[-1]) + np.repeat(indptr[rows] - chosen[:-1], lengths)
+        return chosen, columns[positions].astype(np.int64), values[positions]
 
 
 def _get(opened: _ReadEnvironment, key: bytes, path: Path) -> memoryview:
@@ -288,7 +291,7 @@ def _get(opened: _ReadEnvironment, key: bytes, path: Path) -> memoryview:
 
 
 def block_key(number: int) -> bytes:
-    """Return the key of a block; the zeros keep the blocks in order in the file."""
+    """Return the key of a block; leading zeros keep the blocks in order in the file."""
     return b"block:%010d" % number
 
 
@@ -300,7 +303,7 @@ def join_csr(parts: Sequence[Csr], dtype: np.dtype) -> Csr:
         dtype: Dtype of the values.
 
     Returns:
-        ``indptr``, columns and values of all.
+        ``indptr``, columns and values of all parts together.
     """
     lengths = [np.zeros(1, np.int64), *(np.diff(indptr) for indptr, _, _ in parts)]
     columns = np.concatenate([np.empty(0, np.int64), *(columns for _, columns, _ in parts)])
@@ -320,34 +323,34 @@ def find_stores(root: Path, name: str, data_type: str) -> list[Path]:
         At least one path.
 
     Raises:
-        DatasetNotFoundError: There is none.
+        DatasetNotFoundError: The folder has no such store.
     """
     if root.is_file() or (root / "data.mdb").is_file():
         return [root]
     stem = f"{name}_{data_type}"
     found = [root / f"{stem}.lmdb"] if (root / f"{stem}.lmdb").exists() else sorted(root.glob(f"{stem}-*.lmdb"))
     if not found:
-        there = sorted(path.name for path in root.glob("*.lmdb")) if root.is_dir() else []
+        existing = sorted(path.name for path in root.glob("*.lmdb")) if root.is_dir() else []
         raise DatasetNotFoundError(
-            f"there is no {stem}.lmdb and no {stem}-*.lmdb in {root} ({', '.join(there) or 'no *.lmdb is there'}); "
-            f"make it: python -m mlbench_core.dataset.util.pytorch.libsvm {name} {data_type} {root}"
+            f"{root} has no {stem}.lmdb and no {stem}-*.lmdb (it has {', '.join(existing) or 'no *.lmdb'}); "
+            f"create it: python -m mlbench_core.dataset.util.pytorch.libsvm {name} {data_type} {root}"
         )
     return found
 
 
 class _ReadEnvironment:
-    """An LMDB environment that this process opened for reading; it is closed together with its last user."""
+    """An LMDB environment that this process opened for reading; it is closed when its last user is deleted."""
 
     def __init__(self, environment: Any) -> None:
-        # A process made by `fork` inherits the object, but must open the file itself.
+        # A process that `fork` creates inherits the object, but must open the file by itself.
         self.pid = os.getpid()
         self._environment = environment
         self._transaction = environment.begin(buffers=True)
-        self._one_at_a_time = threading.Lock()  # a transaction must not be used by two threads at once
+        self._lock = threading.Lock()  # two threads must not use a transaction at the same time
 
     def get(self, key: bytes) -> memoryview | None:
         """Return a view of the file's pages, valid as long as this object lives; None if the key does not exist."""
-        with self._one_at_a_time:
+        with self._lock:
             return self._transaction.get(key)
 
     def close(self) -> None:
@@ -356,38 +359,39 @@ class _ReadEnvironment:
         self._environment.close()
 
 
-# LMDB allows a file to be open once in a process, so its users share it. Keyed by device and inode.
-_open: weakref.WeakValueDictionary[tuple[int, int], _ReadEnvironment] = weakref.WeakValueDictionary()
-_guard = threading.Lock()  # two threads must not open one file at the same time
+# LMDB allows a process to open a file only once, so all users share it. The keys are device and inode.
+_environments: weakref.WeakValueDictionary[tuple[int, int], _ReadEnvironment] = weakref.WeakValueDictionary()
+_opening = threading.Lock()  # two threads must not open one file at the same time
 
 
 def _open_for_reading(path: Path) -> _ReadEnvironment:
-    """Open an LMDB, a file or a folder with a ``data.mdb``, or share the one that is open in this process already."""
+    """Return an LMDB, a file or a folder with a ``data.mdb``; open it unless this process has opened it before."""
     lmdb: Any = require("lmdb", "linear")
     file = path / "data.mdb" if path.is_dir() else path
     try:
         status = file.stat()
     except FileNotFoundError:
-        raise DatasetNotFoundError(f"there is no LMDB at {path}") from None
-    with _guard:
-        found = _open.get((status.st_dev, status.st_ino))
+        raise DatasetNotFoundError(f"the LMDB {path} does not exist") from None
+    with _opening:
+        found = _environments.get((status.st_dev, status.st_ino))
         if found is not None and found.pid == os.getpid():
             return found
-        if found is not None:  # inherited through fork: close the copy; the parent's stays open
+        # Inherited through fork: close this process's copy. The parent's stays open.
+        if found is not None:
             found.close()
         try:
-            # No lock and no writing, so read-only file systems and any number of processes are fine.
+            # Without a lock and without writing, read-only file systems and any number of processes work.
             environment = lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False, create=False)
         except lmdb.Error as error:
             raise DatasetError(f"{path} cannot be read as an LMDB: {error}") from error
-        # Reading a page that the file lacks would end the process with a bus error.
+        # If the file is too short, reading one of the missing pages would end the process with a bus error.
         needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
         if status.st_size < needed:
             environment.close()
             raise DatasetError(
                 f"{file} is cut off: it has {status.st_size} of {needed} bytes; convert or copy it again"
             )
-        _open[status.st_dev, status.st_ino] = opened = _ReadEnvironment(environment)
+        _environments[status.st_dev, status.st_ino] = opened = _ReadEnvironment(environment)
         return opened
 
 
@@ -395,22 +399,22 @@ class _DenseRows:
     """The rows of dense blocks, gathered from many blocks with one call.
 
     A batch of shuffled rows comes from tens of blocks, and one call per block costs more than the copying itself. All
-    blocks of a store lie in one mapping of its file, so a row is identified by its distance from the first byte. The
-    mapping is viewed as a matrix of bytes whose row i begins at the i-th byte, so rows overlap. One ``index_select`` on
-    this matrix copies the requested rows.
+    blocks of a store are in one mapping of its file, so the distance from the first byte identifies a row. This class
+    views the mapping as a matrix of bytes whose row i begins at the i-th byte, so rows overlap. One ``index_select`` on
+    this matrix copies all requested rows.
 
     Args:
-        load: Returns a block's bytes as a view of a mapping that holds all blocks and outlives this object.
+        load: Function that returns a block's bytes: a view of a mapping that holds all blocks and outlives this object.
         header: Description of the store.
         cache: If True, copy each block to memory at its first use.
     """
 
     def __init__(self, load: Callable[[int], memoryview], header: StoreHeader, cache: bool) -> None:
         self._load, self._header = load, header
-        # Untouched memory is only reserved: the array takes up physical memory as blocks are read.
+        # The system only reserves this memory: the array takes up physical memory when blocks are written to it.
         self._cached = np.empty((header.n_rows, header.n_features), header.dtype) if cache else None
         self._row_bytes = header.n_features * header.number.itemsize
-        self._firsts = np.zeros(header.n_blocks, np.int64)  # address of each block; 0: not known yet
+        self._firsts = np.zeros(header.n_blocks, np.int64)  # address of each block; 0 if it is not known yet
         self._low = self._high = 0  # the range of addresses that the matrix covers
         self._matrix = torch.empty(0)
 
@@ -433,7 +437,7 @@ class _DenseRows:
             array = np.frombuffer(self._load(number), self._header.dtype)
             expected = self._header.rows_of(number) * self._header.n_features
             if array.size != expected:
-                raise DatasetError(f"block {number} has {array.size} numbers and should have {expected}: damaged data")
+                raise DatasetError(f"block {number} is damaged: it must have {expected} numbers, not {array.size}")
             if self._cached is not None:
                 start = number * self._header.rows_per_block
                 rows = self._cached[start : start + self._header.rows_per_block]

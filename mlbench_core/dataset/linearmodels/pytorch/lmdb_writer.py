@@ -30,23 +30,23 @@ from mlbench_core.errors import DatasetError, require
 
 __all__ = ["StoreWriter"]
 
-_BLOCK_BYTES = 1 << 19  # target size: tens of rows of 2,000 features, and still efficient to read
+_BLOCK_BYTES = 1 << 19  # target size of a block: 65 rows of 2,000 float32 features
 _FIRST_MAP_BYTES = 1 << 26
 
 
 class StoreWriter:
-    """Write a store; it gets its name only when it is complete.
+    """Write a store, which gets its name only when it is complete.
 
-    Rows go to a hidden file next to the final one, which :meth:`finish` renames. An unfinished file is deleted at the
-    end of the ``with`` block. A file left by a killed process is overwritten by the next writer of the same store. Two
-    processes that write the same store do so one after the other.
+    Rows go to a hidden file in the same folder, which :meth:`finish` renames. The end of the ``with`` block deletes an
+    unfinished file. The next writer of the same store overwrites a file that a killed process left. Two processes that
+    write the same store do so one after the other.
 
     Args:
         path: The store's final name.
         n_features: Number of columns, at least 1.
         layout: ``"dense"`` or ``"csr"``.
         dtype: ``"float32"`` or ``"float64"``.
-        rows_per_block: Rows in a block; by default chosen so that a block has about half a megabyte.
+        rows_per_block: Rows in a block; if None, a number that makes blocks of about half a megabyte.
 
     Raises:
         ValueError: An argument is outside the values listed above.
@@ -91,7 +91,7 @@ class StoreWriter:
 
     def __enter__(self) -> StoreWriter:
         with contextlib.ExitStack() as stack:
-            # The lock comes first: a second writer waits here instead of deleting the file that the first one writes.
+            # Take the lock first: a second writer must wait here, and not delete the file that the first one writes.
             stack.enter_context(files.lock(self.path.with_name(f".{self.path.name}.lock")))
             self._part.unlink(missing_ok=True)
             stack.callback(self._part.unlink, missing_ok=True)
@@ -121,7 +121,7 @@ class StoreWriter:
         if features.shape != (len(labels), self.n_features):
             raise ValueError(f"features must have shape ({len(labels)}, {self.n_features}), not {features.shape}")
         self._labels.append(np.asarray(labels, dtype=np.float64))
-        # A copy, because the caller may change its array. Sparse rows become dense later, block by block.
+        # Copy the rows, because the caller may change its array. Sparse rows become dense later, block by block.
         if isinstance(features, np.ndarray) and self.layout == "dense":
             self._pending.append(features.astype(self.dtype))
         else:
@@ -130,7 +130,7 @@ class StoreWriter:
         self.n_rows += len(labels)
         if self._rows_per_block is None:
             self._rows_per_block = self._choose_rows(self._pending[0])
-        # Blocks are written as soon as they are full, so only labels and pending rows stay in memory.
+        # Write blocks as soon as they are full, so that only labels and pending rows stay in memory.
         if self._pending_rows >= self._rows_per_block:
             self._write_blocks(self._rows_per_block)
 
@@ -149,9 +149,9 @@ class StoreWriter:
         """Write the remaining rows, the labels and the header, and rename the store to its final name.
 
         Args:
-            label_map: The text's labels and their new values; None keeps them.
-            shard: Position among the stores of the data set, and their number.
-            source: Names of the files the rows came from.
+            label_map: The labels of the text and their new values; None keeps the labels.
+            shard: Position of this store among the stores of the data set, and their number.
+            source: Names of the files that the rows come from.
             extra: Further header entries that JSON can represent.
 
         Returns:
@@ -183,7 +183,7 @@ class StoreWriter:
         if self.layout == "dense":
             row_bytes = self.n_features * np.dtype(self.dtype).itemsize
         else:
-            # The first rows decide: later rows of sparse data may be longer, which only makes blocks larger.
+            # Only the first rows are known here. If later rows of sparse data are longer, blocks become larger.
             per_value = np.dtype(self.dtype).itemsize + COLUMN.itemsize
             row_bytes = INDPTR.itemsize + per_value * rows.nnz // max(1, rows.shape[0])
         return max(1, _BLOCK_BYTES // max(1, row_bytes))
@@ -191,7 +191,7 @@ class StoreWriter:
     def _write_blocks(self, at_least: int) -> None:
         """Write pending rows as blocks while at least ``at_least`` rows are left."""
         assert self._rows_per_block is not None
-        # Rows of one kind are stacked as they are; a mixture of arrays and sparse rows becomes sparse.
+        # Arrays are stacked as arrays; a mixture of arrays and sparse rows becomes sparse.
         if all(isinstance(part, np.ndarray) for part in self._pending):
             rows = np.concatenate(self._pending)
         else:
@@ -226,7 +226,7 @@ class StoreWriter:
                             transaction.put(key, value)
                     return
                 except self._lmdb.MapFullError:
-                    # A transaction that failed has no effect, so all its items are written again with the larger map.
+                    # A failed transaction has no effect, so the next round writes all of its items again.
                     self._environment.set_mapsize(2 * self._environment.info()["map_size"])
 
     def _mapped(self, label_map: Mapping[str, int] | None) -> NDArray[np.float64]:
@@ -248,7 +248,7 @@ class StoreWriter:
         try:
             yield
         except self._lmdb.MapFullError:
-            raise  # not the disk: `_put` enlarges the map
+            raise  # the disk is not full; `_put` enlarges the map
         except (self._lmdb.Error, OSError) as error:
             # LMDB reports an incomplete write, such as on a full disk, as an input/output error.
             if any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)):

@@ -28,8 +28,8 @@ Found = TypeVar("Found")
 def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | os.PathLike[str] | None = None) -> Path:
     """Create the stores of a data set, unless they exist.
 
-    Any number of processes may call it at once: one of the processes that share ``root`` works, and the others wait for
-    it. This needs no communication, so hosts with separate disks create one store each.
+    Any number of processes may call it at the same time: of the processes that share ``root``, one creates the stores
+    and the others wait. The processes do not communicate, so hosts with separate disks create their own stores.
 
     Args:
         name: A name known to :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`; with ``text_folder`` any name.
@@ -60,10 +60,10 @@ def prepare_stores(name: str, root: str | os.PathLike[str], text_folder: str | o
 
 
 def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
-    """Return the LIBSVM text of one part of a data set.
+    """Return the path of the LIBSVM text of one part of a data set.
 
-    Its name is the published one (``epsilon_normalized.t`` for the test part of epsilon), or ``NAME``
-    for training and ``NAME.t`` for test, plain or with ``.gz``, ``.bz2`` or ``.xz``.
+    The name of the file is the published one (``epsilon_normalized.t`` for the test part of epsilon), or ``NAME`` for
+    training and ``NAME.t`` for test, plain or with ``.gz``, ``.bz2`` or ``.xz``.
 
     Args:
         folder: Folder to search.
@@ -86,10 +86,10 @@ def find_text(folder: str | os.PathLike[str], name: str, part: str) -> Path:
     raise DatasetNotFoundError(f"{folder} has no text of {name} {part}; looked for {', '.join(wanted)}")
 
 
-def _found(find: Callable[..., Found], *where: Any) -> Found | None:
-    """Return the result of :func:`find_text` or :func:`find_stores`, or None if nothing is there."""
+def _found(find: Callable[..., Found], *arguments: Any) -> Found | None:
+    """Return the result of :func:`find_text` or :func:`find_stores`, or None if they find nothing."""
     try:
-        return find(*where)
+        return find(*arguments)
     except DatasetNotFoundError:
         return None
 
@@ -114,7 +114,7 @@ def _make(name: str, part: str, folder: Path, text_folder: Path | None) -> None:
             generate_lmdb_from_libsvm(name, part, folder)
         return
     text = find_text(text_folder, name, part)
-    # A text that changed after its conversion is converted again.
+    # Convert a text again if it changed after its conversion.
     if stores and min(store.stat().st_mtime_ns for store in stores) >= text.stat().st_mtime_ns:
         return
     dest = folder / f"{name}_{part}.lmdb"

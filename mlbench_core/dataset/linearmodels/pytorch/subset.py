@@ -74,7 +74,7 @@ class RowSubset(Dataset[tuple[Tensor, Tensor]]):
         return self.dataset.batch(self.rows[np.asarray(rows, dtype=np.int64)])
 
     def fetch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return rows as :meth:`batch` does, for loaders that create the positions; see :meth:`LMDBDataset.fetch`.
+        """Return rows as :meth:`batch` does, but do not check the positions; see :meth:`LMDBDataset.fetch`.
 
         Args:
             positions: Rows of this subset, each from 0 to ``len(self) - 1``.
@@ -90,12 +90,12 @@ def train_and_validation(
 ) -> tuple[LMDBDataset | RowSubset, LMDBDataset | RowSubset]:
     """Return the rows for training and the rows for validation.
 
-    Validation rows are the data set's test part. If no test part is published, or a user's own data set is stored
-    without one, they are a fifth of each class, the same in every run
-    (:func:`~mlbench_core.dataset.pytorch.stratified_split`).
+    The rows for validation are the data set's test part. If the data set has none, they are a fifth of each class of
+    the training part, the same in every run (:func:`~mlbench_core.dataset.pytorch.stratified_split`).
 
     Args:
-        name: Name of the data set, known to :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm` or not.
+        name: Name of the data set: one of :mod:`mlbench_core.dataset.linearmodels.pytorch.libsvm`, or the name of a
+            user's own data.
         root: Folder with its stores.
         layout: ``"dense"`` or ``"sparse_csr"``, as for :class:`LMDBDataset`; None reads rows as they are stored.
 
@@ -107,7 +107,7 @@ def train_and_validation(
         DatasetError: A file is damaged.
     """
     train = LMDBDataset(name, "train", root)
-    # Both parts in one layout: the test part may be stored in the other one.
+    # Read both parts in one layout, because the test part may be stored in the other one.
     train.layout = layout = layout or ("sparse_csr" if train.stores[0].header.layout == "csr" else "dense")
     try:
         return train, LMDBDataset(name, "test", root, layout=layout)

@@ -1,4 +1,4 @@
-"""Generate dense data of a known logistic model, the same bytes on every machine, and minimize its training loss."""
+"""Generate dense data from a known logistic model, the same bytes on every machine, and minimize its training loss."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ __all__ = [
 
 DEFAULT_FEATURES = 2_000  # as epsilon has
 DEFAULT_ROWS: Mapping[str, int] = {"train": 40_000, "test": 10_000}
-CHUNK_ROWS = 1_024  # each has its own random stream; part of the definition of the data
+CHUNK_ROWS = 1_024  # each chunk has its own random stream, so this number is part of the definition of the data
 LOGIT_SCALE = 6.0  # standard deviation of the logits
-_WEIGHTS, _STREAMS = 0, {"train": 1, "test": 2}  # purpose of a stream of random bits
+# The purpose of a stream of random bits is part of its seed.
+_WEIGHTS, _STREAMS = 0, {"train": 1, "test": 2}
 _LABELS = 1_000
-_NEWTON_STEPS = 100  # far more than it takes to reach the precision of float64
+_NEWTON_STEPS = 100  # far more than are needed for the precision of float64
 _ROWS_AT_ONCE = 4_096  # keeps the float64 copy of the features small
 
 
 def _bits(count: int, *purpose: int) -> NDArray[np.uint64]:
-    """Return random bits; numpy guarantees that PCG64's raw stream never changes, unlike its drawn numbers."""
+    """Return random bits: numpy guarantees that the raw stream of PCG64 never changes, unlike its distributions."""
     return np.random.PCG64(np.random.SeedSequence(purpose)).random_raw(count)
 
 
@@ -47,7 +48,7 @@ def _whole_numbers(count: int, *purpose: int) -> NDArray[np.int16]:
 
 
 def _feature_exponent(n_features: int) -> int:
-    """Return e so that features are integers times 2^e: rows then have a norm near 1, and products are exact."""
+    """Return e: features are integers times 2^e, so that rows have a norm near 1 and products are exact."""
     return -15 - round(0.5 * math.log2(n_features / 3))
 
 
@@ -65,7 +66,7 @@ def synthetic_weights(n_features: int, seed: int = 0) -> NDArray[np.float64]:
 
 
 def _weight_scale(n_features: int) -> float:
-    """Return the factor of the integer weights, so that logits have the standard deviation LOGIT_SCALE."""
+    """Return the factor of the integer weights that gives logits the standard deviation LOGIT_SCALE."""
     deviation = math.sqrt(n_features) * 2.0**30 / 3 * 2.0 ** _feature_exponent(n_features)
     return LOGIT_SCALE / deviation
 
@@ -75,19 +76,18 @@ def synthetic_rows(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     r"""Return rows ``chunk * 1024`` to ``(chunk + 1) * 1024 - 1`` of the data.
 
-    Features are whole numbers of 16 bits times a power of two, independent and uniform, so that a row's norm is near 1.
-    Labels are drawn from the logistic model :math:`P(y = 1 \mid x) = \sigma(w^\top x)` with
-    :func:`synthetic_weights`.
+    Features are independent and uniform: 16-bit integers times a power of two, so that a row's norm is near 1. Labels
+    are drawn from the logistic model :math:`P(y = 1 \mid x) = \sigma(w^\top x)` with :func:`synthetic_weights`.
 
-    The random bits are numpy's PCG64 stream, which never changes. All sums are of integers below 2^53, so they are
-    exact in any order of addition. Only the exponential of the last step may differ in its last place, which changes a
-    label with a probability of about 2^-52.
+    The random bits are numpy's PCG64 stream, which never changes. All sums are sums of integers below 2^53, so they are
+    exact in any order of addition. Only the exponential of the last step may differ in its last digit between machines.
+    This changes a label with a probability of about 2^-52.
 
     Args:
         chunk: Number of the chunk of rows, from 0.
         n_features: Number of features, at least 1 and at most 2^22.
         seed: Seed of the data, at least 0.
-        data_type: ``"train"`` or ``"test"``: other rows of the same model.
+        data_type: ``"train"`` or ``"test"``: different rows of the same model.
 
     Returns:
         Features, shape (1024, n_features), and labels 0 and 1, shape (1024,).
@@ -120,10 +120,10 @@ class LogisticOptimum:
     Attributes:
         l2: The penalty :math:`\lambda`.
         loss: The loss at ``weights``, penalty included.
-        gap: Bound on the distance to the true minimum: the loss is :math:`\lambda`-strongly convex, so
-            :math:`f(w) - \min f \le \lVert \nabla f(w) \rVert^2 / (2 \lambda)`. It does not include rounding, which is
-            about 1e-15 of the loss.
-        accuracy: Share of the rows that are classified correctly at ``weights``.
+        gap: Upper bound on the difference between ``loss`` and the true minimum. The loss is :math:`\lambda`-strongly
+            convex, so :math:`f(w) - \min f \le \lVert \nabla f(w) \rVert^2 / (2 \lambda)`. The bound does not include
+            rounding, which is about 1e-15 of the loss.
+        accuracy: Fraction of the rows that are classified correctly at ``weights``.
         weights: The weights and, last, the bias; float64, shape (n_features + 1,).
     """
 
@@ -134,7 +134,7 @@ class LogisticOptimum:
     weights: NDArray[np.float64]
 
     def summary(self) -> dict[str, float]:
-        """Return all fields but the weights."""
+        """Return all fields except the weights."""
         return {name: value for name, value in asdict(self).items() if name != "weights"}
 
 
@@ -146,7 +146,7 @@ def logistic_optimum(features: NDArray[Any], labels: NDArray[Any], l2: float) ->
         + \frac{\lambda}{2} \lVert w \rVert^2, \quad z_i = w^\top (x_i, 1)
 
     This is :class:`~mlbench_core.evaluation.pytorch.criterion.BCELossRegularized` over all rows; the bias is penalized
-    too. Newton's method is used, with steps by conjugate gradients that are halved until the loss falls.
+    too. The function uses Newton's method. Conjugate gradients compute each step, which is halved until the loss falls.
 
     Args:
         features: Rows, shape (n, n_features); converted to float64 in chunks.
@@ -169,7 +169,9 @@ def logistic_optimum(features: NDArray[Any], labels: NDArray[Any], l2: float) ->
     check_positive("l2", l2)
     n = len(features)
     if features.ndim != 2 or labels.shape not in ((n,), (n, 1)) or not n:
-        raise ValueError(f"features has shape {features.shape} and labels {labels.shape}; they must be (n, d), (n,)")
+        raise ValueError(
+            f"features and labels must have shapes (n, d) and (n,), not {features.shape} and {labels.shape}"
+        )
     loss = _Loss(features, labels.reshape(-1).astype(np.float64), l2)
     weights = np.zeros(features.shape[1] + 1)
     value, gradient, curvature = loss.at(weights)
@@ -179,15 +181,16 @@ def logistic_optimum(features: NDArray[Any], labels: NDArray[Any], l2: float) ->
         for halving in range(30):
             candidate = weights + 0.5**halving * step
             new_value, new_gradient, new_curvature = loss.at(candidate)
-            # Near the minimum the loss no longer shows progress in float64, but the gradient does.
+            # Near the minimum, rounding hides progress of the loss, but not of the gradient.
             if new_value < value or np.linalg.norm(new_gradient) < 0.5 * np.linalg.norm(gradient):
                 break
-        else:  # no step makes progress: this is the precision of float64
+        else:
+            # No step makes progress: this is the precision of float64.
             break
         weights, value, gradient, curvature = candidate, new_value, new_gradient, new_curvature
         if np.linalg.norm(gradient) < 1e-14:
             break
-    # Strong convexity bounds the distance to the minimum by the gradient alone; see LogisticOptimum.
+    # The docstring of LogisticOptimum derives this bound.
     gap = float(gradient @ gradient) / (2 * l2)
     accuracy = float(np.mean((loss.logits(weights) > 0) == (loss.labels > 0.5)))
     return LogisticOptimum(float(l2), float(value), gap, accuracy, weights)
@@ -213,7 +216,7 @@ class _Loss:
         """Return loss, gradient, and the second derivative of each row's loss with respect to its logit."""
         z = self.logits(weights)
         loss = float(np.mean(np.logaddexp(0, z) - self.labels * z) + self.l2 / 2 * (weights @ weights))
-        # The hyperbolic tangent does not overflow for logits of any size, unlike the exponential of the sigmoid.
+        # This is the sigmoid. The hyperbolic tangent does not overflow for logits of any size, unlike the exponential.
         p = 0.5 * (1 + np.tanh(z / 2))
         gradient = self._transposed(p - self.labels) / len(z) + self.l2 * weights
         return loss, gradient, p * (1 - p) / len(z)
@@ -250,8 +253,8 @@ def write_synthetic_dense(
 ) -> Path:
     """Write :func:`synthetic_rows` as a store.
 
-    Its header describes the data under ``extra["synthetic_dense"]``. With ``l2``, ``extra["optimum"]`` holds the
-    minimum of the training loss, see :class:`LogisticOptimum`.
+    The header of the store describes the data under ``extra["synthetic_dense"]``. With ``l2``, ``extra["optimum"]``
+    holds the minimum of the training loss, see :class:`LogisticOptimum`.
 
     Args:
         path: The store.
@@ -259,9 +262,9 @@ def write_synthetic_dense(
         n_rows: Number of rows, at least 1.
         seed: Seed of the data.
         data_type: ``"train"`` or ``"test"``.
-        l2: Penalty for which to compute the optimum, with all rows in memory; None skips this.
-        rows_per_block: Rows of a block, by default about half a megabyte.
-        advance: Called with the number of rows that were written.
+        l2: Penalty of the optimum to compute, which needs all rows in memory; None computes no optimum.
+        rows_per_block: Rows of a block; if None, a number that makes blocks of about half a megabyte.
+        advance: Function that is called with the number of rows in each written chunk.
 
     Returns:
         ``path``.

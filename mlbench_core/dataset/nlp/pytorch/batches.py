@@ -1,8 +1,8 @@
 """Batches of sentence pairs of similar length, distributed to workers.
 
-:class:`BucketBatchSampler`, :func:`build_collate_fn` and :class:`TeacherForcedBatches` make batches of a number of
-pairs, time first, for GNMT. :func:`get_batches`, :func:`shard_batches` and :func:`collate_batch` make batches of about
-the same number of tokens, sentence first, for the Transformer.
+:class:`BucketBatchSampler`, :func:`build_collate_fn` and :class:`TeacherForcedBatches` make time-first batches of a
+fixed number of pairs, for GNMT. :func:`get_batches`, :func:`shard_batches` and :func:`collate_batch` make batch-first
+batches of about the same number of tokens, for the Transformer.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def build_collate_fn(
 
     Args:
         batch_first: If True, the first dimension is the sentence instead of the time.
-        sort: If True, the longest source comes first.
+        sort: If True, sort the pairs of a batch by the length of the source, the longest first.
         pad: Id of padding.
-        multiple: Lengths of batches are multiples of it.
+        multiple: Pad the sentences of a batch to a multiple of this length.
 
     Returns:
         A function of a list of pairs (source, target), each int64 of shape (tokens,). It returns
@@ -63,7 +63,7 @@ def build_collate_fn(
         ([[2, 2], [7, 3], [3, 0]], [3, 2])
     """
     check_at_least("multiple", multiple, 1)
-    # A partial of a function of the module, not a closure: processes of a DataLoader receive it as a pickle.
+    # Return a partial of a module's function, because a closure could not be pickled for a DataLoader's processes.
     return functools.partial(_collate, batch_first=batch_first, sort=sort, pad=pad, multiple=multiple)
 
 
@@ -82,7 +82,7 @@ def _collate(
 
 def _pad(sentences: Sequence[Tensor], pad: int, multiple: int, left: bool = False) -> Tensor:
     """Return sentences of ids as one tensor of shape (sentences, time); its length is a multiple of ``multiple``."""
-    # A worker without pairs gets an empty batch in a validation.
+    # In validation, a worker without pairs gets an empty batch.
     width = -(-max(map(len, sentences), default=0) // multiple) * multiple
     batch = torch.full((len(sentences), width), pad, dtype=torch.int64)
     for row, sentence in zip(batch, sentences, strict=True):
@@ -93,24 +93,24 @@ def _pad(sentences: Sequence[Tensor], pad: int, multiple: int, left: bool = Fals
 class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
     """Batches of pairs of similar length, the same number on every worker.
 
-    Training (``shuffle``): pairs are sorted into buckets by length and shuffled within each bucket. They are cut into
-    batches of all workers together. The remaining pairs of all buckets, in order of length, make further batches; a
-    rest smaller than a batch is left out of that epoch. The order of batches is shuffled. So k workers with batches of
-    b see, step by step, the same pairs as one worker with batches of kb. Everything depends only on (seed, epoch), so
-    workers do not communicate.
+    Training (``shuffle=True``): pairs are sorted into buckets by length and shuffled within each bucket. Each bucket is
+    cut into batches of all workers together. The remaining pairs of all buckets, in order of length, make further
+    batches; a rest smaller than a batch is left out of that epoch. The order of the batches is shuffled. Step by step,
+    k workers with batches of b pairs get the same pairs as one worker with batches of kb. Everything depends only on
+    (seed, epoch), so workers do not communicate.
 
-    Validation (``shuffle=False``): every pair comes once, in order of its length; the workers' shares of a batch
-    differ by at most one pair. With fewer pairs than workers some get an empty batch.
+    Validation (``shuffle=False``): every pair comes once, in order of its length. The batches of all
+    workers differ by at most one pair. If there are fewer pairs than batches of all workers, some batches are empty.
 
     Pass it to ``DataLoader(dataset, batch_sampler=..., collate_fn=build_collate_fn())``. Each pass is its own epoch
     unless :meth:`set_epoch` sets another one.
 
     Args:
-        lengths: Length of each pair, shape (pairs,): it determines the cost of a batch.
+        lengths: Length of each pair, shape (pairs,), for example that of its longer side.
         batch_size: Pairs in a worker's batch.
-        shuffle: Training or validation.
+        shuffle: If True, make batches for training, otherwise for validation.
         seed: Seed of the order, at least 0.
-        rank: This worker.
+        rank: Rank of this worker.
         world_size: Number of workers.
         buckets: Number of ranges of length, each with the same number of pairs.
 
@@ -140,16 +140,16 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
         self.rank, self.world_size, self.buckets = rank, world_size, buckets
-        # Without a whole batch for all workers, an epoch would have no step.
+        # With fewer pairs than one batch of all workers, an epoch would have no step.
         if shuffle and len(self.lengths) < batch_size * world_size:
             raise ValueError(
-                f"there are {len(self.lengths)} pairs; {world_size} workers with batches of {batch_size} need "
-                f"{batch_size * world_size} for one step: take smaller batches"
+                f"lengths must have at least {batch_size * world_size} pairs, a batch of {batch_size} for each of "
+                f"{world_size} workers, not {len(self.lengths)}: use smaller batches"
             )
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch, on every worker."""
-        # The count follows from the lengths alone: workers agree on it without communication.
+        # The number depends on the number of pairs alone, so workers agree on it without communication.
         together = self.batch_size * self.world_size
         return len(self.lengths) // together if self.shuffle else -(-len(self.lengths) // together)
 
@@ -159,12 +159,12 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
     def _generate(self, first: int) -> Iterator[list[int]]:
         batches = self._training_batches() if self.shuffle else self._validation_batches()
         for number in range(first, len(batches)):
-            self._hand_out(number)
+            self._mark_yielded(number)
             yield batches[number].tolist()
 
     def _validation_batches(self) -> list[_Order]:
         order = np.argsort(self.lengths, kind="stable")
-        # All shares are cut at once, so that they differ by at most one pair.
+        # Cut the shares of all workers and batches at once, so that they differ by at most one pair.
         return np.array_split(order, len(self) * self.world_size)[self.rank :: self.world_size] if len(order) else []
 
     def _training_batches(self) -> list[_Order]:
@@ -174,21 +174,21 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         full, rest = [], []
         for bucket in np.array_split(np.argsort(self.lengths, kind="stable"), self.buckets):
             order = generator.permutation(bucket)
-            # Only whole batches are cut here; the rest of each bucket is collected and cut below.
+            # Cut only whole batches here. The rest of each bucket is cut below.
             whole = len(order) // together * together
             full += np.split(order[:whole], whole // together) if whole else []
             rest.append(order[whole:])
         left = np.concatenate(rest)
-        # The dropped pairs are drawn at random, because dropping the last ones would always drop long pairs.
+        # Drop pairs at random: dropping the last ones would always drop long pairs.
         drop = generator.permutation(len(left))[: len(left) % together]
         left = np.delete(left, drop)
         full += np.split(left, len(left) // together) if len(left) else []
-        # Batches of all workers together are cut first, so that k workers see the batches of one worker with k times
-        # the size.
+        # Each batch in `full` is that of all workers, so that k workers see the batches of one worker with k times the
+        # batch size.
         mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
         return [full[number][mine] for number in generator.permutation(len(full))]
 
-    def _basis(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
             "batch_size": self.batch_size,
@@ -202,15 +202,15 @@ class TeacherForcedBatches:
     """Batches for training: the inputs of the model, and the words that it should predict next.
 
     Args:
-        pairs: Pairs (source, target), each int64 of shape (tokens,), from the beginning's id to the end's.
+        pairs: Pairs (source, target), each int64 of shape (tokens,), from the id of the beginning to that of the end.
         order: Indices of each batch: a sampler such as :class:`BucketBatchSampler`, or a list of lists.
         device: Device of the ids.
 
     Example:
         >>> pairs = [([2, 7, 3], [2, 8, 9, 3]), ([2, 3], [2, 3])]
         >>> pairs = [(torch.tensor(source), torch.tensor(target)) for source, target in pairs]
-        >>> [((source, lengths, said), next_words)] = TeacherForcedBatches(pairs, [[0, 1]])
-        >>> lengths.tolist(), said.T.tolist(), next_words.T.tolist()
+        >>> [((source, lengths, inputs), next_words)] = TeacherForcedBatches(pairs, [[0, 1]])
+        >>> lengths.tolist(), inputs.T.tolist(), next_words.T.tolist()
         ([3, 2], [[2, 8, 9], [2, 3, 0]], [[8, 9, 3], [3, 0, 0]])
     """
 
@@ -231,7 +231,7 @@ class TeacherForcedBatches:
         """Yield ``((source, lengths, target without its last row), target without its first row)``, time first.
 
         Ids have the shapes (source, batch), (target - 1, batch) and (target - 1, batch); the sources' lengths, of shape
-        (batch,), stay on the CPU, where packing sentences needs them.
+        (batch,), stay on the CPU, because packing sentences needs them there.
         """
         # The decoder reads the target without its last row, and predicts it without its first row.
         for (source, lengths), (target, _) in self.loader:
@@ -244,11 +244,11 @@ class SizedPairs(Protocol):
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Return the tokens that a pair takes in a batch, its longer side, of shape (pairs,)."""
+        """Return the tokens of each pair in a batch, which are those of its longer side; shape (pairs,)."""
 
     @property
     def shuffle(self) -> bool:
-        """Return whether pairs of the same size go into batches in random order."""
+        """Return True if pairs of the same size go into batches in random order."""
 
 
 def get_batches(
@@ -261,17 +261,17 @@ def get_batches(
 ) -> list[list[int]]:
     """Cut a data set into batches of pairs of similar length.
 
-    A batch of n pairs whose longest side has l tokens takes n x l tokens, padding included. Pairs are taken in order of
-    their size. They are added to a batch as long as it takes at most ``max_tokens`` tokens and n is at most
-    ``max_sentences``. Then n is rounded down to a multiple of ``bsz_mult``, unless it is smaller than that. The result
-    depends only on the arguments, so it is the same on every worker: :func:`shard_batches` selects the share of each.
+    A batch of n pairs whose longest side has l tokens has n x l tokens, padding included. Pairs are added to a batch in
+    order of their size, as long as the batch has at most ``max_tokens`` tokens and ``max_sentences`` pairs. Then n is
+    rounded down to a multiple of ``bsz_mult``, unless it is smaller than ``bsz_mult``. The result depends only on the
+    arguments, so it is the same on every worker. :func:`shard_batches` selects each worker's batches.
 
     Args:
         dataset: A :class:`~mlbench_core.dataset.nlp.pytorch.wmt17_dataset.WMT17Dataset`, or another object with its
             ``sizes`` and ``shuffle``.
-        max_tokens: The most tokens in a batch; None for no limit.
-        max_sentences: The most pairs in a batch; None for no limit.
-        bsz_mult: The number of pairs is a multiple of it if possible.
+        max_tokens: Largest number of tokens in a batch; None for no limit.
+        max_sentences: Largest number of pairs in a batch; None for no limit.
+        bsz_mult: Make the number of pairs in a batch a multiple of this number if possible.
         shuffle: If True, shuffle the order of batches and, if the data set's ``shuffle`` is True, of pairs of one size.
         seed: Seed of both orders; use another one in each epoch, for example ``seed + epoch``.
 
@@ -294,10 +294,10 @@ def get_batches(
     if max_tokens is not None and len(sizes) and sizes.max() > max_tokens:
         longest = int(sizes.argmax())
         raise ValueError(
-            f"pair {longest} takes {sizes[longest]} tokens and max_tokens is {max_tokens}; give a larger one, or the "
-            f"data set smaller max_positions"
+            f"max_tokens must be at least {sizes[longest]}, the tokens of pair {longest}, not {max_tokens}: raise it, "
+            f"or give the data set smaller max_positions"
         )
-    # Drawn from the seed alone, so every worker cuts the same batches without communication.
+    # The generator depends on the seed alone, so every worker cuts the same batches without communication.
     generator = np.random.default_rng(seed)
     order = generator.permutation(len(sizes)) if shuffle and dataset.shuffle else np.arange(len(sizes))
     # A stable sort keeps the random order of pairs of the same size.
@@ -333,17 +333,17 @@ def _cut(
 def shard_batches(
     batches: Sequence[list[int]], rank: int, world_size: int, *, drop_last: bool = True
 ) -> list[list[int]]:
-    """Return this worker's share of batches that are the same on every worker: every k-th.
+    """Return every k-th batch of a list that is the same on every worker, as this worker's share.
 
     All workers get the same number of batches; otherwise some would wait indefinitely in a collective.
 
     Args:
         batches: Batches of all workers.
-        rank: This worker.
+        rank: Rank of this worker.
         world_size: Number k of workers.
-        drop_last: True, for training: if k does not divide the number of batches, the last ones, fewer than k, are left
-            out. As batches are shuffled, these are others in each epoch. False, for validation: workers without a last
-            batch get an empty one, and ``collater`` turns it into an empty dictionary.
+        drop_last: If True, as for training, leave out the remainder if k does not divide the number of batches. Other
+            batches are left out in each epoch, because batches are shuffled. If False, as for validation, a worker
+            without a last batch gets an empty one, and ``collater`` converts it to an empty dictionary.
 
     Returns:
         The batches of the worker.
@@ -362,9 +362,9 @@ def shard_batches(
     rounds = len(batches) // world_size if drop_last else -(-len(batches) // world_size)
     if drop_last and rounds == 0:
         raise ValueError(
-            f"there are {len(batches)} batches; {world_size} workers need as many for one step: take smaller batches"
+            f"batches must have one for each of {world_size} workers, not {len(batches)} in total: use smaller batches"
         )
-    # Without shuffling, neighboring batches have similar sizes, so every k-th batch gives workers similar work.
+    # Neighboring batches that are not shuffled have similar sizes, so every k-th batch gives workers similar work.
     mine = list(batches[rank : rounds * world_size : world_size])
     return mine + [[] for _ in range(rounds - len(mine))]
 
@@ -386,13 +386,13 @@ def collate_batch(
         eos_idx: Number of the end symbol.
         left_pad_source: If True, sources are padded on the left.
         left_pad_target: If True, targets are padded on the left.
-        seq_len_multiple: The lengths of the batch are multiples of it.
+        seq_len_multiple: Pad sources and targets to multiples of this length.
 
     Returns:
-        ``id``: int64 of shape (batch,); ``ntokens``: number of target tokens without padding; ``target``: int64 of
-        shape (batch, tokens); ``net_input``: the arguments of the model: ``src_tokens``, int64 of shape (batch,
-        tokens), ``src_lengths`` of shape (batch,), and ``prev_output_tokens``, the targets with the end symbol moved
-        from the end to the beginning. An empty dictionary for no samples.
+        A dictionary, which is empty if there are no samples. ``id``: int64 of shape (batch,); ``ntokens``: number of
+        target tokens without padding; ``target``: int64 of shape (batch, tokens); ``net_input``: the arguments of the
+        model. These are ``src_tokens``, int64 of shape (batch, tokens), ``src_lengths`` of shape (batch,), and
+        ``prev_output_tokens``, the targets with the end symbol moved from the end to the beginning.
 
     Example:
         >>> sample = {"id": 7, "source": torch.tensor([5, 1]), "target": torch.tensor([8, 9, 1])}

@@ -1,8 +1,8 @@
-"""Convert texts to numbers with a dictionary and a reader, and cache them for later starts.
+"""Convert texts to ids with a dictionary, and cache the ids for later runs.
 
-The cache of a corpus is a folder named after a digest of its source files, so that it is never out of date.
+The cache of a corpus is a folder. Its name contains a digest of the source files, so that it is never out of date.
 ``dictionary.json`` has the words and the number of tokens of each part, ``<part>.npy`` the ids as int32. The folder is
-created under another name and then renamed, so processes that create the same one at once do not disturb each other.
+created under another name and then renamed, so several processes can create the same cache at the same time.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Corpus:
 
     Attributes:
         dictionary: The words of all parts.
-        parts: The ids of each part, int32, read-only; mapped from the cache if there is one.
+        parts: The ids of each part, int32; read-only and mapped from the cache if a cache is used.
     """
 
     dictionary: Dictionary
@@ -98,8 +98,9 @@ class Corpus:
 def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
     """Read a text in parts, or map the result of an earlier call from the cache.
 
-    A text is split at white space, and each line, empty ones too, ends with one more word, ``<eos>``. Only a line feed
-    ends a line. The dictionary takes the parts in the order given, so the ids of the first do not depend on the others.
+    A text is split at white space, and each line, also an empty one, ends with one more word, ``<eos>``. Only a line
+    feed ends a line. The dictionary reads the parts in the given order, so the ids of the first part do not depend on
+    the others.
 
     Args:
         texts: The file of each part, UTF-8, plain or compressed.
@@ -119,13 +120,13 @@ def load_corpus(texts: Mapping[str, Path], cache_dir: Path | None) -> Corpus:
     if cached is not None:
         return cached
     corpus = _read_corpus(texts)
-    # A cache saves time only: a folder that cannot be written must not stop a training run.
+    # A cache only saves time, so a folder that cannot be written must not stop a training run.
     try:
         _save_cache(folder, corpus)
     except OSError as error:
         _log.warning("the cache %s cannot be written (%s); the text will be read again at each start", folder, error)
         return corpus
-    # Mapped again, so that the workers of one machine share the pages of one file.
+    # Map the new cache, so that the workers of one machine share the pages of one file.
     return _load_cache(folder, texts) or corpus
 
 
@@ -138,7 +139,7 @@ def _read_corpus(texts: Mapping[str, Path]) -> Corpus:
             for word in (*line.split(), EOS):
                 yield dictionary.add_word(word)
 
-    # An iterator, not a list: the words of a large text would take many times the memory of their ids.
+    # `ids` is an iterator, because a list of the words of a large text would take many times the memory of their ids.
     return Corpus(dictionary, {part: np.fromiter(ids(path), dtype=np.int32) for part, path in texts.items()})
 
 
@@ -154,7 +155,7 @@ def _save_cache(folder: Path, corpus: Corpus) -> None:
 
 def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:
     """Map a cache into memory; return None if there is none, or if it is damaged and was deleted."""
-    # Nothing is deleted then: another process may be about to create it.
+    # Do not delete anything in this case: another process may be creating the cache.
     if not folder.is_dir():
         return None
     try:
@@ -165,7 +166,7 @@ def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:
             dictionary.add_word(word)
         for part, ids in parts.items():
             if ids.dtype != np.int32 or ids.shape != (content["tokens"][part],):
-                raise ValueError(f"{part}.npy holds {ids.dtype} of shape {ids.shape}")
+                raise ValueError(f"{part}.npy has {ids.dtype} of shape {ids.shape}")
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         _log.warning("the cache %s is damaged (%s) and is created again", folder, error)
         shutil.rmtree(folder, ignore_errors=True)

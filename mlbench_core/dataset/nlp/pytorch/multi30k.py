@@ -36,22 +36,22 @@ class Multi30k(RecurrentPairs):
     Args:
         root: Folder of the text.
         lang: Languages of source and target.
-        train: The training part.
-        validation: The validation part.
-        test: The test part of 2016.
-        math_precision: ``"fp16"`` or ``"bf16"`` fill the vocabulary up to a multiple of 8.
-        tokens: ``"subwords"`` divides Moses' words; ``"spacy"`` takes whole words by spaCy's rules.
+        train: If True, load the training part.
+        validation: If True, load the validation part.
+        test: If True, load the test part of 2016.
+        math_precision: With ``"fp16"`` or ``"bf16"``, unused symbols pad the vocabulary to a multiple of 8.
+        tokens: ``"subwords"`` divides Moses' words into parts; ``"spacy"`` uses whole words by spaCy's rules.
         vocab_size: Number of sub-words.
-        min_count: A word that is rarer is unknown, with ``"spacy"``.
-        sort: If True, the longest source comes first.
-        min_len: Pairs with a shorter side are left out.
-        max_len: Pairs with a longer side are left out; None for none.
+        min_count: Minimum count of a word with ``"spacy"``; a rarer one is unknown.
+        sort: If True, sort the pairs by the length of the source, the longest first.
+        min_len: Leave out pairs with a side of fewer symbols.
+        max_len: Leave out pairs with a side of more symbols; None for no limit.
         max_size: Keep at most this number of pairs, from the start; None keeps all.
-        cache_dir: Folder for vocabulary and store; by default below the user's MLBench folder.
+        cache_dir: Folder for vocabulary and store; if None, one below the user's MLBench folder.
 
     Raises:
         ValueError: Not exactly one part is requested, or an argument is outside the values listed above.
-        DatasetNotFoundError: The text of the part, or the training text, is not there.
+        DatasetNotFoundError: The text of the part, or the training text, does not exist.
         DatasetError: The text is damaged, or its languages have different numbers of lines.
 
     Example:
@@ -106,7 +106,7 @@ class Multi30k(RecurrentPairs):
                 :class:`~mlbench_core.dataset.nlp.pytorch.pair_datasets.TransformerPairs`.
 
         Returns:
-            The data set; its symbols have other numbers than this one's ids.
+            The data set. The numbers of its symbols differ from the ids of this data set.
         """
         return TransformerPairs(self.part, indices=self.indices, **options)
 

@@ -25,7 +25,7 @@ __all__ = ["RecurrentPairs", "TransformerPairs"]
 _log = logging.getLogger(__name__)
 
 _UNKNOWN_SYMBOL = "<UNK>_"
-_FIRST_SYMBOL = 3  # of the Transformer's dictionary: after padding, end and unknown
+_FIRST_SYMBOL = 3  # in the Transformer's dictionary, padding, end and unknown come first
 
 Lengths = npt.NDArray[np.int64]
 Item = TypeVar("Item", covariant=True)
@@ -41,14 +41,16 @@ class _PartPairs(Dataset[Item]):
         """Return the targets as they are in the text, in this data set's order; not for training parts.
 
         Raises:
-            ValueError: It is a training part, from which pairs were left out.
+            ValueError: This is a training part, from which pairs were left out, or its text is not raw.
         """
         return self.part.read_targets(self.indices)
 
     def _numbers(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Return the store's numbers of the source and the target of a pair."""
         if not 0 <= index < len(self.indices):
-            raise IndexError(f"pair {index} is not there: there are {len(self.indices)}, counted from 0")
+            raise IndexError(
+                f"index must be at least 0 and below {len(self.indices)}, the number of pairs, not {index}"
+            )
         number = int(self.indices[index])
         return self.part.store.source[number], self.part.store.target[number]
 
@@ -57,23 +59,23 @@ class _PartPairs(Dataset[Item]):
 
 
 class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
-    """Pairs for GNMT: each side begins with its beginning's id and ends with its end's.
+    """Pairs for GNMT: each side begins with the id of the beginning and ends with the id of the end.
 
     Attributes:
         tokenizer: The tokenizer that creates the ids.
         indices: Numbers of the pairs in the store, in this data set's order.
-        lengths: Ids of each pair's source and target, without beginning and end; int64 of shape (pairs, 2).
+        lengths: Number of ids of each pair's source and target, without beginning and end; int64 of shape (pairs, 2).
 
     Args:
-        part: The text.
-        tokenizer: Its tokenizer, of the same vocabulary.
-        sort: If True, the longest source comes first.
-        min_len: Pairs with a shorter side are left out.
-        max_len: Pairs with a longer side are left out; None for none.
+        part: The part of the data set.
+        tokenizer: A tokenizer with the part's vocabulary.
+        sort: If True, sort the pairs by the length of the source, the longest first.
+        min_len: Leave out pairs with a side of fewer sub-words.
+        max_len: Leave out pairs with a side of more sub-words; None for no limit.
         max_size: Keep at most this number of the remaining pairs, from the start; None keeps all.
 
     Raises:
-        ValueError: A limit is negative, or the longest is less than the shortest.
+        ValueError: ``min_len`` is negative or above ``max_len``, or ``max_size`` is below 1.
     """
 
     def __init__(
@@ -97,7 +99,8 @@ class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
         kept = lengths.min(axis=1) >= min_len
         if max_len is not None:
             kept &= lengths.max(axis=1) <= max_len
-        # A score is comparable only on the whole text, so leaving out pairs of a reference part is reported.
+        # Scores are comparable only on the whole text, so log a warning if pairs of a validation or test part are left
+        # out.
         if part.has_references and not kept.all():
             _log.warning("%d of %d pairs are left out, with sides of fewer than %d or more than %s sub-words: a score "
                          "is not that of the whole text", (~kept).sum(), len(kept), min_len, max_len)  # fmt: skip
@@ -113,7 +116,7 @@ class RecurrentPairs(_PartPairs[tuple[Tensor, Tensor]]):
 
     @property
     def sizes(self) -> Lengths:
-        """Return the ids in each pair's longer side with beginning and end, int64 of shape (pairs,)."""
+        """Return the number of ids of each pair's longer side, with beginning and end; int64 of shape (pairs,)."""
         return self.lengths.max(axis=1, initial=0) + 2
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -129,19 +132,19 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
     """Pairs for the Transformer: each side ends with the end symbol, and both share one dictionary.
 
     Attributes:
-        dictionary: Padding is 0, the end 1, text in no symbol 2.
-        src_dict: The same.
-        trg_dict: The same.
+        dictionary: The dictionary; padding is 0, the end 1, text without a symbol 2.
+        src_dict: The same dictionary.
+        trg_dict: The same dictionary.
         indices: Numbers of the pairs in the store, in this data set's order.
         shuffle: As given.
 
     Args:
-        part: The text.
-        left_pad: If True, source and target are padded on the left.
-        max_positions: Maximum tokens of source and target, with the end. Longer pairs of a training part are left out.
-            Sentences of other parts are cut, because these parts must stay complete.
-        seq_len_multiple: Lengths of batches are multiples of it.
-        shuffle: If True, :func:`~mlbench_core.dataset.nlp.pytorch.batches.get_batches` shuffles pairs of one
+        part: The part of the data set.
+        left_pad: For source and target: if True, pad on the left.
+        max_positions: Largest number of tokens of source and target, with the end. Longer pairs of a training part are
+            left out. Longer sentences of other parts are cut, because these parts must stay complete.
+        seq_len_multiple: Pad source and target to multiples of this length.
+        shuffle: If True, :func:`~mlbench_core.dataset.nlp.pytorch.batches.get_batches` shuffles pairs of the same
             length.
         indices: Numbers of the pairs in the store to take; None for all.
 
@@ -168,7 +171,8 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         self.left_pad, self.max_positions = left_pad, max_positions
         self.seq_len_multiple, self.shuffle = seq_len_multiple, shuffle
         self.dictionary = Dictionary(symbols=[_UNKNOWN_SYMBOL, *part.subwords.symbols])
-        if len(self.dictionary) != _FIRST_SYMBOL + len(part.subwords):  # all later numbers would be shifted
+        # If a special symbol were in the vocabulary too, the numbers of all later symbols would be wrong.
+        if len(self.dictionary) != _FIRST_SYMBOL + len(part.subwords):
             special = ", ".join(self.dictionary.symbols[:_FIRST_SYMBOL])
             raise DatasetError(f"the vocabulary in {part.vocabulary_folder} has one of {special}; delete that line")
         self.src_dict = self.trg_dict = self.dictionary
@@ -176,16 +180,16 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         wanted = np.arange(len(lengths)) if indices is None else np.asarray(indices, dtype=np.int64)
         too_long = (lengths[wanted] > np.asarray(max_positions)).any(axis=1)
         if too_long.any():
-            fate = "are left out" if part.is_cleaned else "are cut"
-            _log.warning("%d of %d pairs %s: they have more than %s tokens", too_long.sum(), len(wanted), fate,
+            effect = "are left out" if part.is_cleaned else "are cut"
+            _log.warning("%d of %d pairs %s: they have more than %s tokens", too_long.sum(), len(wanted), effect,
                          " and ".join(map(str, max_positions)))  # fmt: skip
         self.indices: Lengths = wanted[~too_long] if part.is_cleaned else wanted
-        # Sizes are those after cutting, so batches by tokens fit.
+        # Use the lengths after cutting: `get_batches` would refuse a sentence that is longer than a batch.
         self.lengths: Lengths = np.minimum(lengths, np.asarray(max_positions))[self.indices]
 
     @property
     def sizes(self) -> Lengths:
-        """Return the tokens that a pair takes in a batch: its longer side, rounded up; int64 of shape (pairs,)."""
+        """Return the tokens of each pair in a batch: those of its longer side, rounded up; int64 of shape (pairs,)."""
         longest = self.lengths.max(axis=1, initial=0)
         return -(-longest // self.seq_len_multiple) * self.seq_len_multiple
 
@@ -207,7 +211,7 @@ class TransformerPairs(_PartPairs[dict[str, Any]]):
         return {"id": index, "source": source, "target": target}
 
     def _symbols(self, numbers: npt.NDArray[Any]) -> Tensor:
-        """Convert the store's numbers of a sentence, unknown 0 and symbols from 1, to the dictionary's."""
+        """Convert a sentence from the store's numbers, with unknown 0 and symbols from 1, to the dictionary's."""
         # The end symbol fills the array; all but its last element are overwritten.
         symbols = np.full(len(numbers) + 1, self.dictionary.eos(), dtype=np.int64)
         symbols[:-1] = numbers

@@ -36,7 +36,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 SPECIAL_SYMBOLS = ("<pad>", "<unk>", "<s>", "</s>")
-"""Symbols that other programs list in their vocabulary files; here they have fixed numbers and are not listed."""
+"""Symbols that other programs write into their vocabulary files. Here they have fixed numbers and are not written."""
 
 _NEWSTEST2014_LINES = 3_003
 _NEWSTEST2014_FILTERED_LINES = 2_737
@@ -50,7 +50,7 @@ class Archive:
         url: Address of a tar archive.
         member: Path of the text in the archive, with ``{lang}`` for ``en`` or ``de`` and ``{side}`` for ``src`` or
             ``ref``.
-        lines: Number of lines in each language. It is checked because no checksums of these archives are published.
+        lines: Number of lines in each language, which is checked because no checksums are published.
     """
 
     url: str
@@ -65,15 +65,15 @@ class Archive:
 
 @dataclass(frozen=True)
 class Part:
-    """A part, ready to be read.
+    """A part of a translation data set with its store.
 
     Attributes:
-        files: Its text.
-        store: Its pairs as numbers of symbols.
+        files: The text of the part.
+        store: The pairs as numbers of symbols.
         subwords: The vocabulary.
         vocabulary_folder: Folder of the vocabulary's files.
         recipe: The settings for words and symbols.
-        is_cleaned: If True, pairs of the text are missing in the store.
+        is_cleaned: If True, the store does not have all pairs of the text.
     """
 
     files: PairFiles
@@ -85,27 +85,30 @@ class Part:
 
     @property
     def has_references(self) -> bool:
-        """Return whether the text is raw and its lines correspond to the pairs."""
+        """Return True if the text is raw and its lines correspond to the pairs."""
         return self.recipe.tokenizer is not None and not self.is_cleaned
 
     def read_targets(self, indices: Iterable[int]) -> list[str]:
         """Return the translations as they are in the text: the references for BLEU.
 
         Args:
-            indices: Which pairs of the store.
+            indices: Numbers of pairs in the store.
 
         Returns:
             Lines of text.
 
         Raises:
-            ValueError: Pairs were left out, so that lines and pairs do not correspond, as in training parts; or the
-                text is not raw.
+            ValueError: The text is not raw; or pairs were left out, as in training parts, so that lines and pairs do
+                not correspond.
         """
         if self.recipe.tokenizer is None:
-            raise ValueError("the text is divided into sub-words already, it is no reference; take raw text")
+            raise ValueError("references must be raw text, not text that is divided into sub-words: use raw text")
         if self.is_cleaned:
-            raise ValueError("a training part was cleaned, its pairs are not the lines of its text; take another part")
-        # Read from the text: the store holds sub-words, not the original lines.
+            raise ValueError(
+                "references must be of a complete part, not of a training part, from which pairs were left out: use "
+                "another part"
+            )
+        # Read the text, because the store has sub-words and not the original lines.
         lines = [line for path in self.files.targets for line in read_lines(path)]
         return [lines[index] for index in indices]
 
@@ -122,7 +125,9 @@ def choose_part(**parts: bool) -> str:
     """
     chosen = [part for part, wanted in parts.items() if wanted]
     if len(chosen) != 1:
-        raise ValueError(f"{' and '.join(chosen) or 'no part'} asked for; set one of {', '.join(parts)} to True")
+        raise ValueError(
+            f"exactly one of {', '.join(parts)} must be True, not {' and '.join(chosen) or 'none of them'}"
+        )
     return chosen[0]
 
 
@@ -142,7 +147,7 @@ def download_files(folder: Path, archives: Sequence[Archive], languages: Sequenc
 
     Args:
         folder: Destination folder.
-        archives: Archives whose texts, concatenated, are the part.
+        archives: Archives whose concatenated texts are the part.
         languages: Languages of source and target, ``en`` and ``de`` in any order.
         download: If True, download missing archives.
 
@@ -151,8 +156,8 @@ def download_files(folder: Path, archives: Sequence[Archive], languages: Sequenc
 
     Raises:
         ValueError: The archives do not have these languages.
-        DatasetNotFoundError: Something is missing and ``download`` is False.
-        DownloadError: A download failed, or its text has another number of lines.
+        DatasetNotFoundError: A text is missing and ``download`` is False.
+        DownloadError: A download failed, or its text does not have the expected number of lines.
     """
     if sorted(languages) != ["de", "en"]:
         raise ValueError(f"lang must be en and de for this data set, not {tuple(languages)}")
@@ -162,8 +167,8 @@ def download_files(folder: Path, archives: Sequence[Archive], languages: Sequenc
         missing = next((path for path in paths if not path.is_file()), None)
         if missing is not None:
             if not download:
-                raise DatasetNotFoundError(f"{missing} is not there; download=True gets it from {archive.url}")
-            # One process downloads; the others find the files after they get the lock.
+                raise DatasetNotFoundError(f"{missing} does not exist; download=True gets it from {archive.url}")
+            # One process downloads. The others find the files once they have the lock.
             with lock(folder / ".download.lock"):
                 if not all(path.is_file() for path in paths):
                     _download(folder, archive, languages)
@@ -184,10 +189,11 @@ def load_part(
     """Load vocabulary and store of a part; create both if they do not exist yet.
 
     Args:
-        find: Returns the text of a part, by name. The training text is requested only to learn a vocabulary.
+        find: Function that returns the text of the part with a given name. If ``name`` is not ``"train"``, it is called
+            for the training text only to learn a vocabulary.
         name: Name of the part; raw text of ``"train"`` is cleaned.
         recipe: The settings for words and symbols.
-        root: Folder of the data; a vocabulary ``vocab.bpe.NAME`` in it is used instead of a learned one.
+        root: Folder of the data. If it has a vocabulary ``vocab.bpe.NAME``, this is used instead of a learned one.
         cache_dir: Folder for vocabulary and stores; None for the user's cache folder.
         in_memory: If True, read the store into memory.
 
@@ -205,10 +211,10 @@ def load_part(
         raise DatasetNotFoundError(f"{root} has no vocabulary vocab.bpe.NAME, which text that is divided already needs")
     else:
         subwords, folder = prepare_subwords(find("train"), recipe, cache)
-    # Divided text must not be divided again, so the merges are dropped.
+    # Drop the merges, because divided text must not be divided again.
     if recipe.tokenizer is None:
         subwords = Subwords(subwords.symbols, None, recipe.separator)
-    # Divided text was cleaned by the program that divided it.
+    # The program that divided a text has also cleaned it.
     cleaning = Cleaning() if name == "train" and recipe.tokenizer is not None else None
     store = prepare_store(files, recipe, subwords, cache, cleaning=cleaning, in_memory=in_memory)
     return Part(files, store, subwords, folder, recipe, cleaning is not None)
@@ -220,13 +226,13 @@ def _download(folder: Path, archive: Archive, languages: Sequence[str]) -> None:
     unpacked = folder / "downloads" / file_name.partition(".")[0]
     maybe_download_and_extract_tar_gz(unpacked, file_name, archive.url)
     found = archive.paths(unpacked, languages)
-    # All lines are counted before a file gets its place, so a wrong text is never used.
+    # Count the lines of all files before the first one gets its place, so that a wrong text is never used.
     for path in found:
         lines = count_lines(path) if path.is_file() else 0
         if lines != archive.lines:
             raise DownloadError(
-                f"{path} from {archive.url} has {lines} lines and should have {archive.lines}; delete {path.parent} "
-                f"and get the archive from elsewhere"
+                f"{path} from {archive.url} must have {archive.lines} lines, not {lines}: delete {path.parent} and get "
+                f"the archive from another place"
             )
     for path, place in zip(found, archive.paths(folder, languages), strict=True):
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -238,8 +244,8 @@ def _check_newstest2014(path: Path) -> None:
     lines = count_lines(path)
     if lines == _NEWSTEST2014_FILTERED_LINES:
         raise DatasetError(
-            f"{path} has {lines} lines: it is the filtered copy of newstest2014, the whole one has "
-            f"{_NEWSTEST2014_LINES}, as in https://www.statmt.org/wmt14/test-full.tgz"
+            f"{path} must be the whole newstest2014 of {_NEWSTEST2014_LINES} lines, not its filtered copy of {lines}: "
+            f"get https://www.statmt.org/wmt14/test-full.tgz"
         )
     if lines != _NEWSTEST2014_LINES:
         _log.warning("%s has %d lines; newstest2014 has %d", path, lines, _NEWSTEST2014_LINES)

@@ -2,9 +2,9 @@
 
 A store is a folder:
 
-* ``header.json``: version of the format, number of pairs, both languages, type and number of the numbers, checksum and
-  size of the vocabulary, and further entries of its creator;
-* ``source.npy`` and ``target.npy``: the numbers of all sentences one after another;
+* ``header.json``: the fields of :class:`PairHeader`: version of the format, number of pairs and tokens, both languages,
+  checksum and size of the vocabulary, and further entries;
+* ``source.npy`` and ``target.npy``: the numbers of all sentences, concatenated;
 * ``source.offsets.npy`` and ``target.offsets.npy``: int64, the start of each sentence, and the end of the last one.
 
 Numbers are uint16 if the vocabulary has at most 65,536 symbols, otherwise int32. A store is created under another name
@@ -43,10 +43,10 @@ class PairHeader:
 
     Attributes:
         languages: Languages of source and target.
-        vocabulary_size: Number of different numbers that may occur.
+        vocabulary_size: All numbers are below this one.
         vocabulary_checksum: SHA-256 of the vocabulary, in hexadecimal digits.
         pairs: Number of pairs.
-        tokens: Number of numbers of source and target.
+        tokens: Number of tokens of source and target.
         extra: Further entries that JSON can represent.
         version: Version of the format.
     """
@@ -62,7 +62,7 @@ class PairHeader:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Return the type of the numbers in the files, little-endian on every machine."""
-        # 16 bits are enough for the usual vocabularies, and half of the space.
+        # 16 bits are enough for the usual vocabularies and take half of the space.
         return np.dtype("<u2" if self.vocabulary_size <= 1 << 16 else "<i4")
 
 
@@ -80,7 +80,8 @@ class Sentences:
     """
 
     def __init__(self, numbers: Numbers, offsets: npt.NDArray[np.int64]) -> None:
-        self.numbers = np.asarray(numbers)  # slices of numpy.memmap itself take ten times as long
+        # A plain view of the mapping: slicing a numpy.memmap takes ten times as long.
+        self.numbers = np.asarray(numbers)
         self.offsets = np.asarray(offsets)
 
     def __len__(self) -> int:
@@ -89,7 +90,7 @@ class Sentences:
     def __getitem__(self, index: int) -> Numbers:
         """Return the numbers of a sentence, of shape (tokens,), as a view that must not be written to."""
         if not 0 <= index < len(self):
-            raise IndexError(f"sentence {index} is not there: there are {len(self)}, counted from 0")
+            raise IndexError(f"index must be at least 0 and below {len(self)}, the number of sentences, not {index}")
         return self.numbers[self.offsets[index] : self.offsets[index + 1]]
 
     @property
@@ -108,8 +109,8 @@ class PairStore:
 
     Args:
         folder: The store.
-        in_memory: If True, read all of it instead of mapping the files.
-        vocabulary_checksum: Checksum the vocabulary must have; None for any.
+        in_memory: If True, read the whole store into memory instead of mapping the files.
+        vocabulary_checksum: Checksum that the vocabulary must have; None for any.
 
     Raises:
         DatasetNotFoundError: The store does not exist.
@@ -132,8 +133,8 @@ class PairStore:
         self.header = _read_header(self.folder)
         if vocabulary_checksum is not None and vocabulary_checksum != self.header.vocabulary_checksum:
             raise DatasetError(
-                f"{self.folder} was made with the vocabulary {self.header.vocabulary_checksum}, but here it is "
-                f"{vocabulary_checksum}; {_ADVICE}"
+                f"{self.folder} must have the vocabulary {vocabulary_checksum}, not "
+                f"{self.header.vocabulary_checksum}: {_ADVICE}"
             )
         mode: Literal["r"] | None = None if in_memory else "r"
         self.source, self.target = (self._map(*each, mode) for each in zip(_SIDES, self.header.tokens, strict=True))
@@ -147,8 +148,8 @@ class PairStore:
         found = (numbers.dtype, numbers.shape, offsets.shape, int(offsets[-1]))
         if found != (self.header.dtype, (tokens,), (self.header.pairs + 1,), tokens):
             raise DatasetError(
-                f"{self.folder} is damaged: the {side} has {numbers.dtype} of shape {numbers.shape} and "
-                f"{len(offsets) - 1} sentences, its header says {self.header.dtype}, {tokens} and {self.header.pairs}; "
+                f"{self.folder} is damaged: the {side} must have {tokens} numbers of {self.header.dtype} in "
+                f"{self.header.pairs} sentences, not {numbers.dtype} of shape {numbers.shape} in {len(offsets) - 1}; "
                 f"{_ADVICE}"
             )
         return Sentences(numbers, offsets)
@@ -168,34 +169,34 @@ def write_pairs(
     """Write a store, completely or not at all, and replace an existing one.
 
     Args:
-        folder: The store to make.
-        header: Description of the store; the counts are filled in.
-        blocks: Blocks of sources and their targets, each a list of whole numbers of shape (tokens,). One block at a
-            time is in memory.
+        folder: The store to create.
+        header: Description of the store. The function fills in the numbers of pairs and tokens.
+        blocks: Blocks of sources and their targets, each a list of integer arrays of shape (tokens,). Only one block at
+            a time is in memory.
 
     Returns:
-        The store, mapped.
+        The store, mapped into memory.
 
     Raises:
-        ValueError: A block has more of one side than of the other, or a number is not in the vocabulary.
+        ValueError: A block has different numbers of sources and targets, or a number is not in the vocabulary.
     """
     with files.creating_folder(folder) as new:
         with _NumberFile(new / "source.npy", header) as source, _NumberFile(new / "target.npy", header) as target:
             for sources, targets in blocks:
                 if len(sources) != len(targets):
-                    raise ValueError(f"a block has {len(sources)} sources and {len(targets)} targets; each needs one")
+                    raise ValueError(f"a block must have {len(sources)} targets, one per source, not {len(targets)}")
                 source.append(sources)
                 target.append(targets)
         counts = {"pairs": len(source.offsets) - 1, "tokens": (source.offsets[-1], target.offsets[-1])}
         content = {**asdict(header), **counts}
         (new / "header.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        # The new store is complete here; the old one is removed just before the renaming.
+        # The new store is complete here. Remove the old one, because leaving this block renames the new one.
         shutil.rmtree(folder, ignore_errors=True)
     return PairStore(folder)
 
 
 class _NumberFile:
-    """A one-dimensional .npy file that grows, with the offsets of its sentences, which are written at the end."""
+    """A one-dimensional .npy file that grows; closing it also writes the file of its sentences' offsets."""
 
     def __init__(self, path: Path, header: PairHeader) -> None:
         self.path = path
@@ -212,15 +213,15 @@ class _NumberFile:
         largest = self.header.vocabulary_size - 1
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= largest:
             raise ValueError(
-                f"there are numbers from {numbers.min()} to {numbers.max()}; the vocabulary has 0 to {largest}"
+                f"numbers must be those of the vocabulary, 0 to {largest}, not {numbers.min()} to {numbers.max()}"
             )
-        # Written block by block: a text of millions of pairs never is in memory as a whole.
+        # Write block by block, so that a text of millions of pairs is never in memory as a whole.
         self.file.write(numbers.astype(self.header.dtype).tobytes())
         ends = self.offsets[-1] + np.cumsum([len(sentence) for sentence in sentences])
         self.offsets += ends.tolist()
 
     def _write_header(self) -> None:
-        """Write the header; numpy pads it, so that a longer length fits later."""
+        """Write the header; numpy pads it, so that a larger number of tokens fits later."""
         content = {"descr": self.header.dtype.str, "fortran_order": False, "shape": (self.offsets[-1],)}
         self.file.seek(0)
         np.lib.format.write_array_header_1_0(self.file, content)
@@ -241,12 +242,12 @@ def _read_header(folder: Path) -> PairHeader:
         content = json.loads((folder / "header.json").read_text(encoding="utf-8"))
         if content["version"] != FORMAT_VERSION:
             raise DatasetError(
-                f"{folder} has version {content['version']} of the format, not {FORMAT_VERSION}; {_ADVICE}"
+                f"{folder} must have version {FORMAT_VERSION} of the format, not {content['version']}: {_ADVICE}"
             )
-        # JSON has lists only.
+        # JSON has no tuples, only lists.
         content["languages"], content["tokens"] = tuple(content["languages"]), tuple(content["tokens"])
         return PairHeader(**content)
     except FileNotFoundError:
-        raise DatasetNotFoundError(f"there is no store at {folder}") from None
+        raise DatasetNotFoundError(f"the store {folder} does not exist") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DatasetError(f"{folder}/header.json is damaged: {error}; {_ADVICE}") from error

@@ -1,4 +1,4 @@
-"""Turn files of sentence pairs into a vocabulary and a store."""
+"""Create a vocabulary and a store from files of sentence pairs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PairFiles:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """The rules for pairs of a training text to leave out.
+    """The rules that a pair of a training text must fulfill; other pairs are left out.
 
     Attributes:
         min_words: Minimum number of words of each side.
@@ -54,7 +54,7 @@ class Cleaning:
     max_ratio: float = 9.0
 
     def keeps(self, source: Sequence[str], target: Sequence[str]) -> bool:
-        """Return whether a pair is kept."""
+        """Return True if a pair fulfills the rules."""
         few, many = sorted((len(source), len(target)))
         return self.min_words <= few and many <= self.max_words and many <= self.max_ratio * few
 
@@ -66,11 +66,11 @@ class Recipe:
     Attributes:
         languages: Languages of source and target.
         tokenizer: ``"moses"`` for words that are divided into parts, ``"spacy"`` for whole words, None for text that is
-            split into words and divided already.
-        merges: Number of merges; give this or ``size``.
-        size: Number of symbols; give this or ``merges``.
-        min_count: Minimum count of a whole word.
-        min_character_count: A rarer character gets no symbol.
+            already split into words and divided.
+        merges: Number of merges. Pass either this or ``size``.
+        size: Number of symbols. Pass either this or ``merges``.
+        min_count: Minimum count of a whole word; a rarer one gets no symbol.
+        min_character_count: Minimum count of a character; a rarer one gets no symbol.
         separator: Mark of a part that does not end its word.
 
     Raises:
@@ -96,8 +96,8 @@ def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple
     Args:
         files: The text.
         recipe: The settings.
-        cache_dir: Folder for the vocabulary and the text in words. One of several processes creates them, the others
-            wait.
+        cache_dir: Folder for the vocabulary and the text in words. If several processes call this, one of them creates
+            the files and the others wait.
 
     Returns:
         The vocabulary, and its folder.
@@ -106,7 +106,7 @@ def prepare_subwords(files: PairFiles, recipe: Recipe, cache_dir: Path) -> tuple
         DatasetError: The text is damaged, or its languages have different numbers of lines.
     """
     folder = cache_dir / f"vocabulary-{_digest(files, asdict(recipe))}"
-    # The lock makes other processes wait for the one that prepares the files.
+    # With the lock, other processes wait for the one that prepares the files.
     with lock(cache_dir / f".{folder.name}.lock"):
         if not folder.is_dir():
             words = _prepare_words(files, recipe, Cleaning(), cache_dir)
@@ -141,9 +141,10 @@ def prepare_store(
         files: The text.
         recipe: The settings for words.
         subwords: The vocabulary.
-        cache_dir: Folder for the store. One of several processes creates it, the others wait.
-        cleaning: Rules for pairs to leave out; None keeps all.
-        in_memory: If True, read the store instead of mapping it.
+        cache_dir: Folder for the store. If several processes call this, one of them creates the store and the others
+            wait.
+        cleaning: Rules for the pairs to keep; None keeps all.
+        in_memory: If True, read the store into memory instead of mapping it.
 
     Returns:
         The store. Its numbers are those of :meth:`Subwords.encode`.
@@ -155,7 +156,7 @@ def prepare_store(
     folder = cache_dir / f"pairs-{_digest(files, how)}"
     with lock(cache_dir / f".{folder.name}.lock"):
         try:
-            # An existing store is checked by its header; a damaged one is replaced below.
+            # Opening an existing store checks it. A damaged one is replaced below.
             return PairStore(folder, in_memory, subwords.checksum)
         except DatasetError as error:
             if folder.exists():
@@ -170,7 +171,7 @@ def prepare_store(
 def _blocks(
     files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, cache_dir: Path
 ) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield blocks of pairs, each side's words separated by spaces."""
+    """Yield blocks of pairs; spaces separate the words of a side."""
     if recipe.tokenizer is None:
         pairs = _read_pairs(files)
         if cleaning:
@@ -192,7 +193,7 @@ def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, 
         read = kept = 0
         with creating_folder(folder) as new, ExitStack() as stack:
             sides: list[IO[str]] = [
-                # No translation of line ends: a text must have the same bytes on every system.
+                # Do not translate line ends: a text must have the same bytes on every system.
                 stack.enter_context((new / f"{side}.txt").open("w", encoding="utf-8", newline="\n"))
                 for side in ("source", "target")
             ]
@@ -213,7 +214,7 @@ def _prepare_words(files: PairFiles, recipe: Recipe, cleaning: Cleaning | None, 
 def _read_pairs(files: PairFiles) -> Iterator[tuple[str, str]]:
     """Yield pairs of lines; both languages must have the same number of lines."""
     for source, target in zip(files.sources, files.targets, strict=True):
-        # `zip` would silently end with the shorter text.
+        # `zip` would silently stop at the end of the shorter text.
         for lines in itertools.zip_longest(read_lines(source), read_lines(target)):
             if lines[0] is None or lines[1] is None:
                 raise DatasetError(

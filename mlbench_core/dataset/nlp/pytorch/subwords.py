@@ -1,6 +1,6 @@
 """Sub-words: byte pair encoding of words, learned from a text or read from files in the format of subword-nmt.
 
-Words are divided into parts; each part but the last ends with a separator, ``@@``. A model consists of two files.
+Words are divided into parts; each part except the last one ends with a separator, ``@@``. A model has two files.
 ``bpe.NAME`` has the merges, one pair of parts per line, after a line ``#version: 0.2``; ``</w>`` marks a part at the
 end of a word. ``vocab.bpe.NAME`` has the symbols, one per line. The number of a symbol depends only on its line, so it
 is the same in every process and on every platform.
@@ -24,7 +24,7 @@ from mlbench_core.errors import DatasetError, DatasetNotFoundError, require
 __all__ = ["UNKNOWN", "Subwords", "join_parts", "learn_subwords", "learn_words"]
 
 UNKNOWN = 0
-"""The number of text that is in no symbol; symbol i of the vocabulary has number i + 1."""
+"""The number of text without a symbol. Symbol i of the vocabulary, counted from 0, has the number i + 1."""
 
 _END = "</w>"
 _VERSION = "#version: 0.2"
@@ -43,7 +43,7 @@ class Subwords:
         separator: As given.
 
     Args:
-        symbols: The symbols, none twice.
+        symbols: The symbols, each of them once.
         merges: The merges; parts at the end of a word end with ``</w>``.
         separator: Mark of a part that does not end its word.
 
@@ -65,8 +65,8 @@ class Subwords:
         self._numbers = {symbol: number for number, symbol in enumerate(self.symbols, 1)}
         if len(self._numbers) != len(self.symbols):
             twice = next(symbol for symbol, count in Counter(self.symbols).items() if count > 1)
-            raise ValueError(f"the symbol {twice!r} is there twice")
-        self._divider: Any = None
+            raise ValueError(f"symbols must be different, not contain {twice!r} twice")
+        self._encoder: Any = None
         self._table: npt.NDArray[np.int32] | None = None
 
     def encode(self, lines: Sequence[str]) -> list[npt.NDArray[np.int32]]:
@@ -76,36 +76,37 @@ class Subwords:
             lines: Words with white space between them.
 
         Returns:
-            For each line the numbers of its symbols, int32; :data:`UNKNOWN` for text that is in none.
+            For each line the numbers of its symbols, int32; :data:`UNKNOWN` for text without a symbol.
 
         Raises:
-            MissingDependencyError: tokenizers is not installed, and there are merges.
+            MissingDependencyError: The model has merges, and the package tokenizers is not installed.
         """
-        # Whole words need no encoder, and so no package tokenizers.
+        # Whole words need neither an encoder nor the package tokenizers.
         if self.merges is None:
             get = self._numbers.get
             return [np.array([get(word, UNKNOWN) for word in line.split()], dtype=np.int32) for line in lines]
-        if self._divider is None:
-            self._divider, self._table = self._build_divider(self.merges)
+        if self._encoder is None:
+            self._encoder, self._table = self._build_encoder(self.merges)
         assert self._table is not None
-        return [self._table[encoding.ids] for encoding in self._divider.encode_batch_fast(lines)]
+        return [self._table[encoding.ids] for encoding in self._encoder.encode_batch_fast(lines)]
 
-    def _build_divider(self, merges: list[Pair]) -> tuple[Any, npt.NDArray[np.int32]]:
+    def _build_encoder(self, merges: list[Pair]) -> tuple[Any, npt.NDArray[np.int32]]:
         """Build the fast encoder, and a table from its own numbers of parts to the numbers of this vocabulary."""
         tokenizers: Any = require("tokenizers", "text")
         parts = dict.fromkeys(_part(symbol, self.separator) for symbol in self.symbols)
         for left, right in merges:
             parts |= dict.fromkeys((left, right, left + right))
-        unknown = " "  # no part has white space
-        # The encoder numbers every part that a merge can create, also those without a symbol here.
+        # No part contains white space, so a space can stand for unknown text.
+        unknown = " "
+        # The encoder must number every part that a merge can create, even if it has no symbol in this vocabulary.
         ids = {unknown: 0} | {part: number for number, part in enumerate(parts, 1)}
         model = tokenizers.models.BPE(vocab=ids, merges=merges, unk_token=unknown, end_of_word_suffix=_END)
-        divider = tokenizers.Tokenizer(model)
-        divider.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        encoder = tokenizers.Tokenizer(model)
+        encoder.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         table = np.zeros(len(ids), dtype=np.int32)
         for part, number in ids.items():
             table[number] = self._numbers.get(_symbol(part, self.separator), UNKNOWN)
-        return divider, table
+        return encoder, table
 
     @property
     def checksum(self) -> str:
@@ -114,13 +115,13 @@ class Subwords:
         return files.digest(content.encode("ascii"))
 
     def save(self, folder: Path, name: str) -> None:
-        """Write ``bpe.NAME`` and ``vocab.bpe.NAME``, each completely or not at all, the vocabulary last.
+        """Write ``bpe.NAME``, then ``vocab.bpe.NAME``, each completely or not at all.
 
         Args:
             folder: Destination folder; it is created if it does not exist.
             name: For example ``"32000"``.
         """
-        # The vocabulary is written last: its existence means that the model is complete.
+        # Write the vocabulary last: its existence means that the model is complete.
         if self.merges is not None:
             lines = [_VERSION, *(f"{left} {right}" for left, right in self.merges)]
             _write_lines(folder / f"bpe.{name}", lines)
@@ -133,7 +134,10 @@ class Subwords:
         Args:
             folder: Folder with one ``vocab.bpe.NAME``.
             separator: Mark of a part that does not end its word.
-            skip: Symbols to leave out, such as special ones that other programs list.
+            skip: Symbols of the file to leave out, such as special symbols that other programs write.
+
+        Returns:
+            The model.
 
         Raises:
             DatasetNotFoundError: The vocabulary does not exist.
@@ -144,7 +148,7 @@ class Subwords:
             raise DatasetNotFoundError(f"{folder} has no vocabulary vocab.bpe.NAME, for example vocab.bpe.32000")
         if len(found) > 1:
             names = ", ".join(path.name for path in found)
-            raise DatasetError(f"{folder} has several vocabularies, {names}; leave one there")
+            raise DatasetError(f"{folder} must have one vocabulary, not {names}: remove the others")
         left_out = set(skip)
         symbols = [symbol for symbol in _read_symbols(found[0]) if symbol not in left_out]
         merges = folder / found[0].name.removeprefix("vocab.")
@@ -195,18 +199,18 @@ def learn_subwords(
     min_count: int = 2,
     min_character_count: int = 1,
 ) -> Subwords:
-    """Learn which parts to divide words into: merge the most frequent pair repeatedly.
+    """Learn a vocabulary of parts of words: repeatedly merge the most frequent pair of neighboring parts.
 
-    The symbols are the characters, inside and at the end of words, by code point. The results of the merges follow, in
-    the order of the merges.
+    The first symbols are the characters inside words, then those at the end of words, both sorted by code point. The
+    results of the merges follow in the order of the merges.
 
     Args:
         lines: Words with white space between them.
-        merges: Number of merges, or
-        size: number of symbols; exactly one of the two must be given.
+        merges: Number of merges. Pass either this or ``size``.
+        size: Number of symbols. Pass either this or ``merges``.
         separator: Mark of a part that does not end its word.
-        min_count: A pair must occur at least this often to be merged.
-        min_character_count: A character that is rarer gets no symbol.
+        min_count: Minimum count of a pair to be merged.
+        min_character_count: Minimum count of a character; a rarer one gets no symbol.
 
     Returns:
         The model. It depends only on the text, not on the order of lines.
@@ -223,7 +227,7 @@ def learn_subwords(
         [('l', 'o'), ('lo', 'w</w>')]
     """
     if (merges is None) == (size is None):
-        raise ValueError(f"one of merges and size must be given, not {merges} and {size}")
+        raise ValueError(f"exactly one of merges and size must be given, not {merges} and {size}")
     words = _count_words(lines, separator, min_character_count)
     # Characters inside words and at their ends are different symbols, and always in the vocabulary.
     inner = sorted({c for word in words for c in word[:-1]})
@@ -242,8 +246,8 @@ def learn_words(lines: Iterable[str], *, min_count: int = 2, separator: str = "@
 
     Args:
         lines: Words with white space between them.
-        min_count: A word that is rarer gets no symbol.
-        separator: Words that end with it are left out.
+        min_count: Minimum count of a word; a rarer one gets no symbol.
+        separator: Words that end with this text are left out, because it marks parts of words.
 
     Returns:
         The vocabulary.
@@ -259,7 +263,7 @@ def learn_words(lines: Iterable[str], *, min_count: int = 2, separator: str = "@
 
 
 def _count_words(lines: Iterable[str], separator: str, min_character_count: int) -> dict[str, int]:
-    """Return words and their counts, by code point, without words that contain a rare character or the separator."""
+    """Count words, sorted by code point, except those that contain a rare character or the separator."""
     counts = Counter(word for line in lines for word in line.split())
     characters: Counter[str] = Counter()
     for word, count in counts.items():
@@ -274,7 +278,8 @@ def _learn_merges(words: dict[str, int], final: list[str], merges: int, min_coun
     """Learn the merges, the same in every process.
 
     The trainer resolves ties between equally frequent pairs by the numbers of their parts. It numbers characters by
-    code point, but those at ends of words in the order of a hash table, unless they are announced as special.
+    code point, but characters at the end of words in the order of a hash table. As special tokens, they get numbers in
+    the given order.
     """
     tokenizers: Any = require("tokenizers", "text")
     finals = [c + _END for c in final]
@@ -295,7 +300,7 @@ def _learn_merges(words: dict[str, int], final: list[str], merges: int, min_coun
 def _repeated(words: dict[str, int]) -> Iterator[str]:
     """Yield each word as often as it was counted."""
     for word, count in words.items():
-        # Long repetitions are split, so that one frequent word does not make a huge line.
+        # Split long repetitions, so that a frequent word does not make one huge line.
         for start in range(0, count, _REPEATS):
             yield " ".join([word] * min(_REPEATS, count - start))
 
@@ -311,7 +316,7 @@ def _part(symbol: str, separator: str) -> str:
 
 
 def _read_symbols(path: Path) -> list[str]:
-    """Read the symbols of a vocabulary; each line may also hold the symbol's count, as subword-nmt writes it."""
+    """Read the symbols of a vocabulary; a count after each symbol, as subword-nmt writes it, is ignored."""
     lines = [line.split(" ") for line in _read_lines(path) if line]
     if all(len(line) == 2 and line[1].isdecimal() for line in lines):
         return [symbol for symbol, _ in lines]
@@ -324,8 +329,8 @@ def _read_symbols(path: Path) -> list[str]:
 def _read_merges(path: Path) -> list[Pair]:
     lines = _read_lines(path)
     if not lines or lines[0].strip() != _VERSION:
-        raise DatasetError(f"{path} does not begin with {_VERSION!r}; other versions of the format are not read")
-    # Split at the space alone: a part may contain other white space of Unicode.
+        raise DatasetError(f"{path} must begin with {_VERSION!r}: other versions of the format are not supported")
+    # Split at spaces only: a part may contain other white space of Unicode.
     pairs = [tuple(line.split(" ")) for line in lines[1:] if line]
     for number, pair in enumerate(pairs, 2):
         if len(pair) != 2 or not all(pair):
@@ -334,7 +339,7 @@ def _read_merges(path: Path) -> list[Pair]:
 
 
 def _read_lines(path: Path) -> list[str]:
-    # Only a line feed ends a line: a symbol may contain characters that Python's `splitlines` takes for line ends.
+    # Split at line feeds only: a symbol may contain characters that Python's `splitlines` treats as line ends.
     try:
         return path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:

@@ -42,14 +42,14 @@ class Wikitext2Dataset:
 
     The text is one sequence of words. :meth:`generate_batches` cuts it into equal streams, one for each sequence in the
     batch of all workers, and gives each worker its share of the streams. :meth:`generate_sequence_lengths` chooses the
-    length of each batch. :meth:`get_batch` returns batches in the order of the text, so that a model's state at the end
-    of one is its state at the start of the next. The concatenated batches of all workers are the batch of one worker
-    alone.
+    length of each batch. :meth:`get_batch` returns batches in the order of the text: the model's state at the end of a
+    batch is its state at the start of the next one. The concatenated batches of all workers are the batch of a single
+    worker.
 
-    The files ``train.txt``, ``valid.txt`` and ``test.txt``, or ``wiki.train.tokens`` and so on as in the original
-    archive, plain or compressed, are in ``path`` or below it in ``wikitext-2``. If there are none, the archive is
-    downloaded. Any text in files of these names works. The first reading creates a cache, which later starts map into
-    memory.
+    The files are ``train.txt``, ``valid.txt`` and ``test.txt``, or ``wiki.train.tokens`` and so on as in the original
+    archive, plain or compressed. They are in ``path`` or in its folder ``wikitext-2``. If none of them exists, the
+    archive is downloaded. Any text in files of these names works. The first run creates a cache, which later runs map
+    into memory.
 
     Attributes:
         dictionary: The words of all parts; the training part's come first. WikiText-2 has 33,278.
@@ -59,12 +59,12 @@ class Wikitext2Dataset:
     Args:
         path: Folder of the files.
         bptt: Words of each stream in a batch: the length of back-propagation through time.
-        train: The training part: 2,088,628 tokens.
-        valid: The validation part: 217,646 tokens.
-        test: The test part: 245,569 tokens.
+        train: If True, load the training part: 2,088,628 tokens.
+        valid: If True, load the validation part: 217,646 tokens.
+        test: If True, load the test part: 245,569 tokens.
         min_seq_len: Shortest length of a batch whose length is drawn at random.
-        download: If True, download the data (4 MB) if ``path`` has none of it.
-        cache_dir: Folder of the caches; by default below the user's MLBench folder.
+        download: If True, download the data (4 MB) if ``path`` has none of the files.
+        cache_dir: Folder of the caches; if None, one below the user's MLBench folder.
         seed: Seed of the random lengths; the same on every worker.
 
     Raises:
@@ -137,20 +137,20 @@ class Wikitext2Dataset:
     ) -> None:
         """Cut the text into streams and select this worker's share of them.
 
-        The words that are left over after the last full stream, fewer than ``global_bsz``, are not used. Lengths of the
+        The remaining words after the last full stream, fewer than ``global_bsz``, are not used. The lengths of the
         batches are those of ``generate_sequence_lengths(random=False)`` until they are generated again.
 
         Args:
-            global_bsz: Streams, and so sequences in a batch, of all workers together.
-            worker_bsz: Streams of each worker: this one gets numbers ``rank * worker_bsz`` and following. None, without
-                ``world_size``: all of them.
+            global_bsz: Number of streams, which is the number of sequences in a batch of all workers together.
+            worker_bsz: Number of streams of each worker: this worker gets ``worker_bsz`` streams from number
+                ``rank * worker_bsz`` on. If this and ``world_size`` are None, it gets all streams.
             rank: This worker's rank.
-            world_size: Instead of ``worker_bsz``, the number of workers that share the streams as evenly as can be, for
-                validation; a worker without streams has no batches.
+            world_size: Number of workers that share the streams as evenly as possible, for validation; use it instead
+                of ``worker_bsz``. A worker without streams has no batches.
 
         Raises:
-            ValueError: There are fewer words than streams need, the worker's share is outside of them, or both ways of
-                sharing are requested.
+            ValueError: The text is too short for the streams, the worker's streams are not among them, or both
+                ``worker_bsz`` and ``world_size`` are given.
         """
         words_in_stream = len(self.tokens) // global_bsz if global_bsz > 0 else 0
         if words_in_stream < 2:
@@ -159,7 +159,7 @@ class Wikitext2Dataset:
                 f"{len(self.tokens)} words of the text"
             )
         first, last = _share(global_bsz, worker_bsz, rank, world_size)
-        # A view of the mapped ids: no copy of the text is made.
+        # This is a view of the mapped ids, without a copy of the text.
         self._streams = self.tokens[: words_in_stream * global_bsz].reshape(global_bsz, words_in_stream)[first:last]
         self.generate_sequence_lengths(random=False)
 
@@ -167,7 +167,7 @@ class Wikitext2Dataset:
         """Set the epoch of the next random lengths, to resume a run.
 
         Args:
-            epoch: From 0.
+            epoch: Number of the epoch, from 0.
         """
         self._epoch = epoch
 
@@ -179,20 +179,20 @@ class Wikitext2Dataset:
         .. math:: \ell = \max(\ell_{\min}, \lfloor n \rfloor), \quad n \sim \mathcal{N}(b, 5^2), \quad
             b = \begin{cases} T & \text{with probability } 0.95 \\ T / 2 & \text{with probability } 0.05 \end{cases}
 
-        with :math:`T` = ``bptt`` and :math:`\ell_{\min}` = ``min_seq_len``. The last batch gets the rest; if that
-        is fewer than ``min_seq_len`` words, random lengths add it to the previous batch.
+        with :math:`T` = ``bptt`` and :math:`\ell_{\min}` = ``min_seq_len``. The last batch gets the remaining words. If
+        these are fewer than ``min_seq_len`` and lengths are random, the previous batch gets them instead.
 
         Random lengths depend on ``seed`` and the epoch alone, so all workers draw the same lengths without
-        communication. The first call is for epoch 0, and each further one for the next, unless :meth:`set_epoch` sets
-        another one.
+        communication. The first call with ``random=True`` is for epoch 0, and each further one for the next epoch,
+        unless :meth:`set_epoch` sets another one.
 
         Args:
-            random: If True, draw lengths at random.
+            random: If True, draw lengths at random, otherwise use ``bptt``.
 
         Raises:
             RuntimeError: :meth:`generate_batches` was not called before.
         """
-        # The last word of a stream is only a target: nothing follows it.
+        # The last word of a stream is only a target, because no word follows it.
         to_predict = self._stream_array().shape[1] - 1
         if random:
             self.sequence_lengths = self._draw_lengths(to_predict)
@@ -209,7 +209,7 @@ class Wikitext2Dataset:
         while to_predict > 0:
             base = self.bptt if generator.random() < 0.95 else self.bptt / 2
             length = max(self.min_seq_len, int(generator.normal(base, _LENGTH_DEVIATION)))
-            # A rest below the minimum length joins this batch; only a stream that is shorter in total stays short.
+            # If fewer words than the minimum length would remain, this batch gets them too.
             if to_predict - length < self.min_seq_len:
                 length = to_predict
             lengths.append(length)
@@ -232,9 +232,9 @@ class Wikitext2Dataset:
             cuda: If True, put it on the current GPU.
 
         Returns:
-            ``(data, target)``: ids of this worker's streams, int64 of shape (length, sequences), and ids of the word
-            after each of them. The latter are int64 of shape (length * sequences,), the format of a loss on flattened
-            scores.
+            ``(data, target)``. ``data`` has ids of this worker's streams, int64 of shape (length, sequences).
+            ``target`` has the id of the word after each of them, int64 of shape (length * sequences,), as a loss on
+            flattened scores needs it.
 
         Raises:
             IndexError: The batch does not exist.
@@ -243,8 +243,8 @@ class Wikitext2Dataset:
         """
         streams = self._stream_array()
         if not 0 <= i < self.num_batches():
-            raise IndexError(f"batch {i} is not there: there are {self.num_batches()}, counted from 0")
-        # The lengths are read for each batch, because a broadcast may have written into the tensor.
+            raise IndexError(f"i must be at least 0 and below {self.num_batches()}, the number of batches, not {i}")
+        # Read the lengths for each batch, because a broadcast may have written into the tensor.
         start, length = int(self.sequence_lengths[:i].sum()), int(self.sequence_lengths[i])
         to_predict = streams.shape[1] - 1
         if length < 1 or start < 0 or start + length > to_predict:
@@ -252,7 +252,7 @@ class Wikitext2Dataset:
                 f"sequence_lengths must be at least 1 and have a sum of at most {to_predict}, not {length} after "
                 f"{start} words: generate them again or send those of one worker to all"
             )
-        # One word more than the length: the targets are the words shifted by one.
+        # Read one word more than the length, because the targets are the words shifted by one.
         words = torch.from_numpy(streams[:, start : start + length + 1].T.astype(np.int64, order="C"))
         # Pinned memory lets the copy overlap with the computation of the batch before.
         if cuda:
@@ -261,7 +261,7 @@ class Wikitext2Dataset:
 
     def _stream_array(self) -> Ids:
         if self._streams is None:
-            raise RuntimeError("there are no batches yet: call generate_batches(global_bsz, ...) first")
+            raise RuntimeError("the text is not cut into batches yet: call generate_batches(global_bsz, ...) first")
         return self._streams
 
     def __repr__(self) -> str:
@@ -272,7 +272,9 @@ def _share(global_bsz: int, worker_bsz: int | None, rank: int, world_size: int |
     """Return the first stream of a worker, and the one after its last."""
     if world_size is not None:
         if worker_bsz is not None:
-            raise ValueError("only one of worker_bsz and world_size can be given, not both: they decide the same")
+            raise ValueError(
+                "only one of worker_bsz and world_size can be given, not both: each sets this worker's share"
+            )
         check_rank(rank, world_size)
         return rank * global_bsz // world_size, (rank + 1) * global_bsz // world_size
     if worker_bsz is None:
@@ -287,7 +289,7 @@ def _share(global_bsz: int, worker_bsz: int | None, rank: int, world_size: int |
 
 
 def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
-    """Load the corpus of a folder, which must have the part and the training part."""
+    """Load the corpus of a folder, which must contain the training part and the requested part."""
     if download and not _find_texts(folder):
         with files.lock(folder / ".download.lock"):
             # Another process may have downloaded the text while this one waited for the lock.
@@ -304,7 +306,7 @@ def _load(folder: Path, part: str, download: bool, cache_dir: Path) -> Corpus:
 
 
 def _find_texts(folder: Path) -> dict[str, Path]:
-    """Return the files of the existing parts, the training part first."""
+    """Return the file of each part that exists, the training part first."""
     folders = [folder / below for below in _FOLDERS]
     found = {part: find_file(folders, [name.format(part=part) for name in _NAMES]) for part in WIKITEXT2_TOKENS}
     return {part: path for part, path in found.items() if path is not None}
@@ -313,7 +315,7 @@ def _find_texts(folder: Path) -> dict[str, Path]:
 def _download(folder: Path) -> None:
     """Download the text from the first mirror that has it, check it, and move it into place in one step.
 
-    No checksums that hold for all mirrors are published, so the numbers of tokens and words are checked.
+    No published checksum is valid for all mirrors, so the function checks the numbers of tokens and words instead.
     """
     unpacked = folder / "downloads"
     try:
@@ -321,31 +323,31 @@ def _download(folder: Path) -> None:
     except DownloadError as error:
         _log.warning("%s; trying the Hugging Face hub", error)
         _download_from_hub(unpacked / _FOLDERS[1], error)
-    # Read without a cache, because the files move below.
+    # Do not create a cache, because the files move below.
     corpus = load_corpus(_find_texts(unpacked), cache_dir=None)
     tokens = {part: len(ids) for part, ids in corpus.parts.items()}
     if tokens != WIKITEXT2_TOKENS or len(corpus.dictionary) != WIKITEXT2_WORDS:
         raise DatasetError(
             f"the download in {unpacked} is not WikiText-2: it has {tokens} tokens and "
             f"{len(corpus.dictionary)} words instead of {WIKITEXT2_TOKENS} and {WIKITEXT2_WORDS}; delete the folder "
-            f"and get it from elsewhere"
+            f"and get the data from another place"
         )
     files.move_into_place(unpacked / _FOLDERS[1], folder / _FOLDERS[1])
 
 
 def _download_from_hub(folder: Path, reason: DownloadError) -> None:
-    """Download the table of the Hugging Face hub, with one line in each row, and write it as text."""
+    """Download the tables of the Hugging Face hub, which have one line of text per row, and write them as text."""
     try:
         parquet: Any = require("pyarrow.parquet", "text")
     except MissingDependencyError as error:
         raise DownloadError(
-            f"{reason}; another mirror has the text in a format that is not readable: {error}"
+            f"{reason}; the other mirror has the text in a format that needs another package: {error}"
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     for part, name in (("train", "train"), ("valid", "validation"), ("test", "test")):
         with tempfile.TemporaryDirectory(prefix=".table-", dir=folder) as scratch:
             table = progress_download(WIKITEXT2_HUB_URL.format(name=name), Path(scratch, f"{name}.parquet"))
             rows = parquet.read_table(table, columns=["text"])["text"].to_pylist()
-        # Rows may or may not have a line end; each line of the file needs exactly one.
+        # Some rows may end with a line feed; each line of the file needs exactly one.
         lines = (row.removesuffix("\n") + "\n" for row in rows)
         (folder / f"wiki.{part}.tokens").write_text("".join(lines), encoding="utf-8")

@@ -38,45 +38,45 @@ _DIVIDED_NAMES = {
 class WMT16Dataset(RecurrentPairs):
     """One part of WMT16 English-German: Europarl 7, Common Crawl and News Commentary 11; newstest2014 for validation.
 
-    The text is cleaned and split into words, and words into sub-words with a vocabulary of both languages. A vocabulary
-    in ``root`` (``vocab.bpe.32000`` and ``bpe.32000``) is used if there is one; otherwise one of 32,000 merges is
-    learned from the training text. The result is stored, and later starts map it into memory. A training pair is left
-    out if a side has fewer than 1 or more than 80 words, or more than 9 times as many as the other.
+    The text is cleaned and split into words, and the words into sub-words with a vocabulary of both languages. If
+    ``root`` has a vocabulary (``vocab.bpe.32000`` and ``bpe.32000``), it is used. Otherwise a vocabulary of 32,000
+    merges is learned from the training text. The result is stored, and later runs map it into memory. A training pair
+    is left out if a side has fewer than 1 or more than 80 words, or more than 9 times as many words as the other side.
 
-    Your own text, ``train.en`` and ``train.de``, ``newstest2014.en`` and so on (or ``validation.en``), plain or
-    compressed, may be in ``root`` instead; the archives' text is used as it is unpacked.
+    To use your own text, put ``train.en``, ``train.de``, ``newstest2014.en`` and so on (or ``validation.en``) into
+    ``root``, plain or compressed. Otherwise the text of the unpacked archives is used.
 
-    An item is a pair of tensors, (source, target), int64 of shape (tokens + 2,), each from the beginning's id 2 to the
-    end's id 3. :func:`~mlbench_core.dataset.nlp.pytorch.batches.build_collate_fn` makes batches of them,
+    An item is a pair of tensors, (source, target), int64 of shape (tokens + 2,), each from the id 2 of the beginning to
+    the id 3 of the end. :func:`~mlbench_core.dataset.nlp.pytorch.batches.build_collate_fn` makes batches of them, and
     :class:`~mlbench_core.dataset.nlp.pytorch.batches.BucketBatchSampler` distributes them to workers.
 
     Attributes:
         tokenizer: The tokenizer, a
             :class:`~mlbench_core.dataset.nlp.pytorch.wmt16.wmt16_tokenizer.WMT16Tokenizer`.
         vocab_size: Number of ids.
-        lengths: Ids of each pair's source and target, without beginning and end; int64 of shape (pairs, 2).
+        lengths: Number of ids of each pair's source and target, without beginning and end; int64 of shape (pairs, 2).
 
     Args:
         root: Folder of the data.
         lang: Languages of source and target.
-        math_precision: ``"fp16"`` or ``"bf16"`` fill the vocabulary up to a multiple of 8.
+        math_precision: With ``"fp16"`` or ``"bf16"``, unused symbols pad the vocabulary to a multiple of 8.
         download: If True, download missing data: 1.6 GB for training, which take a while to prepare.
-        train: The training part, 4.6 million pairs.
-        validation: The validation part, 3,003 pairs.
+        train: If True, load the training part, 4.6 million pairs.
+        validation: If True, load the validation part, 3,003 pairs.
         lazy: If True, leave the numbers on the disk and read them when needed, instead of all at the start.
-        preprocessed: If True, the text is in words that are escaped and divided already, as other programs store it in
-            ``train.tok.clean.bpe.32000.en``, and its vocabulary is in ``root``.
-        sort: If True, the longest source comes first.
-        min_len: Pairs with a side of fewer sub-words are left out.
-        max_len: Pairs with a side of more sub-words are left out.
-        max_size: Keep at most this number of pairs, from the start.
+        preprocessed: If True, the text consists of words that are already escaped and divided, as other programs store
+            it in ``train.tok.clean.bpe.32000.en``, and its vocabulary is in ``root``.
+        sort: If True, sort the pairs by the length of the source, the longest first.
+        min_len: Leave out pairs with a side of fewer sub-words.
+        max_len: Leave out pairs with a side of more sub-words; None for no limit.
+        max_size: Keep at most this number of pairs, from the start; None keeps all.
         merges: Number of merges of a learned vocabulary.
-        cache_dir: Folder for vocabulary and store; by default below the user's MLBench folder.
+        cache_dir: Folder for vocabulary and store; if None, one below the user's MLBench folder.
 
     Raises:
         ValueError: Not exactly one part is requested, or an argument is outside the values listed above.
-        DatasetNotFoundError: The text, or the one to learn a vocabulary from, is not there.
-        DatasetError: It is damaged, or its languages have different numbers of lines.
+        DatasetNotFoundError: The text of the part, or the training text for a vocabulary, does not exist.
+        DatasetError: The text is damaged, or its languages have different numbers of lines.
         DownloadError: The download failed.
 
     References:
@@ -120,10 +120,10 @@ def _files(folder: Path, languages: tuple[str, str], download: bool, preprocesse
         return found
     if not preprocessed:
         return download_files(folder, _ARCHIVES[name], languages, download)
-    advice = "give preprocessed=False, which makes it from raw text"
+    advice = "pass preprocessed=False, which reads raw text"
     if binary := next(folder.glob("*.bin"), None):
         advice = (
-            f"{binary.name}, data that version 3.0 prepared, may hold pickled code and is not read; put the text from "
-            "which it was made there, with its vocabulary, or give preprocessed=False, which reads raw text"
+            f"{binary.name}, data that version 3.0 prepared, may contain pickled code and is not read; put its text "
+            "and vocabulary into the folder, or pass preprocessed=False, which reads raw text"
         )
     raise DatasetError(f"{folder} has no {names[0]}.{languages[0]}: {advice}")

@@ -13,7 +13,7 @@ from mlbench_core.dataset.nlp.pytorch.wmt16_dataset import COMMON_CRAWL, EUROPAR
 
 __all__ = ["WMT17Dataset"]
 
-# Europarl, Common Crawl and the test set are the archives of WMT16, so a text downloaded for one serves the other.
+# Europarl, Common Crawl and the test set are the archives of WMT16, so both data sets can share a download.
 _NEWS = Archive(
     "https://data.statmt.org/wmt17/translation-task/training-parallel-nc-v12.tgz",
     "training/news-commentary-v12.de-en.{lang}",
@@ -37,14 +37,14 @@ _RARE = 50  # characters of other scripts, which are frequent in text from the w
 class WMT17Dataset(TransformerPairs):
     """One part of WMT17 English-German: Europarl 7, Common Crawl and News Commentary 12; newstest2013 and 2014.
 
-    The text is cleaned and split into words, and words into sub-words with a vocabulary of both languages. A vocabulary
-    in ``root`` (``vocab.bpe.NAME`` and ``bpe.NAME``) is used if there is one; otherwise one of 32,768 symbols is
-    learned from the training text. Characters that occur fewer than 50 times have no symbol in it. The result is
-    stored, and later starts map it into memory. A training pair is left out if a side has fewer than 1 or more than 80
-    words, or more than 9 times as many as the other.
+    The text is cleaned and split into words, and the words into sub-words with a vocabulary of both languages. If
+    ``root`` has a vocabulary (``vocab.bpe.NAME`` and ``bpe.NAME``), it is used. Otherwise a vocabulary of 32,768
+    symbols is learned from the training text; characters that occur fewer than 50 times get no symbol. The result is
+    stored, and later runs map it into memory. A training pair is left out if a side has fewer than 1 or more than 80
+    words, or more than 9 times as many words as the other side.
 
-    Your own text, ``train.en``, ``validation.en``, ``test.en`` and so on, plain or compressed, may be in ``root``
-    instead; the archives' text is used as it is unpacked.
+    To use your own text, put ``train.en``, ``validation.en``, ``test.en`` and so on into ``root``, plain or compressed.
+    Otherwise the text of the unpacked archives is used.
 
     :func:`~mlbench_core.dataset.nlp.pytorch.batches.get_batches` cuts the data set into batches,
     :func:`~mlbench_core.dataset.nlp.pytorch.batches.shard_batches` distributes them to workers, and
@@ -54,28 +54,28 @@ class WMT17Dataset(TransformerPairs):
         dictionary: The vocabulary of both languages, a
             :class:`~mlbench_core.dataset.nlp.pytorch.wmt17.wmt17_dictionary.Dictionary`; also ``src_dict`` and
             ``trg_dict``.
-        sizes: Tokens that a pair takes in a batch, int64 of shape (pairs,).
+        sizes: Number of tokens of each pair in a batch, int64 of shape (pairs,).
 
     Args:
         root: Folder of the data.
         lang: Languages of source and target.
         download: If True, download missing data: 1.6 GB for training, which take a while to prepare.
-        train: The training part, 4.6 million pairs.
-        validation: newstest2013, 3,000 pairs.
-        test: newstest2014, 3,003 pairs.
-        left_pad: If True, source and target are padded on the left.
-        max_positions: Maximum tokens of source and target, with the end. Longer pairs of the training part are left
-            out. Sentences of other parts are cut, because these parts must stay complete.
-        seq_len_multiple: Lengths of batches are multiples of it.
-        shuffle: If True, ``get_batches`` shuffles pairs of one length.
-        vocab_size: Number of symbols of a learned vocabulary, padding, end and unknown included.
-        min_character_count: A rarer character gets no symbol in a learned vocabulary.
-        cache_dir: Folder for vocabulary and store; by default below the user's MLBench folder.
+        train: If True, load the training part, 4.6 million pairs.
+        validation: If True, load newstest2013, 3,000 pairs.
+        test: If True, load newstest2014, 3,003 pairs.
+        left_pad: For source and target: if True, pad on the left.
+        max_positions: Largest number of tokens of source and target, with the end. Longer pairs of the training part
+            are left out. Longer sentences of other parts are cut, because these parts must stay complete.
+        seq_len_multiple: Pad source and target to multiples of this length.
+        shuffle: If True, ``get_batches`` shuffles pairs of the same length.
+        vocab_size: Number of symbols of a learned vocabulary, including padding, end and unknown.
+        min_character_count: Minimum count of a character in a learned vocabulary; a rarer one gets no symbol.
+        cache_dir: Folder for vocabulary and store; if None, one below the user's MLBench folder.
 
     Raises:
         ValueError: Not exactly one part is requested, or an argument is outside the values listed above.
-        DatasetNotFoundError: The text, or the one to learn a vocabulary from, is not there.
-        DatasetError: It is damaged, or its languages have different numbers of lines.
+        DatasetNotFoundError: The text of the part, or the training text for a vocabulary, does not exist.
+        DatasetError: The text is damaged, or its languages have different numbers of lines.
         DownloadError: The download failed.
 
     References:

@@ -1,9 +1,9 @@
 """Reversible tokenization: split lines of text into words, and join them again.
 
 Words are those of the Moses tokenizer, without its escapes. The detokenizer of Moses restores the usual spaces around
-words, which is right for about 98 % of the lines of a news text. For the other lines, the words contain
-:data:`SPACING_MARK`, which reverses the rule for the next word. So every line is restored exactly, and a vocabulary of
-plain Moses words still fits.
+words, which is correct for about 98 % of the lines of a news text. For the other lines, the words contain
+:data:`SPACING_MARK`, which reverses the rule for the next word. Therefore every line is restored exactly, and a
+vocabulary of plain Moses words can still be used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlbench_core.errors import require
 __all__ = ["SPACING_MARK", "clean_line", "escape_words", "join_words", "split_words", "unescape_words"]
 
 SPACING_MARK = "\uffed"
-"""Mark before a word whose spacing is the reverse of Moses' rules: ``U+FFED``, a small black square."""
+"""The mark before a word whose spacing is the reverse of Moses' rules: ``U+FFED``, a small black square."""
 
 _REPLACEMENT = "\u25a0"
 _ESCAPES = {"|": "&#124;", "<": "&lt;", ">": "&gt;", "'": "&apos;", '"': "&quot;", "[": "&#91;", "]": "&#93;"}
@@ -79,7 +79,7 @@ def join_words(words: Iterable[str], delim: str = " ") -> str:
 
     Args:
         words: Words and spacing marks, as :func:`split_words` returns them or a model generates them.
-        delim: The text between words, in place of each space.
+        delim: Text to put between words instead of a space.
 
     Returns:
         The text.
@@ -90,7 +90,7 @@ def join_words(words: Iterable[str], delim: str = " ") -> str:
     """
     plain, toggled, position = [], set[int](), 0
     for word in words:
-        # Two marks at one position cancel each other.
+        # Two marks at the same position cancel each other.
         if word == SPACING_MARK:
             toggled ^= {position}
         elif word:
@@ -123,7 +123,7 @@ def unescape_words(words: Iterable[str]) -> list[str]:
         >>> unescape_words(["It", "&apos;s", "well", "@-@", "known"])
         ['It', "'s", 'well-known']
     """
-    # `@-@` stands between two words: joined first, it can be replaced together with its spaces.
+    # Join the words first, so that `@-@` can be replaced together with the spaces around it.
     joined = " ".join(words).replace(f" {_HYPHEN} ", "-")
     # The ampersand comes last: `&amp;lt;` is an escaped `&lt;`, not `<`.
     for character, escape in (*_ESCAPES.items(), ("&", "&amp;")):
@@ -155,7 +155,7 @@ def _usual_spaces(words: list[str]) -> set[int]:
     differ in apostrophes alone.)
     """
     text = str(_detokenizer().detokenize(words, unescape=False))
-    # A detokenizer that changes a character gives no positions: a space between all words is the rule then.
+    # If the detokenizer changed a character, its positions are not usable. The rule is then a space between all words.
     if text.replace(" ", "") != "".join(words):
         text = " ".join(words)
     return _spaces(text)

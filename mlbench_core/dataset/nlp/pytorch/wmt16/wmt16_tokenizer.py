@@ -24,22 +24,22 @@ _MULTIPLES = {None: 1, "fp32": 1, "fp16": 8, "bf16": 8}
 class WMT16Tokenizer:
     """Split lines of text into sub-words with ids, and convert ids to text.
 
-    Ids 0 to 3 are padding, unknown, beginning and end of a sentence; the symbols of the vocabulary follow in its order.
-    With half precision, made-up symbols fill the vocabulary up to a multiple of 8, for tensor cores.
+    Ids 0 to 3 are padding, unknown, beginning and end of a sentence. The symbols of the vocabulary follow in its order.
+    With half precision, unused symbols pad the vocabulary to a multiple of 8, for tensor cores.
 
     Attributes:
         vocab_size: Number of ids.
         pad: Id of padding, 0.
-        unk: Id of text in no symbol, 1.
+        unk: Id of text without a symbol, 1.
         bos: Id of the beginning of a sentence, 2.
-        eos: Id of its end, 3.
+        eos: Id of the end of a sentence, 3.
         symbols: The symbol of each id.
 
     Args:
         base_dir: Folder with the vocabulary ``vocab.bpe.NAME`` and the merges ``bpe.NAME``, for example
             ``vocab.bpe.32000``, in the format of subword-nmt. Without merges, lines must consist of words that are
             divided already.
-        math_precision: ``"fp16"`` or ``"bf16"`` fill the vocabulary up; ``"fp32"`` and None do not.
+        math_precision: ``"fp16"`` and ``"bf16"`` pad the vocabulary; ``"fp32"`` and None do not.
         separator: Mark of a part that does not end its word.
         lang: Default language of lines.
         tokenizer: The splitter of lines into words: ``"moses"`` or ``"spacy"``; None splits at white space.
@@ -94,7 +94,7 @@ class WMT16Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of ids, made-up ones included."""
+        """Return the number of ids, including those of unused symbols."""
         return len(self.symbols)
 
     def segment(self, line: str, *, lang: str | None = None) -> list[int]:
@@ -102,10 +102,10 @@ class WMT16Tokenizer:
 
         Args:
             line: Text.
-            lang: Its language; None for the tokenizer's.
+            lang: Language of the line; None for the tokenizer's default.
 
         Returns:
-            Ids, with beginning and end of the sentence.
+            Ids, including those of the beginning and the end of the sentence.
         """
         if self.tokenizer is not None:
             words = split_words(line, lang or self.lang, self.tokenizer)
@@ -116,10 +116,11 @@ class WMT16Tokenizer:
         """Convert the numbers of a sentence in a store to ids.
 
         Args:
-            numbers: Numbers as of :meth:`~mlbench_core.dataset.nlp.pytorch.subwords.Subwords.encode`, shape (tokens,).
+            numbers: Result of :meth:`~mlbench_core.dataset.nlp.pytorch.subwords.Subwords.encode` for the sentence,
+                shape (tokens,).
 
         Returns:
-            int64 of shape (tokens + 2,): beginning and end of the sentence are added.
+            int64 of shape (tokens + 2,), including the beginning and the end of the sentence.
         """
         ids = np.empty(len(numbers) + 2, dtype=np.int64)
         # The store numbers unknown text 0 and symbols from 1; ids put the special symbols first.
@@ -133,9 +134,9 @@ class WMT16Tokenizer:
         """Convert ids to text with normal punctuation; no further detokenizer is needed.
 
         Args:
-            inputs: Ids of one sentence, for example a tensor of shape (tokens,). Everything after the end of the
-                sentence is ignored, and so are padding and beginning.
-            delim: The text between words, in place of each space.
+            inputs: Ids of one sentence, for example a tensor of shape (tokens,). Ids after the end of the sentence are
+                ignored, and so are padding and the beginning.
+            delim: Text to put between words instead of a space.
 
         Returns:
             The text.
@@ -144,7 +145,7 @@ class WMT16Tokenizer:
             IndexError: An id is not in the vocabulary.
         """
         ids = inputs.tolist() if isinstance(inputs, Tensor) else [int(i) for i in inputs]
-        # A model may generate ids after the end of the sentence; they have no meaning.
+        # Ids that a model generates after the end of the sentence have no meaning.
         if EOS in ids:
             ids = ids[: ids.index(EOS)]
         words = join_parts((self._symbol(i) for i in ids if i not in (PAD, BOS)), self.separator)
@@ -152,7 +153,7 @@ class WMT16Tokenizer:
 
     def _symbol(self, i: int) -> str:
         if not 0 <= i < len(self.symbols):
-            raise IndexError(f"{i} is not an id of the vocabulary: 0 to {len(self.symbols) - 1}")
+            raise IndexError(f"ids must be from 0 to {len(self.symbols) - 1}, not {i}")
         return self.symbols[i]
 
     def __len__(self) -> int:

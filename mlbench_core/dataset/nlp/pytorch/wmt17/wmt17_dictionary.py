@@ -1,4 +1,4 @@
-"""The vocabulary: symbols and their numbers."""
+"""The vocabulary of task 4b: symbols and their numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Dictionary:
             raise ValueError(f"pad and eos must be different symbols, not both {pad!r}")
         self.symbols: list[str] = []
         self._numbers: dict[str, int] = {}
-        # Added first: models and batches rely on the numbers 0 and 1.
+        # Add these first, because models and batches rely on the numbers 0 and 1.
         self._pad = self.add_symbol(pad)
         self._eos = self.add_symbol(eos)
         for symbol in symbols:
@@ -72,12 +72,12 @@ class Dictionary:
 
         Args:
             tensor: Numbers, of shape (tokens,) or (sentences, tokens).
-            bpe_symbol: The mark of a divided word, with the space after it, for example ``"@@ "``. With ``"_"``, the
-                last part of each word ends with ``_`` (as the special symbols do): parts are joined and every ``_``
-                becomes a space.
+            bpe_symbol: The mark of a divided word, with the space after it, for example ``"@@ "``. If ``"_"``, the last
+                part of each word must end with ``_``, as the special symbols do: parts are then joined, and every ``_``
+                becomes a space. If None, parts are not joined.
 
         Returns:
-            The symbols, separated by spaces, divided words joined.
+            The symbols, separated by spaces, with the parts of divided words joined.
 
         Raises:
             ValueError: The tensor has another number of dimensions.
@@ -93,7 +93,7 @@ class Dictionary:
             return " ".join(symbols)
         if bpe_symbol == "_":
             return "".join(symbols).replace("_", " ").strip()
-        # The mark includes the space after it; the added space lets it match at the end of the text too.
+        # The mark includes the space after it, so add a space to match it at the end of the text too.
         return (" ".join(symbols) + " ").replace(bpe_symbol, "").rstrip()
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class Dictionary:
 
     def __getitem__(self, number: int) -> str:
         if not 0 <= number < len(self.symbols):
-            raise IndexError(f"{number} is not a number of the vocabulary: 0 to {len(self.symbols) - 1}")
+            raise IndexError(f"number must be from 0 to {len(self.symbols) - 1}, not {number}")
         return self.symbols[number]
 
     def __contains__(self, sym: object) -> bool:
