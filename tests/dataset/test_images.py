@@ -466,6 +466,17 @@ def test_damaged_pickle(tmp_path: Path, small_cifar: int, content: bytes) -> Non
         CIFAR10V1(tmp_path, train=False)
 
 
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [([], "has no images"), ([-1, 3], "a label is -1"), (["cat"], "labels must be integers, not <U3")],
+)
+def test_labels_of_a_pickle_are_checked(tmp_path: Path, small_cifar: int, labels: list[Any], message: str) -> None:
+    content = {"data": np.zeros((len(labels), 3072), np.uint8), "labels": labels}
+    (tmp_path / "test_batch").write_bytes(pickle.dumps(content, protocol=4))
+    with pytest.raises(DatasetError, match=f"test_batch is damaged: .*{message}"):
+        CIFAR10V1(tmp_path, train=False)
+
+
 def test_cifar_checks_known_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = records(1)[0]
     (tmp_path / "test_batch.bin").write_bytes(content)

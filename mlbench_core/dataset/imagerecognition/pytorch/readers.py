@@ -98,8 +98,13 @@ def parse_cifar_python(path: Path, content: bytes) -> tuple[Tensor, Tensor]:
 
 def _images(path: Path, rows: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
     """Convert rows of bytes to images."""
+    if not len(labels):
+        raise DatasetError(f"{path} is damaged: it has no images")
+    if labels.dtype.kind not in "iu":
+        raise DatasetError(f"{path} is damaged: its labels must be integers, not {labels.dtype}")
     if labels.min() < 0 or labels.max() > 9:
-        raise DatasetError(f"{path} is damaged: a label is {labels.max()}, but classes go from 0 to 9")
+        wrong = labels[(labels < 0) | (labels > 9)][0]
+        raise DatasetError(f"{path} is damaged: a label is {wrong}, but classes go from 0 to 9")
     # Copy the rows, because torch must not write to memory that belongs to an immutable bytes object.
     images = torch.from_numpy(np.ascontiguousarray(rows).reshape(-1, 3, 32, 32).copy())
     return images, torch.from_numpy(labels.astype(np.int64))
