@@ -279,9 +279,17 @@ def test_operators_are_declared_only_after_the_import_failed_for_lack_of_them(mo
 
     monkeypatch.setattr(_torchvision, "require", failing)
     monkeypatch.setattr(_torchvision, "_declare_operators", lambda: steps.append("declared"))
-    monkeypatch.setattr(_torchvision, "_forget", lambda package: steps.append(f"forgot {package}"))
-    assert _torchvision.load().__name__ == "torchvision"
-    assert steps == ["failed", "declared", "forgot torchvision"]
+    modules = {"torch": None, "torchvision": None, "torchvision.ops": None}
+
+    def import_module(name: str) -> str:
+        steps.append(f"{name} with {list(modules)}")
+        return name
+
+    # The failed import left torchvision's modules behind; the next one must not find them.
+    monkeypatch.setattr(_torchvision, "sys", types.SimpleNamespace(modules=modules))
+    monkeypatch.setattr(_torchvision, "importlib", types.SimpleNamespace(import_module=import_module))
+    assert _torchvision.load("models") == "torchvision.models"
+    assert steps == ["failed", "declared", "torchvision with ['torch']", "torchvision.models with ['torch']"]
 
 
 def test_other_failures_of_the_import_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
