@@ -61,7 +61,7 @@ def test_failed_writing_leaves_what_was_there(tmp_path: Path) -> None:
     for block, message in (
         (([np.array([100])], [np.array([1])]), "numbers must be those of the vocabulary, 0 to 99, not 100 to 100"),
         (([np.array([1])], [np.array([-1])]), "0 to 99, not -1 to -1"),
-        (([np.array([1])], []), "a block has 1 sources and 0 targets"),
+        (([np.array([1])], []), "a block must have 1 targets, one per source, not 0"),
     ):
         with pytest.raises(ValueError, match=message):
             write_pairs(tmp_path / "store", header(), [block])
@@ -78,8 +78,8 @@ def test_damaged_and_foreign_stores_are_refused(tmp_path: Path) -> None:
         PairStore(folder, vocabulary_checksum="4567")
     original = (folder / "header.json").read_text()
     for change, message in (
-        ({"version": 99}, "has version 99 of the format, not 1"),
-        ({"pairs": 6}, "is damaged: the source has uint16"),
+        ({"version": 99}, "must have version 1 of the format, not 99"),
+        ({"pairs": 6}, "is damaged: the source must have 20 numbers of uint16"),
         ({"surprise": 1}, "is damaged: .*surprise"),
     ):
         (folder / "header.json").write_text(json.dumps({**json.loads(original), **change}))

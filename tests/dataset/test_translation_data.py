@@ -427,7 +427,7 @@ def test_divided_text_is_read_with_its_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"has no newstest2014\.tok\.bpe\.32000\.en: pass preprocessed=False"):
         WMT16Dataset(tmp_path, validation=True, preprocessed=True)
     (tmp_path / "validation.bin").write_bytes(b"\x80\x02cposix\nsystem\n.")
-    with pytest.raises(DatasetError, match=r"validation\.bin, data that version 3\.0 prepared, .* put the text"):
+    with pytest.raises(DatasetError, match=r"validation\.bin, data that version 3\.0 prepared, .* put its text"):
         WMT16Dataset(tmp_path, validation=True, preprocessed=True)
 
 

@@ -195,7 +195,7 @@ def test_files_that_are_no_vocabulary_are_named(tmp_path: Path) -> None:
         with pytest.raises(DatasetError, match=rf"vocab\.bpe\.5 is not a vocabulary: '{line}' is not one symbol"):
             Subwords.load(tmp_path)
     (tmp_path / "vocab.bpe.6").write_text("a\nb\n")
-    with pytest.raises(DatasetError, match=r"several vocabularies, vocab\.bpe\.5, vocab\.bpe\.6"):
+    with pytest.raises(DatasetError, match=r"must have one vocabulary, not vocab\.bpe\.5, vocab\.bpe\.6"):
         Subwords.load(tmp_path)
 
 
