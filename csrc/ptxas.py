@@ -51,9 +51,9 @@ class FunctionUsage:
 def read_ptxas_report(text: str) -> list[FunctionUsage]:
     """Read the report of one nvcc run.
 
-    ptxas writes, for each architecture in turn, ``Compiling entry function`` with a kernel's name, the stack and
-    spills of every function under ``Function properties for``, and the registers and shared memory of the last kernel
-    under ``Used``. Other lines, such as nvcc's warnings, are ignored.
+    For each architecture in turn, ptxas writes ``Compiling entry function`` with a kernel's name. The stack and spills
+    of every function follow under ``Function properties for``, and the registers and shared memory of the kernel under
+    ``Used``. Other lines, such as nvcc's warnings, are ignored.
 
     Args:
         text: The output of nvcc.

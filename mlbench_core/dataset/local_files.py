@@ -29,7 +29,7 @@ COMPRESSIONS = ("", *_OPENERS)
 
 
 def find_file(folders: Iterable[Path], names: Iterable[str]) -> Path | None:
-    """Return the first existing file, plain or compressed.
+    """Return the path of the first file that exists, plain or compressed.
 
     Args:
         folders: Folders to search, in this order.
@@ -71,6 +71,12 @@ def read_lines(path: Path) -> Iterator[str]:
 
     Only a line feed ends a line. Texts from the web contain other characters that Python treats as line ends. If they
     ended a line, all following lines would no longer match those of the other language.
+
+    Args:
+        path: The file, plain or compressed.
+
+    Yields:
+        The lines, or the texts of the segments.
 
     Raises:
         DatasetError: The file cannot be decompressed or is not valid UTF-8.

@@ -165,7 +165,7 @@ def test_classes_may_be_given() -> None:
         ({"distribution": "dirichlet"}, "range has no `targets`: pass labels=..."),
         (
             {"distribution": "dirichlet", "labels": [1, 2]},
-            r"labels must have shape \(9,\) as the data set, not \(2,\)",
+            r"labels must have shape \(9,\), one per sample, not \(2,\)",
         ),
         ({"alpha": 0.0}, "alpha must be finite and positive, not 0.0"),
         ({"classes_per_worker": 0}, "classes_per_worker must be at least 1, not 0"),

@@ -34,8 +34,8 @@ class Partition(Dataset):
 
     Attributes:
         data: The whole data set.
-        indices: Positions in it, a list of int.
-        smallest_part: As above.
+        indices: Positions in ``data`` of the samples of this part, a list of int.
+        smallest_part: Number of samples of the smallest of all parts.
 
     Example:
         >>> part = Partition("abcdef", [4, 0])
@@ -78,7 +78,7 @@ class Partition(Dataset):
 
 
 class Partitioner(ABC):
-    """The base class of objects that cut a data set into parts."""
+    """The base class of objects that divide a data set into parts."""
 
     @abstractmethod
     def use(self, partition_ind: int) -> Partition:
@@ -126,8 +126,8 @@ class DataPartitioner(Partitioner):
         count = len(data)
         # Fractions such as 0.7, 0.2 and 0.1 do not add up to exactly 1 in floating point, but must cover every sample.
         whole = abs(total - 1) <= 1e-6
-        shares = np.cumsum(np.asarray(sizes, dtype=np.float64)) / (total if whole else 1.0)
-        bounds = [0, *(round(float(share) * count) for share in shares)]
+        ends = np.cumsum(np.asarray(sizes, dtype=np.float64)) / (total if whole else 1.0)
+        bounds = [0, *(round(float(end) * count) for end in ends)]
         order = _order(count, shuffle, seed)
         self.partitions = [order[start:stop] for start, stop in itertools.pairwise(bounds)]
 
@@ -280,7 +280,7 @@ def _classes(dataset: Any, labels: Sequence[int] | None) -> np.ndarray:
         )
     array = np.asarray(found)
     if array.shape != (len(dataset),):
-        raise ValueError(f"labels must have shape ({len(dataset)},) as the data set, not {array.shape}")
+        raise ValueError(f"labels must have shape ({len(dataset)},), one per sample, not {array.shape}")
     # Labels may be numbers with gaps, or text: only their order matters.
     return np.unique(array, return_inverse=True)[1]
 

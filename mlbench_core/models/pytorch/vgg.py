@@ -22,8 +22,8 @@ class VGG(nn.Module):
     """VGG with batch normalization for 32x32 images.
 
     The convolutions are those of the paper, each followed by batch normalization (Ioffe and Szegedy 2015) and ReLU.
-    Five poolings reduce a 32x32 image to one position of 512 channels. One linear layer therefore replaces the three of
-    the paper, which were made for 224x224 images.
+    Five poolings reduce a 32x32 image to one position of 512 channels. Therefore one linear layer replaces the paper's
+    three, which are designed for 224x224 images.
 
     Args:
         vgg_name: ``"VGG11"``, ``"VGG13"``, ``"VGG16"`` or ``"VGG19"``; case does not matter.

@@ -16,8 +16,8 @@ kernels that store no tanh at all. With :math:`\delta_{ts}` the gradient of :mat
     \partial b_h = v_h \sum_{t,s} g_{tsh}, \quad
     \partial v_h = \sum_{t,s} \delta_{ts} \tanh(q_{th} + k_{sh} + b_h)
 
-This module defines the operators ``mlbench::attention_score`` and ``mlbench::attention_score_backward``. The blocks are
-their default implementation; the library of :mod:`~mlbench_core.ops.pytorch.extension` adds the kernels.
+This module defines the operators ``mlbench::attention_score`` and ``mlbench::attention_score_backward``. Their default
+implementation computes in blocks; the library of :mod:`~mlbench_core.ops.pytorch.extension` adds the kernels.
 """
 
 from __future__ import annotations

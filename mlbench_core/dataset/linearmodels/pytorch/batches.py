@@ -173,10 +173,10 @@ class BlockBatchSampler(_BlockOrder, Sampler[list[int]]):
         window_blocks: Blocks whose rows are mixed, at least 1.
         repartition: If True, workers get other parts in each epoch. Otherwise a worker always reads the same part,
             which may then be the only one on its disk or in its cache.
-        min_pieces: Minimum number of pieces to shuffle, if there are enough rows.
+        min_pieces: Minimum number of pieces to shuffle, if the data set has enough rows.
 
     Raises:
-        ValueError: An argument is outside the values listed above, or there are fewer rows than workers.
+        ValueError: An argument is outside the values listed above, or the data set has fewer rows than workers.
     """
 
     def __iter__(self) -> Iterator[list[int]]:

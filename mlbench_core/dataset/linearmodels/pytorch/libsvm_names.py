@@ -20,7 +20,7 @@ _HEART_SHA256 = "5defa0a4c4c5bdaf3f55ae3828310252e8565c13ee37ce279e0b86d82e7f4ce
 
 @dataclass(frozen=True)
 class TextFile:
-    """A text on the network.
+    """A text that can be downloaded.
 
     Attributes:
         url: Address of the file.

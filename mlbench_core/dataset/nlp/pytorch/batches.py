@@ -115,7 +115,7 @@ class BucketBatchSampler(ResumablePasses, Sampler[list[int]]):
         buckets: Number of ranges of length, each with the same number of pairs.
 
     Raises:
-        ValueError: An argument is outside the values listed above, or there are too few pairs for a batch to train on.
+        ValueError: An argument is outside the values listed above, or the pairs are too few for one training step.
 
     Example:
         >>> samplers = [BucketBatchSampler([3, 9, 4, 8], 1, rank=rank, world_size=2, buckets=2) for rank in (0, 1)]
@@ -349,7 +349,7 @@ def shard_batches(
         The batches of the worker.
 
     Raises:
-        ValueError: The rank is not below ``world_size``, or there are too few batches for a step of training.
+        ValueError: The rank is not below ``world_size``, or the batches are too few for one training step.
 
     Example:
         >>> batches = [[0], [1], [2]]
@@ -389,7 +389,7 @@ def collate_batch(
         seq_len_multiple: Pad sources and targets to multiples of this length.
 
     Returns:
-        A dictionary, which is empty if there are no samples. ``id``: int64 of shape (batch,); ``ntokens``: number of
+        A dictionary, which is empty without samples. ``id``: int64 of shape (batch,); ``ntokens``: number of
         target tokens without padding; ``target``: int64 of shape (batch, tokens); ``net_input``: the arguments of the
         model. These are ``src_tokens``, int64 of shape (batch, tokens), ``src_lengths`` of shape (batch,), and
         ``prev_output_tokens``, the targets with the end symbol moved from the end to the beginning.

@@ -154,7 +154,7 @@ def _save_cache(folder: Path, corpus: Corpus) -> None:
 
 
 def _load_cache(folder: Path, texts: Mapping[str, Path]) -> Corpus | None:
-    """Map a cache into memory; return None if there is none, or if it is damaged and was deleted."""
+    """Map a cache into memory; return None if it does not exist, or if it was damaged and is deleted now."""
     # Do not delete anything in this case: another process may be creating the cache.
     if not folder.is_dir():
         return None

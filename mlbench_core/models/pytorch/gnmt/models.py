@@ -52,7 +52,7 @@ class DecoderContext:
         Args:
             rows: int64 of shape (new rows,): the old row that each new row continues.
         """
-        # Before the first word there is one row for each sentence.
+        # Before the first word, each sentence has one row.
         sentences = len(self.source.memory)
         width = 1 if self.hidden is None else self.hidden[0][0].shape[1] // sentences
         return self.reorder(rows, rows.div(width, rounding_mode="floor"))
@@ -82,7 +82,7 @@ class GNMT(nn.Module):
     parameters. For L = 4 that is :math:`90 H^2 + 74 H + 1 + (2 H + 1) V`. A model without a shared embedding has a
     second one, of V H parameters.
 
-    Symbol 0 is padding: its embedding is and stays 0. Inputs are time-first, padded at the end.
+    Symbol 0 is padding, and its embedding is always 0. Inputs are time-first, padded at the end.
 
     Args:
         vocab_size: V, symbols of source and target together.
@@ -91,8 +91,8 @@ class GNMT(nn.Module):
         dropout: Probability that a feature of a layer's input is dropped.
         share_embedding: If True, source and target share one embedding.
         fusion: If True, the attention scores come from the operator that needs little memory, otherwise from the plain
-            formula. The numbers are the same.
-        init_bound: b, the largest initial weight in a matrix.
+            formula. The results are the same up to rounding.
+        init_bound: b, the bound of the initial weights in matrices.
 
     Raises:
         ValueError: An argument is out of its bounds.
@@ -142,6 +142,9 @@ class GNMT(nn.Module):
             vocab_size: Symbols of source and target together.
             changes: Arguments of the class that differ from the preset.
 
+        Returns:
+            The model, with newly drawn weights.
+
         Raises:
             ValueError: The name is unknown.
 
@@ -182,7 +185,7 @@ class GNMT(nn.Module):
 
         Args:
             inputs: int64 of shape (source, batch).
-            lengths: Words of each, integers of shape (batch,).
+            lengths: Number of words of each sentence, integers of shape (batch,).
 
         Returns:
             The encoder's outputs, shape (source, batch, ``hidden_size``).
@@ -203,7 +206,7 @@ class GNMT(nn.Module):
 
         Args:
             memory: Outputs of :meth:`encode`.
-            lengths: Words of each source, integers of shape (batch,).
+            lengths: Number of words of each source, integers of shape (batch,).
         """
         return DecoderContext(self.decoder.attention.encoded(memory.transpose(0, 1).contiguous(), lengths))
 

@@ -193,8 +193,8 @@ def _rename_raw_weights(module: WeightDrop, state_dict: dict[str, Any], prefix: 
 def _computing_with(module: nn.RNNBase, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Let a recurrent module compute with other tensors instead of some parameters.
 
-    Its forward pass gives the list ``_flat_weights`` to the fused kernel. ``functional_call`` would flatten all of its
-    parameters twice, once for the other tensors and once to restore its own.
+    The module's forward pass gives the list ``_flat_weights`` to the fused kernel. ``functional_call`` would flatten
+    all parameters of the module twice, once for the other tensors and once to restore its own.
     """
     names, own = torch_private.recurrent_weights(module)
     used = [weights.get(name, weight) for name, weight in zip(names, own, strict=True)]

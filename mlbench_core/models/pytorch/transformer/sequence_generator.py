@@ -126,7 +126,7 @@ class SequenceGenerator:
         self.minlen = minlen
         self.retain_dropout = retain_dropout
         self.sampling = Sampling(sampling_topk, sampling_temperature, generator) if sampling else None
-        # The search counts the end symbol. A factor of 0 makes the divisor 1.
+        # The search counts the end symbol. With a factor of 0 the divisor is 1, so the score is the log-probability.
         self.options = SearchOptions(
             eos=trg_dict.eos(),
             pad=trg_dict.pad(),
@@ -155,7 +155,7 @@ class SequenceGenerator:
             maxlen_a: A translation has at most ``maxlen_a * tokens of the source + maxlen_b`` tokens.
             maxlen_b: See ``maxlen_a``.
             prefix_size: Number of tokens of the reference with which a translation has to begin.
-            remove_bpe: Symbol at which parts of words are joined, see the dictionary's ``string``.
+            remove_bpe: Mark of divided words whose parts are joined: ``bpe_symbol`` of the dictionary's ``string``.
             nbest: Number of translations of each sentence.
             ignore_case: If True, convert all text to lower case.
 

@@ -21,7 +21,7 @@ __all__ = ["attention_mask", "fused_attention", "reference_attention"]
 def attention_mask(
     queries: int, keys: int, key_padding_mask: Tensor | None, is_causal: bool, device: torch.device
 ) -> Tensor | None:
-    """Return which keys each query must not see.
+    """Return a mask of the keys that each query must not see.
 
     Args:
         queries: Number of queries. The last query and the last key are at the same position.

@@ -53,10 +53,10 @@ class MultiheadAttention(nn.Module):
 
     Args:
         embed_dim: Width of the model.
-        num_heads: Number of heads; it divides ``embed_dim``.
+        num_heads: Number of heads; ``embed_dim`` must be a multiple of it.
         dropout: Probability that an attention weight becomes 0 in training.
-        softmax_type: ``"default"`` leaves the choice to ``backend``. ``"fast_fill"`` is the same as
-            ``backend="fused"``; version 3.0 had a kernel for it that fills the mask. The results are the same.
+        softmax_type: ``"default"`` leaves the choice to ``backend``. ``"fast_fill"``, which selected a kernel in
+            version 3.0, is the same as ``backend="fused"``.
         bias: If True, the projections add a bias.
         backend: ``"reference"`` is the plain formula. ``"fused"`` uses torch's kernels, or the plain formula if weights
             are requested. ``"kernel"`` uses :func:`~mlbench_core.ops.pytorch.attention.short_attention`, which computes
