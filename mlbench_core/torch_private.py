@@ -1,86 +1,71 @@
 """Collect the private parts of torch that the library uses.
 
-torch may change a name that begins with an underscore in any release. So the library calls such parts through this
-module only, and :data:`PARTS` lists them, each with its user, the reason, and what happens without it. The version
-test looks up every part in the installed torch: with a torch that lacks one, it names the part and its user.
+torch may change a name that begins with an underscore in any release. So the library calls such parts through the
+functions of this module, and :data:`PARTS` lists them, each with its user and the reason. The version test looks up
+every part in the installed torch. If torch lacks one, the test names the part and its user.
 
-Some parts are names that a subclass has to override or an attribute that it has to set. They stay in the subclass, and
-are listed here. The operations ``torch._foreach_...`` are listed too: the optimizers of torch are built on them, but
-torch does not document them.
+Some parts are methods that a subclass overrides or attributes that it sets. They stay in the subclass and are only
+listed here. The operations ``torch._foreach_...`` are included too: torch's own optimizers are built on them, but torch
+does not document them.
 """
 
 from __future__ import annotations
 
-import inspect
+import re
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = [
-    "PARTS",
-    "PRIVATE_OPTIMIZER_ATTRIBUTES",
-    "Part",
-    "buffers_of",
-    "call_after_backward",
-    "check_batch_norm_input",
-    "current_backward_pass",
-    "default_store",
-    "foreach_copy_",
-    "foreach_div_",
-    "foreach_mul_",
-    "group_timeout_s",
-    "mark_constant",
-    "mpi_class",
-    "optimizer_hooks",
-    "pack_for_cudnn",
-    "recurrent_weights",
-    "set_mpi_class",
-    "set_recurrent_weights",
-    "storage_users",
-]
-
 
 @dataclass(frozen=True)
 class Part:
-    """A private part of torch.
+    """Names in torch that one module uses for one reason.
 
     Attributes:
-        name: Its name in torch.
-        user: The module that uses it.
-        reason: What it is used for.
-        otherwise: What happens without it.
-        find: Function that raises an exception if torch does not have the part; by default it looks up ``name``.
+        user: The module or package, below ``mlbench_core``.
+        reason: The purpose of the use.
+        names: The names, below ``torch``.
+        file: The file of torch whose text has the names, for attributes that only objects have. None for names that
+            can be looked up.
     """
 
-    name: str
     user: str
     reason: str
-    otherwise: str
-    find: Callable[[], object] | None = None
+    names: tuple[str, ...]
+    file: str | None = None
 
     def problem(self) -> str | None:
-        """Return a message if the installed torch lacks this part, else None.
+        """Return a message that names the parts which the installed torch lacks; None if it has all of them.
 
         Example:
             >>> PARTS[0].problem() is None
             True
         """
+        missing = ", ".join(name for name in self.names if not self._has(name))
+        if not missing:
+            return None
+        where = "" if self.file is None else f" in torch/{self.file}"
+        return (
+            f"torch {torch.__version__} no longer has {missing}{where}, which mlbench_core.{self.user} uses for "
+            f"{self.reason}"
+        )
+
+    def _has(self, name: str) -> bool:
         try:
-            if self.find is None:
-                attrgetter(self.name.removeprefix("torch."))(torch)
-            else:
-                self.find()
-        except (AttributeError, ImportError, LookupError) as error:
-            return (
-                f"torch {torch.__version__} no longer has {self.name}, which {self.user} uses for {self.reason}; "
-                f"without it: {self.otherwise}. torch says: {error}"
-            )
-        return None
+            if self.file is None:
+                attrgetter(name)(torch)
+                return True
+            # A look-up would need an object of each class, and an import of the compiler, which takes seconds.
+            text = (Path(torch.__file__).parent / self.file).read_text(encoding="utf-8")
+            return re.search(rf"\b{re.escape(name)}\b", text) is not None
+        except (AttributeError, OSError):
+            return False
 
 
 # ---- autograd
@@ -100,7 +85,7 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def storage_users(storage: torch.UntypedStorage) -> int | None:
-    """Return the number of tensors and storage objects that share some memory; None if torch does not tell."""
+    """Return the number of tensors and storage objects that share some memory; None if torch cannot count them."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return None if count is None else int(count(storage._cdata))
 
@@ -194,7 +179,7 @@ def default_store() -> Any:
 
 
 def group_timeout_s(group: Any, device: str) -> float | None:
-    """Return the time limit of a group's collectives on a kind of device; None if torch does not tell."""
+    """Return the time limit of a group's collectives on a kind of device; None if the backend has no such option."""
     try:
         return float(group._get_backend(torch.device(device)).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):
@@ -207,176 +192,115 @@ def mpi_class() -> Any:
 
 
 def set_mpi_class(maker: Any) -> None:
-    """Let torch use a class for the backend ``mpi``, as if it was built with MPI."""
+    """Let torch use a class for the backend ``mpi``, as if torch was built with MPI."""
     dist.distributed_c10d.ProcessGroupMPI = maker  # type: ignore[misc, assignment, attr-defined]
     dist.distributed_c10d._MPI_AVAILABLE = True  # type: ignore[attr-defined]
 
 
 # ---- the table
 
-
-def _named_in(owner: Any, name: str) -> None:
-    """Raise a LookupError if torch's source of a class or function does not have a name."""
-    if name not in inspect.getsource(owner):
-        raise LookupError(f"{owner.__module__}.{owner.__qualname__} does not have it")
-
-
-def _hook_table(kind: str) -> Part:
-    name = f"_optimizer_{kind}_hooks"
-    return Part(
-        f"torch.optim.Optimizer.{name}",
-        "mlbench_core.optim.pytorch",
-        "calling a user's hooks around a state dict of its own",
-        "a state dict of a distributed optimizer raises an AttributeError",
-        lambda: _named_in(torch.optim.Optimizer, name),
-    )
-
-
-def _foreach(name: str) -> Part:
-    return Part(
-        f"torch.{name}",
-        "mlbench_core.optim and mlbench_core.aggregation",
-        "working on all gradients in few kernels, as torch's own optimizers do",
-        "steps of these optimizers raise an AttributeError",
-    )
-
-
-def _overridden(owner: str, name: str, reason: str) -> Part:
-    """Return a method of torch's process groups that the backend ``mpi`` overrides."""
-    return Part(
-        f"torch.distributed.{owner}.{name}",
-        "mlbench_core.distributed.pytorch.mpi",
-        reason,
-        "the operation is not called, and torch says that the backend mpi does not support it",
-    )
-
-
-_RNN = (
-    "mlbench_core.models.pytorch.layers.dropout_layers",
-    "dropping recurrent weights without a copy of the module",
-    "WeightDrop of an LSTM fails",
-)
-
-PARTS: tuple[Part, ...] = (
+PARTS = (
     Part(
-        "torch._C._current_graph_task_id",
-        "mlbench_core.aggregation.pytorch.overlap",
-        "telling one backward pass from another that runs inside it",
-        "overlap=True raises an AttributeError in the first backward pass",
+        "aggregation.pytorch.overlap",
+        "telling one backward pass from another that runs inside it, and acting at its end",
+        ("_C._current_graph_task_id", "autograd.Variable._execution_engine.queue_callback"),
     ),
     Part(
-        "torch.autograd.Variable._execution_engine.queue_callback",
-        "mlbench_core.aggregation.pytorch.overlap",
-        "sending the remaining buckets at the end of a backward pass",
-        "overlap=True raises an AttributeError in the first backward pass",
-    ),
-    Part(
-        "torch._C._storage_Use_Count",
-        "mlbench_core.aggregation.pytorch.buckets",
+        "aggregation.pytorch.buckets",
         "reducing a gradient in place only if no other tensor shares its memory",
-        "every gradient counts as shared and is copied first",
+        ("_C._storage_Use_Count", "UntypedStorage._cdata"),
     ),
     Part(
-        "torch.UntypedStorage._cdata",
-        "mlbench_core.aggregation.pytorch.buckets",
-        "the argument of torch._C._storage_Use_Count",
-        "overlap=True raises an AttributeError",
-        lambda: torch.UntypedStorage(1)._cdata,
+        "aggregation.pytorch and mlbench_core.optim.pytorch",
+        "working on all gradients in few kernels, as torch's own optimizers do",
+        ("_foreach_copy_", "_foreach_mul_", "_foreach_div_"),
     ),
-    *(_foreach(name) for name in ("_foreach_copy_", "_foreach_mul_", "_foreach_div_")),
     Part(
-        "torch.nn.Module._buffers",
-        "mlbench_core.aggregation.pytorch.consensus",
+        "aggregation.pytorch.consensus",
         "restoring buffers, those set to None included, after a validation of the average",
-        "validating the average raises an AttributeError",
-        lambda: nn.Linear(1, 1)._buffers,
+        ("_buffers",),
+        "nn/modules/module.py",
     ),
     Part(
-        "torch.nn.BatchNorm2d._check_input_dim",
-        "mlbench_core.models.pytorch.batch_norm",
+        "models.pytorch.batch_norm",
         "raising torch's own error for an input of a wrong shape",
-        "training with DistributedBatchNorm2d raises an AttributeError",
-    ),
-    Part("torch.nn.RNNBase._flat_weights", *_RNN, lambda: nn.RNN(1, 1)._flat_weights),
-    Part("torch.nn.RNNBase._flat_weights_names", *_RNN, lambda: nn.RNN(1, 1)._flat_weights_names),
-    Part("torch.nn.RNNBase._update_flat_weights", *_RNN),
-    Part(
-        "torch._cudnn_rnn_flatten_weight",
-        _RNN[0],
-        "packing the weights that are used for one step in the order of cuDNN",
-        "WeightDrop of an LSTM fails on a GPU",
-    ),
-    *(_hook_table(f"{kind}_{time}") for kind in ("state_dict", "load_state_dict") for time in ("pre", "post")),
-    Part(
-        "torch.optim.Optimizer._opt_called",
-        "mlbench_core.optim.pytorch",
-        "leaving the marks of a scheduler out of copies of an optimizer",
-        "copies have one attribute more or less",
-        lambda: _named_in(torch.optim.lr_scheduler.LRScheduler, "_opt_called"),
+        ("nn.BatchNorm2d._check_input_dim",),
     ),
     Part(
-        "torch.optim.Optimizer._zero_grad_profile_name",
-        "mlbench_core.optim.pytorch",
-        "leaving the marks of the profiler out of copies of an optimizer",
-        "copies have one attribute more or less",
-        lambda: _named_in(torch.optim.Optimizer, "_zero_grad_profile_name"),
+        "models.pytorch.layers.dropout_layers",
+        "bringing the list of recurrent weights up to date, and packing them in cuDNN's order",
+        ("nn.RNNBase._update_flat_weights", "_cudnn_rnn_flatten_weight"),
     ),
     Part(
-        "torch.optim.Optimizer._step_supports_amp_scaling",
-        "mlbench_core.optim.pytorch",
-        "skipping a step on all workers if the gradients of one overflow (a class attribute of its optimizers)",
-        "a GradScaler skips the step on the worker alone, and the workers' weights differ",
-        lambda: _named_in(torch.amp.GradScaler.step, "_step_supports_amp_scaling"),
+        "models.pytorch.layers.dropout_layers",
+        "dropping recurrent weights without a copy of the module",
+        ("_flat_weights", "_flat_weights_names"),
+        "nn/modules/rnn.py",
     ),
     Part(
-        "torch.amp.GradScaler._unscale_grads_",
-        "mlbench_core.optim.pytorch",
-        "agreeing on an overflow (overridden by DistributedGradScaler)",
-        "a worker skips a step alone, and the workers' weights differ",
+        "optim.pytorch",
+        "calling a user's hooks around the state dict of a distributed optimizer",
+        tuple(
+            f"_optimizer_{kind}_{time}_hooks" for kind in ("state_dict", "load_state_dict") for time in ("pre", "post")
+        ),
+        "optim/optimizer.py",
     ),
     Part(
-        "torch.optim.lr_scheduler.LRScheduler._last_lr",
-        "mlbench_core.lr_scheduler.pytorch.lr",
-        "get_last_lr() during the warm-up before a plateau (an attribute that the subclass sets)",
-        "get_last_lr() is out of date",
-        lambda: _named_in(torch.optim.lr_scheduler.LRScheduler.get_last_lr, "_last_lr"),
+        "optim.pytorch",
+        "leaving the mark of the profiler out of copies of an optimizer",
+        ("_zero_grad_profile_name",),
+        "optim/optimizer.py",
     ),
     Part(
-        "_dynamo_marked_constant",
-        "mlbench_core.ops.pytorch.extension",
+        "optim.pytorch",
+        "leaving the mark of a scheduler out of copies of an optimizer",
+        ("_opt_called",),
+        "optim/lr_scheduler.py",
+    ),
+    Part(
+        "optim.pytorch",
+        "skipping a step on all workers if the gradients of one overflow, so that their weights stay equal",
+        ("_step_supports_amp_scaling",),
+        "amp/grad_scaler.py",
+    ),
+    Part(
+        "optim.pytorch",
+        "agreeing with the other workers on an overflow, in a subclass of GradScaler",
+        ("amp.GradScaler._unscale_grads_",),
+    ),
+    Part(
+        "lr_scheduler.pytorch.lr",
+        "get_last_lr() during the warm-up before a plateau",
+        ("_last_lr",),
+        "optim/lr_scheduler.py",
+    ),
+    Part(
+        "ops.pytorch.extension",
         "compiling a model without a break of the graph at the question if the kernels are usable",
-        "torch.compile breaks the graph there",
-        lambda: _named_in(torch._dynamo.assume_constant_result, "_dynamo_marked_constant"),
+        ("_dynamo_marked_constant",),
+        "_dynamo/decorators.py",
     ),
     Part(
-        "torch.distributed.distributed_c10d._get_default_store",
-        "mlbench_core.distributed.pytorch.process_groups",
-        "the records of the workers, which name the worker that was lost",
-        "starting a run with several workers raises an AttributeError",
+        "distributed.pytorch.process_groups",
+        "the records of the workers, which name a lost worker, and the time limit of a subgroup",
+        ("distributed.distributed_c10d._get_default_store", "distributed.ProcessGroup._get_backend"),
     ),
     Part(
-        "torch.distributed.ProcessGroup._get_backend",
-        "mlbench_core.distributed.pytorch.process_groups",
-        "the time limit of a subgroup",
-        "the limit of the store is used",
-    ),
-    Part(
-        "torch.distributed.distributed_c10d._MPI_AVAILABLE",
-        "mlbench_core.distributed.pytorch.mpi",
+        "distributed.pytorch.mpi",
         "making mpi a backend of a torch that was built without MPI",
-        'init_process_group("mpi") says that torch was built without MPI',
+        ("_MPI_AVAILABLE", "ProcessGroupMPI.create"),
+        "distributed/distributed_c10d.py",
     ),
     Part(
-        "torch.distributed.distributed_c10d.ProcessGroupMPI",
-        "mlbench_core.distributed.pytorch.mpi",
-        "making mpi a backend of a torch that was built without MPI",
-        "torch does not create the process groups of this library",
-        lambda: _named_in(dist.distributed_c10d._new_process_group_helper, "ProcessGroupMPI.create"),  # type: ignore[attr-defined]
+        "distributed.pytorch.mpi",
+        "collectives on one tensor, blocks of operations, and the sender of a message from any rank",
+        (
+            "distributed.ProcessGroup._allgather_base",
+            "distributed.ProcessGroup._reduce_scatter_base",
+            "distributed.ProcessGroup._start_coalescing",
+            "distributed.ProcessGroup._end_coalescing",
+            "distributed.Work._source_rank",
+        ),
     ),
-    _overridden("ProcessGroup", "_allgather_base", "all_gather_into_tensor"),
-    _overridden("ProcessGroup", "_reduce_scatter_base", "reduce_scatter_tensor"),
-    _overridden("ProcessGroup", "_start_coalescing", "batch_isend_irecv and coalesced collectives"),
-    _overridden("ProcessGroup", "_end_coalescing", "batch_isend_irecv and coalesced collectives"),
-    _overridden("Work", "_source_rank", "the sender of a message that recv received from any rank"),
 )
 """All private parts of torch in use, in the order of the packages."""
