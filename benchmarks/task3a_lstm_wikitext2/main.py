@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from mlbench_core.controlflow.pytorch import record_train_batch_stats, validation_round
+from mlbench_core.controlflow.pytorch import validation_round
+from mlbench_core.controlflow.pytorch.controlflow import BatchRecords
 from mlbench_core.controlflow.pytorch.run import Run, run_task
 from mlbench_core.controlflow.task_arguments import add_run_arguments, count
 from mlbench_core.dataset.nlp.pytorch import Wikitext2Dataset
@@ -71,28 +72,31 @@ def train_epoch(
     hidden = None
     model.train()
     tracker.train()
-    for i in range(text.num_batches()):
-        tracker.batch_start()
-        words, next_words = text.get_batch(i, cuda=gpu)
-        tracker.record_batch_load()
-        optimizer.zero_grad()
-        # Truncated back-propagation: the state of the previous batch is kept, its graph is not.
-        hidden = model.init_hidden(words.shape[1]) if hidden is None else detached(hidden)
-        tracker.record_batch_init()
-        with torch.autocast(words.device.type, torch.bfloat16, enabled=bf16):
-            scores, hidden, raw, dropped = model(words, hidden, return_h=True)
-        tracker.record_batch_fwd_pass()
-        # The penalty is added to the gradient only: the recorded loss gives the perplexity.
-        loss = F.cross_entropy(scores.float(), next_words)
-        penalty = regularization(dropped[-1].float(), raw[-1].float())
-        tracker.record_batch_comp_loss()
-        (loss + penalty).backward()
-        tracker.record_batch_backprop()
-        # Batches have random lengths; a rate proportional to the length keeps short ones from weighing too much.
-        with scaled_rate(optimizer, len(words) / text.bptt):
-            optimizer.step(tracker=tracker)
-        tracker.batch_end(samples=words.shape[1], tokens=words.numel())
-        record_train_batch_stats(i, loss.detach(), scores, None, tracker, text.num_batches())
+    # Losses stay on the device for 25 batches: reading one would make the device wait for the next batch.
+    with BatchRecords(tracker, text.num_batches()) as records:
+        for i in range(text.num_batches()):
+            tracker.batch_start()
+            words, next_words = text.get_batch(i, cuda=gpu)
+            tracker.record_batch_load()
+            optimizer.zero_grad()
+            # Truncated back-propagation: the state of the previous batch is kept, its graph is not.
+            hidden = model.init_hidden(words.shape[1]) if hidden is None else detached(hidden)
+            tracker.record_batch_init()
+            with torch.autocast(words.device.type, torch.bfloat16, enabled=bf16):
+                scores, hidden, raw, dropped = model(words, hidden, return_h=True)
+            tracker.record_batch_fwd_pass()
+            # The penalty is added to the gradient only: the recorded loss gives the perplexity.
+            loss = F.cross_entropy(scores.float(), next_words)
+            penalty = regularization(dropped[-1].float(), raw[-1].float())
+            tracker.record_batch_comp_loss()
+            (loss + penalty).backward()
+            tracker.record_batch_backprop()
+            # Batches have random lengths; a rate proportional to the length keeps short ones from weighing too much.
+            with scaled_rate(optimizer, len(words) / text.bptt):
+                optimizer.step(tracker=tracker)
+            tracker.batch_end(samples=words.shape[1], tokens=words.numel())
+            # The mean loss of the epoch is that of its tokens, so each batch weighs as much as it has tokens.
+            records.add(i, loss, len(scores))
 
 
 def load_data(run: Run, preset: Preset) -> tuple[Wikitext2Dataset, Wikitext2Dataset]:
