@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlbench_core.client.log_metrics import LogMetrics
-from mlbench_core.controlflow.task_arguments import count, task_main
+from mlbench_core.controlflow.task_arguments import count, seconds, task_main
 from mlbench_core.distributed.pytorch.initialize import initialize_backends
 from mlbench_core.errors import BackendError, ConfigurationError, require
 
@@ -175,12 +175,6 @@ def main(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this task."""
-
-    def seconds(text: str) -> float:
-        if not float(text) > 0:
-            raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text!r}")
-        return float(text)
-
     parser.add_argument("--collective", choices=COLLECTIVES, default="all_reduce", help="default: all_reduce")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="types (default: all)")
     parser.add_argument("--repetitions", type=count, default=100, help="of each size and type (default: 100)")

@@ -23,7 +23,7 @@ from mlbench_core.errors import ConfigurationError, MLBenchError, WorkerError
 from mlbench_core.paths import user_folder
 from mlbench_core.tasks import BACKENDS
 
-__all__ = ["DEFAULT_TIMEOUT_S", "add_run_arguments", "count", "task_main"]
+__all__ = ["DEFAULT_TIMEOUT_S", "add_run_arguments", "count", "seconds", "task_main"]
 
 DEFAULT_TIMEOUT_S = 1800.0
 """Default of ``--timeout``, the seconds to wait for other workers; it is torch's own default for Gloo."""
@@ -82,7 +82,7 @@ def task_main(
     if add_arguments is not None:
         parser.add_argument(
             "--timeout",
-            type=_seconds,
+            type=seconds,
             default=DEFAULT_TIMEOUT_S,
             metavar="SECONDS",
             help="how long to wait for other workers before they count as lost [%(default)g]",
@@ -161,6 +161,25 @@ def count(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """Return a positive, finite number of seconds; the ``type`` of an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is not such a number.
+
+    Example:
+        >>> seconds("0.5")
+        0.5
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (number > 0 and math.isfinite(number)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return number
+
+
 def _seed(text: str) -> int:
     """Return a seed that every random generator accepts: NumPy's global one takes 32 bits."""
     if not text.isdecimal() or int(text) >= 2**32:
@@ -202,17 +221,6 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add("hosts", help="the workers' hosts by rank, separated by commas; one entry for each worker")
     return parser
-
-
-def _seconds(text: str) -> float:
-    """Return a positive number of seconds."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds
 
 
 def _rank_and_hosts(rank: int | None, hosts: str | None, environment: Mapping[str, str]) -> tuple[int, str | None]:

@@ -81,9 +81,9 @@ class ClusterEnvironment(ABC):
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self.environment = os.environ if environment is None else environment
 
-    @abstractmethod
     def is_active(self) -> bool:
-        """Return True if this process was started this way."""
+        """Return True if this process was started this way; always for ways that leave no trace in the environment."""
+        return True
 
     @abstractmethod
     def place(self) -> Place:
@@ -165,9 +165,6 @@ class HostsEnvironment(ClusterEnvironment):
                 f"rank must be 0 to {len(self.hosts) - 1}, another one for each worker"
             )
         self.rank = rank
-
-    def is_active(self) -> bool:
-        return True
 
     def place(self) -> Place:
         # Workers of one machine have the same entry: those named earlier come first on its GPUs.
@@ -348,9 +345,6 @@ class SingleProcessEnvironment(ClusterEnvironment):
 
     name = "no launcher"
 
-    def is_active(self) -> bool:
-        return True
-
     def place(self) -> Place:
         return Place(rank=0, world_size=1)
 
@@ -420,12 +414,11 @@ def detect_environment(
         return torchrun
     launchers = (OpenMPIEnvironment(environment), MPICHEnvironment(environment), SlurmEnvironment(environment))
     launcher = next((candidate for candidate in launchers if candidate.is_active()), None)
-    if hosts:
-        if rank == -1 and launcher is not None:
-            return launcher
-        return HostsEnvironment(hosts, rank, environment)
-    if launcher is not None:
+    # Without a rank, the launcher says which of the hosts this worker is.
+    if launcher is not None and (not hosts or rank == -1):
         return launcher
+    if hosts:
+        return HostsEnvironment(hosts, rank, environment)
     if rank > 0:
         raise ValueError(
             f"rank is {rank}, but there are no hosts: name every worker's host (--hosts a,b --rank {rank}), "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import deprecation
@@ -230,10 +230,6 @@ def _read(tensors: Sequence[Tensor]) -> list[float]:
     return [next(numbers[tensor.device]) for tensor in tensors]
 
 
-def _number(value: float | Tensor) -> float:
-    return value.item() if isinstance(value, Tensor) else value
-
-
 _OLDER_KEYWORDS = {"run_id", "rank", "max_batch_per_epoch"}
 
 
@@ -250,6 +246,23 @@ def _accepts_older_call(function: Callable[..., _Result]) -> Callable[..., _Resu
         return function(*args, **kwargs)
 
     return dispatch
+
+
+@contextlib.contextmanager
+def validating(model: nn.Module, metrics: Iterable[MLBenchMetric], tracker: Tracker | None) -> Iterator[None]:
+    """Reset the metrics, and run a block in evaluation mode and without gradients; its time counts as validation."""
+    for metric in metrics:
+        metric.reset()
+    if tracker is not None:
+        tracker.validation()
+        tracker.validation_start()
+    try:
+        with evaluation_mode(model), torch.no_grad():
+            yield
+    finally:
+        # Also after an exception: a clock that runs on would count as validation time.
+        if tracker is not None:
+            tracker.validation_end()
 
 
 @_accepts_older_call
@@ -284,30 +297,21 @@ def validation_round(
         ``({metric: average}, loss)``: plain numbers over all batches and workers. The loss of each batch is weighted
         by the size of the batch. Pass both to :func:`record_validation_stats`.
     """
-    for metric in metrics:
-        metric.reset()
-    if tracker is not None:
-        tracker.validation()
-        tracker.validation_start()
     loss_sum: float | Tensor = 0.0
     samples = 0
-    try:
-        with evaluation_mode(model), torch.no_grad():
-            for data, target in iterate_dataloader(dataloader, dtype, max_batches, use_cuda, transform_target_type):
-                output = model(data)
-                size = batch_size(data, output)
-                # The sum stays on the device, because reading the loss of every batch would wait for the device every
-                # time. It is in float64, because a float32 sum over many batches loses digits.
-                loss = torch.as_tensor(loss_function(output, target)).detach()
-                loss_sum = loss_sum + loss.to(torch.float64) * size
-                samples += size
-                for metric in metrics:
-                    metric.update(metric(output, target), size)
-            averages = {metric: metric.average().item() for metric in metrics}
-            return averages, process_groups.global_average(loss_sum, samples).item()
-    finally:
-        if tracker is not None:
-            tracker.validation_end()
+    with validating(model, metrics, tracker):
+        for data, target in iterate_dataloader(dataloader, dtype, max_batches, use_cuda, transform_target_type):
+            output = model(data)
+            size = batch_size(data, output)
+            # The sum stays on the device, because reading the loss of every batch would wait for the device every
+            # time. It is in float64, because a float32 sum over many batches loses digits.
+            loss = torch.as_tensor(loss_function(output, target)).detach()
+            loss_sum = loss_sum + loss.to(torch.float64) * size
+            samples += size
+            for metric in metrics:
+                metric.update(metric(output, target), size)
+        averages = {metric: metric.average().item() for metric in metrics}
+        return averages, process_groups.global_average(loss_sum, samples).item()
 
 
 @deprecation.deprecated(
@@ -362,8 +366,8 @@ def record_validation_stats(
     if tracker is None:
         return False
     tracker.validation()
-    tracker.record_loss(_number(loss), log_to_api=rank == 0)
-    tracker.record_stat("global_loss", _number(loss), log_to_api=rank == 0)
+    for name in ("loss", "global_loss"):
+        tracker.record_stat(name, float(loss), log_to_api=rank == 0)
     primary = tracker.primary_metric
     has_primary = False
     for metric, value in (metrics_values or {}).items():

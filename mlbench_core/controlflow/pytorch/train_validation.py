@@ -107,11 +107,12 @@ def train_round(
     if tracker is not None:
         tracker.train()
     total = _number_of_batches(dataloader, max_batch_per_epoch, update_freq)
-    updates = Updates(model, optimizer, loss_function, tracker, update_freq, total, step_arguments)
+    records = BatchRecords(tracker, total)
+    updates = Updates(model, optimizer, loss_function, records, update_freq, step_arguments)
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     samples = 0
-    with BatchRecords(tracker, total) as records:
+    with records:
         for batch_idx in maybe_range(total if total is not None else max_batch_per_epoch):
             records.start_batch()
             batch = next(iterator, None)
@@ -157,9 +158,8 @@ class Updates:
         model: Called with the data of a batch, for example a module.
         optimizer: The optimizer.
         loss_function: Called ``(output, target)``.
-        tracker: Records every step; may be None.
+        records: Marks every step. It knows the number of batches of the epoch, unless ``frequency`` is 1.
         frequency: Number of batches before an update.
-        total: Number of batches of the epoch; None if it is not known, which requires a ``frequency`` of 1.
         step_arguments: See :func:`train_round`.
     """
 
@@ -168,13 +168,12 @@ class Updates:
         model: Callable[[Any], Any],
         optimizer: Any,
         loss_function: Callable[[Any, Any], Tensor],
-        tracker: Tracker | None,
+        records: BatchRecords,
         frequency: int,
-        total: int | None,
         step_arguments: StepArguments | None,
     ) -> None:
-        self.model, self.optimizer, self.loss_function, self.tracker = model, optimizer, loss_function, tracker
-        self.frequency, self.total, self.step_arguments = frequency, total, step_arguments
+        self.model, self.optimizer, self.loss_function = model, optimizer, loss_function
+        self.records, self.frequency, self.step_arguments = records, frequency, step_arguments
         self.batches: list[tuple[Any, Any]] = []
 
     def train_batch(self, batch_idx: int, data: Any, target: Any) -> tuple[Tensor, Any, bool]:
@@ -182,14 +181,15 @@ class Updates:
         # Gradients accumulate until the update, so only its first batch starts from zero.
         if not self.batches:
             self.optimizer.zero_grad()
-        _mark(self.tracker, "init")
+        self.records.mark("init")
         output = self.model(data)
-        _mark(self.tracker, "fwd_pass")
+        self.records.mark("fwd_pass")
         loss = self.loss_function(output, target)
-        _mark(self.tracker, "comp_loss")
+        self.records.mark("comp_loss")
         # The last update of an epoch may have fewer batches.
         first = batch_idx - len(self.batches)
-        count = self.frequency if self.total is None else min(self.frequency, self.total - first)
+        total = self.records.total
+        count = self.frequency if total is None else min(self.frequency, total - first)
         self.batches.append((data, target))
         is_last = len(self.batches) == count
         # The last backward pass of an update may send gradients while it runs; the ones before it must not.
@@ -200,7 +200,7 @@ class Updates:
                 self.optimizer.backward_loss(share)
             else:
                 share.backward()
-        _mark(self.tracker, "backprop")
+        self.records.mark("backprop")
         if is_last:
             self._step()
             self.batches = []
@@ -209,16 +209,12 @@ class Updates:
     def _step(self) -> None:
         arguments = self.step_arguments(self.batches) if self.step_arguments is not None else {}
         # An optimizer that takes a tracker marks its own steps.
-        if self.tracker is not None and "tracker" in inspect.signature(self.optimizer.step).parameters:
-            self.optimizer.step(tracker=self.tracker, **arguments)
+        tracker = self.records.tracker
+        if tracker is not None and "tracker" in inspect.signature(self.optimizer.step).parameters:
+            self.optimizer.step(tracker=tracker, **arguments)
         else:
             self.optimizer.step(**arguments)
-            _mark(self.tracker, "opt_step")
-
-
-def _mark(tracker: Tracker | None, step: str) -> None:
-    if tracker is not None:
-        tracker.record_batch_step(step)
+            self.records.mark("opt_step")
 
 
 def _step_after_batch(scheduler: Any) -> None:
@@ -323,7 +319,12 @@ class TrainValidation:
         make_train = _maker("dataloader_train", dataloader_train, dataloader_train_fn)
         make_val = _maker("dataloader_val", dataloader_val, dataloader_val_fn) if self.validate else None
         if resume:
-            self._resume()
+            if self.checkpoint is None:
+                raise ValueError(
+                    "resume is True but there is no checkpoint to go on from; pass checkpoint=Checkpointer(...)"
+                )
+            trained = (self.model, self.optimizer, self.scheduler)
+            Checkpointer.load(self.checkpoint.dirname, self.rank, *trained, tracker=self.tracker)
         elif self.tracker.current_epoch == 0 and self.tracker.start_time is None:
             self.tracker.start()
         train_batches = make_train()
@@ -375,14 +376,6 @@ class TrainValidation:
         self.tracker.epoch_end()
         if self.checkpoint is not None:
             self.checkpoint.save(self.tracker, self.model, self.optimizer, self.scheduler, is_best)
-
-    def _resume(self) -> None:
-        if self.checkpoint is None:
-            raise ValueError(
-                "resume is True but there is no checkpoint to go on from; pass checkpoint=Checkpointer(...)"
-            )
-        trained = (self.model, self.optimizer, self.scheduler)
-        Checkpointer.load(self.checkpoint.dirname, self.rank, *trained, tracker=self.tracker)
 
 
 def _maker(

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from mlbench_core.arguments import check_at_least
-from mlbench_core.controlflow.pytorch.controlflow import BatchRecords, prepare_batch
+from mlbench_core.controlflow.pytorch.controlflow import BatchRecords, prepare_batch, validating
 from mlbench_core.controlflow.pytorch.train_validation import Updates
 from mlbench_core.distributed.pytorch import process_groups
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
-from mlbench_core.models.pytorch.modes import evaluation_mode
 from mlbench_core.tracking.tracker import Tracker
 
 __all__ = ["EpochPart", "epoch_parts", "train_round_by_tokens", "translation_round"]
@@ -158,14 +157,15 @@ def train_round_by_tokens(
         with torch.autocast(batch["target"].device.type, autocast, enabled=autocast is not None):
             return _scores(model(**batch["net_input"]))
 
+    records = BatchRecords(tracker, total)
     updates = Updates(
-        scores, optimizer, loss_function, tracker, update_freq, total,
+        scores, optimizer, loss_function, records, update_freq,
         lambda batches: _divisor(optimizer, batches, update_freq),
     )  # fmt: skip
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     tokens_seen = 0
-    with BatchRecords(tracker, total) as records:
+    with records:
         for index in range(total):
             records.start_batch()
             batch, _ = prepare_batch(next(iterator), None, None, use_cuda=use_cuda)
@@ -235,25 +235,16 @@ def translation_round(
         The values of the metrics and the mean loss per token, both of all workers. Pass them to
         :func:`~mlbench_core.controlflow.pytorch.controlflow.record_validation_stats`.
     """
-    for metric in metrics:
-        metric.reset()
-    if tracker is not None:
-        tracker.validation()
-        tracker.validation_start()
     loss_sum: float | Tensor = 0.0
     tokens = 0
-    try:
-        with evaluation_mode(model), torch.no_grad():
-            # Shares may have empty batches; they are skipped, because a model cannot compute on them.
-            for batch in filter(None, dataloader):
-                batch, _ = prepare_batch(batch, None, None, use_cuda=use_cuda)
-                output = _scores(model(**batch["net_input"]))
-                loss_sum = loss_sum + loss_function(output, batch["target"]).to(torch.float64)
-                tokens += batch["ntokens"]
-                for metric, (translations, references) in zip(metrics, translate(batch), strict=True):
-                    metric.update(metric(translations, references), len(references))
+    with validating(model, metrics, tracker):
+        # Shares may have empty batches; they are skipped, because a model cannot compute on them.
+        for batch in filter(None, dataloader):
+            batch, _ = prepare_batch(batch, None, None, use_cuda=use_cuda)
+            output = _scores(model(**batch["net_input"]))
+            loss_sum = loss_sum + loss_function(output, batch["target"]).to(torch.float64)
+            tokens += batch["ntokens"]
+            for metric, (translations, references) in zip(metrics, translate(batch), strict=True):
+                metric.update(metric(translations, references), len(references))
         values = {metric: metric.average().item() for metric in metrics}
         return values, process_groups.global_average(loss_sum, tokens).item()
-    finally:
-        if tracker is not None:
-            tracker.validation_end()

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -117,7 +118,8 @@ def initialize_backends(
     # The stack unwinds in reverse: the process group is destroyed before loggers and variables are restored.
     with contextlib.ExitStack() as stack:
         stack.enter_context(_variables({**place.variables(), **interface_variables(place.master_address)}))
-        stack.enter_context(_cudnn_restored())
+        for setting in ("benchmark", "deterministic"):
+            stack.callback(setattr, torch.backends.cudnn, setting, getattr(torch.backends.cudnn, setting))
         stack.callback(config_logging(logging_level, logging_file))
         stack.callback(_leave)
         stack.push(_note_failure)
@@ -142,8 +144,8 @@ def _checked_backend(name: str) -> str:
         raise BackendError(f"the communication backend {name!r} is unknown; known here are {', '.join(known)}")
     if name == "nccl" and torch.cuda.device_count() == 0:
         raise BackendError("the backend nccl works on GPUs only, and torch sees none on this machine: use gloo")
-    missing = {"nccl": not dist.is_nccl_available(), "gloo": not dist.is_gloo_available()}
-    if missing.get(name, False):
+    # torch may lack MPI: it is registered later.
+    if name != "mpi" and not dist.is_backend_available(name):
         raise BackendError(
             f"the backend {name} needs a torch that was built with it, and torch {torch.__version__} here was not: "
             f"install another build of torch"
@@ -164,16 +166,6 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _cudnn_restored() -> Iterator[None]:
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = before
 
 
 def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float) -> None:
@@ -202,26 +194,21 @@ def _await_address(environment: ClusterEnvironment, place: Place, limit_s: float
 def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s: float) -> None:
     """Create the process group."""
     timeout = datetime.timedelta(seconds=timeout_s)
-    where = f"{place.master_address}:{place.master_port}"
+    options: dict[str, Any] = {}
     try:
-        if backend == "mpi":
-            dist.init_process_group("mpi", timeout=timeout)
-        elif place.world_size == 1:
-            _init_over(dist.HashStore(), backend, place, timeout)
-        elif isinstance(environment, TorchrunEnvironment):
-            dist.init_process_group(backend, init_method="env://", timeout=timeout)  # torchrun may keep the store
-        else:
-            store = dist.TCPStore(
-                str(place.master_address),
-                place.master_port,
-                place.world_size,
-                is_master=place.rank == 0,
-                timeout=timeout,
-            )
-            _init_over(store, backend, place, timeout)
+        if place.world_size == 1 and backend != "mpi":
+            # A store in memory: a worker alone opens no port.
+            options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        elif backend != "mpi" and not isinstance(environment, TorchrunEnvironment):
+            # torchrun's agent may keep the store itself, and MPI needs none.
+            address, port, size, rank = place.master_address, place.master_port, place.world_size, place.rank
+            store = dist.TCPStore(str(address), port, size, is_master=rank == 0, timeout=timeout)
+            options = {"store": store, "rank": rank, "world_size": size}
+        dist.init_process_group(backend, timeout=timeout, **options)
     except RuntimeError as error:
         # torch raises a plain RuntimeError for all of these causes; only the text distinguishes them.
         text = str(error)
+        reason = text.splitlines()[0] if text else type(error).__name__
         if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE).lower() in text.lower():
             raise ConfigurationError(
                 f"port {place.master_port}, where rank 0 meets the other workers, is in use on {place.master_address}: "
@@ -230,18 +217,14 @@ def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s
             ) from error
         if "enforce fail" in text:  # Gloo's own start, before it looks for anybody
             raise BackendError(
-                f"the backend {backend} cannot start here (torch says: {text.splitlines()[0]}): if GLOO_SOCKET_IFNAME "
+                f"the backend {backend} cannot start here (torch says: {reason}): if GLOO_SOCKET_IFNAME "
                 f"is set, it must name a network interface of this machine that has an address"
             ) from error
         raise WorkerError(
-            f"rank {place.rank} of {place.world_size} did not meet the other workers at {where} within "
-            f"{timeout_s:g} s: check that all were started, each with its own rank and the same hosts, and that they "
-            f"can reach that port. torch says: {text.splitlines()[0] if text else type(error).__name__}"
+            f"rank {place.rank} of {place.world_size} did not meet the other workers at "
+            f"{place.master_address}:{place.master_port} within {timeout_s:g} s: check that all were started, each "
+            f"with its own rank and the same hosts, and that they can reach that port. torch says: {reason}"
         ) from error
-
-
-def _init_over(store: dist.Store, backend: str, place: Place, timeout: datetime.timedelta) -> None:
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
 
 
 def _note_failure(kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:

@@ -24,19 +24,11 @@ _FORMAT = "%(asctime)s %(name)s:%(rank)s %(levelname)s: %(message)s"
 
 
 class _RankFilter(logging.Filter):
-    """A filter that gives every record the worker's rank."""
+    """A filter that gives every record the worker's rank. It marks the handlers that :func:`config_logging` made."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.rank = process_groups.rank()
         return True
-
-
-class _StandardErrorHandler(logging.StreamHandler):
-    """A handler that :func:`config_logging` made; its type lets a second call find and replace it."""
-
-
-class _LogFileHandler(logging.FileHandler):
-    """A handler for the log file that :func:`config_logging` made, as :class:`_StandardErrorHandler`."""
 
 
 def config_logging(
@@ -69,11 +61,11 @@ def config_logging(
     if not isinstance(level, int):
         known = "DEBUG, INFO, WARNING, ERROR, CRITICAL or a number"
         raise ValueError(f"logging_level is {logging_level!r}; it must be {known}")
-    handlers: list[logging.Handler] = [_StandardErrorHandler()]
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
     if logging_file is not None:
         try:
             Path(logging_file).parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(_LogFileHandler(logging_file))
+            handlers.append(logging.FileHandler(logging_file))
         except OSError as error:
             raise ConfigurationError(
                 f"the log file {os.fspath(logging_file)} cannot be written ({error}): give a logging_file in a folder "
@@ -86,7 +78,7 @@ def config_logging(
     before = [(logger, logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
         # Only our own handlers: those that a user has added stay.
-        for old in [h for h in logger.handlers if isinstance(h, (_StandardErrorHandler, _LogFileHandler))]:
+        for old in [h for h in logger.handlers if any(isinstance(f, _RankFilter) for f in h.filters)]:
             logger.removeHandler(old)
             old.close()
         for handler in handlers:
