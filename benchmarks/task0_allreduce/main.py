@@ -38,9 +38,11 @@ from mlbench_core.errors import BackendError, ConfigurationError, require
 
 logger = logging.getLogger("mlbench.task0")
 
+# The description of the task fixes these sizes, so that results can be compared.
 SIZES, LARGEST = 80, 10**8
 LIGHT_SIZES, LIGHT_LARGEST = 13, 10**6
-ROWS_SHOWN = 9  # of each type
+# Rows of each type in the printed table; the files have all.
+ROWS_SHOWN = 9
 
 
 def choose_sizes(args: argparse.Namespace, world_size: int, left_out: dict[str, str]) -> list[int]:
@@ -93,6 +95,7 @@ def measure_all(args: argparse.Namespace, rank: int, world_size: int, device: to
         left_s = None if end is None else max(0.0, end - time.perf_counter()) / (len(to_do) - number)
         options: dict[str, Any] = {"repetitions": args.repetitions, "budget_s": left_s}
         report.measurements.append(measure(args.collective, elements, dtype, device, **options))
+        # All workers have the same result, that of the slowest one.
         if rank == 0:
             logger.info("%s", report.measurements[-1])
     return report
@@ -105,6 +108,7 @@ def publish(run_id: str, report: LatencyReport) -> None:
             row = measurement.row()
             for name in ("elements", "mean_s", "p50_s", "p99_s", "bus_bandwidth_bytes_per_s"):
                 LogMetrics.log(run_id, 0, number, f"{measurement.collective}_{dtype}_{name}", row[name])
+    # The names begin with the operation and the type, as one run has one operation but several types.
     for dtype, fit in report.fits().items():
         prefix = f"{report.measurements[0].collective}_{dtype}"
         LogMetrics.log(run_id, 0, 0, f"{prefix}_alpha_s", fit.alpha_s)
@@ -116,6 +120,7 @@ def publish(run_id: str, report: LatencyReport) -> None:
 
 def show(report: LatencyReport) -> None:
     """Print a few sizes of each type, the fits, left-out measurements and those with fewer repetitions."""
+    # A few sizes, evenly spaced from the smallest to the largest, show the curve on one screen.
     table = Table(title=report.title)
     for title in ("type", "elements", "mean µs", "median µs", "p99 µs", "alg. GB/s", "bus GB/s", "repetitions"):
         table.add_column(title, justify="left" if title == "type" else "right")
@@ -164,6 +169,7 @@ def main(
         publish(run_id, report)
         show(report)
         if args.plot:
+            # Imported here, because only this option needs matplotlib.
             from plot import draw
 
             files.append(draw([report], Path(output_dir) / f"{name}.png"))

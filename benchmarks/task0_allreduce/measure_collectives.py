@@ -191,6 +191,7 @@ class Broadcast(Collective):
         if self.rank == 0:
             _repeat(self._values(0), self.buffer)
         else:
+            # No worker sends this value, so an element that does not arrive counts as wrong.
             self.buffer.fill_(-1)
 
     def run(self) -> None:
@@ -232,6 +233,7 @@ class ReduceScatter(Collective):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.received = self._new(self.elements // self.world_size)
+        # As in AllGather, torch before 2.13 has the older name only.
         self._scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def fill(self) -> None:

@@ -52,6 +52,7 @@ def draw(reports: Sequence[LatencyReport], path: Path, dtypes: Sequence[str] | N
             label = f"{report.title}, {dtype}"
             if dtype in fits:
                 label += f": {fits[dtype]}"
+            # The line, its band and its fit have one color.
             (line,) = axes.plot(sizes, [s.p50_s for s in statistics], marker=".", linewidth=1, label=label)
             band = [s.min_s for s in statistics], [s.p99_s for s in statistics]
             axes.fill_between(sizes, *band, color=line.get_color(), alpha=0.12, linewidth=0)

@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
     group.add_argument("--batch-size", type=count, metavar="N", help="images a worker; the rates grow with it")
     switch("--no-augment", help="train on the images as they are")
     switch("--deal-anew", help="distribute the training set to the workers again in each epoch")
-    switch("--sync-batch-norm", help="normalise over the batches of all workers together")
+    switch("--sync-batch-norm", help="normalize over the batches of all workers together")
     group.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16"), default="fp32",
         help="of the weights; halves have float32 master weights and batch norm (default: fp32)",

@@ -31,7 +31,8 @@ from mlbench_core.tracking.tracker import Tracker
 
 TASK = get_task("2a")
 L2 = 2.5e-6
-UNSCALED = ("australian",)  # their features have units of their own
+# Data sets whose features have units of their own, so they are standardized without --standardize too.
+UNSCALED = ("australian",)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def train(run: Run) -> None:
     model: nn.Module = LogisticRegression(n_features, logits=True)
     if args.standardize or args.dataset in UNSCALED:
         model = nn.Sequential(Standardization.of(all_batches), model)
-        rate_factor = 1 / n_features  # the rates are for rows of length 1; these have a squared length of n_features
+        # The rates are for rows of length 1; standardized rows have a squared length of n_features on average.
+        rate_factor = 1 / n_features
     model = model.cuda() if run.gpu else model
     loss_function = BCELossRegularized(l1=0, l2=L2, model=model, logits=True)
     metrics = [TopKAccuracy(topk=1, threshold=0.0)]

@@ -115,7 +115,8 @@ def train(run: Run) -> None:
     base_lr = base_rate(preset.sequences, args.batch_size)
     text, validation_text = load_data(run, preset)
     model = LSTMLanguageModel(len(text.dictionary), tie_weights=True, **preset.model)
-    torch.manual_seed(args.seed + 1 + run.rank)  # weights are the same on all workers, dropout is each worker's own
+    # The weights, drawn above, are the same on all workers; the dropout masks are each worker's own.
+    torch.manual_seed(args.seed + 1 + run.rank)
     model = model.cuda() if run.gpu else model
     sgd = partial(SGD, lr=base_lr, weight_decay=WEIGHT_DECAY)
     optimizer = CustomCentralizedOptimizer(

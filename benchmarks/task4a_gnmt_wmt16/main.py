@@ -119,13 +119,15 @@ def train(run: Run) -> None:
     train_pairs, validation_pairs = load_data(args, args.data or run.dataset_dir)
     order = BucketBatchSampler(train_pairs.sizes, batch_size, seed=args.seed, rank=run.rank, world_size=world_size)
     in_order = BucketBatchSampler(validation_pairs.sizes, batch_size, False, rank=run.rank, world_size=world_size)
-    share = [indices for indices in in_order if indices]  # a worker has none if there are fewer sentences than workers
+    # A batch with fewer sentences than workers leaves some workers without a sentence.
+    share = [indices for indices in in_order if indices]
     batches = TeacherForcedBatches(train_pairs, order, device)
     validation_batches, texts = TeacherForcedBatches(validation_pairs, share, device), validation_pairs.references()
     references = [[texts[i] for i in indices] for indices in share]
 
     model = GNMT.preset(args.preset, train_pairs.vocab_size).to(device, DTYPES[args.precision])
-    torch.manual_seed(args.seed + 1 + run.rank)  # weights are the same on all workers, dropout is each worker's own
+    # The weights, drawn above, are the same on all workers; the dropout masks are each worker's own.
+    torch.manual_seed(args.seed + 1 + run.rank)
     teacher, metrics = TeacherForcedGNMT(model), scores(args.dataset)
     translator = Translator(model, train_pairs.tokenizer, **BEAM)
     optimizer = make_optimizer(model, preset.lr, world_size, run.gpu, args)
@@ -149,7 +151,8 @@ def train(run: Run) -> None:
             train_round(
                 part, teacher, optimizer, sentence_loss, [], scheduler, None, "batch",
                 tracker=tracker, update_freq=update_freq,
-                step_arguments=lambda accumulated: {"denom": world_size * len(accumulated)},  # of all workers
+                # The optimizer divides the sum of all workers' gradients by the number of all their batches.
+                step_arguments=lambda accumulated: {"denom": world_size * len(accumulated)},
             )  # fmt: skip
 
 

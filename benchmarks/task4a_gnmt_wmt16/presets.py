@@ -42,6 +42,7 @@ class Preset:
             >>> [PRESETS["big"].divided(world_size) for world_size in (1, 4, 16, 32)]
             [(128, 16), (128, 4), (128, 1), (64, 1)]
         """
+        # With many workers, a worker's share of an update is smaller than its largest batch.
         batch_size = min(self.batch_size, max(1, self.global_batch // world_size))
         return batch_size, max(1, self.global_batch // (batch_size * world_size))
 

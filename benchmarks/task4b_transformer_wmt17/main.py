@@ -56,7 +56,8 @@ def scores(dataset: str) -> list[BLEUScore]:
 def load_data(args: argparse.Namespace, folder: str) -> tuple[TransformerPairs, TransformerPairs]:
     """Return the pairs for training and for translation; float16 batches have lengths that fit tensor cores."""
     multiple = {"seq_len_multiple": 8 if args.precision == "fp16" else 1}
-    for_training = {"max_positions": (MAX_LEN_TRAIN + 1, MAX_LEN_TRAIN + 1), **multiple}  # a position is for the end
+    # One more position than tokens, for the end symbol.
+    for_training = {"max_positions": (MAX_LEN_TRAIN + 1, MAX_LEN_TRAIN + 1), **multiple}
     if args.dataset == "wmt17":
         train = WMT17Dataset(folder, download=True, train=True, **for_training)
         return train, WMT17Dataset(folder, download=True, **{args.evaluate_on: True}, **multiple)
@@ -104,7 +105,8 @@ def train(run: Run) -> None:
 
     dictionary = pairs.dictionary
     model = TransformerModel(TransformerConfig.preset(args.preset), dictionary, dictionary)
-    torch.manual_seed(args.seed + 1 + rank)  # weights are the same on all workers, dropout is each worker's own
+    # The weights, drawn above, are the same on all workers; the dropout masks are each worker's own.
+    torch.manual_seed(args.seed + 1 + rank)
     model = model.cuda() if run.gpu else model
     optimizer = make_optimizer(model, world_size, args, run.gpu)
     scheduler = SQRTTimeDecayLRWithWarmup(
@@ -113,6 +115,7 @@ def train(run: Run) -> None:
     loss_function = LabelSmoothing(dictionary.pad(), LABEL_SMOOTHING, fast_xentropy=True)
     generator = SequenceGenerator(model, dictionary, dictionary, beam_size=BEAM_SIZE, len_penalty=LENGTH_PENALTY)
     texts = partial(translate, generator=generator, evaluated=evaluated, references=references, metrics=metrics)
+    # The metric of the goal depends on the data set, see scores().
     goal = task4_time_to_bleu_goal(TASK.goal_on(args.dataset, run.light))
     tracker = run.track(metrics, replace(goal, metric=f"val_global_{metrics[0].name}"))
 

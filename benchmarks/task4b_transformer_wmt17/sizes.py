@@ -36,6 +36,7 @@ PRESETS = {"big": FULL, "base": FULL, "small": SMALL}
 
 def take_defaults(args: argparse.Namespace) -> None:
     """Set the arguments that the command line does not give to the values of the preset."""
+    # validate_every has no argument: it is always the value of the preset.
     for name, default in vars(PRESETS[args.preset]).items():
         if getattr(args, name, None) is None:
             setattr(args, name, default)
@@ -48,7 +49,7 @@ def take_precision(args: argparse.Namespace, gpu: bool) -> None:
 
 
 def update_freq(args: argparse.Namespace, world_size: int) -> int:
-    """Return the batches of each of k workers before an update: max(1, global tokens / (tokens per batch x k))."""
+    """Return the batches of each of k workers in an update: max(1, global tokens / (tokens per batch x k))."""
     return max(1, args.global_tokens // (args.max_tokens * world_size))
 
 

@@ -62,7 +62,8 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
             tracker.record_batch_comp_loss()
             loss.backward()
             tracker.record_batch_backprop()
-            optimizer.step(tracker=tracker)  # marks the aggregation and the update
+            # The optimizer itself marks the aggregation and the update.
+            optimizer.step(tracker=tracker)
             tracker.batch_end()
         tracker.epoch_end()
         print("rank", rank, "epoch", epoch, "loss", epoch_loss / len(train_set))

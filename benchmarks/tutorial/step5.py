@@ -74,7 +74,8 @@ def run(rank: int, size: int, run_id: str, folder: str, epochs: int) -> None:
             tracker.record_batch_comp_loss()
             loss.backward()
             tracker.record_batch_backprop()
-            optimizer.step(tracker=tracker)  # marks the aggregation and the update
+            # The optimizer itself marks the aggregation and the update.
+            optimizer.step(tracker=tracker)
             results = compute_train_batch_metrics(output, target, metrics)
             tracker.record_batch_comp_metrics()
             tracker.batch_end()

@@ -51,7 +51,7 @@ def task_main(
     An option may be shortened as long as it stays unambiguous: ``--root-data`` is ``--root-dataset``.
 
     Errors in the arguments end the process with status 2, and an :class:`MLBenchError` of the task with status 1. Both
-    print one line on standard error. If another worker was lost, the traceback of the backend's error precedes it.
+    print one line on standard error. If another worker was lost, the traceback of the backend's error comes before it.
 
     Args:
         main_func: The task. It accepts the ten names above as keyword arguments.
@@ -75,9 +75,9 @@ def task_main(
         7 1 gloo
     """
     if not callable(main_func):
-        raise TypeError(f"main_func is {main_func!r}, which cannot be called; pass the task's main function")
+        raise TypeError(f"main_func must be callable, not {main_func!r}: pass the task's main function")
     if not _is_folder_name(uid):
-        raise ValueError(f"uid is {uid!r}, but it must be able to name a folder, as 'task1a' is")
+        raise ValueError(f"uid must be a name for a folder, such as 'task1a', not {uid!r}")
     parser = _make_parser()
     if add_arguments is not None:
         parser.add_argument(
@@ -157,7 +157,7 @@ def count(text: str) -> int:
         12
     """
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)
 
 
@@ -176,14 +176,14 @@ def seconds(text: str) -> float:
     except ValueError:
         number = math.nan
     if not (number > 0 and math.isfinite(number)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text!r}")
     return number
 
 
 def _seed(text: str) -> int:
     """Return a seed that every random generator accepts: NumPy's global one takes 32 bits."""
     if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^32 - 1")
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^32 - 1, not {text!r}")
     return int(text)
 
 

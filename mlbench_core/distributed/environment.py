@@ -46,7 +46,7 @@ class Place:
         rank: Its number among all workers, from 0.
         world_size: Number of workers.
         local_rank: Its number among the workers of its machine, from 0.
-        master_address: Host of the rendezvous, where rank 0 runs; None if there is nobody to meet.
+        master_address: Host of rank 0, at which the workers meet; None for a worker alone.
         master_port: Port of the rendezvous.
     """
 
@@ -57,7 +57,7 @@ class Place:
     master_port: int = DEFAULT_PORT
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables by which torch and its tools know this place; none for a worker alone."""
+        """Return the environment variables from which torch reads this place; none for a worker alone."""
         if self.master_address is None:
             return {}
         return {
@@ -113,13 +113,13 @@ class ClusterEnvironment(ABC):
             return int(text or "")
         except ValueError:
             raise ConfigurationError(
-                f"the environment variable {name} is {text!r}; {self.name} sets it to a whole number"
+                f"the environment variable {name} must be a whole number, as {self.name} sets it, not {text!r}"
             ) from None
 
     def _port(self, default: int = DEFAULT_PORT) -> int:
         port = self._integer("MASTER_PORT", default)
         if not 0 < port < 65536:
-            raise ConfigurationError(f"MASTER_PORT is {port}; a port is a number from 1 to 65535")
+            raise ConfigurationError(f"MASTER_PORT must be a port from 1 to 65535, not {port}")
         return port
 
     def _checked(self, place: Place) -> Place:
@@ -156,7 +156,7 @@ class HostsEnvironment(ClusterEnvironment):
         entries = hosts.split(",") if isinstance(hosts, str) else hosts
         self.hosts = [str(host).strip() for host in entries]
         if not self.hosts or not all(self.hosts):
-            raise ValueError(f"hosts is {hosts!r}; it must be host names separated by commas, one for each worker")
+            raise ValueError(f"hosts must be host names separated by commas, one for each worker, not {hosts!r}")
         if rank == -1 and len(self.hosts) == 1:
             rank = 0
         if not 0 <= rank < len(self.hosts):
@@ -332,7 +332,7 @@ class SlurmEnvironment(ClusterEnvironment):
                 f"SLURM started {size} tasks, but none of {', '.join(self._node_lists)} names the nodes: "
                 f"set MASTER_ADDR"
             )
-        # Ports 15000 to 34999 by the job's number: two jobs on one node rarely meet.
+        # Ports 15000 to 34999 by the job's number: two jobs on one node rarely get the same port.
         port = self._port(15000 + self._integer("SLURM_JOB_ID", DEFAULT_PORT - 15000) % 20000)
         rank, local_rank = self._integer("SLURM_PROCID"), self._integer("SLURM_LOCALID", 0)
         return self._checked(Place(rank, size, local_rank, address or None, port))
@@ -362,7 +362,7 @@ def first_slurm_host(nodes: str) -> str:
 
 
 def _slurm_address(nodes: str) -> str:
-    """Return the name of the first of some nodes, or the address that SLURM knows if the name does not resolve."""
+    """Return the name of the first node, or the address that SLURM has for it if the name does not resolve."""
     # scontrol knows the short form completely; first_slurm_host() is for hosts without it, such as containers.
     listed = _scontrol("show", "hostnames", nodes).split() if "[" in nodes else []
     name = listed[0] if listed else first_slurm_host(nodes)
@@ -388,8 +388,8 @@ def detect_environment(
 ) -> ClusterEnvironment:
     """Find out how this worker was started.
 
-    torchrun's agent comes first, because it already keeps the rendezvous. Then come ``hosts`` with ``rank``, and then
-    the variables of the other launchers. A process that none of them started is alone.
+    torchrun comes first if its agent runs, because the agent already provides the rendezvous. Then come ``hosts`` with
+    ``rank``, and then the variables of the other launchers. A process that none of them started is alone.
 
     Args:
         hosts: Hosts of the workers by rank, as in :class:`HostsEnvironment`; None or empty if not given by hand.

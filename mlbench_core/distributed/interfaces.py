@@ -16,7 +16,8 @@ from mlbench_core.addresses import is_loopback
 
 __all__ = ["interface_towards", "interface_variables", "own_addresses", "resolves"]
 
-_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # NCCL: the whole name
+# NCCL takes a name for the beginning of several names, unless "=" precedes it.
+_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 # The port does not matter, because nothing is sent to it (RFC 863 reserves 9 for discarded data).
 _DISCARD_PORT = 9
 
@@ -25,7 +26,7 @@ def interface_variables(address: str | None, environment: Mapping[str, str] | No
     """Return environment variables that lead Gloo, TensorPipe and NCCL to the interface of an address.
 
     Args:
-        address: Host or address of rank 0; None if there is nobody to meet.
+        address: Host or address of rank 0; None for a worker alone.
         environment: The environment variables; by default those of this process. Variables set there stay.
 
     Returns:

@@ -267,7 +267,9 @@ def test_numbers_out_of_range_are_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         parse(main, *arguments)
-    assert f"argument {arguments[0]}: '{arguments[1]}' is not a whole number" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert f"argument {arguments[0]}: must be a whole number" in shown
+    assert f"not '{arguments[1]}'" in shown
 
 
 def test_reference_and_variants_are_accepted(main: ModuleType) -> None:

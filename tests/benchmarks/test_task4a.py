@@ -251,7 +251,7 @@ def test_arguments_change_a_preset_and_are_checked(capsys: pytest.CaptureFixture
     assert (small.divided(2), small.epochs, small.lr) == ((16, 3), 10, 2e-3)
     with pytest.raises(SystemExit):
         arguments(script, "--batch-size", "0")
-    assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
+    assert "must be a whole number of at least 1, not '0'" in capsys.readouterr().err
     with pytest.raises(ConfigurationError, match="--overlap needs --precision fp32, not fp16"):
         script.make_optimizer(None, 1.0, 1, False, arguments(script, "--overlap", "--precision", "fp16"))
 

@@ -269,7 +269,7 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="pickled code, which is not run"):
         _load(tmp_path)
     (tmp_path / "0_0.pth.tar").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(CheckpointError, match="damaged or no checkpoint"):
+    with pytest.raises(CheckpointError, match="damaged or not a checkpoint"):
         _load(tmp_path)
     torch.save([1], tmp_path / "0_0.pth.tar")
     with pytest.raises(CheckpointError, match="format 'list'"):
@@ -458,7 +458,7 @@ def test_the_epoch_of_a_distributed_sampler_is_kept(tmp_path: Path) -> None:
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="freq is 'often'; it must be one of"):
+    with pytest.raises(ValueError, match=r"freq must be one of .* not 'often'"):
         Checkpointer(tmp_path, 0, "often")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rank must be at least 0, not -1"):
         Checkpointer(tmp_path, -1)

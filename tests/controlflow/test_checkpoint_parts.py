@@ -111,7 +111,7 @@ def test_parts_of_different_saves_are_not_mixed(
     assert both[0].load(tmp_path) == (3.0, kept)
     caplog.clear()
     assert both[1].load(tmp_path) == (3.0, None)
-    assert ["starts afresh" in record.message for record in caplog.records] == [True]
+    assert ["is reset" in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("freq", [BEST, ALL])

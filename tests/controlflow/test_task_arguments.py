@@ -171,7 +171,10 @@ def test_mpirun_means_mpi_as_in_version_3_unless_said_otherwise(
         (["--hosts", "a,b", "--rank", "2"], "rank is 2, but hosts names 2 workers (a,b): rank must be 0 to 1"),
         (["--hosts", "a,b", "--rank", "-1"], "rank must be 0 to 1"),
         (["--hosts", "a,b"], "rank must be 0 to 1, another one for each worker"),
-        (["--hosts", "a,,b", "--rank", "0"], "'a,,b'; it must be host names separated by commas"),
+        (
+            ["--hosts", "a,,b", "--rank", "0"],
+            "hosts must be host names separated by commas, one for each worker, not 'a,,b'",
+        ),
         (["--rank", "1"], "rank is 1, but there are no hosts"),
         (["--backend", "smoke"], "'smoke'"),
         (["--run_id", "../x"], "cannot name a folder"),
@@ -240,7 +243,7 @@ def test_a_task_adds_arguments_of_its_own() -> None:
 
 
 def test_arguments_of_the_function_are_checked() -> None:
-    with pytest.raises(TypeError, match="cannot be called"):
+    with pytest.raises(TypeError, match="must be callable"):
         task_main("main")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'a/b'"):
         task_main(print, "a/b", argv=[])
@@ -256,16 +259,16 @@ def test_a_timeout_is_a_positive_number_of_seconds(text: str, capsys: pytest.Cap
     with pytest.raises(SystemExit) as stop:
         call("--timeout", text, add_arguments=lambda parser: None)
     assert stop.value.code == 2
-    assert f"argument --timeout: {text!r} is not a positive number of seconds" in capsys.readouterr().err
+    assert f"argument --timeout: must be a positive number of seconds, not {text!r}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--epochs", "0"], "'0' is not a whole number of at least 1"),
-        (["--epochs", "2.5"], "'2.5' is not a whole number of at least 1"),
-        (["--seed", "-1"], "'-1' is not a whole number from 0 to 2^32 - 1"),
-        (["--seed", "4294967296"], "'4294967296' is not a whole number from 0 to 2^32 - 1"),
+        (["--epochs", "0"], "must be a whole number of at least 1, not '0'"),
+        (["--epochs", "2.5"], "must be a whole number of at least 1, not '2.5'"),
+        (["--seed", "-1"], "must be a whole number from 0 to 2^32 - 1, not '-1'"),
+        (["--seed", "4294967296"], "must be a whole number from 0 to 2^32 - 1, not '4294967296'"),
     ],
 )
 def test_arguments_of_a_training_are_checked(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

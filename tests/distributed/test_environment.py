@@ -122,8 +122,8 @@ def test_the_shell_of_a_slurm_job_is_no_worker() -> None:
     [
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not"),
         (TORCHRUN | {"RANK": "4"}, "rank 4 in a world of 4"),
-        (TORCHRUN | {"RANK": "one"}, "RANK is 'one'"),
-        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
+        (TORCHRUN | {"RANK": "one"}, "RANK must be a whole number, .* not 'one'"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT must be a port from 1 to 65535, not 70000"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "set MASTER_ADDR"),
         ({name: value for name, value in SLURM.items() if "NODELIST" not in name}, "SLURM_NODELIST"),
     ],

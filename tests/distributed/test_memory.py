@@ -49,5 +49,5 @@ def test_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1000, 2000))
     assert fits_on_gpu(250)
     assert not fits_on_gpu(251)
-    with pytest.raises(ValueError, match="share is 2"):
+    with pytest.raises(ValueError, match="share must be from 0 to 1, not 2"):
         fits_on_gpu(1, share=2)

@@ -182,7 +182,7 @@ def test_a_torch_with_mpi_keeps_its_own() -> None:
 def test_platforms_and_limits_that_cannot_work() -> None:
     with mock.patch("sys.platform", "win32"), pytest.raises(BackendError, match="Linux and macOS"):
         mpi.register()
-    with pytest.raises(ValueError, match="timeout_s is 0"):
+    with pytest.raises(ValueError, match="timeout_s must be positive, not 0"):
         mpi.register(timeout_s=0)
 
 

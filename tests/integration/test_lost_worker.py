@@ -50,4 +50,4 @@ def test_a_worker_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> None:
     assert time.monotonic() - start > TIMEOUT_S
     status, output, errors = survivors[0]
     assert (status, output) == (1, "step 3\n")
-    assert "WorkerError: communication failed, and there is no sign of life from worker 1 (process " in errors
+    assert "WorkerError: communication failed, and these workers do not answer: worker 1 (process " in errors

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mlbench_core.arguments import check_at_least
+
 __all__ = ["convert_dtype", "iterate_dataloader", "maybe_range", "prepare_batch"]
 
 # Not int64: those are token ids, which a float32 would round above 2^24.
@@ -28,7 +30,7 @@ def maybe_range(maximum: int | None) -> Iterable[int]:
     """Count from 0 up to a maximum, or indefinitely.
 
     Args:
-        maximum: Number of numbers; None for no limit.
+        maximum: How many numbers to count; None for no limit.
 
     Returns:
         An iterable of 0, 1, 2, ...
@@ -45,8 +47,7 @@ def maybe_range(maximum: int | None) -> Iterable[int]:
     """
     if maximum is None:
         return itertools.count()
-    if maximum < 0:
-        raise ValueError(f"maximum is {maximum}; it must be at least 0, or None for no limit")
+    check_at_least("maximum", maximum, 0)
     return range(maximum)
 
 
@@ -74,7 +75,7 @@ def convert_dtype(dtype: str | None, obj: _TensorOrModule) -> _TensorOrModule:
 
 def _torch_dtype(dtype: str) -> torch.dtype:
     if dtype not in DTYPES:
-        raise UnknownDtypeError(f"dtype is {dtype!r}; it must be one of {', '.join(map(repr, DTYPES))}")
+        raise UnknownDtypeError(f"dtype must be one of {', '.join(map(repr, DTYPES))}, not {dtype!r}")
     return DTYPES[dtype]
 
 
@@ -120,8 +121,9 @@ def prepare_batch(
     def prepare_target(tensor: Tensor) -> Tensor:
         return convert_dtype(dtype, tensor) if transform_target_dtype else tensor
 
+    # An unknown name raises here, even if the batch has nothing to convert.
     if dtype is not None:
-        _torch_dtype(dtype)  # an unknown name raises, even if the batch has nothing to convert
+        _torch_dtype(dtype)
     # Data is moved before it is converted, because bytes travel faster than the floats made from them.
     if use_cuda:
         data, target = _map_tensors(_to_gpu, data), _map_tensors(_to_gpu, target)
@@ -129,7 +131,8 @@ def prepare_batch(
 
 
 def _to_gpu(tensor: Tensor) -> Tensor:
-    return tensor.cuda(non_blocking=True)  # asynchronous from pinned memory only
+    # From pinned memory the host does not wait for the copy; from other memory the argument has no effect.
+    return tensor.cuda(non_blocking=True)
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
@@ -181,6 +184,7 @@ def batch_size(data: Any, output: Any) -> int:
         TypeError: Neither has a length.
     """
     for candidate in (output, data):
+        # A tensor without dimensions has a __len__ that raises.
         if isinstance(candidate, Tensor) and candidate.dim() == 0:
             continue
         if hasattr(candidate, "__len__"):

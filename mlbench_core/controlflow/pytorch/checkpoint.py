@@ -83,7 +83,7 @@ class Checkpointer:
     On a CPU, a run that continues from it gives bit by bit the results of an uninterrupted run.
 
     A run that was killed while it saved continues from the previous save. Each worker takes its own file, or rank 0's
-    if it has none, in two cases: parts are missing and there is no previous save, or the number of workers is another.
+    if it has none, in two cases: parts are missing and there is no previous save, or the number of workers differs.
     The memory of its optimizer's aggregation is then reset, with one warning.
 
     With ``save_stats``, each worker also writes the records of its tracker to ``{epoch}_{rank}.json`` at every save.
@@ -123,7 +123,7 @@ class Checkpointer:
             self.freq = CheckpointFreq(freq)
         except ValueError:
             known = ", ".join(f"CheckpointFreq.{freq.name}" for freq in CheckpointFreq)
-            raise ValueError(f"freq is {freq!r}; it must be one of {known}") from None
+            raise ValueError(f"freq must be one of {known}, not {freq!r}") from None
         self.save_stats = save_stats
         self._run: str | None = None
         # An epoch that is validated in parts is saved several times; each save needs an id of its own.
@@ -336,6 +336,7 @@ def determine_restore_ckpt_path(rank: int, checkpoint_root: _Path, run_id: str |
     folder = Path(checkpoint_root, str(run_id))
     folder = folder if folder.is_dir() else Path(checkpoint_root)
     for candidate in files.find(folder, rank):
+        # A part alone cannot be loaded, so the path is then that of rank 0's whole file.
         path = candidate.first if candidate.first is not None and names.is_part(candidate.path.name) else candidate.path
         if path.is_file():
             return os.fspath(path)

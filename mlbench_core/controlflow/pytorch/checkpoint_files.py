@@ -67,7 +67,8 @@ def name_run() -> str:
     # The first worker to get here sets the value; the others receive it.
     try:
         shared: bytes = process_groups.store().compare_set("mlbench/checkpoint", "", mine)
-    except RuntimeError:  # torch's own MPI has no store; two saves of one epoch then have the same id
+    except RuntimeError:
+        # The MPI of torch itself has no store, so all runs have this id: saves of different runs look alike.
         return "0"
     return shared.decode()
 
@@ -126,6 +127,7 @@ def write_part(folder: Path, save: str, part: Mapping[str, Any] | None, rank: in
                 os.link(folder / names.BEST_NAME, temporary)
             except OSError:  # a file system without hard links
                 shutil.copy2(folder / names.BEST_NAME, temporary)
+    # Listed after the write above, so that the last worker to write finds the files of all.
     saves = _best_saves(folder)
     mine = saves.pop(save, _Save())
     if world_size == 1:
@@ -141,7 +143,8 @@ def write_part(folder: Path, save: str, part: Mapping[str, Any] | None, rank: in
 
 
 def _temporary(path: Path, rank: int) -> Path:
-    return path.with_name(f".saving_{rank}.tmp")  # one name per rank, so that a file left by a kill is overwritten
+    # One name per rank: the next save overwrites a file that a kill has left.
+    return path.with_name(f".saving_{rank}.tmp")
 
 
 def _delete(paths: Iterator[Path]) -> None:
@@ -152,7 +155,8 @@ def _delete(paths: Iterator[Path]) -> None:
 def _written_ns(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
-    except FileNotFoundError:  # another worker deleted it
+    except FileNotFoundError:
+        # Another worker deleted the file after it was listed.
         return 0
 
 
@@ -183,7 +187,7 @@ def read(path: Path) -> dict[str, Any]:
         ) from error
     except (OSError, RuntimeError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise CheckpointError(
-            f"the checkpoint {path} cannot be read, it is damaged or no checkpoint: {error}"
+            f"the checkpoint {path} cannot be read, it is damaged or not a checkpoint: {error}"
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
@@ -304,7 +308,8 @@ def _of_epoch(files: Mapping[int, Path], rank: int) -> tuple[Candidate, bool]:
     if 0 not in files:
         return Candidate(None, files[rank]), False
     alone = _header(files[rank]) if rank in files else None
-    if rank > 0 and alone is not None and alone.world_size == 1:  # torch knows one worker, as with Horovod
+    # With Horovod torch knows one worker only, so each worker's file is a whole save.
+    if rank > 0 and alone is not None and alone.world_size == 1:
         return Candidate(None, files[rank]), True
     headers = {0: _header(files[0])}
     world_size = headers[0].world_size if headers[0] is not None else None
@@ -312,7 +317,8 @@ def _of_epoch(files: Mapping[int, Path], rank: int) -> tuple[Candidate, bool]:
     def belongs(other: int) -> bool:
         if other in files and other not in headers:
             headers[other] = _header(files[other])
-        return other in files and headers[other] in (None, headers[0])  # None: damaged, which is reported on reading
+        # A damaged file has no header; it counts here, because reading it reports the damage.
+        return other in files and headers[other] in (None, headers[0])
 
     own = files[rank] if rank != 0 and belongs(rank) else None
     return Candidate(files[0], own), world_size is None or all(belongs(other) for other in range(world_size))

@@ -105,8 +105,8 @@ def restore_optimizer(path: Path, optimizer: Any, state: Mapping[str, Any], rank
         shared = optimizer.shared_state_dict(of)
         if _count_tensors(shared) < _count_tensors(of):
             _log.warning(
-                "what the aggregation of %s remembered starts afresh: the checkpoint %s is of worker %d of %s%s, and "
-                "this is worker %d of %d",
+                "the memory of the aggregation of %s is reset: the checkpoint %s is of worker %d of %s%s, and this is "
+                "worker %d of %d",
                 type(optimizer).__name__, path, state["rank"], state.get("world_size", "an unknown number"),
                 ", without the parts of other workers" if lacks_parts else "", rank, here,
             )  # fmt: skip
@@ -183,12 +183,13 @@ def _plain(value: Any, name: str) -> Any:
         return value.as_subclass(torch.Tensor)
     if isinstance(value, str):
         return str.__str__(value)
-    for scalar in (int, float):  # a subclass, such as an enumeration
+    # A subclass of a number, such as a member of an enumeration, would need its class when it is read.
+    for scalar in (int, float):
         if isinstance(value, scalar):
             return scalar(value)
     raise TypeError(
         f"{name} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds tensors and plain Python "
-        f"values only, so that reading one never runs code: let state_dict() return such"
+        f"values only, so that reading one never runs code: let state_dict() return only these"
     )
 
 

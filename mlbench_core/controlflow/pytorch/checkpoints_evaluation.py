@@ -53,6 +53,7 @@ class CheckpointsEvaluationControlFlow:
         self.ckpt_dir = ckpt_dir
         self.rank = rank
         self.world_size = world_size
+        # Its method is static, so the class serves as well as an object.
         self.checkpointer = checkpointer if checkpointer is not None else Checkpointer
         self.model = model
         self.epochs = range(epochs) if isinstance(epochs, int) else list(epochs)

@@ -56,6 +56,7 @@ def compute_train_batch_metrics(
 
 def batch_metrics(output: Any, target: Any, metrics: Iterable[MLBenchMetric]) -> dict[MLBenchMetric, Tensor]:
     """Compute the metrics of one training batch, and leave them on the device."""
+    # A metric must not keep the graph of the forward pass in memory.
     detached = output.detach() if isinstance(output, Tensor) else output
     return {metric: metric(detached, target) for metric in metrics}
 
@@ -203,6 +204,7 @@ class BatchRecords:
         Returns:
             The numbers of ``others``.
         """
+        # Emptied first: after an error while reading, the values are not read a second time.
         pending, self._pending = self._pending, []
         tensors = [value for record in pending for _, value in record.values]
         numbers = iter(_read(tensors + [_copied(value) for value in others]))

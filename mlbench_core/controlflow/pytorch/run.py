@@ -115,7 +115,7 @@ class Run:
 
         Args:
             metrics: The run's metrics; the first is the primary one, which decides about the best checkpoint.
-            goal: The goal that ends the run; None for a run that uses up its epochs.
+            goal: The goal that ends the run; None for a run that trains all epochs.
             options: Other arguments of :class:`~mlbench_core.tracking.tracker.Tracker`, such as ``minimize`` and
                 ``sinks``.
 
@@ -157,7 +157,7 @@ class Run:
             budget: Largest number of epochs; None for ``--epochs``.
 
         Yields:
-            The epoch's number, from 0, or from the first epoch that a resumed run has left.
+            The epoch's number, from 0. A resumed run continues after the last epoch of its checkpoint.
 
         Raises:
             CheckpointNotFoundError: The run is to resume or to validate only, and there is no checkpoint.
@@ -215,7 +215,8 @@ class Run:
             if part.is_last or (self.tracker.goal_reached and not self.args.past_goal):
                 return
             self._save_part(self._is_best)
-            self.tracker.reset_epoch_stats()  # each part has its own means
+            # Each part has means of its own.
+            self.tracker.reset_epoch_stats()
 
 
 def run_task(
@@ -252,6 +253,7 @@ def run_task(
         *, args: argparse.Namespace, dataset_dir: str, ckpt_run_dir: str, output_dir: str,
         rank: int, backend: str, hosts: str | None, **others: Any,
     ) -> None:  # fmt: skip
+        # Before the workers meet: a wrong argument then ends each of them at once.
         if prepare is not None:
             prepare(args)
         if keep_memory:

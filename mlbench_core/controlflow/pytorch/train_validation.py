@@ -101,7 +101,7 @@ def train_round(
             no length.
     """
     if schedule_per not in ("epoch", "batch"):
-        raise ValueError(f"schedule_per is {schedule_per!r}; it must be 'epoch' or 'batch'")
+        raise ValueError(f"schedule_per must be 'epoch' or 'batch', not {schedule_per!r}")
     check_at_least("update_freq", update_freq, 1)
     model.train()
     if tracker is not None:
@@ -109,6 +109,7 @@ def train_round(
     total = _number_of_batches(dataloader, max_batch_per_epoch, update_freq)
     records = BatchRecords(tracker, total)
     updates = Updates(model, optimizer, loss_function, records, update_freq, step_arguments)
+    # An iterator, and not a loop over the loader: the clock of a batch starts before its data is drawn.
     iterator = iter(dataloader)
     loss_sum: float | Tensor = 0.0
     samples = 0
@@ -195,6 +196,7 @@ class Updates:
         # The last backward pass of an update may send gradients while it runs; the ones before it must not.
         waits = not is_last and hasattr(self.optimizer, "no_sync")
         with self.optimizer.no_sync() if waits else contextlib.nullcontext():
+            # step_arguments gives the optimizer the divisor; otherwise the loss is divided here.
             share = loss if self.step_arguments is not None or count == 1 else loss / count
             if hasattr(self.optimizer, "backward_loss"):
                 self.optimizer.backward_loss(share)
@@ -321,7 +323,7 @@ class TrainValidation:
         if resume:
             if self.checkpoint is None:
                 raise ValueError(
-                    "resume is True but there is no checkpoint to go on from; pass checkpoint=Checkpointer(...)"
+                    "checkpoint must be a checkpointer with resume=True, not None: pass checkpoint=Checkpointer(...)"
                 )
             trained = (self.model, self.optimizer, self.scheduler)
             Checkpointer.load(self.checkpoint.dirname, self.rank, *trained, tracker=self.tracker)

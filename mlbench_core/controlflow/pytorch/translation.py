@@ -138,8 +138,8 @@ def train_round_by_tokens(
         >>> from mlbench_core.optim.pytorch import CustomCentralizedOptimizer
         >>> model = nn.Embedding(4, 4)  # scores of the next word, from this one alone
         >>> batch = {"net_input": {"input": torch.tensor([[1, 2]])}, "target": torch.tensor([[2, 3]]), "ntokens": 2}
-        >>> inside = torch.optim.SGD(model.parameters(), lr=1.0)
-        >>> optimizer = CustomCentralizedOptimizer(model, None, inside, average_custom=True)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> optimizer = CustomCentralizedOptimizer(model, None, sgd, average_custom=True)
         >>> losses = [train_round_by_tokens([batch], model, optimizer, LabelSmoothing(0)) for _ in range(2)]
         >>> losses[1] < losses[0]
         True
@@ -199,7 +199,7 @@ def _divisor(optimizer: Any, batches: Sequence[tuple[Batch, Tensor]], update_fre
     tokens = process_groups.sum_over_workers(process_groups.get_backend_tensor(count))
     if not hasattr(optimizer, "backward_loss"):
         return {"denom": tokens}
-    # Half precision overflows above 65,504, so the part k u is divided out there, and the rest in float32.
+    # Half precision overflows above 65,504. So it is divided by k u only; the rest of the division is in float32.
     batches_of_all = process_groups.world_size() * update_freq
     return {"denom": batches_of_all, "multiplier": tokens / batches_of_all}
 

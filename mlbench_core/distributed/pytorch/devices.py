@@ -34,7 +34,7 @@ class FCGraph:
     def __init__(self, rank: int, world_size: int, use_cuda: bool = False) -> None:
         check_at_least("world_size", world_size, 1)
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}; with world_size {world_size} it must be 0 to {world_size - 1}")
+            raise ValueError(f"rank must be from 0 to {world_size - 1} with world_size {world_size}, not {rank}")
         self.rank = rank
         self.world_size = world_size
         self.use_cuda = use_cuda
@@ -82,5 +82,5 @@ def _gpu_index(rank: int) -> int:
             "use_cuda=True, but torch sees no GPU on this machine: leave out use_cuda (and --gpu) to compute on the "
             "CPU, or install a torch build with CUDA and check nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
-    # The global rank counts over all machines; modulo, several workers may share a GPU.
+    # The global rank may exceed the number of GPUs, and several workers may share a GPU: hence the remainder.
     return int(os.environ.get("LOCAL_RANK") or rank) % count

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mlbench_core.arguments import check_positive
 from mlbench_core.distributed.environment import (
     ClusterEnvironment,
     HostsEnvironment,
@@ -36,7 +37,7 @@ __all__ = ["initialize_backends"]
 
 _log = logging.getLogger(__name__)
 
-# Time for the name of rank 0's host to appear: the name of a container is known shortly after the container starts.
+# Time to wait for the name of rank 0's host: the name of a container resolves only shortly after its start.
 _RESOLVE_S = 20.0
 
 
@@ -63,8 +64,8 @@ def initialize_backends(
 
     At the end of the block, also after an exception, the process group is destroyed. Environment variables, loggers and
     cuDNN's settings are restored. Random generators and the current CUDA device stay as they are. Over ``mpi`` the
-    others would wait indefinitely for a failed worker: a process that ends after an exception left the block also ends
-    the others.
+    other workers would wait indefinitely for one that failed. So if an exception leaves the block, the end of the
+    process also ends the other workers.
 
     Args:
         comm_backend: ``"gloo"`` (CPU), ``"nccl"`` (GPU), ``"mpi"`` (CPU, and GPU by way of the host) or another backend
@@ -89,7 +90,7 @@ def initialize_backends(
         BackendError: The backend is unknown or cannot be used here.
         MissingDependencyError: The backend is ``mpi``, torch has none built in, and mpi4py is not installed.
         ConfigurationError: The port is taken, the host of rank 0 has no address, or ``use_cuda`` is set without a GPU.
-            Also if variables contradict each other or MPI's world, or there is a process group already.
+            It is also raised if variables contradict each other or MPI's world, or a process group exists already.
         WorkerError: The others did not come within ``timeout_s``, or a collective operation in the block failed. The
             message names the workers that are gone or silent, and the backend's own error is its cause. Every other
             error of the block passes as it is.
@@ -100,8 +101,7 @@ def initialize_backends(
         ...     print(rank, world_size, graph.current_device)
         0 1 cpu
     """
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s is {timeout_s}; it must be a positive number of seconds")
+    check_positive("timeout_s", timeout_s)
     comm_backend = _checked_backend(comm_backend)
     if dist.is_initialized():
         raise ConfigurationError(
@@ -113,7 +113,8 @@ def initialize_backends(
         given = isinstance(environment, (HostsEnvironment, SlurmEnvironment, TorchrunEnvironment))
         environment = MPIWorldEnvironment(environment if given else None, hosts)
     place = environment.place()
-    if comm_backend != "mpi":  # whose workers know each other from mpirun
+    # Workers of MPI know each other from mpirun, so they do not look for rank 0's host.
+    if comm_backend != "mpi":
         _await_address(environment, place, min(timeout_s, _RESOLVE_S))
     # The stack unwinds in reverse: the process group is destroyed before loggers and variables are restored.
     with contextlib.ExitStack() as stack:
@@ -131,8 +132,9 @@ def initialize_backends(
         stack.enter_context(naming_lost_workers())
         world = config_pytorch(use_cuda, seed, cudnn_deterministic)
         config_path(ckpt_run_dir, delete_existing_ckpts)
-        with naming_lost_workers():  # from its end on the workers know each other
-            process_groups.barrier()  # the rendezvous may close once all have joined
+        # After the barrier all workers have joined and have written their records, which the end of the block reads.
+        with naming_lost_workers():
+            process_groups.barrier()
         _log.debug("joined over %s, started by %s: %s", comm_backend, environment.name, world[2])
         yield world
 
@@ -215,7 +217,8 @@ def _join(backend: str, environment: ClusterEnvironment, place: Place, timeout_s
                 f"end the program that listens there (maybe an earlier run), or set MASTER_PORT to a free port, the "
                 f"same for every worker"
             ) from error
-        if "enforce fail" in text:  # Gloo's own start, before it looks for anybody
+        # Gloo fails with these words at its own start, before it contacts another worker.
+        if "enforce fail" in text:
             raise BackendError(
                 f"the backend {backend} cannot start here (torch says: {reason}): if GLOO_SOCKET_IFNAME "
                 f"is set, it must name a network interface of this machine that has an address"

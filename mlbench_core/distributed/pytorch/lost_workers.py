@@ -7,8 +7,8 @@ workers do three things:
 2. Once the first collective has gone through, each reads the records of all.
 3. If a later collective fails, each writes a notice and looks for the workers that did not.
 
-The process of a worker on the same machine can be seen to be gone. A worker on another machine, or one that hangs, is
-recognized by its silence only.
+On its own machine, a worker can see that another one's process has ended. A worker on another machine, or one that
+hangs, is recognized only because it does not answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mlbench_core.errors import WorkerError
 __all__ = ["explained", "forget", "introduce", "is_failed_communication", "naming_lost_workers"]
 
 SILENCE_S = 5.0
-"""Seconds to wait for a notice from workers that cannot be seen to be gone."""
+"""Seconds to wait for the notices of workers whose processes are not known to have ended."""
 
 # Modules whose errors may be those of a collective operation, raised by a statement or by compiled code.
 _LIBRARIES = ("mlbench_core.aggregation.", "mlbench_core.distributed.", "torch.distributed.")
@@ -171,13 +171,13 @@ def explained(error: Exception) -> WorkerError:
     Args:
         error: The backend's error.
     """
-    # A request to the store over a cut cable never returns, so a thread makes it that may be left behind.
+    # A request to the store over a cut cable never returns. So a thread makes the request, and may be left behind.
     answer: list[str] = []
     asking = threading.Thread(target=lambda: answer.append(_who_is_lost()), name="who-is-lost", daemon=True)
     asking.start()
     asking.join(2 * SILENCE_S)
     if not answer:
-        answer.append(f"communication failed: {_name(0)}, who keeps the process group's store, is silent")
+        answer.append(f"communication failed: {_name(0)}, which holds the process group's store, does not answer")
     reason = str(error).strip().split("\n", 1)[0]
     return WorkerError(f"{answer[0]}; the backend says: {reason}")
 
@@ -200,7 +200,7 @@ def _who_is_lost() -> str:
             store.set(_key("noticed", process_groups.rank()), "1")
             silent -= {rank for rank in silent if store.check([_key("noticed", rank)])}
         except RuntimeError:
-            return f"lost {_name(0)}, who keeps the process group's store, which does not answer"
+            return f"lost {_name(0)}: the process group's store, which it holds, does not answer"
         # A process of this machine that has ended without a notice is the cause for certain; the rest need not be
         # waited for.
         gone = [rank for rank in sorted(silent) if _known.has_ended(rank)]
@@ -210,9 +210,9 @@ def _who_is_lost() -> str:
             break
         time.sleep(0.05)
     if not silent:
-        return "communication failed, though all workers are there: was the network cut?"
+        return "communication failed, although all workers answer: was the network interrupted?"
     names = ", ".join(_name(rank) for rank in sorted(silent))
-    return f"communication failed, and there is no sign of life from {names}"
+    return f"communication failed, and these workers do not answer: {names}"
 
 
 def _read_records() -> None:

@@ -10,7 +10,7 @@ import torch
 __all__ = ["fits_on_gpu", "keep_freed_memory"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-_SMALLEST_MAPPING_BYTES = (1 << 30, 32 << 20)  # the largest that a C library takes
+_LARGEST_THRESHOLDS_BYTES = (1 << 30, 32 << 20)  # one of them is the largest that the C library accepts
 _NEVER = 2**31 - 1
 
 
@@ -35,7 +35,7 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     # mallopt refuses a threshold above the largest that the library was built for, so the smaller one is tried next.
-    is_mapping_off = any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in _SMALLEST_MAPPING_BYTES)
+    is_mapping_off = any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in _LARGEST_THRESHOLDS_BYTES)
     return is_mapping_off and mallopt(_M_TRIM_THRESHOLD, _NEVER) == 1
 
 
@@ -57,7 +57,7 @@ def fits_on_gpu(size_bytes: int, share: float = 0.25) -> bool:
         False
     """
     if not 0 <= share <= 1:
-        raise ValueError(f"share is {share}; it must be from 0 to 1")
+        raise ValueError(f"share must be from 0 to 1, not {share}")
     if not torch.cuda.is_available():
         return False
     free, _ = torch.cuda.mem_get_info()

@@ -116,14 +116,15 @@ def backend(group: Any = None) -> str | None:
 
 
 def store() -> Any:
-    """Return the process group's store, in which workers leave each other a few bytes under a key.
+    """Return the process group's store, through which workers exchange a few bytes by key.
 
     Raises:
-        RuntimeError: There is not a process group, or it has no store, as that of an MPI built into torch.
+        RuntimeError: This process has no process group, or the group has no store, as with an MPI built into torch.
     """
     if not is_distributed():
-        raise RuntimeError("there is no process group")
-    if backend() == "mpi":  # torch's is an abstract one there, and fails
+        raise RuntimeError("this process has no process group")
+    # For mpi, torch returns an abstract store, which fails when it is used.
+    if backend() == "mpi":
         found = getattr(dist.group.WORLD, "notices", None)
     else:
         found = torch_private.default_store()
@@ -133,14 +134,15 @@ def store() -> Any:
 
 
 def timeout_s(group: Any = None) -> float:
-    """Return the seconds after which a collective operation fails that other workers do not join.
+    """Return the time limit in seconds of a collective operation that other workers do not join.
 
     Raises:
         RuntimeError: This process has no process group, or the group does not give its limit.
     """
     if is_distributed():
         group = dist.group.WORLD if group is None else group
-        if hasattr(group, "timeout_s"):  # our MPI's
+        # Only the groups of this library's backend mpi have this attribute.
+        if hasattr(group, "timeout_s"):
             return float(group.timeout_s)
         limit = torch_private.group_timeout_s(group, "cuda" if backend(group) == dist.Backend.NCCL else "cpu")
         if limit is not None:
@@ -149,7 +151,7 @@ def timeout_s(group: Any = None) -> float:
 
 
 def barrier() -> None:
-    """Wait until every worker is here; returns at once without a process group."""
+    """Wait until every worker calls this function; return at once without a process group."""
     if is_distributed():
         dist.barrier()
 
@@ -209,8 +211,8 @@ def global_average(sum: float | torch.Tensor, count: float | torch.Tensor, group
         group: Average over the workers of this subgroup alone.
 
     Returns:
-        The average, float64, in the shape of ``sum`` (no dimensions for a number). It is 0 if no worker counted
-        anything: an average of nothing is then a number that can be logged, not nan.
+        The average, float64, in the shape of ``sum`` (no dimensions for a number). If all counts are 0 it is 0 instead
+        of nan, so that it can be logged.
 
     Raises:
         ValueError: ``count`` has more than one element.
@@ -221,11 +223,12 @@ def global_average(sum: float | torch.Tensor, count: float | torch.Tensor, group
         >>> global_average(0.0, 0).item()
         0.0
     """
-    local_sum = torch.as_tensor(sum, dtype=torch.float64).detach()  # at once: a float would become float32 first
+    # The dtype is given at once: without it, a float would be rounded to float32 first.
+    local_sum = torch.as_tensor(sum, dtype=torch.float64).detach()
     local_count = torch.as_tensor(count, dtype=torch.float64, device=local_sum.device).detach()
     if local_count.numel() != 1:
         raise ValueError(
-            f"count has {local_count.numel()} elements (shape {tuple(local_count.shape)}); it must be one number"
+            f"count must be one number, not {local_count.numel()} elements (shape {tuple(local_count.shape)})"
         )
     # Sums and count travel in one message: a small collective costs latency, not bandwidth.
     totals = get_backend_tensor(torch.cat([local_sum.reshape(-1), local_count.reshape(-1)]), group)

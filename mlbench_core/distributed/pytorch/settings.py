@@ -59,8 +59,9 @@ def config_logging(
     level = logging_level if isinstance(logging_level, int) else logging.getLevelName(str(logging_level).upper())
     # getLevelName() returns a text for a name that it does not know.
     if not isinstance(level, int):
-        known = "DEBUG, INFO, WARNING, ERROR, CRITICAL or a number"
-        raise ValueError(f"logging_level is {logging_level!r}; it must be {known}")
+        raise ValueError(
+            f"logging_level must be DEBUG, INFO, WARNING, ERROR, CRITICAL or a number, not {logging_level!r}"
+        )
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if logging_file is not None:
         try:
@@ -84,7 +85,8 @@ def config_logging(
         for handler in handlers:
             logger.addHandler(handler)
         logger.setLevel(level)
-        logger.propagate = False  # else handlers of the root logger would show each line twice
+        # Otherwise a handler of the root logger would show each line a second time.
+        logger.propagate = False
 
     def undo() -> None:
         for logger, old_level, old_propagate in before:
@@ -139,7 +141,7 @@ def seed_everything(seed: int) -> None:
         ValueError: ``seed`` lies outside.
     """
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed is {seed}; it must be 0 to 2^32 - 1")
+        raise ValueError(f"seed must be from 0 to 2^32 - 1, not {seed}")
     torch.manual_seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - data sets and scripts draw from the global generator
     random.seed(seed)

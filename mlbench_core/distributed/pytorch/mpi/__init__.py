@@ -88,8 +88,9 @@ def register(timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
         True
         >>> dist.init_process_group("mpi")  # doctest: +SKIP
     """
+    # Infinity is allowed here: operations then have no time limit.
     if not timeout_s > 0:
-        raise ValueError(f"timeout_s is {timeout_s}; it must be a positive number of seconds")
+        raise ValueError(f"timeout_s must be positive, not {timeout_s}")
     if dist.is_available() and dist.is_mpi_available() and not is_registered():
         return False
     reason = why_not()
@@ -126,7 +127,7 @@ class _Maker:
                 made.extend([comm, *(serve(comm) if found.size > 1 else ())])
 
         def post() -> list[Test]:
-            # Workers that are a part of the world have no communicator yet on which to meet.
+            # The workers of a smaller group have no communicator yet, so they cannot meet in a barrier before.
             return [] if ranks else [found.mpi.COMM_WORLD.Ibarrier().Test]
 
         # Making a communicator blocks until all workers do it: as a work it has a time limit.
@@ -141,7 +142,7 @@ class _Maker:
 
 
 def _make_by_plugin(store: Any, rank: int, size: int, timeout: Any) -> MPIProcessGroup:
-    """Create a group as torch does for other registered backends, should it treat ``mpi`` like them one day."""
+    """Create a group with the arguments of other backends, in case a later torch treats ``mpi`` like them."""
     check_launch(world(), rank, size, "init_process_group")
     group = _Maker.create(())
     group.set_timeout(timeout)

@@ -15,7 +15,7 @@ class Buffer:
     """A tensor's elements in contiguous memory that MPI can read and write.
 
     That is the tensor's own memory if it is contiguous and on the CPU, or on a GPU whose memory MPI can work on.
-    Otherwise it is a copy; the copy of a tensor on a GPU lies in pinned host memory unless MPI can work on the GPU's.
+    Otherwise it is a copy. For a tensor on a GPU it lies in pinned host memory, unless MPI can work on the GPU's.
 
     Args:
         tensor: The tensor.
@@ -36,8 +36,9 @@ class Buffer:
             self.memory = tensor
         else:
             self.memory = _copy(tensor, fill, stays)
+        # MPI does not wait for CUDA streams: the values must be there before it reads them.
         if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows nothing of streams
+            torch.cuda.current_stream(tensor.device).synchronize()
 
     def write_back(self) -> None:
         """Copy the values that MPI has written into the tensor."""
@@ -63,7 +64,7 @@ def _copy(tensor: torch.Tensor, fill: bool, stays: bool) -> torch.Tensor:
 def is_cuda_aware() -> bool:
     """Return True if the MPI library reports that it can work on the memory of CUDA GPUs; else False.
 
-    Open MPI and MPICH have a function of their own for this. It is called once.
+    Open MPI and MPICH report it through ``MPIX_Query_cuda_support``, which is called once.
     """
     if not torch.cuda.is_available():
         return False

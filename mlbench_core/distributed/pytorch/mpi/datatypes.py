@@ -132,7 +132,7 @@ class Datatypes:
 
 
 def _allowed(dtype: torch.dtype) -> dict[str, str]:
-    """MPI's operator by torch's name, for a dtype."""
+    """Return MPI's operators for a dtype, by torch's names."""
     if dtype == torch.bool:
         return _LOGICAL
     if dtype.is_complex:

@@ -384,7 +384,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _submit(self, work: Work, background: bool) -> Work:
         if self._comm is None:
             raise dist.DistBackendError(f"MPI: {work.name}: this process group was destroyed")
-        # Nobody waits for a single one of collected operations, so the communication thread must do them.
+        # No caller waits for one of the collected operations alone, so the communication thread must do them.
         self._world.works.submit(work, background or self._collected is not None)
         if self._collected is not None:
             self._collected.append(work)
@@ -392,12 +392,12 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     def _peer(self, rank: int, name: str) -> int:
         if not 0 <= rank < self.size():
-            raise ValueError(f"{name} names rank {rank} of the group; the group's ranks are 0 to {self.size() - 1}")
+            raise ValueError(f"{name} needs a rank of the group, from 0 to {self.size() - 1}, not {rank}")
         return int(rank)
 
     def _tag(self, tag: int) -> int:
         if not 0 <= tag < self._transfers.own_tag:
-            raise ValueError(f"the tag is {tag}; MPI's tags are 0 to {self._transfers.own_tag - 1}")
+            raise ValueError(f"tag must be from 0 to {self._transfers.own_tag - 1}, not {tag}")
         return int(tag)
 
     def _check_parts(self, name: str, parts: Sequence[torch.Tensor], single: torch.Tensor) -> None:
@@ -407,7 +407,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         for part in parts:
             if part.numel() != single.numel() or part.dtype != single.dtype:
                 raise ValueError(
-                    f"{name} needs tensors of one size and dtype, and has {tuple(part.shape)} of {part.dtype} beside "
+                    f"{name} needs tensors of one size and dtype, not {tuple(part.shape)} of {part.dtype} with "
                     f"{tuple(single.shape)} of {single.dtype}"
                 )
 

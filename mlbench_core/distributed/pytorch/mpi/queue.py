@@ -10,14 +10,13 @@ A work goes through these states::
                           |                                           ^
                           +------------ overdue, or an error ---------+
 
-* *Posted*: MPI requests that do not block are under way, those of the work's messages. For a collective the request is
-  a non-blocking barrier, so that its completion means that all workers have come.
-* *Due*: the requests have completed. A collective now makes MPI's blocking call, which does not have to wait for any
-  worker any more.
+* *Posted*: non-blocking MPI requests are under way. For a message they are its sends or receives. For a collective it
+  is a non-blocking barrier, which completes when all workers have called the collective.
+* *Due*: the requests have completed. A collective now makes MPI's blocking call, which no longer waits for a worker.
 
 So a wait can have a time limit and can be interrupted, and messages go out while a collective waits for late workers.
-Still MPI's blocking algorithms move the data, which are faster than its non-blocking ones. If a worker or its link is
-lost in the middle of such a call, the call never returns: a watchdog then ends the process.
+The data itself moves through MPI's blocking algorithms, which are faster than its non-blocking ones. If a worker or its
+link is lost in the middle of such a call, the call never returns. A watchdog then ends the process.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class Work(dist.Work):
         return self._error
 
     def set_future(self) -> None:
-        """Complete the future, if there is one, once."""
+        """Complete the future, if there is one; a second call does nothing."""
         with self._future_lock:
             future = self._future
             if future is None or self._is_future_set:
@@ -304,7 +303,8 @@ class WorkQueue:
                 if waited > _SPIN_S:
                     time.sleep(_SHORT_PAUSE_S if waited < 1 else _LONG_PAUSE_S)
                 else:
-                    os.sched_yield()  # maybe to the worker that this one waits for
+                    # Another worker may need this core to come to the operation.
+                    os.sched_yield()
         finally:
             with self._lock:
                 self._waiting_threads -= 1
@@ -341,7 +341,7 @@ class WorkQueue:
             ended = self._advance(finish_collectives)
         finally:
             self._mpi_lock.release()
-        # Callbacks of futures run here; one that starts an operation would wait for the lock forever if it was held.
+        # Callbacks of futures run here, without the lock: a callback may start an operation, which takes the lock.
         for work in ended:
             work.set_future()
         return bool(ended)
@@ -375,7 +375,7 @@ class WorkQueue:
     def _wake_thread(self) -> None:
         with self._lock:
             if self._thread is None:
-                # Each thread has its own: a thread that is ending reads the old one.
+                # Each thread has its own queue of wake-ups: a thread that is ending reads the old one.
                 self._wake = queue.SimpleQueue()
                 self._thread = threading.Thread(
                     target=self._run, args=(self._wake,), name="mpi-communication", daemon=True
@@ -384,15 +384,15 @@ class WorkQueue:
             self._wake.put(True)
 
     def _run(self, wake: queue.SimpleQueue[bool]) -> None:
-        """Run the communication thread: wait for works, then do them unless a thread that waits for them does."""
-        goes_on = wake.get()
+        """Run the communication thread: wait for works, and do them unless a waiting thread already does."""
+        is_running = wake.get()
         since = time.perf_counter()
-        while goes_on:
+        while is_running:
             if not self._waiting_threads and self._progress(_LONG_PAUSE_S, finish_collectives=True):
                 since = time.perf_counter()
             if not self._posted and not self._queued:
-                goes_on = wake.get()
+                is_running = wake.get()
                 since = time.perf_counter()
             elif self._waiting_threads or time.perf_counter() - since > _SPIN_S:
                 with contextlib.suppress(queue.Empty):
-                    goes_on = wake.get(timeout=_LONG_PAUSE_S if self._waiting_threads else _SHORT_PAUSE_S)
+                    is_running = wake.get(timeout=_LONG_PAUSE_S if self._waiting_threads else _SHORT_PAUSE_S)

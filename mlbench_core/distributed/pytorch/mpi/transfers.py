@@ -17,7 +17,7 @@ from mlbench_core.distributed.pytorch.mpi.world import World
 __all__ = ["Transfers", "chunks"]
 
 MAX_ELEMENTS = 2**31 - 1
-"""Most elements in one message."""
+"""Largest number of elements in one message."""
 
 
 def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -98,7 +98,7 @@ class Transfers:
                 output.view(-1).copy_(whole)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Give ``root``'s tensor to all."""
+        """Copy ``root``'s tensor to all workers."""
         for chunk in chunks(tensor):
             self.comm.Bcast(self.message(chunk), root)
 
@@ -135,8 +135,8 @@ class Transfers:
             self.comm.Gather(self.message(source), received, root)
             return
         # MPI cannot count the whole output: each worker's part goes in messages of its own, all other parts are empty.
-        incoming = self._nothing(source) if output is None else output.view(-1).split(source.numel())
-        outgoing = self._nothing(source)
+        incoming = self._empty_parts(source) if output is None else output.view(-1).split(source.numel())
+        outgoing = self._empty_parts(source)
         outgoing[root] = source
         self.all_to_all(incoming, outgoing)
 
@@ -146,12 +146,12 @@ class Transfers:
             sent = None if source is None else self.message(source, count=output.numel())
             self.comm.Scatter(sent, self.message(output), root)
             return
-        incoming = self._nothing(output)
+        incoming = self._empty_parts(output)
         incoming[root] = output
-        outgoing = self._nothing(output) if source is None else source.view(-1).split(output.numel())
+        outgoing = self._empty_parts(output) if source is None else source.view(-1).split(output.numel())
         self.all_to_all(incoming, outgoing)
 
-    def _nothing(self, like: torch.Tensor) -> list[torch.Tensor]:
+    def _empty_parts(self, like: torch.Tensor) -> list[torch.Tensor]:
         return [like.new_empty(0)] * self.size
 
     def _divide(self, tensor: torch.Tensor, reduction: Reduction) -> None:

@@ -52,7 +52,7 @@ class Watchdog:
         self._ended = threading.Event()
 
     def start(self, name: str, limit_s: float) -> None:
-        """Start to watch a blocking call. There is one at a time.
+        """Start to watch a blocking call; one call at a time is watched.
 
         Args:
             name: The operation and its worker, for the message.
@@ -119,6 +119,6 @@ def end_process_after(seconds: float) -> None:
     The timer is a thread in C. It needs neither the interpreter nor new Python threads, which may not start any more
     when a process ends.
     """
-    # Stays open: the timer writes Python's stack to it, which nobody wants to see here.
+    # The file stays open, because the timer writes Python's stack to it. The stack would hide the error message.
     sink = os.open(os.devnull, os.O_WRONLY)
     faulthandler.dump_traceback_later(seconds, exit=True, file=sink)

@@ -168,8 +168,9 @@ def fail_at_exit(reason: str) -> None:
 
 def _end(found: World, pid: int) -> None:
     """Finish at the exit of the process: after a failure end the others too, otherwise let MPI end normally."""
+    # A forked child, such as a worker process of a DataLoader, has no part in MPI.
     if os.getpid() != pid or found.mpi.Is_finalized():
-        return  # a forked child, which has no part in MPI
+        return
     reason = found.failed
     # An exception outside of the block of initialize_backends: Python keeps the one that ended the main thread.
     if isinstance(uncaught := getattr(sys, "last_value", None), BaseException):
