@@ -12,10 +12,10 @@ class AverageMeter:
     """The last value and the weighted mean of all values.
 
     Attributes:
-        val: The value given last.
+        val: The latest value.
         sum: Sum of value times weight.
         count: Sum of the weights.
-        avg: ``sum / count``, or 0 before any weight was given.
+        avg: ``sum / count``, or 0 while ``count`` is 0.
 
     Example:
         >>> meter = AverageMeter()
@@ -41,8 +41,8 @@ class AverageMeter:
         """Add a value.
 
         Args:
-            val: The value: the mean over ``n`` samples.
-            n: Its weight, at least 0. A weight of 0 sets ``val`` and leaves the mean.
+            val: The value, for example the mean loss of a batch of ``n`` samples.
+            n: Its weight, at least 0. With a weight of 0, only ``val`` is set and the mean stays.
 
         Raises:
             ValueError: ``n`` is negative.
@@ -61,12 +61,13 @@ class AverageMeter:
 
 
 class QuantileSketch:
-    r"""Quantiles of a stream of durations, to 1 % and in bounded memory.
+    r"""Quantiles of a stream of durations, with a relative error of at most 1 % and in bounded memory.
 
-    A value :math:`x` falls into bin :math:`i = \lceil \log_\gamma x \rceil` with
-    :math:`\gamma = (1 + \alpha) / (1 - \alpha)`; every value of a bin is then within the share :math:`\alpha` of
-    :math:`2 \gamma^i / (\gamma + 1)`. The bins are counters, so nothing is sampled and no random generator is used.
-    Values are limited to 1 ns to 1e9 s, which bounds the number of bins by about 2,100.
+    A value :math:`x` is counted in bin :math:`i = \lceil \log_\gamma x \rceil` with
+    :math:`\gamma = (1 + \alpha) / (1 - \alpha)`. So every value in a bin differs from
+    :math:`2 \gamma^i / (\gamma + 1)` by at most the fraction :math:`\alpha` = 1 % of the value. The sketch counts all
+    values and uses no random generator. Values below 1e-9 count as 0 and values above 1e9 as 1e9, so there are at most
+    about 2,100 bins.
 
     References:
         Masson, Rim, Lee: DDSketch: a fast and fully-mergeable quantile sketch with relative-error guarantees.
@@ -97,9 +98,9 @@ class QuantileSketch:
         """Count a value.
 
         Args:
-            value: The value, in any unit; below 1e-9 it counts as 0.
+            value: The value, for example in seconds; below 1e-9 it counts as 0.
         """
-        # 1e-9 and 1e9 are SMALLEST and LARGEST; literals save two look-ups in every batch.
+        # 1e-9 and 1e9 are SMALLEST and LARGEST. This runs in every batch, and literals save two attribute look-ups.
         self.count += 1
         if value < 1e-9:
             self._zeros += 1
@@ -115,7 +116,7 @@ class QuantileSketch:
             share: Between 0 and 1, for example 0.99.
 
         Returns:
-            The quantile to a relative error of 1 %, or None before any value.
+            The quantile with a relative error of at most 1 %, or None before any value.
 
         Raises:
             ValueError: ``share`` is outside [0, 1].

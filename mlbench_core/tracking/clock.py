@@ -1,7 +1,10 @@
 """Measure step times on a CUDA device with events, without waiting for the device.
 
-An event goes through these states: *free* (may be recorded), *recorded* (in a stream), *pending* (its batch has ended
-and the device may not have passed it yet), and *free* again after the times of its batch were read.
+Each event goes through three states and then starts again:
+
+* *free*: it may be recorded;
+* *recorded*: it is in a stream, and its batch is still open;
+* *pending*: its batch has ended, but the times of the batch were not read yet. Then it is *free* again.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceClock", "cuda_event", "cuda_in_use"]
 
-# A null character, so that no name of a step can be the same.
+# The null character keeps this mark different from every step name that a script would use.
 _SKIPPED = "\0skipped"
 
 
@@ -29,7 +32,7 @@ def cuda_in_use() -> bool:
 
 
 def cuda_event() -> torch.cuda.Event:
-    """Return a CUDA event that records its time."""
+    """Create a CUDA event that records the time at which the device passes it."""
     import torch
 
     return torch.cuda.Event(enable_timing=True)
@@ -89,7 +92,7 @@ class DeviceClock:
         """
         while self._pending:
             marks = self._pending[0]
-            # Events of one stream are passed in order: after the last of a batch, all its events can be read.
+            # The device passes the events of a stream in order. So after the last event of a batch it has passed all.
             last = marks[-1][1]
             if wait:
                 last.synchronize()
@@ -105,7 +108,7 @@ class DeviceClock:
         for (_, before), (name, event) in itertools.pairwise(marks):
             if name == _SKIPPED:
                 continue
-            # CUDA gives milliseconds.
+            # elapsed_time returns milliseconds.
             seconds = before.elapsed_time(event) / 1e3
             batch_s += seconds
             if name is not None:

@@ -12,8 +12,9 @@ def energy_counter() -> Callable[[], float] | None:
     """Return a function that gives the joules used by torch's current CUDA device since this call.
 
     Returns:
-        The function, or None without a GPU in use, without NVML, or if the device has no counter.
+        The function. None if no GPU is in use, NVML is not installed, or the device has no energy counter.
     """
+    # Looked up and not imported: a process that has not imported torch does not use a GPU through it.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -29,9 +30,9 @@ def energy_counter() -> Callable[[], float] | None:
             # NVML counts millijoules since the driver was loaded.
             return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
-        # Raises here, and not in the middle of training, if the device has no counter.
+        # If the device has no counter, this first call raises, and not one in the middle of training.
         start = joules()
-    # NVML's errors have no common base if pynvml itself is missing or broken.
+    # All errors, because NVML's own error type cannot be named if the import of pynvml fails.
     except Exception:
         return None
     return lambda: joules() - start

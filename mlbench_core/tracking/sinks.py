@@ -1,7 +1,8 @@
 """Write the numbers of a tracker to files, TensorBoard, or any function, in addition to the master.
 
 A sink is called ``sink(name, value, epoch, step)``. It may also have ``flush()``, ``close()`` and
-``write_summary(summary)``. The tracker calls ``flush()`` after each epoch; all three are called when it is closed.
+``write_summary(summary)``. The tracker calls ``flush()`` after each epoch. When the tracker is closed, it calls all
+three.
 
 Example:
     >>> from mlbench_core.tracking.tracker import Tracker
@@ -39,7 +40,7 @@ class Sink(Protocol):
 
         Args:
             name: Prefixed name, for example ``"val_loss"``.
-            value: The number; a text only for ``"TaskResult"``.
+            value: The number. Only ``"TaskResult"``, the result of a reached goal, is a text.
             epoch: Epoch, from 0.
             step: Training batches finished so far.
         """
@@ -69,12 +70,13 @@ class SinkList(list[Sink]):
             try:
                 getattr(sink, method, lambda *_: None)(*arguments)
             except OSError as error:
+                # Not self.remove(sink), which compares with ==: a sink may define its own equality.
                 self[:] = [other for other in self if other is not sink]
                 logger.warning("%r failed and receives no more numbers; the run continues: %s", sink, error)
 
 
 class _FileSink:
-    """A text file that is opened for appending on first use."""
+    """A sink that appends to a text file, which is opened on first use."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

@@ -55,9 +55,9 @@ class TrackerSummary:
         steps_s: Seconds of every step.
         samples: Training samples counted.
         tokens: Training tokens counted.
-        batch_p50_s: Median seconds of a batch, with an error of at most 1 %.
-        batch_p90_s: 90th percentile of the seconds of a batch.
-        batch_p99_s: 99th percentile of the seconds of a batch.
+        batch_p50_s: Median seconds of a batch, with an error of at most 1 %, or None before any batch.
+        batch_p90_s: 90th percentile of the seconds of a batch, likewise.
+        batch_p99_s: 99th percentile of the seconds of a batch, likewise.
         communication_total_s: Seconds during which communication ran, as optimizers reported it.
         communication_exposed_s: Seconds of it that training waited for (exposed communication).
         communication_size_bytes: Bytes sent, as optimizers reported it.
@@ -103,7 +103,7 @@ class TrackerSummary:
             return {}
         phases = ("compute", "communication", "metrics", "preprocess")
         shares = {phase: getattr(self, f"{phase}_s") / self.train_s for phase in phases}
-        # The sum of the shares exceeds 1 if a step belongs to two groups.
+        # A step may belong to two groups. The sum of the shares can then exceed 1, but "other" is never negative.
         return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
 
     @property
@@ -117,11 +117,14 @@ class TrackerSummary:
         return self.tokens / self.train_s if self.tokens and self.train_s > 0 else None
 
     def report(self, world_size: int) -> dict[str, Any]:
-        """Return the numbers of a whole run as the metric ``summary`` has them.
+        """Return the numbers of a whole run, as :meth:`Tracker.publish_summary` sends them in the metric ``summary``.
 
         Args:
             world_size: Number of workers. All have parts of equal size and wait for one another in every step, so the
                 throughput of the run is this worker's throughput times this number.
+
+        Returns:
+            Plain containers that can be written as JSON. Times are in seconds.
         """
         rate = self.samples_per_s
         return {
@@ -144,6 +147,6 @@ class TrackerSummary:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the values that follow from them as plain containers that can be written as JSON."""
+        """Return the fields and the properties as plain containers that can be written as JSON."""
         derived = {"shares": self.shares, "samples_per_s": self.samples_per_s, "tokens_per_s": self.tokens_per_s}
         return {**asdict(self), **derived}

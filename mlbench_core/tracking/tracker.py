@@ -47,7 +47,7 @@ _STATE_ATTRIBUTES = (
     "_batches_in_epoch",
     "batches_per_epoch",
 )
-"""Attributes that are one entry of a state dict each, without the leading underscore."""
+"""Attributes that a state dict holds under their own names, without a leading underscore."""
 
 _STEP_GROUPS = ("communication_steps", "compute_steps", "metrics_steps", "preprocess_steps")
 
@@ -57,6 +57,7 @@ class _Validation:
     """The primary metric in one validation: the mean of the values that ``record_metric`` receives.
 
     A batch may lower this mean. So the best value from before the validation is kept, to compare each new mean with it.
+    ``best_before`` is that value with its epoch, and True if it was the latest value.
     """
 
     mean: AverageMeter = field(default_factory=AverageMeter)
@@ -65,7 +66,7 @@ class _Validation:
 
 
 def _step_method(name: str) -> Callable[[Tracker], None]:
-    """Return a method equivalent to ``record_batch_step(name)`` that avoids a second call in the usual case."""
+    """Return a method that does the same as ``record_batch_step(name)``, in the usual case without calling it."""
 
     # These methods run several times per batch. The usual case (host clock, known step) is written out here, because
     # a delegated call would add to the time that is measured.
@@ -84,10 +85,12 @@ def _step_method(name: str) -> Callable[[Tracker], None]:
 class Tracker:
     """A tracker of times, statistics and metrics of one worker.
 
-    A batch runs from :meth:`batch_start` to :meth:`batch_end`. The time of a step runs from the previous mark to its
-    own mark. Marks outside a batch are ignored. Training time is the time inside batches, without validation that ran
-    inside one. The clock is :func:`time.perf_counter`, or CUDA events if ``use_cuda`` holds. Events are read after the
-    device has passed them, so the host never waits for the device. Memory does not grow with the number of batches.
+    A batch runs from :meth:`batch_start` to :meth:`batch_end`. Within it, each ``record_batch_...`` call sets a mark:
+    the end of a step. The time of a step runs from the previous mark to its own. Marks outside a batch are ignored.
+    Training time is the time inside batches, without validation that ran inside one.
+
+    The clock is :func:`time.perf_counter`, or CUDA events if ``use_cuda`` is True. Events are read after the device has
+    passed them, so the host never waits for the device. Memory does not grow with the number of batches.
 
     Statistics are named ``train_<name>`` or ``val_<name>``. The goal receives each of them until it is reached.
     Numbers for the master go through ``LogMetrics.log``, which adds the rank to the name.
@@ -95,15 +98,17 @@ class Tracker:
     A tracker is not thread-safe.
 
     Args:
-        metrics: The metrics of the run: objects with a ``name``. The first is the primary one. May be empty.
+        metrics: The metrics of the run: objects with a ``name``. The first one is the primary metric, which decides
+            the best epoch. May be empty.
         run_id: Id of the run, as the master assigned it.
         rank: Rank of this worker.
-        goal: Called ``(metric_name, value, tracker)``; returns None or the text of the result. A factory without
-            required arguments is called to make the goal.
+        goal: Called ``(metric_name, value, tracker)``. It returns None until the goal is reached, and then the text of
+            the result. A function without required arguments is called once to create the goal.
         communication_steps: Names of the steps that count as communication. Default ``["agg"]``.
-        compute_steps: Default ``["fwd_pass", "comp_loss", "backprop", "opt_step"]``.
-        metrics_steps: Default ``["comp_metrics"]``.
-        preprocess_steps: Default ``["batch_load"]``.
+        compute_steps: Names of the steps that count as computation. Default ``["fwd_pass", "comp_loss", "backprop",
+            "opt_step"]``.
+        metrics_steps: Names of the steps that count as computing metrics. Default ``["comp_metrics"]``.
+        preprocess_steps: Names of the steps that count as loading data. Default ``["batch_load"]``.
         minimize: True if smaller values of the primary metric are better.
         sinks: Additional receivers of every recorded number, see :mod:`mlbench_core.tracking.sinks`.
         progress: True to draw a progress bar. None draws one on rank 0 if standard error is a terminal.
@@ -112,23 +117,26 @@ class Tracker:
             ``records``.
 
     Attributes:
-        current_epoch: Epoch, from 0.
+        current_epoch: Current epoch, from 0.
         best_epoch: Epoch of the best value of the primary metric.
-        best_metric_value: That value. Before the first value it is the worst possible one (an infinity).
+        best_metric_value: Best value of the primary metric. Before the first value it is the worst possible one: -inf,
+            or inf with ``minimize``.
         start_time: Wall-clock time of :meth:`start`, seconds since 1970; None before. Durations are not taken from it.
         train_prefix: Prefix of the names of training statistics, ``"train_"``.
         val_prefix: Prefix of the names of validation statistics, ``"val_"``.
         primary_metric: The first metric, or None.
         goal_reached: True after the goal was reached.
-        goal_text: The text of the goal, after it was reached.
-        time_to_goal_s: Training seconds until then.
+        goal_text: The text that the goal returned, or None before the goal is reached.
+        time_to_goal_s: Training seconds until the goal was reached, or None before.
         epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch. The meters of the loss and the
             metrics exist before the first value.
         is_training: True if statistics are recorded as training statistics.
         records: Prefixed name to {epoch: mean of the epoch}.
-        history: The most recent ``(epoch, name, value, batch, time_s)``, with the name ``"batch_time_s"`` for each
-            batch. ``batch`` is the number of batches finished by then, ``time_s`` the seconds since :meth:`start`.
-        batches_per_epoch: Batches of an epoch for the progress bar; taken from the first epoch unless set.
+        history: The most recent records ``(epoch, name, value, batch, time_s)``: one for each statistic, and one with
+            the name ``"batch_time_s"`` for each batch. ``batch`` is the number of batches finished by then, ``time_s``
+            the seconds since :meth:`start`.
+        batches_per_epoch: Number of batches in an epoch, for the progress bar. It may be set before the first epoch.
+            The end of each epoch sets it to the number of batches in that epoch.
 
     Raises:
         TypeError: ``goal``, the name of a step or a sink has the wrong type.
@@ -196,12 +204,13 @@ class Tracker:
 
         self._validation = _Validation()
 
-        # Points in time on time.perf_counter(); None if that interval is not open.
+        # The start of each interval that is open now, on time.perf_counter(); None if the interval is closed.
         self._start_s: float | None = None
         self._batch_start: float | None = None
         self._mark: float | None = None
         self._validation_start: float | None = None
-        # Wall time of the runs that this one resumes; perf_counter() of another process cannot be compared.
+        # Wall time of the runs that this one resumes. It is kept as a duration, because perf_counter() of another
+        # process has another zero.
         self._earlier_wall_s = 0.0
         self._step_s: dict[str, float] = {}
         self._epoch_ends: deque[Totals] = deque(maxlen=history_size)
@@ -251,7 +260,7 @@ class Tracker:
         self.is_training = False
 
     def validation_start(self) -> None:
-        """Start the clock of a validation."""
+        """Start the clock of a validation, and a new mean of the primary metric."""
         self._validation = _Validation()
         self._validation_start = time.perf_counter()
 
@@ -278,7 +287,7 @@ class Tracker:
         Each worker sends its own times. ``<step>`` and ``CumulativeTrainTimeEpoch`` are seconds of the epoch, and
         ``cum_<step>`` are seconds of the run so far. Nothing is sent after an epoch without batches.
         """
-        # Times are kept as running totals only; those of one epoch are the difference of two totals.
+        # Times are kept only as totals since the start, so the times of one epoch are the difference of two totals.
         before, now = self._epoch_ends[-1] if self._epoch_ends else Totals(), self._totals()
         self._epoch_ends.append(now)
         if self._batches_in_epoch:
@@ -305,6 +314,9 @@ class Tracker:
         Args:
             most: The budget in epochs.
             past_goal: True to continue after the goal is reached.
+
+        Yields:
+            Epoch numbers, from ``current_epoch`` to at most ``most - 1``.
 
         Example:
             >>> tracker = Tracker([], "1", 0)
@@ -383,7 +395,8 @@ class Tracker:
             steps[name] += now - mark
         else:
             self._device.mark(name)
-        # The clock was read before the work above, so that work counts towards the next step and no time is lost.
+        # The clock was read before the bookkeeping above. So the bookkeeping counts towards the next step, and the
+        # times of the steps add up to the time of the batch.
         self._mark = now
 
     record_batch_init = _step_method("init")
@@ -534,7 +547,7 @@ class Tracker:
             new_metric_value: A number, or a tensor of one element.
         """
         value = _number("the primary metric", new_metric_value)
-        # The mean recorded in this validation is discarded.
+        # Discard the mean of the values that record_metric received in this validation.
         if self._validation.best_before is not None:
             self.best_metric_value, self.best_epoch, self._is_latest_best = self._validation.best_before
             self._validation.best_before = None
@@ -561,7 +574,7 @@ class Tracker:
             self._validation.best_before = (self.best_metric_value, self.best_epoch, self._is_latest_best)
         else:
             self.best_metric_value, self.best_epoch, self._is_latest_best = self._validation.best_before
-        # A mean of one value may differ from that value by rounding.
+        # The first value is compared directly: a mean of one value (v * n / n) may differ from it by rounding.
         self._compare_with_best(value if is_first else mean.avg)
 
     def is_best(self) -> bool:
@@ -683,11 +696,11 @@ class Tracker:
     def __str__(self) -> str:
         """Return one line: the epoch, the means of its statistics, the best value and the training time."""
         parts = [f"Epoch {self.current_epoch}"]
-        of_all = f"{self.val_prefix}global_"
+        global_prefix = f"{self.val_prefix}global_"
         for name, meter in self.epoch_stats.items():
             # A statistic of all workers replaces this worker's own, to keep the line short.
-            twin = self.epoch_stats.get(of_all + name.removeprefix(self.val_prefix))
-            if meter.count and (twin is None or not twin.count):
+            global_meter = self.epoch_stats.get(global_prefix + name.removeprefix(self.val_prefix))
+            if meter.count and (global_meter is None or not global_meter.count):
                 parts.append(f"{name} {meter.avg:.4g}")
         if self._has_best:
             metric = getattr(self.primary_metric, "name", "metric")
@@ -799,7 +812,7 @@ class Tracker:
         new["epoch_stats"] = meters
         new["records"] = {name: {int(e): v for e, v in values} for name, values in state["records"].items()}
         new["history"] = deque(map(tuple, state["history"]), maxlen=self.history.maxlen)
-        # This entry is optional, so that a state without it can be read, too.
+        # Checkpoints that were written before this entry existed lack it.
         new["_epoch_ends"] = deque(
             (Totals(**ends) for ends in state.get("epoch_ends", ())), maxlen=self._epoch_ends.maxlen
         )
@@ -833,7 +846,7 @@ class Tracker:
         self._prepared = True
         if self._start_s is None:
             self._start_s = time.perf_counter()
-        # CUDA is looked for here and not in the constructor, because a script may initialize it in between.
+        # Checked here and not in the constructor, because a script may initialize CUDA after it creates the tracker.
         if cuda_in_use() if self._use_cuda is None else self._use_cuda:
             self._device = DeviceClock(self._book_step, self._book_batch)
             self._joules = energy_counter()
@@ -900,7 +913,7 @@ class Tracker:
 
 
 def _steps(argument: str, steps: str | Iterable[str] | None, default: list[str]) -> list[str]:
-    """Return the names of a group of steps as a list."""
+    """Return the names of a group of steps as a list; a single string is one name."""
     if steps is None:
         return default
     names = [steps] if isinstance(steps, str) else list(steps)
@@ -919,10 +932,10 @@ def _number(name: str, value: Any) -> float:
 
 
 def _as_goal(goal: Any) -> Goal | None:
-    """Return the goal, also if a factory without required arguments was given.
+    """Return the goal; a function without required arguments is called to create it.
 
     Raises:
-        TypeError: ``goal`` is neither a goal nor such a factory.
+        TypeError: ``goal`` is neither a goal nor a function that creates one.
     """
     if goal is None or _accepts(goal, 3):
         return goal
