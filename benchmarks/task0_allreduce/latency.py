@@ -4,10 +4,11 @@ The time of a message of n bytes is modeled by the line
 
 .. math:: t(n) = \alpha + n / \beta
 
-with the latency :math:`\alpha` in seconds and the bandwidth :math:`\beta` in bytes per second (Hockney 1994). With the
-time t of an operation on S bytes, the *algorithm bandwidth* is S / t. It falls with the number k of workers, because an
-algorithm must move more than S bytes. The *bus bandwidth* multiplies it by the smallest factor that this can cost. So
-the bus bandwidth can be compared with the speed of the hardware for any k:
+with the latency :math:`\alpha` in seconds and the bandwidth :math:`\beta` in bytes per second (Hockney 1994).
+
+If an operation on S bytes takes the time t, its *algorithm bandwidth* is S / t. It depends on the number k of workers,
+because each worker has to send at least S times a factor that depends on k. The *bus bandwidth* is the algorithm
+bandwidth times this factor, so it can be compared with the speed of the hardware for any k:
 
 ======================================================  ==============
 collective                                              factor
@@ -69,7 +70,7 @@ def bus_factor(collective: str, world_size: int) -> float:
         world_size: Number of workers k, at least 1.
 
     Returns:
-        The factor; 0 for one worker if nothing has to move.
+        The factor; 0 for one worker if the collective then sends nothing.
 
     Raises:
         ValueError: The collective is unknown, or ``world_size`` is below 1.
@@ -90,10 +91,11 @@ def algorithm_bandwidth(size_bytes: float, seconds: float) -> float:
 
     Args:
         size_bytes: Size S of the buffer in bytes.
-        seconds: Its time t, positive.
+        seconds: Time t of the operation, positive.
 
     Raises:
-        ValueError: The time is not positive.
+        TypeError: ``seconds`` is not a number.
+        ValueError: ``seconds`` is not positive and finite.
 
     Example:
         >>> algorithm_bandwidth(4e6, 0.002)
@@ -105,6 +107,15 @@ def algorithm_bandwidth(size_bytes: float, seconds: float) -> float:
 
 def bus_bandwidth(collective: str, size_bytes: float, seconds: float, world_size: int) -> float:
     """Return the algorithm bandwidth times :func:`bus_factor`, in bytes per second.
+
+    Args:
+        collective: Its name, one of :data:`BUS_FACTORS`.
+        size_bytes: Size of the buffer in bytes.
+        seconds: Time of the operation, positive.
+        world_size: Number of workers.
+
+    Raises:
+        ValueError: An argument is unknown or out of its range.
 
     Example:
         >>> bus_bandwidth("all_reduce", 4e6, 0.002, world_size=2)
@@ -118,12 +129,12 @@ class LatencyStatistics:
     """Statistics of repeated times, in seconds.
 
     Attributes:
-        count: Number of times.
-        mean_s: Their mean.
-        min_s: The smallest.
-        p50_s: The median.
-        p99_s: The 99th percentile, interpolated linearly between the two times around it.
-        max_s: The largest.
+        count: Number of measured times.
+        mean_s: Mean of the times.
+        min_s: Smallest time.
+        p50_s: Median.
+        p99_s: 99th percentile, interpolated linearly between the two nearest times.
+        max_s: Largest time.
     """
 
     count: int
@@ -171,7 +182,7 @@ class LatencyFit:
     Attributes:
         alpha_s: Latency in seconds, at least 0.
         beta_bytes_per_s: Bandwidth in bytes per second; infinite if the times do not grow with the size.
-        relative_error: Root of the mean squared relative deviation of the line from the times.
+        relative_error: Root mean square of the relative deviations of the line from the times.
     """
 
     alpha_s: float
@@ -179,7 +190,7 @@ class LatencyFit:
     relative_error: float
 
     def seconds(self, size_bytes: float) -> float:
-        """Return the line's time for a message, in seconds.
+        """Return the time that the line gives for a message, in seconds.
 
         Args:
             size_bytes: Size of the message in bytes.
@@ -197,8 +208,8 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
 
     .. math:: \sum_i \left( \frac{\alpha + n_i \gamma - t_i}{t_i} \right)^2, \qquad \alpha, \gamma \ge 0,
 
-    and :math:`\beta = 1 / \gamma`. Deviations count relative to the time, because times span six orders of magnitude.
-    A plain sum of squares would be dominated by the largest sizes, whose noise would then decide the latency.
+    and :math:`\beta = 1 / \gamma`. Deviations are relative to the measured time, because times span six orders of
+    magnitude. In a plain sum of squares the largest sizes would dominate, and their noise would decide the latency.
 
     Args:
         sizes_bytes: Sizes in bytes, at least two different ones.
@@ -208,7 +219,7 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
         The fit.
 
     Raises:
-        ValueError: The lengths differ, there are less than two sizes, or a time is not positive and finite.
+        ValueError: The lengths differ, there are fewer than two sizes, or a time is not positive and finite.
 
     Example:
         >>> fit = fit_latency([4, 4e3, 4e6], [100e-6 + n / 1e9 for n in (4, 4e3, 4e6)])
@@ -222,7 +233,8 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
         raise ValueError(f"sizes_bytes must have at least 2 different sizes for a line, not {np.unique(n).size}")
     if not np.isfinite(t).all() or t.min() <= 0:
         raise ValueError(f"seconds must be finite and positive, not {t[~(np.isfinite(t) & (t > 0))][0]}")
-    # Unknowns of the same order of magnitude: alpha in units of the smallest time, gamma of the largest size's time.
+    # Scaled to unknowns of the same order of magnitude, which least squares needs to be accurate: alpha in units of the
+    # smallest time, gamma in units of the largest time over the largest size.
     columns = np.stack([t.min() / t, n / n.max() * t.max() / t], axis=1)
     latency, slope = _non_negative_least_squares(columns)
     residuals = columns @ np.array([latency, slope]) - 1
@@ -235,19 +247,19 @@ def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> Laten
 
 
 def _non_negative_least_squares(columns: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, float]:
-    """Find the x >= 0 of two entries with the smallest ``|columns @ x - 1|``; columns are positive, shape (m, 2)."""
+    """Find the two numbers x >= 0 that minimize ``|columns @ x - 1|``; columns are positive, of shape (m, 2)."""
     (x0, x1), *_ = np.linalg.lstsq(columns, np.ones(len(columns)), rcond=None)
     if x0 >= 0 and x1 >= 0:
         return float(x0), float(x1)
-    # One entry would be negative, so the minimum has it at 0: the best of the other column alone.
+    # If one number would be negative, it is 0 at the minimum. The other then follows from its column alone.
     alone = columns.sum(axis=0) / (columns**2).sum(axis=0)
     return (float(alone[0]), 0.0) if x1 < 0 else (0.0, float(alone[1]))
 
 
 def element_counts(num: int = 80, largest: int = 10**8) -> list[int]:
-    """Return sizes to measure: ``numpy.logspace(0, log10(largest), num)`` as whole numbers, each once, ascending.
+    """Return the sizes to measure: ``numpy.logspace(0, log10(largest), num)``, rounded, each once, ascending.
 
-    Whole numbers near 1 coincide, so there are fewer than ``num``: 77 of the default's 80.
+    Small sizes coincide after rounding, so there are fewer than ``num``: with the defaults 77 instead of 80.
 
     Args:
         num: Number of points on the logarithmic scale, at least 1.
@@ -282,7 +294,7 @@ class Measurement:
         elements: Number of elements of the larger buffer.
         size_bytes: Its size in bytes.
         operations: Number of operations between two readings of the clock.
-        seconds: Time of one operation by repetition, each the slowest worker's: the mean over ``operations``.
+        seconds: One time for each repetition: the mean time of its ``operations`` on the slowest worker.
         wrong_elements: Number of wrong elements in the results of all workers.
     """
 

@@ -29,11 +29,11 @@ class LatencyReport:
     """The measurements of one collective, one backend and one number of workers.
 
     Attributes:
-        machine: Facts about the machine, for example cores and host.
-        versions: Versions of the software.
-        methodology: Settings of the measurement, for example the repetitions asked for.
-        left_out: Requests that were not measured, each with the reason.
-        measurements: The measurements.
+        machine: Facts about the machine, for example cores and hosts.
+        versions: Version of each software package, by name.
+        methodology: Settings of the measurement, for example the requested number of ``repetitions``.
+        left_out: Requests that were not measured, for example types, each with the reason.
+        measurements: One entry for each size and type.
 
     Example:
         >>> times = [(size, (1e-4 + size * 4e-9,)) for size in (1, 10, 100)]
@@ -58,7 +58,7 @@ class LatencyReport:
 
     @property
     def dtypes(self) -> list[str]:
-        """Return the types measured, in the order in which they first came."""
+        """Return the names of the measured types, in the order of their first measurements."""
         return list(dict.fromkeys(m.dtype for m in self.measurements))
 
     @property
@@ -80,9 +80,9 @@ class LatencyReport:
         return found
 
     def incomplete(self) -> list[Measurement]:
-        """Return the measurements with fewer repetitions than ``methodology["repetitions"]`` asks for."""
-        asked = self.methodology.get("repetitions", 0)
-        return [m for m in self.measurements if m.repetitions < asked]
+        """Return the measurements with fewer repetitions than ``methodology["repetitions"]``."""
+        requested = self.methodology.get("repetitions", 0)
+        return [m for m in self.measurements if m.repetitions < requested]
 
     def wrong(self) -> list[Measurement]:
         """Return the measurements whose results were wrong."""
@@ -91,7 +91,7 @@ class LatencyReport:
     def to_json(self) -> str:
         """Return everything as JSON text; an infinite bandwidth of a fit is null."""
         fits = {dtype: dataclasses.asdict(fit) for dtype, fit in self.fits().items()}
-        # JSON has no infinity: Python would write "Infinity", which other readers refuse.
+        # Python would write "Infinity", which is not JSON, so other readers refuse it.
         for fit in fits.values():
             fit["beta_bytes_per_s"] = fit["beta_bytes_per_s"] if fit["beta_bytes_per_s"] < float("inf") else None
         content = {
@@ -116,16 +116,16 @@ class LatencyReport:
         return text.getvalue()
 
     def save(self, stem: Path) -> tuple[Path, Path]:
-        """Write both files; a reader sees the old or the whole new ones.
+        """Write the CSV and the JSON file. A reader sees the old file or the complete new one.
 
         Args:
-            stem: Their path without the suffix; the folder is created.
+            stem: The path of both files without the suffix; the folder is created.
 
         Returns:
             The paths of the CSV and the JSON file.
 
         Raises:
-            ConfigurationError: They cannot be written.
+            ConfigurationError: A file cannot be written.
         """
         paths = stem.with_name(stem.name + ".csv"), stem.with_name(stem.name + ".json")
         try:
@@ -140,19 +140,22 @@ class LatencyReport:
 
     @classmethod
     def load(cls, path: Path) -> LatencyReport:
-        """Read a JSON file of :meth:`save`.
+        """Read a JSON file that :meth:`save` wrote.
 
         Args:
             path: The file.
 
+        Returns:
+            The report.
+
         Raises:
-            ConfigurationError: It cannot be read or is another kind of file.
+            ConfigurationError: The file cannot be read or has another format.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 raise ValueError(f"its format is {content['format']!r}")
-            # A row of the file also has numbers that follow from the times; only the fields are read.
+            # A row of the file also has statistics and bandwidths. They follow from the times and are not read.
             names = [one.name for one in dataclasses.fields(Measurement)]
             rows = [{name: row[name] for name in names} for row in content["measurements"]]
             measurements = [Measurement(**{**row, "seconds": tuple(row["seconds"])}) for row in rows]

@@ -2,14 +2,14 @@
 
 :func:`measure` times one collective on one size and type. It follows the practice of nccl-tests:
 
-* The first operations do not count, because they set up connections and fill caches.
-* A barrier precedes every repetition, and nothing that takes time precedes the barrier. After a pause an operation is
-  slower, because the threads that do it have gone to sleep.
-* Enough operations lie between two readings of the clock that reading it does not matter. Their number follows from
-  the uncounted operations and is the same on all workers.
+* The first operations are a warm-up that is not counted, because they set up connections and fill caches.
+* A barrier precedes every repetition, without a pause before or after it. After a pause an operation is slower, because
+  the threads that do it have gone to sleep.
+* There are enough operations between two readings of the clock that the time of reading does not matter. Their number
+  follows from the times of the warm-up and is the same on all workers.
 * On GPUs the clock is a pair of CUDA events around these operations, without synchronization between them.
-* A repetition's time is that of its slowest worker. Workers exchange times after all repetitions.
-* Results are compared with the expected ones: values are small integers, whose sums are exact in every type.
+* The time of a repetition is that of its slowest worker. Workers exchange times after all repetitions.
+* The results are compared with the expected ones. The values are small integers, whose sums are exact in every type.
 """
 
 from __future__ import annotations
@@ -54,25 +54,26 @@ __all__ = [
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Types of elements by name."""
 
-# Period of the values. It is a prime, so that a part of a buffer that lies in the wrong place is noticed.
+# Period of the values. Sizes are usually round numbers or powers of two. A prime period does not divide them, so values
+# that arrive in the wrong place differ from the expected ones.
 PERIOD = 8191
-# Whole numbers up to it are exact in bfloat16, which has 8 bits for them.
+# bfloat16 has 8 significant bits, so whole numbers up to 256 are exact in it.
 EXACT = 256
-# The warm-up lasts about this long, with a number of runs between these two.
+# The warm-up lasts about this long, with at least the first and at most the second of these numbers of runs.
 WARM_UP_S = 0.02
 WARM_UP_RUNS = (2, 100)
-# Most runs between two readings of the clock.
+# Largest number of runs between two readings of the clock.
 MAX_RUNS = 1000
-# Repetitions that are done even if the budget does not allow them.
+# Number of repetitions that are done even if they take longer than the budget.
 MIN_REPETITIONS = 3
 
 
 class Collective(ABC):
-    """One collective operation on buffers of its own, whose results are known.
+    """One collective operation on buffers of its own, with values whose results are known.
 
     The values of worker r repeat a sequence :math:`v_r` of random whole numbers from 0 to ``256 // world_size``. In the
-    part of a buffer that is meant for worker j the sequence is rolled by j. Workers beyond the 256th have zeros, so
-    that every sum is exact in bfloat16.
+    part of a buffer that worker j receives, the sequence is rolled by j (:meth:`torch.Tensor.roll`). Workers from rank
+    256 on have zeros, so that every sum is exact in bfloat16.
 
     Args:
         elements: Number of elements of this worker's larger buffer; a multiple of the world size if the collective
@@ -96,7 +97,7 @@ class Collective(ABC):
     is_in_place: ClassVar[bool] = False
     """True if results overwrite the values sent, so that values grow with each repetition."""
     trips: ClassVar[int] = 1
-    """Number of operations that :meth:`run` does, one after the other."""
+    """Number of operations that one :meth:`run` does, one after the other."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class Collective(ABC):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not dist.is_initialized():
-            raise ConfigurationError("there is no process group: measure inside `with initialize_backends(...)`")
+            raise ConfigurationError("this process has no process group: measure in `with initialize_backends(...)`")
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if operator.index(elements) < 1 or (self.is_cut and elements % self.world_size):
@@ -117,11 +118,11 @@ class Collective(ABC):
 
     @abstractmethod
     def fill(self) -> None:
-        """Put the values to send into the buffer sent from, and other values into the buffer received into."""
+        """Write the values to send into the buffer for sending, and other values into the buffer for receiving."""
 
     @abstractmethod
     def run(self) -> None:
-        """Do the operation; on return it is done, or on GPUs enqueued on the current stream."""
+        """Do the operation. When this returns, it is done, or on GPUs enqueued on the current stream."""
 
     @abstractmethod
     def count_wrong(self) -> int:
@@ -145,7 +146,7 @@ class Collective(ABC):
         return torch.stack(sequences).sum(0).roll(receiver).to(self.device, self.dtype)
 
     def _peer(self, rank: int) -> int:
-        """Return the rank in the default group of a rank in this one, as collectives with a root take it."""
+        """Convert a rank in this group to one in the default group, which torch's collectives with a root take."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
@@ -157,7 +158,7 @@ class AllReduce(Collective):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Made once, because a pause before an operation slows it down.
+        # Made once, because fill() runs before every repetition, and a pause makes the next operation slower.
         self._own = self._values(self.rank)
 
     def fill(self) -> None:
@@ -210,7 +211,7 @@ class AllGather(Collective):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.sent = self._new(self.elements // self.world_size)
-        # The older name is all that torch before 2.13 has, and warns from there on.
+        # torch before 2.13 has only the older name; from 2.13 on, the older name warns.
         self._gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
     def fill(self) -> None:
@@ -225,7 +226,7 @@ class AllGather(Collective):
 
 
 class ReduceScatter(Collective):
-    """The sum over all workers, at every worker a part of it."""
+    """The sum over all workers, of which each worker receives one part."""
 
     name = "reduce_scatter"
     is_cut = True
@@ -249,7 +250,7 @@ class ReduceScatter(Collective):
 
 
 class AllToAll(Collective):
-    """A part of its own from every worker to every worker."""
+    """A different part from every worker to every worker."""
 
     name = "all_to_all"
     is_cut = True
@@ -272,10 +273,10 @@ class AllToAll(Collective):
 
 
 class SendRecv(Collective):
-    """Ping-pong between worker 2 i and worker 2 i + 1, all pairs at once; the time is that of one way.
+    """Ping-pong between worker 2 i and worker 2 i + 1, all pairs at once.
 
-    Worker 2 i sends its values and gets the same back. With an odd number of workers the last one has no partner and
-    does nothing.
+    Worker 2 i sends its values and receives them back. The time of one operation is that of one way, half a round trip.
+    With an odd number of workers, the last one has no partner and does nothing.
     """
 
     name = "send_recv"
@@ -301,16 +302,16 @@ class SendRecv(Collective):
             dist.send(self.buffer, self._to, group=self.group)
             dist.recv(self.returned, self._to, group=self.group)
         else:
-            # The odd one receives first: if both sent first, they could wait for each other.
+            # The odd rank receives first: if both sent first, they could wait for each other.
             dist.recv(self.buffer, self._to, group=self.group)
             dist.send(self.buffer, self._to, group=self.group)
 
     def count_wrong(self) -> int:
         if self._to is None:
             return 0
-        came_from = min(self.rank, self.partner)
-        arrived = self.returned if self.rank == came_from else self.buffer
-        return _count_different(arrived, self._values(came_from))
+        even_rank = min(self.rank, self.partner)
+        received = self.returned if self.rank == even_rank else self.buffer
+        return _count_different(received, self._values(even_rank))
 
 
 COLLECTIVES: dict[str, type[Collective]] = {
@@ -331,9 +332,9 @@ def measure(
     block_s: float = 1e-3,
     budget_s: float | None = None,
 ) -> Measurement:
-    """Time a collective by the module's methodology.
+    """Measure the time of a collective by the method that the module describes.
 
-    Every worker of the group calls it with the same arguments.
+    Every worker of the group must call it with the same arguments.
 
     Args:
         collective: Name of one of :data:`COLLECTIVES`.
@@ -343,12 +344,12 @@ def measure(
         device: Device of the tensors; on GPUs the time is the device's.
         group: The process group; None is the default one.
         repetitions: Number of repetitions, at least 1.
-        operations: Number of operations between two readings of the clock, for ``send_recv`` of round trips; None
+        operations: Number of operations between two readings of the clock (for ``send_recv``, of round trips). None
             chooses it by ``block_s``.
-        block_s: Smallest time of the operations between two readings of the clock, in seconds. Single operations that
-            take longer are timed one by one.
-        budget_s: Seconds that the repetitions may take together. If they would take longer, fewer than ``repetitions``
-            are done, but at least 3. It may differ between workers; the smallest counts.
+        block_s: Smallest time between two readings of the clock, in seconds. If a single operation takes longer, each
+            one is timed by itself.
+        budget_s: Seconds that all repetitions may take together; None for no limit. If they would take longer, fewer
+            than ``repetitions`` are done, but at least 3. Workers may give different budgets; the smallest counts.
 
     Returns:
         The measurement, the same on every worker.
@@ -371,7 +372,7 @@ def measure(
     operation.fill()
     start = time.perf_counter()
     operation.run()
-    # Reading the result waits for a GPU, so the time below is that of the whole operation.
+    # On a GPU, reading the result waits for the operation, so first_s includes all of it.
     wrong = operation.count_wrong()
     first_s = time.perf_counter() - start
     run_s, budget_s = _pilot(operation, first_s, math.inf if budget_s is None else budget_s)
@@ -400,7 +401,9 @@ def why_not(
     device: torch.device | str = "cpu",
     group: dist.ProcessGroup | None = None,
 ) -> str | None:
-    """Try once if the backend has a collective for a type. Every worker of the group calls it.
+    """Try a collective once, and return the reason if the backend cannot do it for this type.
+
+    Every worker of the group must call it.
 
     Args:
         collective: Name of one of :data:`COLLECTIVES`.
@@ -425,7 +428,7 @@ def why_not(
     try:
         operation.fill()
         operation.run()
-        # An error of a GPU comes when results are read.
+        # A GPU reports an error only when results are read.
         operation.count_wrong()
     except (RuntimeError, TypeError, ValueError, NotImplementedError, KeyError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
@@ -441,7 +444,8 @@ def describe_machine(device: torch.device | str = "cpu") -> dict[str, Any]:
         device: Device of this worker's tensors.
 
     Returns:
-        ``hosts`` by rank, this worker's number of ``cores``, its ``system``, and its ``gpu`` if it has one.
+        ``hosts`` (the host names of all workers, by rank), ``cores`` (of this worker's machine), ``system`` (its
+        platform), and with a CUDA device ``gpu`` (the name of the device).
 
     Example:
         >>> def hosts():
@@ -484,7 +488,10 @@ def _make(
 
 
 def _pilot(operation: Collective, first_s: float, budget_s: float) -> tuple[float, float]:
-    """Warm up by the first operation's time; return the slowest worker's seconds a run and the smallest budget."""
+    """Warm up, and return the seconds per run of the slowest worker and the smallest budget.
+
+    ``first_s`` is the time of the first operation, which decides how many runs the warm-up has.
+    """
     least, most = WARM_UP_RUNS
     slowest_s = _over_workers([first_s], operation, dist.ReduceOp.MAX)[0]
     runs = min(max(int(WARM_UP_S / slowest_s), least), most)
@@ -496,7 +503,7 @@ def _pilot(operation: Collective, first_s: float, budget_s: float) -> tuple[floa
 
 def _repetition(operation: Collective, runs: int) -> float:
     """Return the seconds of several runs on this worker, after a barrier."""
-    # Repeated in place, sums of sums overflow.
+    # In place, each run sums the result of the run before, so without new values the sums would overflow.
     if operation.is_in_place:
         operation.fill()
     # NCCL's barrier needs the device as an argument; other backends refuse it.
@@ -544,8 +551,8 @@ def _sequence(rank: int, world_size: int) -> Tensor:
 
 
 def _repeat(sequence: Tensor, out: Tensor) -> None:
-    """Fill a tensor with a sequence over and over."""
-    # A small size takes a single call, because it is filled before every repetition.
+    """Fill a tensor with repetitions of a sequence."""
+    # One call for small sizes: they are filled before every repetition, and a pause makes the next operation slower.
     if len(out) <= len(sequence):
         out.copy_(sequence[: len(out)])
         return

@@ -1,11 +1,11 @@
 """Define goals, which decide when a training run is done and return its result.
 
-A goal is data (which metric, which threshold, which direction) that can be called. The tracker calls it with every
-statistic it records. The goal returns None until it is reached, and then the result's text. The times in it are
-the tracker's, so validation is left out.
+A goal is a callable object that holds a metric, a threshold and a direction. The tracker calls it with every statistic
+that it records. The goal returns None until it is reached, and then the text of the result. The times in this text are
+the tracker's training times, without validation.
 
-The functions of this module create the goals of the benchmark tasks. Each may also stand for the goal it creates: a
-script that passes ``task1_time_to_accuracy_goal`` instead of ``task1_time_to_accuracy_goal()`` gets the same goal.
+The functions of this module create the goals of the benchmark tasks. A script may pass the function itself as a goal:
+``task1_time_to_accuracy_goal`` and ``task1_time_to_accuracy_goal()`` give the same goal.
 
 This module imports no framework.
 
@@ -54,7 +54,7 @@ ACCURACY = "val_global_Prec@1"
 PERPLEXITY = "val_global_Perplexity"
 BLEU = "val_global_BLEU-Score"
 
-# Thresholds belong to the tasks' specification, which changes in one place only.
+# Read from the list of tasks, so that each threshold is written in one place only.
 _PERPLEXITY_GOAL = get_task("3a").goal_on(None)
 _BLEU_GOAL = get_task("4a").goal_on(None)
 
@@ -64,29 +64,29 @@ _P = ParamSpec("_P")
 
 
 class TrackedTimes(Protocol):
-    """A tracker as a goal sees it: total times in seconds, validation left out."""
+    """The methods of a tracker that goals use: total times in seconds, without validation."""
 
     def get_total_train_time(self) -> float:
         """Return the seconds of training so far."""
 
     def get_total_compute_time(self) -> float:
-        """Return the seconds of it spent in forward pass, loss, backward pass and update."""
+        """Return the training seconds spent in forward pass, loss, backward pass and update."""
 
     def get_total_communication_time(self) -> float:
-        """Return the seconds of it spent on communication between workers."""
+        """Return the training seconds spent on communication between workers."""
 
     def get_total_metrics_time(self) -> float:
-        """Return the seconds of it spent on computing metrics."""
+        """Return the training seconds spent on computing metrics."""
 
     def get_total_preprocess_time(self) -> float:
-        """Return the seconds of it spent on loading data."""
+        """Return the training seconds spent on loading data."""
 
 
 class Goal(Protocol):
     """Anything that a tracker can take as its goal."""
 
     def __call__(self, metric_name: str, value: float, tracker: TrackedTimes) -> str | None:
-        """Return the result's text once the goal is reached, None before."""
+        """Return the text of the result if the goal is reached, else None."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,15 @@ class TimeToGoal:
     """The training time until a metric reaches a threshold.
 
     Attributes:
-        metric: Name of the statistic it watches, for example ``"val_global_Prec@1"``.
+        metric: Name of the statistic that the goal watches, for example ``"val_global_Prec@1"``.
         threshold: The value to reach; reaching it exactly counts.
         minimize: True if smaller values of the metric are better.
-        description: Beginning of the result's text, with ``{threshold}`` in it; ``reached in ... seconds`` follows.
+        description: Beginning of the result's text, in which ``{threshold}`` is replaced by the number. ``reached in
+            ... seconds`` follows.
 
     Raises:
-        ValueError: ``threshold`` is not a finite number.
+        TypeError: ``threshold`` is not a number.
+        ValueError: ``threshold`` is not finite.
 
     Example:
         >>> goal = TimeToGoal("val_global_Loss", 0.25, minimize=True, description="Validation Loss of {threshold}")
@@ -124,27 +126,27 @@ class TimeToGoal:
         """Check one recorded statistic.
 
         Args:
-            metric_name: Name of the statistic. Any but ``metric`` is ignored.
+            metric_name: Name of the statistic. All except ``metric`` are ignored.
             value: Its value.
-            tracker: Has the times of the run.
+            tracker: The tracker, which knows the times of the run.
 
         Returns:
-            The result's text if the goal is reached, else None.
+            The text of the result if the goal is reached, else None.
         """
         if metric_name != self.metric or not self.is_reached(value):
             return None
-        what = self.description.format(threshold=f"{self.threshold:g}")
-        return f"{what} reached in {tracker.get_total_train_time():.3f} seconds{_detailed_times(tracker)}"
+        description = self.description.format(threshold=f"{self.threshold:g}")
+        return f"{description} reached in {tracker.get_total_train_time():.3f} seconds{_detailed_times(tracker)}"
 
     def result(self, tracker: TrackedTimes) -> dict[str, Any]:
-        """Return the result for programs, to be read when the goal is reached.
+        """Return the result as data. It is meant for the moment when the goal is reached.
 
         Args:
-            tracker: Has the times of the run.
+            tracker: The tracker, which knows the times of the run.
 
         Returns:
-            ``metric``, ``threshold``, ``minimize`` and, in seconds, ``train_time_s``, ``compute_time_s``,
-            ``communication_time_s``, ``metrics_time_s`` and ``preprocess_time_s``; all of it fits JSON.
+            ``metric``, ``threshold`` and ``minimize``, and in seconds ``train_time_s``, ``compute_time_s``,
+            ``communication_time_s``, ``metrics_time_s`` and ``preprocess_time_s``. All values can be written as JSON.
         """
         goal = {"metric": self.metric, "threshold": self.threshold, "minimize": self.minimize}
         return {**goal, **_times(tracker)}
@@ -154,12 +156,12 @@ class TimeToGoal:
 class AccuracyAfterTime:
     """The accuracy after a fixed time of training.
 
-    It is reached at the first validation at or after ``budget_s`` seconds of training. The text gives the seconds that
-    had really passed.
+    It is reached at the first validation at or after ``budget_s`` seconds of training. The text gives the training
+    seconds at that validation.
 
     Attributes:
-        budget_s: Training time in seconds, validation left out.
-        metric: Name of the statistic it reports.
+        budget_s: Training time in seconds, without validation.
+        metric: Name of the statistic that it reports.
 
     Raises:
         TypeError: ``budget_s`` is not a number.
@@ -176,12 +178,12 @@ class AccuracyAfterTime:
         """Check one recorded statistic.
 
         Args:
-            metric_name: Name of the statistic. Any but ``metric`` is ignored.
+            metric_name: Name of the statistic. All except ``metric`` are ignored.
             value: Its value, in percent.
-            tracker: Has the times of the run.
+            tracker: The tracker, which knows the times of the run.
 
         Returns:
-            The result's text once the time is over, else None.
+            The text of the result if the time is over, else None.
         """
         if metric_name != self.metric:
             return None
@@ -191,7 +193,7 @@ class AccuracyAfterTime:
         return f"{value:.3f}% Top 1 Validation Accuracy after {train_time_s:.3f} seconds{_detailed_times(tracker)}"
 
     def result(self, tracker: TrackedTimes) -> dict[str, Any]:
-        """Return the result for programs: ``metric``, ``budget_s`` and the times of :meth:`TimeToGoal.result`."""
+        """Return the result as data: ``metric``, ``budget_s`` and the times of :meth:`TimeToGoal.result`."""
         return {"metric": self.metric, "budget_s": self.budget_s, **_times(tracker)}
 
 
@@ -205,7 +207,7 @@ def _detailed_times(tracker: TrackedTimes) -> str:
 
 
 def _check_finite(name: str, value: object) -> None:
-    # A bool would pass as 0 or 1.
+    # float() accepts a bool as 0 or 1, but a bool here is a mistake.
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, not {value!r}")
     if not math.isfinite(float(value)):
@@ -213,12 +215,13 @@ def _check_finite(name: str, value: object) -> None:
 
 
 def _stands_for_its_goal(factory: Callable[_P, TimeToGoal]) -> Callable[_P, TimeToGoal]:
-    """Let a factory whose arguments have defaults be called as the goal it creates by default."""
+    """Let a function that creates a goal also be called as the goal that it creates by default."""
 
-    # A script may pass the function itself to the tracker, which then calls it with a statistic.
+    # Scripts for version 3.0 may pass the function itself to the tracker, which then calls it with a statistic.
     @functools.wraps(factory)
     def factory_or_goal(*args: Any, **kwargs: Any) -> Any:
-        # A goal is called (metric_name, value, tracker); no factory has three arguments, the first of them a text.
+        # A goal is called (metric_name, value, tracker). None of these functions has three parameters, so this call
+        # means the goal.
         if len(args) == 3 and isinstance(args[0], str) and not kwargs:
             return factory()(*args)  # type: ignore[call-arg]
         return factory(*args, **kwargs)
@@ -230,13 +233,14 @@ def time_to_accuracy_goal(threshold: float) -> TimeToGoal:
     """Create the goal of task 1 or 2: the training time until the top-1 validation accuracy reaches a threshold.
 
     Args:
-        threshold: Accuracy in percent, between 0 and 100.
+        threshold: Accuracy in percent, from 0 to 100.
 
     Returns:
         A goal that watches ``val_global_Prec@1``.
 
     Raises:
-        ValueError: ``threshold`` is outside of 0 to 100, so that it would always or never be reached.
+        TypeError: ``threshold`` is not a number.
+        ValueError: ``threshold`` is not from 0 to 100. Such a goal would be reached at once or never.
     """
     _check_finite("threshold", threshold)
     if not 0 <= threshold <= 100:
@@ -295,15 +299,16 @@ def task4_time_to_bleu_goal(threshold: float = _BLEU_GOAL) -> TimeToGoal:
 
 
 def accuracy_after_time_goal(seconds: float = 7200.0) -> AccuracyAfterTime:
-    """Create the goal of a fixed training time, whose result is the top-1 accuracy reached by then.
+    """Create the goal of a fixed training time, whose result is the top-1 accuracy at its end.
 
     Args:
-        seconds: Training time in seconds, validation left out; the task's definition has 2 hours.
+        seconds: Training time in seconds, without validation; the default is 2 hours.
 
     Returns:
-        A goal that watches ``val_global_Prec@1`` and is reached at the first validation when the time is over.
+        A goal that watches ``val_global_Prec@1`` and is reached at the first validation after the time is over.
 
     Raises:
+        TypeError: ``seconds`` is not a number.
         ValueError: ``seconds`` is negative or not finite.
     """
     return AccuracyAfterTime(seconds)

@@ -339,7 +339,7 @@ def test_counts_and_values_of_another_origin_are_not_mixed(make) -> None:
     value = metric(*pieces(metric)[0])
     metric.update(value, 1)
     assert metric.average() == value
-    with pytest.raises(ValueError, match=r"perc must be what .* returned, in all updates or in none, not 0\.123"):
+    with pytest.raises(ValueError, match=r"perc must be a value .* returned, in all updates or in none, not 0\.123"):
         metric.update(0.123, 2)
     with pytest.raises(ValueError, match="perc must be"):
         metric.update(value, 1)  # a second time

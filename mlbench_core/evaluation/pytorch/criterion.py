@@ -18,7 +18,7 @@ class _Penalized(nn.Module):
 
     Attributes:
         l1: Weight of the l1 norm.
-        l2: Weight of the squared l2 norm; half of it is a factor in the loss.
+        l2: Weight of half the squared l2 norm.
         model: The model whose weights are penalized; it is not a submodule of the loss.
     """
 
@@ -31,7 +31,7 @@ class _Penalized(nn.Module):
             check_at_least(name, value, 0)
             if value > 0 and self.model is None:
                 raise ValueError(f"model must be given with {name}={value}, not None: pass model=")
-        # torch would make the model a submodule, and its parameters would count as the loss's own.
+        # nn.Module would register the model as a submodule, and loss.parameters() would return its parameters.
         setter = object.__setattr__ if name == "model" else nn.Module.__setattr__
         setter(self, name, value)
 
@@ -49,8 +49,8 @@ class _Penalized(nn.Module):
 def _as_output(output: Tensor, target: Tensor) -> Tensor:
     """Return the target in the shape and dtype of the output.
 
-    Targets of shape (batch,) with outputs of shape (batch, 1) would otherwise be an error (cross-entropy), or be
-    broadcast to an unintended (batch, batch) matrix of pairs (squared error).
+    Otherwise, cross-entropy would refuse targets of shape (batch,) with outputs of shape (batch, 1). A squared error
+    would broadcast them to an unintended (batch, batch) matrix.
 
     Raises:
         ValueError: The shapes differ by more than a last dimension of 1.
@@ -129,10 +129,10 @@ class BCELossRegularized(_Penalized, nn.BCELoss):
 
     Here :math:`w` are all parameters of the model, including the bias.
 
-    A probability in float32 is exactly 1 from a logit of about 17 on. A confident mistake beyond it has neither a true
-    loss (torch takes 100) nor any gradient, and is never unlearned. If logits grow large (a high learning rate,
-    features that are not scaled), let the model return logits :math:`z` with :math:`p = \sigma(z)`, and set
-    ``logits=True``. The loss is then computed as
+    In float32, a probability is exactly 1 from a logit of about 17 on. For a wrong prediction beyond it, torch returns
+    100 instead of the true loss, and the gradient is 0, so training never corrects the mistake. If logits grow large (a
+    high learning rate, features that are not scaled), let the model return logits :math:`z` with
+    :math:`p = \sigma(z)`, and set ``logits=True``. The loss is then computed as
 
     .. math:: \max(z, 0) - y z + \log (1 + e^{-\lvert z \rvert})
 
@@ -268,7 +268,7 @@ class MSELossRegularized(_Penalized, nn.MSELoss):
 
 
 class LabelSmoothing(nn.Module):
-    r"""Cross-entropy against smoothed labels, summed over all tokens but padding.
+    r"""Cross-entropy against smoothed labels, summed over all tokens except padding.
 
     .. math::
         \sum_{i:\, y_i \ne \text{pad}}
@@ -279,8 +279,8 @@ class LabelSmoothing(nn.Module):
     Args:
         padding_idx: Target id that is left out.
         smoothing: :math:`\varepsilon`, from 0 to 1.
-        fast_xentropy: Compute with torch's fused cross-entropy, without the (tokens, classes) matrix of
-            log-probabilities in memory; otherwise by the formula above.
+        fast_xentropy: True to use torch's fused cross-entropy, which needs no (tokens, classes) matrix of
+            log-probabilities in memory. False computes the formula above step by step.
 
     Raises:
         ValueError: ``smoothing`` is outside of 0 to 1.
@@ -307,8 +307,8 @@ class LabelSmoothing(nn.Module):
         """Compute the summed loss of one batch.
 
         Args:
-            x: Scores (or log-probabilities: a softmax leaves them as they are) of shape (..., classes). Half precision
-                is computed in float32.
+            x: Scores of shape (..., classes), or log-probabilities, which the softmax leaves as they are. Half
+                precision is computed in float32.
             target: Token ids of shape (...).
 
         Returns:
@@ -329,7 +329,8 @@ class LabelSmoothing(nn.Module):
     def _plain(self, x: Tensor, target: Tensor) -> Tensor:
         log_p = F.log_softmax(x, dim=-1)
         counted = target != self.padding_idx
-        # A padding id outside of the classes (-100, say) cannot be gathered; its row is left out afterwards.
+        # A padding id may lie outside of the classes (for example -100), where gather() fails. So padding reads class 0
+        # here, and its row is left out below.
         nll = -log_p.gather(1, target.where(counted, 0).unsqueeze(1)).squeeze(1)
         uniform = -log_p.mean(dim=-1)
         losses = (1.0 - self.smoothing) * nll + self.smoothing * uniform

@@ -9,10 +9,10 @@ average, and :meth:`~MLBenchMetric.average` returns the value over all batches a
         metric.update(metric(output, target), len(output))
     value = metric.average()          # a collective: every worker calls it
 
-Most metrics are not the mean of their batches' values: the perplexity of two batches is not the mean of two
-perplexities. Each metric here therefore sums *statistics*, a few numbers that add up over batches and workers. It
-computes its value from the sums, so that the value depends neither on the split into batches nor on the number of
-workers. All sums are float64.
+The value over all data is usually not the mean of the values of the batches. For example, the perplexity of two
+batches is not the mean of two perplexities. Each metric here therefore sums *statistics*, a few numbers that add up
+over batches and workers. It computes its value from the sums, so the value depends neither on the split into batches
+nor on the number of workers. All sums are float64.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["BLEUScore", "CasedBLEUScore", "DiceCoefficient", "F1Score", "MLBench
 
 
 class MLBenchMetric:
-    r"""Base of the metrics; by itself the mean of the batches' values, weighted by their sizes.
+    r"""Base class of the metrics, which averages the values of the batches, weighted by their sizes.
 
     A subclass defines ``__call__`` and ``name``. Its average is then
 
@@ -91,28 +91,28 @@ class MLBenchMetric:
             ValueError: ``size`` is negative.
         """
         check_at_least("size", size, 0)
-        # A tensor stays one: reading its number would wait for the device.
+        # A tensor is kept as a tensor, because reading its number would wait for the device.
         value = perc.detach().to(torch.float64).sum() if isinstance(perc, Tensor) else float(perc)
         self.average_meter.update(cast(float, value), size)
 
     def average(self) -> Tensor:
-        """Compute the value over all batches added since the last reset, on all workers.
+        """Compute the value over all batches that all workers have added since the last reset.
 
-        Every worker must call it: it is one all-reduce of a few numbers.
+        Every worker must call it, because it is a collective: one all-reduce of a few numbers.
 
         Returns:
             The value, float32, no dimensions; 0 if no worker added a batch.
         """
-        # An average with count 1, times the world size: the sums over the workers.
+        # With a count of 1 per worker, global_average divides the sums by the world size, which is undone here.
         totals = process_groups.global_average(self._local_totals(), 1) * process_groups.world_size()
         return self._score(totals).to(torch.float32)
 
     def reset(self) -> None:
-        """Forget every batch."""
+        """Discard all batches added so far."""
         self.average_meter = AverageMeter()
 
     def _local_totals(self) -> Tensor:
-        """Return this worker's part of the sums over all workers: here (weighted sum of the values, their weight)."""
+        """Return the sums over this worker's batches: here the weighted sum of the values, and the sum of weights."""
         total = torch.as_tensor(self.average_meter.sum, dtype=torch.float64).detach().reshape(())
         return torch.stack([total, total.new_tensor(float(self.average_meter.count))])
 
@@ -121,8 +121,8 @@ class MLBenchMetric:
         return _ratio(totals[0], totals[1])
 
 
-# Number of calls without an update whose statistics are kept. It has to be bounded, because training calls metrics
-# without ever updating them.
+# Number of calls without an update whose statistics are kept. It is bounded, because training calls metrics and never
+# updates them.
 _REMEMBERED_CALLS = 256
 
 
@@ -147,18 +147,19 @@ class _Call:
 class _StatisticsMetric(MLBenchMetric):
     """A metric whose batches add statistics of their own instead of a weighted value.
 
-    A call stores the statistics of the value that it returns. An update with this value adds them, in any order of
-    calls and updates. ``average_meter`` has the mean of the batches' values, which is not the metric's value.
+    A call stores the statistics from which it computed its value. An update with this value adds the stored statistics
+    to the sums. Calls and updates may come in any order. ``average_meter`` has the mean of the batches' values, which
+    is not the metric's value.
 
-    The mean becomes the result only if no statistics were added. Then all updates had values of another origin, or a
-    subclass puts its own values there instead of calling :meth:`update` of this class.
+    :meth:`average` returns this mean only if no statistics were added. Then no update had a value that a call returned,
+    or a subclass puts its own values into ``average_meter`` instead of calling :meth:`update` of this class.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._totals = self._no_statistics()
         self._calls: deque[_Call] = deque(maxlen=_REMEMBERED_CALLS)
-        # True after updates with values of calls, False after updates with other values, None before the first.
+        # True if the updates had values that calls returned, False if they had other values, None before any update.
         self._has_statistics: bool | None = None
 
     def _no_statistics(self) -> Tensor:
@@ -172,7 +173,7 @@ class _StatisticsMetric(MLBenchMetric):
     def _statistics_of(self, value: float | Tensor, size: int) -> Tensor:
         """Return the statistics of ``size`` samples with a value that no call returned.
 
-        There are none here: the mean of such values is the result.
+        By default all statistics are zero, and :meth:`average` returns the mean of such values.
         """
         self._check_origin(value, has_statistics=False)
         return self._no_statistics()
@@ -181,8 +182,8 @@ class _StatisticsMetric(MLBenchMetric):
         """Refuse to mix statistics and plain values, which cannot be combined into one number."""
         if self._has_statistics not in (None, has_statistics):
             raise ValueError(
-                f"perc must be what a call of this metric returned, in all updates or in none, not {float(value)} now: "
-                "call the metric with each batch and pass on what it returned, or reset() it before"
+                f"perc must be a value that this metric returned, in all updates or in none, not {float(value)} now: "
+                "call the metric with each batch and pass its result to update(), or call reset() before"
             )
         self._has_statistics = has_statistics
 
@@ -193,7 +194,7 @@ class _StatisticsMetric(MLBenchMetric):
         return value
 
     def reset(self) -> None:
-        """Forget every batch, and every call."""
+        """Discard all batches added so far, and the statistics of all calls."""
         super().reset()
         self._totals = self._no_statistics()
         self._calls.clear()
@@ -203,19 +204,20 @@ class _StatisticsMetric(MLBenchMetric):
         """Add the batch of a call to the average.
 
         Args:
-            perc: The value (the tensor or its number) of one of the last 256 calls since the last reset that were not
-                added yet. If all updates have values of another origin, their weighted mean is the average.
+            perc: The value that a call returned, as the tensor or its number. Only the last 256 calls that were not
+                added yet are known. If no update has a value that a call returned, the average is the weighted mean of
+                the values.
             size: Number of samples in the batch.
 
         Raises:
-            ValueError: ``size`` is negative, or values of both origins would be mixed.
+            ValueError: ``size`` is negative, or some updates have values that calls returned and others do not.
         """
         check_at_least("size", size, 0)
-        statistics = self._taken(perc, size)
+        statistics = self._pop_statistics(perc, size)
         super().update(perc, size)
         self._totals = self._totals.to(statistics.device) + statistics
 
-    def _taken(self, perc: float | Tensor, size: int) -> Tensor:
+    def _pop_statistics(self, perc: float | Tensor, size: int) -> Tensor:
         """Return the statistics of the latest call that returned ``perc``, and remove the call."""
         # Each call counts once: two batches may have the same value.
         for index in reversed(range(len(self._calls))):
@@ -241,9 +243,9 @@ class TopKAccuracy(MLBenchMetric):
     r"""Share of samples whose target is among the ``topk`` most likely classes, in percent.
 
     Args:
-        topk: Number of most likely classes that count, at least 1.
-        threshold: Smallest score of the positive one of two classes that counts as positive: 0.5 for probabilities, 0
-            for logits. Outputs with a column per class do not use it.
+        topk: Number of most likely classes among which the target may be, at least 1.
+        threshold: Used only for two classes with a single score per sample: the smallest score that predicts the
+            positive class. It is 0.5 for probabilities, 0 for logits.
 
     Raises:
         ValueError: ``topk`` is below 1.
@@ -270,8 +272,8 @@ class TopKAccuracy(MLBenchMetric):
         """Compute the accuracy of one batch.
 
         Args:
-            output: Scores of shape (batch, classes). For two classes also the scores of the positive one, of shape
-                (batch, 1) or (batch,), which count as positive from ``threshold`` on.
+            output: Scores of shape (batch, classes). For two classes also the scores of the positive class alone, of
+                shape (batch, 1) or (batch,).
             target: Class numbers, shape (batch,) or (batch, 1).
 
         Returns:
@@ -287,7 +289,7 @@ class TopKAccuracy(MLBenchMetric):
                 "output must be (batch, classes) and target (batch,), not "
                 f"{tuple(output.shape)} and {tuple(target.shape)}"
             )
-        # A single column has the scores of the positive one of two classes.
+        # A single column has the scores of the positive class of two.
         classes = max(2, output.shape[1])
         if self.topk >= classes:
             raise ValueError(
@@ -329,13 +331,14 @@ class Perplexity(_StatisticsMetric):
 
         Args:
             output: Scores or log-probabilities of shape (..., classes), or (batch, classes, ...) as torch's
-                cross-entropy takes them; or the batch's mean loss, of shape () or (1,).
-            target: Token ids of shape (...) or (batch, ...); not used with a loss. If output or target has its tokens
-                in a single dimension, the other may have any number of dimensions. Ids of -100 are left out.
+                cross-entropy takes them. Or the mean loss of the batch, of shape () or (1,).
+            target: Token ids of shape (...) or (batch, ...). It is not used with a mean loss. If one of output and
+                target has all tokens in one dimension, the other may have any number of dimensions. Ids of -100 are
+                left out.
 
         Returns:
-            The perplexity, float32, no dimensions; infinite for a mean loss above 88.7. With scores, a following
-            :meth:`update` counts the tokens itself; with a loss, it weighs the loss by ``size``.
+            The perplexity, float32, no dimensions; infinite for a mean loss above 88.7. For scores, a following
+            :meth:`update` weighs the batch by its number of tokens. For a mean loss, it weighs the loss by ``size``.
 
         Raises:
             ValueError: The shapes do not fit, or fit in two ways.
@@ -359,7 +362,7 @@ class Perplexity(_StatisticsMetric):
         return "Perplexity"
 
     def _statistics_of(self, value: float | Tensor, size: int) -> Tensor:
-        # A perplexity of another origin: its logarithm is the mean loss of the samples.
+        # No call returned this perplexity, but its logarithm is the mean loss of the samples.
         loss = torch.as_tensor(value, dtype=torch.float64).detach().log()
         return torch.stack([loss, torch.ones_like(loss)]) * size
 
@@ -373,7 +376,7 @@ class DiceCoefficient(_StatisticsMetric):
 
     .. math:: \frac{2 \sum_i o_i t_i}{\sum_i o_i + \sum_i t_i}
 
-    with the sums over all elements of all batches and workers. Masks that are empty everywhere agree: 1.
+    with the sums over all elements of all batches and workers. If both masks are empty everywhere, it is 1.
 
     Example:
         >>> round(DiceCoefficient()(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), torch.tensor([[1, 0], [0, 1]])).item(), 6)
@@ -407,7 +410,7 @@ class DiceCoefficient(_StatisticsMetric):
 
     def _score_of(self, statistics: Tensor) -> Tensor:
         overlap, total, elements = statistics
-        # Only with elements: a batch without any does not show that masks agree.
+        # Two empty masks agree, but a batch without elements shows nothing.
         agree_on_nothing = (total == 0) & (elements > 0)
         return torch.where(agree_on_nothing, torch.ones_like(total), _ratio(overlap, total))
 
@@ -421,7 +424,7 @@ class F1Score(_StatisticsMetric):
 
     Args:
         threshold: Smallest output that is predicted positive.
-        eps: Added to the denominator, so that a score without any positive is 0.
+        eps: Added to the denominator, so that the score is 0 if neither outputs nor targets are positive.
 
     Example:
         >>> F1Score()(torch.tensor([0.9, 0.6, 0.4, 0.1]), torch.tensor([1, 0, 1, 0])).item()
@@ -467,14 +470,14 @@ class BLEUScore(_StatisticsMetric):
     The matches and counts of n-grams (n = 1 to 4) and both lengths are summed over all batches and workers. The score
     is computed from the sums; a mean of the batches' scores would be another number.
 
-    The default is the measure for which the goals of the translation tasks were set: lower case, international
-    tokenization. Papers mostly report ``BLEUScore(tokenize="13a", lowercase=False)``; numbers of different measures
-    cannot be compared, see :attr:`signature`.
+    By default, texts are compared in lower case, with sacrebleu's international tokenizer, as the goals of the
+    translation tasks require. Papers mostly report ``BLEUScore(tokenize="13a", lowercase=False)``. Scores with
+    different settings cannot be compared, see :attr:`signature`.
 
     Args:
         use_raw: True if the text is tokenized already. Then no tokenizer is used, and the case counts unless
-            ``lowercase`` is True. The score has floor smoothing of 0.1 and effective order
-            (``sacrebleu.raw_corpus_bleu``). Otherwise the smoothing is exponential (``sacrebleu.corpus_bleu``).
+            ``lowercase`` is True. The smoothing is ``floor`` with 0.1 and effective order, as in
+            ``sacrebleu.raw_corpus_bleu``. Otherwise it is ``exp``, as in ``sacrebleu.corpus_bleu``.
         tokenize: Name of sacrebleu's tokenizer, such as ``"intl"`` or ``"13a"``. None means ``"intl"``.
         lowercase: True to compare both texts in lower case. None means True, but False with ``use_raw``.
 
@@ -506,7 +509,8 @@ class BLEUScore(_StatisticsMetric):
             self._smoothing = {"smooth_method": "floor", "smooth_value": 0.1, "effective_order": True}
         else:
             self._smoothing = {"smooth_method": "exp", "effective_order": False}
-        # force: sacrebleu would warn of a trailing " ." in tokenized text, once for every batch
+        # force=True suppresses sacrebleu's warning about " ." at line ends (tokenized text), which every batch would
+        # repeat.
         self._bleu = bleu(
             tokenize=self.tokenize,
             lowercase=self.lowercase,
@@ -519,8 +523,8 @@ class BLEUScore(_StatisticsMetric):
         """Compute the BLEU of one batch as if it were the whole corpus.
 
         Args:
-            output: Translations, one string a sentence.
-            target: One reference for each.
+            output: Translations, one string per sentence.
+            target: References, one string per translation.
 
         Returns:
             The score, float32, no dimensions; 0 for an empty batch.
@@ -547,7 +551,9 @@ class BLEUScore(_StatisticsMetric):
 
     @property
     def signature(self) -> str:
-        """Return the settings of the score in sacrebleu's notation; scores of other signatures cannot be compared.
+        """Return the settings of the score in sacrebleu's notation.
+
+        Scores can be compared only if their signatures are equal.
 
         Example:
             >>> BLEUScore().signature.split("|version")[0]
@@ -555,7 +561,7 @@ class BLEUScore(_StatisticsMetric):
             >>> BLEUScore(tokenize="13a", lowercase=False).signature.split("|version")[0]
             'nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp'
         """
-        # sacrebleu itself knows this number only after a score.
+        # sacrebleu sets the number of references only when it computes a score, and the signature contains it.
         self._bleu.num_refs = 1
         return str(self._bleu.get_signature())
 
@@ -563,7 +569,7 @@ class BLEUScore(_StatisticsMetric):
         return torch.zeros(2 + 2 * self._MAX_ORDER, dtype=torch.float64)
 
     def _score_of(self, statistics: Tensor) -> Tensor:
-        # Averages over workers times their number are whole only up to rounding.
+        # The sums come from averages times the number of workers, so they are whole numbers only up to rounding.
         sys_len, ref_len, *counts = (round(number) for number in statistics.tolist())
         matches, possible = counts[: self._MAX_ORDER], counts[self._MAX_ORDER :]
         if sys_len == 0:
@@ -577,8 +583,8 @@ class BLEUScore(_StatisticsMetric):
 class CasedBLEUScore(BLEUScore):
     """BLEU as papers report it: sacrebleu's tokenizer 13a, case-sensitive.
 
-    It is ``BLEUScore(tokenize="13a", lowercase=False)`` under another name, to be recorded in addition to a
-    :class:`BLEUScore`.
+    It computes ``BLEUScore(tokenize="13a", lowercase=False)``. Its name is different, so that a tracker can record it
+    in addition to a :class:`BLEUScore`.
     """
 
     def __init__(self) -> None:
@@ -596,7 +602,7 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as float64 vectors; sums of half-precision or float32 elements would lose counts."""
+    """Return both as float64 vectors, because sums of half-precision or float32 elements would lose counts."""
     if output.numel() != target.numel():
         raise ValueError(
             f"target must have as many elements as the output {tuple(output.shape)}, not shape {tuple(target.shape)}"
@@ -606,7 +612,7 @@ def _flat_pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def _classes_last(output: Tensor, target: Tensor) -> Tensor:
     """Return scores as a matrix (tokens, classes) in the order of ``target.reshape(-1)``."""
-    # torch's cross-entropy has the classes second, language models have them last. Some shapes fit both.
+    # torch's cross-entropy has the classes in the second dimension, language models in the last. Some shapes fit both.
     is_second = output.dim() > 2 and output.shape[:1] + output.shape[2:] == target.shape
     is_last = output.shape[:-1] == target.shape
     if is_second and is_last:
