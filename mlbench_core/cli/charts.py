@@ -320,8 +320,8 @@ def _price_rows(every: Sequence[Series], price_per_hour: float | None) -> list[l
 
 
 def _width(every: Sequence[Series]) -> float:
-    """Return the width in inches of a chart with the bars of all series."""
-    return max(5.5, 0.6 * (len(every) + sum(len(series.points) for series in every)))
+    """Return the width in inches of a chart with the bars of all series and a legend."""
+    return 2.0 + max(4.5, 0.6 * (len(every) + sum(len(series.points) for series in every)))
 
 
 def _figure(width: float) -> Figure:
@@ -468,5 +468,9 @@ def _line(
 
 
 def _legend(axes: Axes) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=9)
+    handles, names = axes.get_legend_handles_labels()
+    if handles:
+        # Right of the axes: inside, a legend covers bars, and matplotlib's search for a free place takes long on a busy
+        # machine and then warns. A long name is wrapped, so that the axes keep most of the width.
+        wrapped = ["\n".join(textwrap.wrap(name, 24)) for name in names]
+        axes.legend(handles, wrapped, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)

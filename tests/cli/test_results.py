@@ -8,6 +8,7 @@ import statistics
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -296,6 +297,28 @@ def test_charts_are_written_with_their_figures(folder: Path, call: Call) -> None
     assert float(prices[1]["price_index"]) == pytest.approx((2 * 49.5 / 81.5) / (81.5 / 49.5))
     phases = rows(folder / "total_time_by_phase.csv")
     assert [row["compute_s"] for row in phases] == ["80.0", "40.0", "20.0"]
+
+
+@pytest.mark.parametrize("draw", [charts._draw_phases, charts._draw_steps, charts._draw_speedup, charts._draw_price])
+def test_a_legend_covers_nothing_and_leaves_room_for_the_chart(draw: Any) -> None:
+    setups = [Setup("task 1a", ("--optimizer " + name * 12,)) for name in ("a", "b", "c")]
+    phases, steps = dict.fromkeys(charts.PHASES, 10.0), dict.fromkeys(charts.STEPS, 5.0)
+    results = [
+        RunResult("run", workers, setup=setup, train_s=40.0, phases_s=phases, steps_s=steps)
+        for setup in setups
+        for workers in (1, 2, 4)
+    ]
+    every = charts.in_series(results)
+    figure = charts._figure(charts._width(every) + 1.0)
+    axes = figure.subplots()
+    draw(axes, every)
+    figure.draw_without_rendering()
+    legend = axes.get_legend()
+    assert legend is not None
+    box = legend.get_window_extent()
+    assert box.x0 >= axes.get_window_extent().x1, "beside the axes, so that no bar or line is covered"
+    assert box.x1 <= figure.bbox.x1
+    assert axes.get_window_extent().width > figure.bbox.width / 2
 
 
 def test_published_price_index() -> None:
