@@ -64,8 +64,9 @@ def _show_run(run: Mapping[str, Any], metrics: Mapping[str, Sequence[Mapping[str
             click.echo(f"{key + ':':14}{clean(run[key])}")
     if latest:
         click.echo()
-        rows = [(name, entry.get("value"), _cell(entry.get("date"))) for name, entry in latest.items()]
-        print_table(("METRIC", "LATEST", "DATE"), rows)
+        # The value comes last, because a text such as the summary may be longer than a line.
+        rows = [(name, _cell(entry.get("date")), entry.get("value")) for name, entry in latest.items()]
+        print_table(("METRIC", "DATE", "LATEST"), rows)
 
 
 def _show_metric(client: MasterClient, run: Mapping[str, Any], metric: str, as_json: bool) -> None:
