@@ -38,7 +38,7 @@ class Progress:
 
     name: str
     state: str = "initialized"
-    epoch: int = 0
+    epochs: int = 0
     metric: str | None = None
     value: float | None = None
     goal: Goal | None = None
@@ -55,10 +55,11 @@ class Progress:
         return min(threshold / self.value if minimize else self.value / threshold, 1.0)
 
     def describe(self) -> str:
-        """Return state, epoch and metric in one line."""
+        """Return state, number of epochs and metric in one line."""
         parts = [self.state]
-        if self.epoch:
-            parts.append(f"epoch {self.epoch}")
+        # A number of epochs and not "epoch N", because the logs of the workers count epochs from 0.
+        if self.epochs:
+            parts.append(f"{self.epochs} epoch{'' if self.epochs == 1 else 's'} done")
         if self.value is not None:
             target = f" of {self.goal.threshold:g}" if self.goal and self.goal.threshold else ""
             parts.append(f"{self.metric} {self.value:.4g}{target}")
@@ -114,8 +115,8 @@ def _update(client: MasterClient, progress: Progress, run: Mapping[str, Any]) ->
         name = _metric_name(client, progress, run["id"])
         entries = client.metrics(run["id"], metric_filter=name).get(name, []) if name else []
         if entries:
-            # A script records one value of a global validation metric an epoch.
-            progress.epoch = len(entries)
+            # A script records one value of a global validation metric per epoch.
+            progress.epochs = len(entries)
             with contextlib.suppress(TypeError, ValueError):
                 progress.value = float(entries[-1]["value"])
     progress.state = str(run.get("state"))

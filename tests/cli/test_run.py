@@ -163,8 +163,8 @@ def test_refusal_says_what_was_started_before(fake: FakeMaster, call: Call, patc
 def test_wait_shows_progress_table_results_and_chart(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
     result = call("run", "demo", "1", "2", "--task", "1a", "--wait", "--output", str(tmp_path / "out"))
     progress = [line.split("] ", 1)[1] for line in result.stderr.splitlines()]
-    assert "demo-1: started, epoch 2, Prec@1 60 of 80" in progress
-    assert "demo-2: finished, epoch 2, Prec@1 60 of 80" in progress
+    assert "demo-1: started, 2 epochs done, Prec@1 60 of 80" in progress
+    assert "demo-2: finished, 2 epochs done, Prec@1 60 of 80" in progress
     assert len(progress) == len(set(progress)), "a line is written only when something changes"
     table = [line.split() for line in result.stdout.splitlines()]
     assert table[0][:6] == ["RUN", "WORKERS", "REACHED", "SECONDS", "COMPUTE", "COMMUNICATION"]
@@ -294,7 +294,7 @@ def test_wait_finds_a_metric_to_show_without_a_task(fake: FakeMaster, capsys: py
     fake.metrics[run_id]["val_global_F1 @ 0"].append(entry(0.75))
     with MasterClient(fake.url) as client:
         _wait.wait_for(client, [{"id": run_id, "name": "a-1", "state": "started"}], None)
-    assert "a-1: finished, epoch 2, F1 0.75" in capsys.readouterr().err
+    assert "a-1: finished, 2 epochs done, F1 0.75" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -317,4 +317,4 @@ def test_bars_draw_on_a_terminal(patch: pytest.MonkeyPatch, capsys: pytest.Captu
         show([_wait.Progress("a-1", "started", 3, "Prec@1", 60.0, _wait.Goal("Prec@1", 80.0))])
         show([_wait.Progress("a-1", "finished", 4, "Prec@1", 81.0, _wait.Goal("Prec@1", 80.0))])
     assert "a-1" in (shown := capsys.readouterr().err)
-    assert "finished, epoch 4, Prec@1 81 of 80" in shown
+    assert "finished, 4 epochs done, Prec@1 81 of 80" in shown
