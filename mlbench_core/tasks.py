@@ -246,7 +246,7 @@ TASKS: dict[str, Task] = {
         Task(
             key="3a",
             folder="task3a_lstm_wikitext2",
-            title="Language modelling",
+            title="Language modeling",
             model="AWD-LSTM",
             data="WikiText-2",
             metric="Perplexity",
