@@ -58,18 +58,18 @@ class MasterClient(RestClient):
         self.send("DELETE", f"runs/{path_part(run_id)}/")
 
     def logs(self, run_id: int | str, since_line: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return all lines of a run's log from ``since_line`` on, and the number to continue with next time."""
+        """Return all lines of a run's log from ``since_line`` on, and the number of the line after the last one."""
         lines: list[dict[str, Any]] = []
-        # The master answers with a bounded number of lines at a time.
+        # One answer of the master has a limited number of lines.
         while True:
             answer = self.json(dict, "GET", f"runs/{path_part(run_id)}/logs/", params={"since_line": since_line})
             page = answer.get("lines") or []
             lines += page
             # A master that answers without progress must not keep this loop running.
-            following = int(answer.get("next", since_line + len(page)))
-            if not page or following <= since_line:
+            next_line = int(answer.get("next", since_line + len(page)))
+            if not page or next_line <= since_line:
                 return lines, since_line
-            since_line = following
+            since_line = next_line
 
     def metrics(
         self, run_id: int | str, metric_filter: str | None = None, last_n: int | None = None

@@ -1,4 +1,4 @@
-"""Output of commands: tables and JSON to standard output, remarks to standard error."""
+"""Write the output of commands: tables and JSON to standard output, remarks to standard error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dashboard_option(command: Command) -> Command:
         "--dashboard-url",
         "-u",
         metavar="URL",
-        help="Address of the master; else MLBENCH_MASTER_URL, else the known one.",
+        help="Address of the master (default: MLBENCH_MASTER_URL, or else the master on this machine).",
     )(command)
 
 
@@ -48,12 +48,14 @@ def print_json(value: object) -> None:
 
 
 def remark(text: str) -> None:
-    """Write a line for people to standard error, which keeps standard output clean for pipes."""
+    """Write a line for people to standard error, so that standard output holds only results."""
     click.echo(text, err=True)
 
 
 def clean(text: object) -> str:
-    """Remove control characters, which could drive the terminal, from a text such as a log line or a name.
+    """Remove control characters from a text such as a log line or a name.
+
+    Otherwise a worker's output could move the cursor or change the colors of the user's terminal.
 
     Example:
         >>> clean("a\\x1b[31mred\\x1b[0m\\r")

@@ -1,4 +1,4 @@
-"""The result of one run, read from its metrics: from the master, a JSON file, or a downloaded zip.
+"""Read the result of a run from its metrics, which come from the master, a JSON file, or a downloaded zip file.
 
 Results can be compared if their runs had the same :class:`Setup`.
 """
@@ -52,16 +52,16 @@ PHASES = ("compute", "communication", "metrics", "data")
 """Phases of the training time, in the order in which charts stack them."""
 
 UNKNOWN = "unknown"
-"""State of a run without its record, as in a zip file of an earlier version."""
+"""State of a run whose record is missing, as in a zip file of an earlier version."""
 
 _NAME_IN_ZIP = re.compile(r"(?:^|/)result_(.+)\.json$")
-# Metrics of single workers, as named by this master, by its earlier versions, and by version 3.0.
+# A file with metrics of one worker, as this master, its earlier versions and version 3.0 name it.
 _WORKER_IN_ZIP = re.compile(r"(?:pod_)?(.+-worker-\d+)(?:_.*)?\.json$")
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 # "80% Top 1 Validation Accuracy reached in 407.123 seconds, Compute: 300.000 seconds, Communication: 80.500 seconds"
 _TIME_IN_RESULT = re.compile(rf"\b(?:in|after) {_NUMBER} seconds", re.IGNORECASE)
 _PHASE_IN_RESULT = re.compile(rf"\b(compute|communication|metrics|preprocess): {_NUMBER} seconds")
-# The default of version 3.0 in Mbit/s, which no launcher enforces.
+# Version 3.0 sends this default (in Mbit/s) with every run. No launcher limits the bandwidth.
 _NOT_LIMITED = 1000.0
 _PLACEHOLDER = re.compile(r"\{(run_id|rank|hosts|backend)\}")
 
@@ -101,7 +101,7 @@ class Setup:
 
         Args:
             run: The run.
-            workers: Its number of workers, which gives the series if the command is unknown.
+            workers: Its number of workers. It is removed from the name to get ``series`` if the command is unknown.
         """
         job = run.get("job_metadata")
         command = run.get("command") or (job.get("command") if isinstance(job, Mapping) else None)
@@ -114,7 +114,7 @@ class Setup:
         return cls(
             program=program,
             arguments=tuple(item for item in items if item not in ("--gpu", "--light")),
-            # Version 3.0 calls every program of one's own "custom_image", so this name separates no setups.
+            # Every custom command of version 3.0 has the image name "custom_image", which says nothing about the setup.
             image=None if program.startswith("task ") or image == "custom_image" else image,
             backend=backend,
             # The master adds both options to the command line; records of earlier versions lack the fields.
@@ -152,7 +152,7 @@ def labels(setups: Iterable[Setup]) -> dict[Setup, str]:
         setups: The setups.
 
     Returns:
-        Labels, all different. A setup without a part of its own, or the only setup, is called ``"default"``.
+        Labels, all different. A setup without a part in which it differs from the others is called ``"default"``.
 
     Example:
         >>> plain, ddp = Setup("task 1a", backend="gloo"), Setup("task 1a", ("--optimizer ddp",), backend="gloo")
@@ -174,7 +174,7 @@ def _split(command: str) -> tuple[str, list[str]]:
     try:
         words = shlex.split(command)
     except ValueError:
-        # The quotes are not balanced.
+        # A quote is not closed, which a custom command may have.
         words = command.split()
     # The program ends at the script, as in "python -u main.py"; without a script, it is the first word.
     start = next((i for i, word in enumerate(words[:4]) if word.endswith(".py")), 0)
@@ -205,10 +205,10 @@ class RunResult:
         time_to_goal_s: Training time until the goal was reached.
         train_s: All training time, without validation.
         phases_s: Training time by phase, see :data:`PHASES`.
-        exposed_communication_s: The part of the communication during which nothing was computed.
+        exposed_communication_s: The part of the communication time that training waited for.
         validation_s: Time spent in validation.
         steps_s: Training time by step, see :data:`STEPS`.
-        samples_per_s: Training samples a second, all workers together.
+        samples_per_s: Training samples per second, all workers together.
         epochs: Number of epochs that the run began.
         best: Best value of the goal's metric.
         bytes_sent: Bytes that one worker sent.
@@ -232,7 +232,7 @@ class RunResult:
 
     @property
     def total_s(self) -> float | None:
-        """Return the time to compare runs by: until the goal if it was reached, else all training time."""
+        """Return the time by which runs are compared: until the goal if it was reached, else all training time."""
         if self.time_to_goal_s is not None:
             return self.time_to_goal_s
         return self.train_s if self.train_s is not None else (sum(self.phases_s.values()) or None)
@@ -251,14 +251,14 @@ class RunResult:
     def from_metrics(cls, metrics: Metrics, run: Mapping[str, Any]) -> RunResult:
         """Read the result from a run's metrics.
 
-        The metric ``summary @ 0``, which a training script posts at its end, takes precedence. A run without a
-        summary has reached its goal if it has the metric ``TaskResult @ 0``. The times then come from the text of that
-        metric, and missing times from the cumulative times of the steps.
+        The metric ``summary @ 0``, which a training script sends at its end, takes precedence. A run without a summary
+        has reached its goal if it has the metric ``TaskResult @ 0``. Times then come from the text of this metric, and
+        times that it lacks from the cumulative times of the steps.
 
         Args:
             metrics: Entries of every metric, oldest first: ``{name: [{"date", "value", ...}, ...]}``.
             run: The run as the master describes it: ``name``, ``num_workers``, ``state``, and the fields that
-                :class:`Setup` reads. The state of a run without one is ``"unknown"``.
+                :class:`Setup` reads. Without ``state`` the state is ``"unknown"``.
         """
         summary = _summary(metrics)
         times = _times(summary)
@@ -339,7 +339,7 @@ def _time_to_goal(summary: Mapping[str, Any], result: str, metrics: Metrics) -> 
     in_text = _TIME_IN_RESULT.search(result)
     return _number(
         summary.get("time_to_goal_s"),
-        # A goal may answer with the bare number of seconds.
+        # A goal of the user may return only the number of seconds as its text.
         result,
         in_text[1] if in_text else None,
         _latest(metrics, "TotalCumulativeTrainTime @ 0"),
@@ -347,17 +347,18 @@ def _time_to_goal(summary: Mapping[str, Any], result: str, metrics: Metrics) -> 
 
 
 def _workers(run: Mapping[str, Any], summary: Mapping[str, Any], metrics: Metrics) -> int | None:
-    """Find the number of workers, but not from the name of the run: ``exp-2024`` need not have 2024 workers."""
+    """Find the number of workers. The name of the run is not used, because ``exp-2024`` need not have 2024 workers."""
     for value in (run.get("num_workers"), summary.get("workers")):
         if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1:
             return int(value)
-    # Metrics end with the rank that posted them. One rank proves nothing: rank 0 may be the only one that posts.
+    # Names of metrics end with the rank that sent them. If there is only one rank, the number of workers stays unknown,
+    # because rank 0 may be the only one that sends.
     ranks = {match[1] for metric in metrics if (match := re.search(r" @ (\d+)$", metric))}
     return len(ranks) if len(ranks) > 1 else None
 
 
 def _number(*values: object) -> float | None:
-    """Return the first finite number, given as a number or as text, and ``None`` without one."""
+    """Return the first finite number among values, which may be texts; ``None`` if none of them is one."""
     for value in values:
         # In Python a bool is an int, but it is not a measurement.
         if isinstance(value, int | float | str) and not isinstance(value, bool):
@@ -396,7 +397,7 @@ def load_folder(folder: Path) -> list[RunResult]:
     """
     if not folder.is_dir():
         return []
-    # Other files, such as the charts of an earlier call, are left alone.
+    # Other files in the folder, such as the charts of an earlier call, are skipped.
     readers = {".json": _load_json, ".zip": _load_zip}
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in readers]
     results = [result for path in paths if (result := readers[path.suffix](path)) is not None]
@@ -415,7 +416,7 @@ def comparable(results: Sequence[RunResult]) -> list[RunResult]:
     kept = []
     for result in results:
         if result.state not in ("finished", UNKNOWN):
-            remark(f"{clean(result.name)} is {clean(result.state)}, which is not a result: left out of the charts")
+            remark(f"{clean(result.name)} is {clean(result.state)} and not finished: left out of the charts")
         elif result.workers is None:
             remark(f"{clean(result.name)} does not say how many workers it had: left out of the charts")
         else:
@@ -469,7 +470,7 @@ def print_results(results: Sequence[RunResult]) -> None:
     rows = []
     for result in results:
         outcome = {True: "yes", False: "no", None: "-"}[result.goal_reached]
-        # Without the run's record the goal is all that is known of its end.
+        # If the run's record is missing, only the goal can show how the run ended.
         if result.state != "finished" and not (result.state == UNKNOWN and result.goal_reached is not None):
             outcome = result.state
         phases = (number(result.phases_s.get(phase)) for phase in PHASES)

@@ -1,4 +1,4 @@
-"""State that the command keeps between calls: settings, the last answers, the embedded master.
+"""Store what the command keeps between calls: settings, the last answers, the embedded master.
 
 Each file is JSON in :func:`mlbench_core.paths.user_folder`, written atomically and readable by its owner only.
 """
@@ -14,7 +14,7 @@ from mlbench_core.paths import user_folder
 __all__ = ["LAST_RUN", "MASTER", "SETTINGS", "forget", "read", "remember"]
 
 SETTINGS = "settings.json"
-"""Chosen by the user: ``{"master_url": ..., "token": ...}``."""
+"""Written by the user: ``{"master_url": ..., "token": ...}``."""
 
 LAST_RUN = "last-run.json"
 """Answers of the last ``mlbench run``: the defaults of its next questions."""

@@ -20,7 +20,7 @@ __all__ = ["Goal", "Progress", "wait_for"]
 POLL_S = 1.0
 _GLOBAL_METRIC = re.compile(r"val_global_(.*) @ 0")
 LOST_MASTER_S = 120.0
-"""Seconds that a master may be unreachable (a restart, a network failure) before waiting ends."""
+"""Seconds for which requests to the master may fail (a restart, a network failure) before waiting ends."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Progress:
 
     @property
     def fraction(self) -> float:
-        """Return how near the metric is to the goal, from 0 to 1; 1 once the run has finished."""
+        """Return the progress of the metric toward the goal, from 0 to 1; 1 if the run has finished."""
         if self.state == "finished":
             return 1.0
         threshold = self.goal.threshold if self.goal else None
@@ -84,7 +84,7 @@ def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal
     """
     watched = {run["id"]: Progress(name=str(run["name"]), goal=goal) for run in runs}
     latest = {run["id"]: dict(run) for run in runs}
-    away_since: float | None = None
+    failing_since: float | None = None
     pause = threading.Event()
     with _bars() if sys.stderr.isatty() else contextlib.nullcontext(_lines()) as show:
         while True:
@@ -94,15 +94,16 @@ def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal
                     if latest[run_id].get("state") not in FINAL_STATES or progress.state not in FINAL_STATES:
                         latest[run_id] = client.run(run_id)
                         _update(client, progress, latest[run_id])
-                away_since = None
+                failing_since = None
             except MasterRequestError as error:
-                # A refusal (a status below 500) does not go away by waiting. Training continues without a master.
+                # Waiting does not help if the master refuses the request (a status below 500). Other failures may end,
+                # and the workers train without the master in the meantime.
                 if error.status is not None and error.status < 500:
                     raise
-                if away_since is None:
-                    away_since = time.monotonic()
+                if failing_since is None:
+                    failing_since = time.monotonic()
                     remark(f"{error}; trying again for {LOST_MASTER_S:g} s")
-                if time.monotonic() - away_since >= LOST_MASTER_S:
+                if time.monotonic() - failing_since >= LOST_MASTER_S:
                     raise
             show(list(watched.values()))
             if all(progress.state in FINAL_STATES for progress in watched.values()):
@@ -156,7 +157,7 @@ def _bars() -> Iterator[Show]:
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
-    # markup=False: a name with brackets must not be read as a style.
+    # markup=False, because rich would read a name with brackets as a style.
     columns = (
         TextColumn("{task.fields[run]}", style="bold", markup=False),
         BarColumn(bar_width=30),

@@ -1,13 +1,13 @@
 """``mlbench charts``: draw charts of results, as PNG and CSV.
 
 Runs of the same setup with the same number of workers count as repeats and are averaged. Runs of one setup with
-different numbers of workers are a series: one line, or one block of bars. With :math:`T_k` the time of :math:`k`
-workers and :math:`k_0` the fewest workers in the series::
+different numbers of workers are a series: one line, or one block of bars. With T_k the time of k workers and k_0 the
+smallest number of workers in the series::
 
     speed-up      S_k = T_{k_0} / T_k                       ideal: k / k_0
     price index   I_k = (price_k / price_{k_0}) / S_k       price_k proportional to k T_k
 
-If the index is below 1, the additional workers pay for themselves.
+If the index is below 1, the additional workers pay for themselves: the speed-up is larger than the increase in price.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ _SERIES_COLORS = ("#3569a8", "#e0862b", "#6ea15a", "#8a6bb0", "#c0504d", "#4bacc
 
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--filter", "-f", "pattern", metavar="F", help="Only runs whose name has F in it, or matches it as *?[].")
+@click.option(
+    "--filter", "-f", "pattern", metavar="F", help="Only runs whose name contains F, or matches it as a shell pattern."
+)
 @click.option(
     "--output",
     "-o",
@@ -83,7 +85,8 @@ def charts(
 
     Runs are averaged only if task or command, arguments, backend, resources and number of workers are the same. The
     charts, each as PNG and CSV, are: the total time by phase, the speed-up with and without communication, the time of
-    every step, and the price index (price increase over performance increase; below 1 more workers pay for themselves).
+    every step, and the price index (price increase divided by performance increase; below 1, more workers pay for
+    themselves). The first two are also drawn side by side in overview.png.
     """
     found = [] if dashboard_url else _results.load_folder(folder)
     if found:
@@ -146,7 +149,7 @@ class Series:
     """The runs of one setup.
 
     Attributes:
-        label: The part of the setup that the other series do not share.
+        label: The parts of the setup in which this series differs from the others.
         setup: The whole setup as text.
         points: One point for each number of workers, fewest workers first.
     """
@@ -215,9 +218,9 @@ def speedup(times: Sequence[float | None]) -> list[float | None]:
 
 
 def price_index(points: Sequence[Point]) -> list[float | None]:
-    """Return the price increase over the performance increase, relative to the first point.
+    """Return the price index of each point: price increase divided by performance increase since the first point.
 
-    The formula is in the module's docstring.
+    The module's docstring has the formula. ``None`` stands for a point without a time.
     """
     gains = zip(points, speedup([point.total_s for point in points]), strict=True)
     # The price of an hour cancels out, so the price increase is (k / k_0) / S_k.
@@ -237,16 +240,16 @@ def draw_overview(results: Sequence[RunResult], path: Path) -> Path:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    every = in_series(results)
-    figure = _figure(2 * _width(every))
+    all_series = in_series(results)
+    figure = _figure(2 * _width(all_series))
     left, right = figure.subplots(1, 2)
-    _draw_phases(left, every)
-    _draw_speedup(right, every)
-    return _save(figure, path, every)
+    _draw_phases(left, all_series)
+    _draw_speedup(right, all_series)
+    return _save(figure, path, all_series)
 
 
 def draw_all(results: Sequence[RunResult], folder: Path, price_per_hour: float | None = None) -> list[Path]:
-    """Draw every chart as PNG and write its figures as CSV.
+    """Draw every chart as PNG and write its numbers as CSV.
 
     Args:
         results: Runs to compare.
@@ -260,46 +263,48 @@ def draw_all(results: Sequence[RunResult], folder: Path, price_per_hour: float |
         ConfigurationError: No run reported any time.
         MissingDependencyError: matplotlib is not installed.
     """
-    every = in_series(results)
-    # Checked before the first file is written.
-    if not any(point.total_s for series in every for point in series.points):
+    all_series = in_series(results)
+    # Checked first, so that no file is written if there is nothing to draw.
+    if not any(point.total_s for series in all_series for point in series.points):
         raise ConfigurationError("none of the runs reported a time: nothing to draw")
     written = [draw_overview(results, folder / "overview.png")]
     charts: dict[str, tuple[Callable[[Axes, Sequence[Series]], None], list[list[Any]]]] = {
         "total_time_by_phase": (
             _draw_phases,
             _rows(
-                every,
+                all_series,
                 ["runs", "total_s", *(f"{phase}_s" for phase in PHASES), "goal_reached"],
                 lambda point: [point.runs, point.total_s, *map(point.phases_s.get, PHASES), point.reached],
             ),
         ),
-        "speedup": (_draw_speedup, _speedup_rows(every)),
+        "speedup": (_draw_speedup, _speedup_rows(all_series)),
         "time_all_phases": (
             _draw_steps,
-            _rows(every, [f"{step}_s" for step in STEPS], lambda point: [point.steps_s.get(step) for step in STEPS]),
+            _rows(
+                all_series, [f"{step}_s" for step in STEPS], lambda point: [point.steps_s.get(step) for step in STEPS]
+            ),
         ),
-        "price_index": (_draw_price, _price_rows(every, price_per_hour)),
+        "price_index": (_draw_price, _price_rows(all_series, price_per_hour)),
     }
     for name, (draw, rows) in charts.items():
-        figure = _figure(_width(every) + 1.0)
-        draw(figure.subplots(), every)
-        written.append(_save(figure, folder / f"{name}.png", every))
+        figure = _figure(_width(all_series) + 1.0)
+        draw(figure.subplots(), all_series)
+        written.append(_save(figure, folder / f"{name}.png", all_series))
         with replacing(folder / f"{name}.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows)
         written.append(folder / f"{name}.csv")
     return written
 
 
-def _rows(every: Sequence[Series], names: Sequence[str], values: Callable[[Point], list[Any]]) -> list[list[Any]]:
+def _rows(all_series: Sequence[Series], names: Sequence[str], values: Callable[[Point], list[Any]]) -> list[list[Any]]:
     """Return a header and a row for each point of each series."""
-    rows = [[series.setup, point.workers, *values(point)] for series in every for point in series.points]
+    rows = [[series.setup, point.workers, *values(point)] for series in all_series for point in series.points]
     return [["setup", "workers", *names], *rows]
 
 
-def _speedup_rows(every: Sequence[Series]) -> list[list[Any]]:
+def _speedup_rows(all_series: Sequence[Series]) -> list[list[Any]]:
     rows: list[list[Any]] = [["setup", "workers", "ideal", "speedup", "speedup_without_communication"]]
-    for series in every:
+    for series in all_series:
         points = series.points
         total = speedup([point.total_s for point in points])
         without = speedup([point.without_communication_s for point in points])
@@ -308,9 +313,9 @@ def _speedup_rows(every: Sequence[Series]) -> list[list[Any]]:
     return rows
 
 
-def _price_rows(every: Sequence[Series], price_per_hour: float | None) -> list[list[Any]]:
+def _price_rows(all_series: Sequence[Series], price_per_hour: float | None) -> list[list[Any]]:
     rows: list[list[Any]] = [["setup", "workers", "total_s", "price", "price_index"]]
-    for series in every:
+    for series in all_series:
         for point, index in zip(series.points, price_index(series.points), strict=True):
             price = None
             if price_per_hour is not None and point.total_s is not None:
@@ -319,9 +324,9 @@ def _price_rows(every: Sequence[Series], price_per_hour: float | None) -> list[l
     return rows
 
 
-def _width(every: Sequence[Series]) -> float:
+def _width(all_series: Sequence[Series]) -> float:
     """Return the width in inches of a chart with the bars of all series and a legend."""
-    return 2.0 + max(4.5, 0.6 * (len(every) + sum(len(series.points) for series in every)))
+    return 2.0 + max(4.5, 0.6 * (len(all_series) + sum(len(series.points) for series in all_series)))
 
 
 def _figure(width: float) -> Figure:
@@ -332,8 +337,8 @@ def _figure(width: float) -> Figure:
     return Figure(figsize=(width, 4.4), dpi=150, layout="constrained")
 
 
-def _save(figure: Figure, path: Path, every: Sequence[Series]) -> Path:
-    if not all(point.reached for series in every for point in series.points):
+def _save(figure: Figure, path: Path, all_series: Sequence[Series]) -> Path:
+    if not all(point.reached for series in all_series for point in series.points):
         figure.supxlabel("* the goal was not reached: all training time is shown", fontsize=8, color=_GREY)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
@@ -351,25 +356,25 @@ def _style(axes: Axes, title: str, y_label: str) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _blocks(axes: Axes, every: Sequence[Series]) -> list[tuple[int, Point]]:
+def _blocks(axes: Axes, all_series: Sequence[Series]) -> list[tuple[int, Point]]:
     """Place the bars in one block for each series, with a gap between blocks and the label below the first bar."""
     places: list[tuple[int, Point]] = []
     ticks: list[str] = []
-    for series in every:
+    for series in all_series:
         start = places[-1][0] + 2 if places else 0
         for index, point in enumerate(series.points):
             places.append((start + index, point))
             # A long label is cut, because it must fit below the bars of its series.
-            label = textwrap.wrap(series.label, 18)[:4] if len(every) > 1 and index == 0 else []
+            label = textwrap.wrap(series.label, 18)[:4] if len(all_series) > 1 and index == 0 else []
             ticks.append("\n".join([f"{point.workers}{'' if point.reached else '*'}", *label]))
     axes.set_xticks([x for x, _ in places], ticks)
     axes.set_xlim(-0.6, places[-1][0] + 0.6)
     return places
 
 
-def _draw_phases(axes: Axes, every: Sequence[Series]) -> None:
+def _draw_phases(axes: Axes, all_series: Sequence[Series]) -> None:
     """Draw stacked bars: training time by phase for each number of workers."""
-    places = _blocks(axes, every)
+    places = _blocks(axes, all_series)
     bottom = [0.0] * len(places)
     for phase in PHASES:
         heights = [point.phases_s.get(phase, 0.0) for _, point in places]
@@ -384,9 +389,9 @@ def _draw_phases(axes: Axes, every: Sequence[Series]) -> None:
     _legend(axes)
 
 
-def _draw_steps(axes: Axes, every: Sequence[Series]) -> None:
+def _draw_steps(axes: Axes, all_series: Sequence[Series]) -> None:
     """Draw grouped bars: time of every step for each number of workers."""
-    places = _blocks(axes, every)
+    places = _blocks(axes, all_series)
     steps = [step for step in STEPS if any(step in point.steps_s for _, point in places)]
     width = 0.8 / max(len(steps), 1)
     # Steps of one phase have its color, so that both charts agree; shades distinguish them.
@@ -400,17 +405,17 @@ def _draw_steps(axes: Axes, every: Sequence[Series]) -> None:
     _legend(axes)
 
 
-def _draw_speedup(axes: Axes, every: Sequence[Series]) -> None:
+def _draw_speedup(axes: Axes, all_series: Sequence[Series]) -> None:
     """Draw the speed-up with and without communication, and the ideal speed-up for each first number of workers."""
-    ticks = _shared_ticks(axes, every)
-    starts = sorted({series.points[0].workers for series in every})
+    ticks = _shared_ticks(axes, all_series)
+    starts = sorted({series.points[0].workers for series in all_series})
     for start in starts:
         ideal = {k: k / start for k in ticks if k >= start}
         axes.plot([ticks[k] for k in ideal], list(ideal.values()), "--", color=_GREY, linewidth=1.2)
     # One entry in the legend stands for the ideal lines of all series.
     axes.lines[0].set_label("ideal")
-    single = len(every) == 1
-    for series, color in zip(every, itertools.cycle(_SERIES_COLORS), strict=False):
+    single = len(all_series) == 1
+    for series, color in zip(all_series, itertools.cycle(_SERIES_COLORS), strict=False):
         names = ("without communication", "with communication") if single else (None, series.label)
         total = speedup([point.total_s for point in series.points])
         without = speedup([point.without_communication_s for point in series.points])
@@ -418,7 +423,7 @@ def _draw_speedup(axes: Axes, every: Sequence[Series]) -> None:
         _line(axes, ticks, series, without, "s:", color=colors[0], label=names[0])
         _line(axes, ticks, series, total, "o-", color=colors[1], label=names[1])
     if not single:
-        # An empty line gives the dotted style its entry in the legend.
+        # A line without points: the legend needs one entry for the dotted lines of all series.
         axes.plot([], [], "s:", color=_GREY, label="without communication")
     over = f"{starts[0]} worker{'' if starts[0] == 1 else 's'}"
     if len(starts) > 1:
@@ -428,23 +433,23 @@ def _draw_speedup(axes: Axes, every: Sequence[Series]) -> None:
     _legend(axes)
 
 
-def _draw_price(axes: Axes, every: Sequence[Series]) -> None:
-    """Draw the price index, with the limit below which more workers pay for themselves."""
-    ticks = _shared_ticks(axes, every)
-    axes.axhline(1.0, linestyle="--", color=_GREY, linewidth=1.2, label="workers pay for themselves below")
-    for series, color in zip(every, itertools.cycle(_SERIES_COLORS), strict=False):
-        name = "price index" if len(every) == 1 else series.label
+def _draw_price(axes: Axes, all_series: Sequence[Series]) -> None:
+    """Draw the price index, with a line at 1: below it, more workers pay for themselves."""
+    ticks = _shared_ticks(axes, all_series)
+    axes.axhline(1.0, linestyle="--", color=_GREY, linewidth=1.2, label="below: more workers pay for themselves")
+    for series, color in zip(all_series, itertools.cycle(_SERIES_COLORS), strict=False):
+        name = "price index" if len(all_series) == 1 else series.label
         _line(axes, ticks, series, price_index(series.points), "o-", color=color, label=name)
     _style(axes, "Price index", "price increase / performance increase")
     axes.margins(x=0.12, y=0.15)
     _legend(axes)
 
 
-def _shared_ticks(axes: Axes, every: Sequence[Series]) -> dict[int, int]:
+def _shared_ticks(axes: Axes, all_series: Sequence[Series]) -> dict[int, int]:
     """Place the numbers of workers on the axis that all series share."""
-    workers = sorted({point.workers for series in every for point in series.points})
+    workers = sorted({point.workers for series in all_series for point in series.points})
     # A star marks the number of workers if any series missed its goal with it.
-    missed = {point.workers for series in every for point in series.points if not point.reached}
+    missed = {point.workers for series in all_series for point in series.points if not point.reached}
     axes.set_xticks(range(len(workers)), [f"{k}{'*' if k in missed else ''}" for k in workers])
     return {k: place for place, k in enumerate(workers)}
 

@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "download": ("runs", "Download the metrics of a run as a zip file."),
     "env": ("env", "Describe this machine, as a bug report needs it."),
     "get-dashboard-url": ("master", "Print the address of the dashboard."),
-    "logs": ("runs", "Show what the workers of a run wrote."),
+    "logs": ("runs", "Show the output of the workers of a run."),
     "master": ("master", "Start the master in the foreground, or stop it."),
     "run": ("run", "Start runs of a task or of a command of your own."),
     "status": ("runs", "Show all runs, or one with its latest metrics."),
@@ -75,7 +75,7 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the subcommand; for a removed command of version 3.0, fail with the name of its replacement."""
-        # Not commands of these names, because "mlbench --help" would list them.
+        # Handled here, because "mlbench --help" would list commands of these names.
         if args and args[0] in MOVED:
             ctx.fail(f"'{args[0]}' was removed in version 4: {MOVED[args[0]]}.")
         return super().resolve_command(ctx, args)
@@ -94,7 +94,7 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except MLBenchError as error:
             raise CommandFailed(" ".join(str(error).split())) from error
-        # The reader of a pipe has ended, as in "mlbench logs NAME | head"; click ends the command quietly.
+        # In "mlbench logs NAME | head", head may end first. click then ends the command without a message.
         except BrokenPipeError:
             raise
         except OSError as error:
@@ -117,6 +117,8 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit status: 0 done, 1 failed, 2 used wrongly. MLBENCH_MASTER_URL and MLBENCH_TOKEN name the master.",
 )
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Version.")
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Show the version."
+)
 def cli_group() -> None:
     """Benchmark distributed machine learning: start runs, watch them, compare them."""

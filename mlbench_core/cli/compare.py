@@ -1,4 +1,4 @@
-"""``mlbench compare``: compare runs, with mean and spread of repeats."""
+"""``mlbench compare``: compare runs, with the mean and the standard deviation of repeats."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def confidence_95(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of the mean, by Student's t distribution.
 
     Args:
-        values: Independent measurements; fewer than two have no interval.
+        values: Independent measurements.
 
     Returns:
-        Lower and upper end, or ``None`` without an interval.
+        Lower and upper end, or ``None`` for fewer than two measurements.
 
     Example:
         >>> [round(end, 2) for end in confidence_95([9.0, 10.0, 11.0])]
@@ -64,8 +64,9 @@ def confidence_95(values: Sequence[float]) -> tuple[float, float] | None:
 def compare(names: tuple[str, ...], dashboard_url: str | None, as_json: bool) -> None:
     """Compare the runs NAME..., which may be shell patterns.
 
-    Runs of the same task or command with the same arguments (except the seed), workers, backend, resources and target
-    are repeats: their mean, standard deviation and the 95 % confidence interval of the mean are shown.
+    Runs of the same task or command with the same arguments (except the seed), workers, backend, resources and goal
+    are repeats. The table has one row for them, with the mean, the standard deviation (SPREAD) and the 95 % confidence
+    interval of the mean.
     """
     with connect(dashboard_url) as client:
         runs = _select(client, names)
@@ -74,7 +75,7 @@ def compare(names: tuple[str, ...], dashboard_url: str | None, as_json: bool) ->
             if run.get("state") not in FINAL_STATES:
                 remark(f"{run['name']} has not ended: left out")
             elif run.get("state") != "finished":
-                remark(f"{run['name']} is {run.get('state')}, which is not a result: left out")
+                remark(f"{run['name']} is {run.get('state')} and not finished: left out")
             else:
                 result = RunResult.from_metrics(client.metrics(run["id"]), run)
                 groups.setdefault((result.setup, result.workers), []).append(result)

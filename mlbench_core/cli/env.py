@@ -37,7 +37,7 @@ PACKAGES = (
     "kubernetes",
 )
 
-# This runs in a process of its own: a torch that cannot load, or hangs while it loads, must not break the command.
+# This runs in another process, because a torch that crashes or hangs while it loads must not break the command.
 _ASK_TORCH = """
 import json, torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ _TORCH_TIMEOUT_S = 120.0
 
 
 def describe() -> dict[str, Any]:
-    """Return everything that ``mlbench env`` prints, as JSON-ready values."""
+    """Return everything that ``mlbench env`` prints, as values that can be written as JSON."""
     import psutil
 
     master = _embedded.configured() or _embedded.embedded()
@@ -74,7 +74,7 @@ def describe() -> dict[str, Any]:
             "executable": sys.executable,
             "cpu": _cpu_name(),
             "cores": os.cpu_count(),
-            # A container or a batch system may leave fewer cores to this process; macOS cannot say.
+            # A container or a batch system may leave fewer cores to this process. macOS has no such function.
             "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
         },
@@ -88,7 +88,7 @@ def _version(package: str) -> str | None:
     if package == "mlbench-core":
         from mlbench_core import __version__
 
-        # The code that runs: the metadata of an editable installation may be older.
+        # From the code itself, because the metadata of an editable installation may be older.
         return __version__
     try:
         return importlib.metadata.version(package)

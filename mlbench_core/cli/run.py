@@ -21,6 +21,7 @@ from mlbench_core.tasks import BACKENDS, TASKS, Task, get_task, is_run_name
 __all__ = ["run"]
 
 CUSTOM_IMAGE = "custom_image"
+# Of a failed run, enough for a traceback.
 LOG_LINES_SHOWN = 20
 
 
@@ -28,7 +29,7 @@ class _TaskType(click.ParamType):
     name = "task"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Task:
-        # click asks of every type that it accepts a value that is converted already.
+        # click may pass a value that is already converted, and requires every type to accept it.
         if isinstance(value, Task):
             return value
         try:
@@ -55,7 +56,7 @@ class _RunCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)
-        # The command reads them there; click has no parameter for words that it does not parse.
+        # ctx.obj carries the words to run(), because click has no parameter for words that it does not parse.
         ctx.obj = list(args[cut + 1 :])
         return super().parse_args(ctx, args[:cut])
 
@@ -90,7 +91,7 @@ class _Options:
             click.UsageError: Values contradict each other, or one is missing and there is no terminal to ask on.
         """
         if self.task is not None and (self.image or self.command):
-            raise click.UsageError("--task excludes --image and --command: a task brings its own")
+            raise click.UsageError("--task cannot be given with --image or --command: a task has its own command")
         if self.output is not None and not self.wait:
             raise click.UsageError("--output needs --wait")
         last = _settings.read(_settings.LAST_RUN)
@@ -104,8 +105,8 @@ class _Options:
         if asked:
             self.task = _ask_task(ctx, last.get("task"))
         if self.task is None and not self.command:
-            what = f"the command of image {self.image}" if self.image else "the command"
-            self.command = _ask(what, "--command", last.get("command"))
+            subject = f"the command of image {self.image}" if self.image else "the command"
+            self.command = _ask(subject, "--command", last.get("command"))
         if self.backend is None and asked:
             default = last.get("backend") or BACKENDS[0]
             self.backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=default)
@@ -122,7 +123,7 @@ class _Options:
                 param_hint="--backend",
             )
         if self.backend == "nccl" and not self.gpu:
-            raise click.BadParameter("nccl moves tensors between GPUs: add --gpu, or take gloo", param_hint="--backend")
+            raise click.BadParameter("nccl needs GPUs: add --gpu, or use --backend gloo", param_hint="--backend")
 
     def request(self) -> dict[str, Any]:
         """Return the body of ``POST /api/runs/`` without the name and the number of workers."""
@@ -136,7 +137,7 @@ class _Options:
             words = shlex.split(self.command or "")
         except ValueError as error:
             raise click.BadParameter(
-                f"{self.command!r} must be words as for a shell: {error}", param_hint="--command"
+                f"the command must be quoted as for a shell, not {self.command!r}: {error}", param_hint="--command"
             ) from None
         # Workers run in their own folder, so the path of the script must not depend on this one. The script is the
         # first word, or it follows an interpreter.
@@ -156,7 +157,7 @@ class _Options:
 @click.option("--image", help="Container image of a program of your own, for a master that starts containers.")
 @click.option("--command", help="A worker's command line; {run_id} {rank} {hosts} {backend} are filled in.")
 @click.option("--backend", type=click.Choice(BACKENDS, case_sensitive=False), help="How workers communicate.")
-@click.option("--gpu", "-g", is_flag=True, help="One GPU for each worker.")
+@click.option("--gpu", "-g", is_flag=True, help="Give each worker a GPU.")
 @click.option("--num-cpus", "-c", type=_Cores(), help="Cores for each worker.")
 @click.option("--light", "-l", is_flag=True, help="Stop at the task's light goal.")
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
@@ -178,11 +179,11 @@ def run(ctx: click.Context, **values: Any) -> None:
     \b
         mlbench run demo 1 2 --task 1a --wait -- --dataset digits
 
-    On a terminal, missing values are asked for. If no master is configured, one is started on this machine.
+    On a terminal, the command asks for missing values. If no master is configured, it starts one on this machine.
     """
     options = _Options(arguments=ctx.obj, **values)
     options.complete(ctx)
-    # Before a master is started: a request that cannot be made needs none.
+    # Before find_or_start, so that a wrong command line starts no master.
     request = options.request()
     location = _embedded.find_or_start(options.dashboard_url)
     with MasterClient(location.url, location.token) as client:
@@ -201,19 +202,19 @@ def _interactive() -> bool:
     return sys.stdin.isatty()
 
 
-def _ask(what: str, option: str, default: str | None) -> str:
+def _ask(subject: str, option: str, default: str | None) -> str:
     """Ask for a missing value on a terminal, and raise a usage error elsewhere."""
     # A script must not hang on a question that nobody answers.
     if not _interactive():
-        raise click.UsageError(f"{what} is missing: give {option}")
-    answer: str = click.prompt(what.removeprefix("the ").capitalize(), default=default, type=str, err=True)
+        raise click.UsageError(f"{subject} is missing: give {option}")
+    answer: str = click.prompt(subject.removeprefix("the ").capitalize(), default=default, type=str, err=True)
     return answer
 
 
 def _ask_task(ctx: click.Context, default: str | None) -> Task | None:
-    """Let the user choose a task by its number or key; return None for the user's own command."""
+    """Let the user choose a task by its number or key; return None if the user chooses an own command."""
     if _interactive():
-        # Numbered from 0, as the menu of version 3.0.
+        # The numbers start at 0, as in the menu of version 3.0.
         for index, task in enumerate(TASKS.values()):
             remark(f"  [{index}] task {task.key:3} {task.title} ({task.model}, {task.data})")
         remark(f"  [{len(TASKS)}] a command of your own")
@@ -239,7 +240,7 @@ def _ask_workers(default: Sequence[int] | None) -> tuple[int, ...]:
 def _check_name(name: str) -> None:
     if not is_run_name(name):
         raise click.BadParameter(
-            f"{name!r} cannot name a run: at most 63 small letters, digits and '-', which neither begins nor ends it",
+            f"the name of a run must be 1 to 63 small letters, digits and '-', without '-' at its ends, not {name!r}",
             param_hint="NAME",
         )
 
@@ -251,7 +252,7 @@ def _start(client: MasterClient, options: _Options, request: Mapping[str, Any]) 
         if item.get("name") in names:
             if not options.replace:
                 raise MasterRequestError(
-                    f"there is a run {item['name']} already: choose another NAME, or give --replace to delete it first",
+                    f"run {item['name']} exists already: choose another NAME, or give --replace to delete it first",
                     409,
                 )
             client.delete(item["id"])
@@ -264,7 +265,7 @@ def _start(client: MasterClient, options: _Options, request: Mapping[str, Any]) 
                 remark(f"started before the failure: {', '.join(str(item['name']) for item in started)}")
             raise
         started.append(item)
-        # The notes name options that the master cannot fulfill as requested.
+        # The master notes here which options it cannot carry out, for example a container image.
         job = item.get("job_metadata")
         for note in (job.get("notes") if isinstance(job, Mapping) else None) or ():
             remark(f"{clean(item['name'])}: {clean(note)}")
@@ -272,10 +273,11 @@ def _start(client: MasterClient, options: _Options, request: Mapping[str, Any]) 
 
 
 def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goal | None:
-    """Return the goal for the progress display; its threshold is None if the task does not know the data set."""
+    """Return the goal for the progress display. Its threshold is None if the task has no goal for the data set."""
     if task is None or task.metric is None:
         return None
     dataset, preset = _option(arguments, "--dataset"), _option(arguments, "--preset")
+    # Some tasks have another goal with a smaller model, under the name "DATASET-PRESET".
     smaller = f"{dataset or task.dataset}-{preset}"
     try:
         threshold = task.goal_on(smaller if smaller in task.stand_ins else dataset, light)
@@ -301,9 +303,9 @@ def _follow(client: MasterClient, started: Sequence[dict[str, Any]], options: _O
     try:
         ended = _wait.wait_for(client, started, _goal(options.task, options.light, options.arguments))
     except KeyboardInterrupt:
-        raise MLBenchError(f"no longer waiting; the runs go on ('mlbench stop {names}' stops them)") from None
+        raise MLBenchError(f"stopped waiting; the runs continue ('mlbench stop {names}' stops them)") from None
     results = []
-    # A failed run is saved, too: its metrics show how far it came.
+    # A failed run is saved, too, because its metrics show how far it came.
     for item in ended:
         metrics = client.metrics(item["id"])
         _results.save(folder / f"{item['name']}.json", item, metrics)
@@ -339,18 +341,18 @@ def _draw(folder: Path, results: Sequence[_results.RunResult]) -> Path | None:
         from mlbench_core.cli.charts import draw_overview
 
         return draw_overview(drawable, folder / "overview.png")
-    # The runs have ended well, so a missing package must not fail the command.
+    # The runs themselves are done, so a missing package for charts must not make the command fail.
     except MissingDependencyError as error:
         remark(f"no chart: {error}")
         return None
 
 
 def _show_log(client: MasterClient, item: Mapping[str, Any]) -> None:
-    """Write the last lines of the workers, which show the cause, and the launcher's final message."""
+    """Write the last lines of the workers, which usually show the cause, and the launcher's final message."""
     lines, _ = client.logs(item["id"])
     workers = [line for line in lines if line.get("rank") is not None][-LOG_LINES_SHOWN:]
     others = [line for line in lines if line.get("rank") is None]
     verdict = [line for line in others if line.get("stream") == "system"][-1:]
-    remark(f"--- the last lines of {clean(item['name'])} (all: mlbench logs {clean(item['name'])})")
+    remark(f"--- the last lines of {clean(item['name'])} (all lines: mlbench logs {clean(item['name'])})")
     for line in [*(workers or others[-LOG_LINES_SHOWN:]), *verdict]:
         remark(log_line(line))

@@ -22,7 +22,8 @@ from mlbench_core.files import replacing
 __all__ = ["delete", "download", "logs", "status", "stop"]
 
 FOLLOW_POLL_S = 0.5
-# The phase, "global_" if the value is of all workers, the name, and the rank of the sender.
+# The parts of a name at the master: the phase, "global_" for a value of all workers, the name itself, and the rank of
+# the worker that sent it.
 _METRIC_NAME = re.compile(r"(?:train_|val_)?(?:global_)?(.*?)(?: @ \d+)?", re.DOTALL)
 
 
@@ -81,9 +82,9 @@ def _show_metric(client: MasterClient, run: Mapping[str, Any], metric: str, as_j
 
 
 def _full_name(metric: str, known: Sequence[str], run: str) -> str:
-    """Find the name of a metric at the master, with or without its prefix and its rank.
+    """Find the full name of a metric at the master, if the user left out its prefix or its rank.
 
-    The validation metric over all workers comes before others of the same name, because the goal refers to it.
+    The validation metric over all workers takes precedence over others of the same name, because the goal refers to it.
     """
     for name in (metric, f"{metric} @ 0", f"val_global_{metric} @ 0"):
         if name in known:
@@ -97,24 +98,24 @@ def _full_name(metric: str, known: Sequence[str], run: str) -> str:
 
 
 def _cell(value: object) -> str:
-    """Format a value for a table; a date loses its fraction of a second."""
+    """Format a value for a table; a date is written without the fraction of a second."""
     text = "-" if value is None else str(value)
     return text[:19].replace("T", " ") if len(text) > 19 and text[4:5] == text[7:8] == "-" else text
 
 
 @click.command()
 @click.argument("name")
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run has ended.")
+@click.option("--follow", "-f", is_flag=True, help="Continue until the run has ended.")
 @dashboard_option
-@click.option("--json", "as_json", is_flag=True, help="Write one JSON object a line.")
+@click.option("--json", "as_json", is_flag=True, help="Write one JSON object per line.")
 def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool) -> None:
-    """Show what the workers of the run NAME wrote."""
+    """Show the output of the workers of the run NAME."""
     with connect(dashboard_url) as client:
         run_id = client.find(name)["id"]
         pause = threading.Event()
         position = 0
         while True:
-            # Read before the log, so that no line can follow once the run has ended.
+            # The state is read before the log. If the run has ended by then, the log is complete.
             ended = client.run(run_id).get("state") in FINAL_STATES
             lines, position = client.logs(run_id, position)
             for line in lines:
@@ -141,7 +142,7 @@ def stop(names: tuple[str, ...], dashboard_url: str | None) -> None:
 
 @click.command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @dashboard_option
 def delete(names: tuple[str, ...], yes: bool, dashboard_url: str | None) -> None:
     """Delete the runs NAME... with their metrics and logs, and stop those that are running."""
@@ -160,7 +161,8 @@ def _confirmed(names: Sequence[str]) -> bool:
     try:
         return click.confirm(f"Delete {clean(', '.join(names))} with all metrics?", err=True)
     except click.Abort as abort:
-        # Without a terminal nobody can answer: delete, as version 3.0 did. Ctrl-C and Ctrl-D still cancel.
+        # Without a terminal nobody can answer. Then the runs are deleted, so that scripts for version 3.0 work. On a
+        # terminal, Ctrl-C and Ctrl-D cancel.
         if sys.stdin.isatty() or not isinstance(abort.__context__, EOFError):
             raise
         click.echo(err=True)
@@ -181,14 +183,14 @@ def _confirmed(names: Sequence[str]) -> bool:
 def download(name: str, output: Path | None, dashboard_url: str | None, as_json: bool) -> None:
     """Download the metrics of the run NAME as a zip file.
 
-    The file appears when it is complete; an older file of the same name stays until then.
+    An older file of the same name is replaced when the download is complete.
     """
     with connect(dashboard_url) as client:
         run = client.find(name)
         path = output or Path(f"{run['name']}.zip")
         with replacing(path) as temporary:
             size_bytes = client.download_metrics(run["id"], temporary)
-            # The directory of a zip archive is at its end, so a truncated download fails this test.
+            # A zip archive has its directory at the end, so a truncated download fails this check.
             if not zipfile.is_zipfile(temporary):
                 raise MasterRequestError(
                     f"{client.url} sent an incomplete zip file for run {run['name']}: download it again"

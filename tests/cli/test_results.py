@@ -161,7 +161,7 @@ def test_a_zip_tells_the_state_of_its_run(tmp_path: Path, call: Call) -> None:
     shown = call("charts", str(tmp_path))
     table = [line.split()[:4] for line in shown.stdout.splitlines()]
     assert table[1:3] == [["bad", "1", "failed", "48.0"], ["good", "2", "-", "48.0"]]
-    assert "bad is failed, which is not a result: left out of the charts" in shown.stderr
+    assert "bad is failed and not finished: left out of the charts" in shown.stderr
     assert [row["workers"] for row in rows(tmp_path / "speedup.csv")] == ["2"]
 
 
@@ -364,7 +364,7 @@ def test_compare_sums_repeats_up(fake: FakeMaster, call: Call) -> None:
     fake.add("bad-1", 1, state="failed")
     result = call("compare", "r*", "one-1", "bad-1", "--json")
     single, repeats = json.loads(result.stdout)
-    assert "bad-1 is failed, which is not a result: left out" in result.stderr
+    assert "bad-1 is failed and not finished: left out" in result.stderr
     assert (single["workers"], single["seconds"]["spread"], single["seconds"]["confidence_95"]) == (1, None, None)
     seconds = repeats["seconds"]
     assert (seconds["n"], seconds["mean"], seconds["spread"]) == (3, 51.5, 2.0)

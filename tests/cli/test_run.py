@@ -75,12 +75,12 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["demo", "0", "--task", "1a"], "0 is not in the range"),
         (["demo", "two", "--task", "1a"], "'two' is not a valid integer"),
         (["demo", "1", "--task", "9z"], "unknown task '9z'; known: 0, 1a"),
-        (["demo", "1", "--task", "1a", "--image", "x"], "--task excludes --image"),
+        (["demo", "1", "--task", "1a", "--image", "x"], "--task cannot be given with --image"),
         (["demo", "1", "--image", "x"], "the command of image x is missing: give --command"),
         (["demo", "1", "--task", "1a", "--backend", "pigeon"], "'pigeon' is not one of 'gloo', 'nccl', 'mpi'"),
-        (["demo", "1", "--task", "1a", "--backend", "nccl"], "nccl moves tensors between GPUs: add --gpu"),
-        (["Demo_X", "1", "--task", "1a"], "'Demo_X' cannot name a run"),
-        (["a" * 62, "1000", "--task", "1a"], "cannot name a run"),
+        (["demo", "1", "--task", "1a", "--backend", "nccl"], "nccl needs GPUs: add --gpu"),
+        (["Demo_X", "1", "--task", "1a"], "the name of a run must be 1 to 63 small letters"),
+        (["a" * 62, "1000", "--task", "1a"], "the name of a run must be"),
         (["demo", "1", "--task", "1a", "--output", "x"], "--output needs --wait"),
         (["demo", "1", "--task", "1a", "--num-cpus", "0"], "0.0 is not in the range"),
         (["demo", "1", "--task", "1a", "--num-cpus", "nan"], "'nan' must be a positive number of cores"),
@@ -137,9 +137,7 @@ def test_damaged_memory_counts_as_empty(fake: FakeMaster, call: Call) -> None:
 def test_name_in_use_starts_nothing_unless_replaced(fake: FakeMaster, call: Call) -> None:
     fake.add("demo-2")
     error = call("run", "demo", "1", "2", "--task", "1a", code=1).stderr
-    assert error == (
-        "mlbench: there is a run demo-2 already: choose another NAME, or give --replace to delete it first\n"
-    )
+    assert error == ("mlbench: run demo-2 exists already: choose another NAME, or give --replace to delete it first\n")
     assert fake.requests == []
     call("run", "demo", "1", "2", "--task", "1a", "--replace")
     assert fake.deleted == [1]
@@ -223,7 +221,7 @@ def test_wait_fails_with_the_end_of_the_log(
     patch.setattr(fake, "_create", create_with_log)
     result = call("run", "demo", "1", "--task", "1a", "--wait", "--output", str(tmp_path), code=1)
     assert result.stderr.splitlines()[-5:] == [
-        "--- the last lines of demo-1 (all: mlbench logs demo-1)",
+        "--- the last lines of demo-1 (all lines: mlbench logs demo-1)",
         "[0] line 5",
         "[0] line 6",
         "worker 0 failed: exit status 1",
@@ -240,7 +238,7 @@ def test_interrupt_leaves_the_runs_alone(
 
     patch.setattr(_wait, "wait_for", interrupted)
     result = call("run", "demo", "1", "2", "--task", "1a", "--wait", "--output", str(tmp_path), code=1)
-    assert "the runs go on ('mlbench stop demo-1 demo-2' stops them)" in result.stderr
+    assert "the runs continue ('mlbench stop demo-1 demo-2' stops them)" in result.stderr
     assert fake.deleted == []
 
 
