@@ -1,7 +1,7 @@
 """MLBench: reference components for benchmarking distributed machine learning.
 
-Importing this package loads nothing heavy; subpackages load on first use
-(:pep:`562`), and torch only with a ``pytorch`` subpackage.
+Importing this package is fast: it loads a subpackage on first use (:pep:`562`), and torch only with a ``pytorch``
+subpackage.
 
 Example:
     >>> import mlbench_core
@@ -42,6 +42,7 @@ __all__ = ["__version__", *_SUBPACKAGES]
 
 __getattr__ = lazy_subpackages(__name__, *_SUBPACKAGES)
 
+# An import of a removed tensorflow module then fails with the reason.
 _tensorflow.install()
 
 

@@ -11,9 +11,10 @@ __all__ = ["install"]
 
 
 class _NoTensorFlow:
-    """Finder that comes last, for modules that no other finder has found.
+    """The last finder in ``sys.meta_path``, which Python asks only for modules that no other finder has found.
 
-    It does not derive from ``importlib.abc.MetaPathFinder``: importing that takes a fifth of the start of the command.
+    It does not derive from ``importlib.abc.MetaPathFinder``, because importing that class takes a fifth of the time in
+    which the ``mlbench`` command starts.
     """
 
     def find_spec(
@@ -21,7 +22,8 @@ class _NoTensorFlow:
     ) -> ModuleSpec | None:
         """Raise an ImportError for ``mlbench_core.*.tensorflow``; find no other module."""
         if fullname.startswith("mlbench_core.") and fullname.endswith(".tensorflow"):
-            # Not a ModuleNotFoundError: "from package import tensorflow" would hide that one and its message.
+            # Not a ModuleNotFoundError, because "from package import tensorflow" would replace it by an error with
+            # another message.
             raise ImportError(
                 f"{fullname} does not exist: TensorFlow is not supported in this version of mlbench-core; "
                 f"use {fullname.removesuffix('tensorflow')}pytorch, or stay with mlbench-core 3.0",

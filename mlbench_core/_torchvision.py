@@ -1,10 +1,10 @@
-"""Import torchvision, even with a build of torch that its operators do not load in.
+"""Import torchvision, even if its compiled operators do not fit the installed build of torch.
 
 torchvision's wheels contain compiled operators for one build of torch. With another build (for example the CPU build of
-torch with the wheel made for CUDA) they do not load. Then ``import torchvision`` itself fails, because it declares
-shape functions for operators that were never defined. The library needs only torchvision's Python parts (models, image
-folders, transforms). So if, and only if, the plain import fails for that reason, the two missing operators are declared
-without an implementation, and the import is tried again.
+torch and a torchvision wheel made for CUDA), these operators do not load. Then ``import torchvision`` itself fails,
+because it declares shape functions for operators that are not defined. The library needs only the Python parts of
+torchvision: models, image folders and transforms. So if the import fails for this reason, and only then, the two
+missing operators are declared without an implementation, and the import is repeated.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from mlbench_core.errors import require
 
-# Operators that torchvision describes while it is imported. Declared only: calling one is still an error.
+# Operators for which torchvision declares shape functions. Without an implementation, calling one is still an error.
 _OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 
-# A library's definitions live as long as the object that made them.
+# torch removes the definitions of a torch.library.Library when the object is deleted, so it is kept here.
 _declared: list[Any] = []
 
 
@@ -49,7 +49,7 @@ def load(submodule: str = "") -> ModuleType:
         if "torchvision::" not in str(error):
             raise
         _declare_operators()
-        # The failed import leaves modules behind, which the next one would take for complete.
+        # The failed import leaves incomplete modules behind, which the next import would use.
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
         importlib.import_module("torchvision")

@@ -11,12 +11,15 @@ __all__ = ["check_at_least", "check_finite_at_least_0", "check_int", "check_numb
 
 
 def check_int(name: str, value: Any, least: int = 1) -> int:
-    """Return a value as an ``int`` if it is an integer (also one of numpy) and not below ``least``.
+    """Return a value as an ``int`` if it is an integer (of Python or numpy) of at least ``least``.
 
     Args:
         name: Name of the argument, for the message.
         value: The value.
         least: The smallest allowed value.
+
+    Returns:
+        The value as an ``int``.
 
     Raises:
         TypeError: The value is not an integer.
@@ -27,7 +30,7 @@ def check_int(name: str, value: Any, least: int = 1) -> int:
         4
     """
     try:
-        # True and False are ints in Python, but never meant as a count.
+        # True and False are ints in Python, but a bool as a count is a mistake.
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
@@ -40,12 +43,20 @@ def check_int(name: str, value: Any, least: int = 1) -> int:
 def check_at_least(name: str, value: Any, least: float) -> None:
     """Raise a ValueError if a value is below ``least`` or not a number (NaN).
 
+    Args:
+        name: Name of the argument, for the message.
+        value: The value.
+        least: The smallest allowed value.
+
+    Raises:
+        ValueError: The value is below ``least`` or NaN.
+
     Example:
         >>> check_at_least("beam_size", 0, 1)
         Traceback (most recent call last):
         ValueError: beam_size must be at least 1, not 0
     """
-    # Not "value < least", which is false for NaN.
+    # "value < least" would accept NaN, for which every comparison is false.
     if not value >= least:
         raise ValueError(f"{name} must be at least {least}, not {value}")
 

@@ -6,38 +6,37 @@ import os
 import re
 from pathlib import Path
 
-# Names of version 3.0, which its users' scripts look for.
+# Scripts written for version 3.0 look for these names. An epoch's name holds the epoch and the rank.
 BEST_NAME = "model_best.pth.tar"
-# Epoch and rank.
 EPOCH_NAME = re.compile(r"(\d+)_(\d+)\.pth\.tar")
 STATISTICS_NAME = re.compile(r"\d+_\d+\.json")
-# Save, rank and world size.
+# The id of the save, which all its parts share, then the rank and the world size.
 PART_NAME = re.compile(r"model_best\.(\w+-\w+-\d+)\.(\d+)of(\d+)\.pth\.tar")
 _TEMPORARY_NAME = re.compile(r"\.saving_\d+\.tmp")
 
 
 def epoch_name(epoch: int, rank: int) -> str:
-    """Return the name of a worker's file of an epoch."""
+    """Return the name of the file in which a worker saves an epoch."""
     return f"{epoch}_{rank}.pth.tar"
 
 
 def statistics_name(epoch: int, rank: int) -> str:
-    """Return the name of a worker's file of statistics."""
+    """Return the name of the file in which a worker saves the statistics of an epoch."""
     return f"{epoch}_{rank}.json"
 
 
 def part_name(save: str, rank: int, world_size: int) -> str:
-    """Return the name of a worker's file of a save of the best epoch."""
+    """Return the name of the file in which a worker saves its part of the best epoch."""
     return f"model_best.{save}.{rank}of{world_size}.pth.tar"
 
 
 def is_part(name: str) -> bool:
-    """Return True if a file name is that of a part of a save of the best epoch."""
+    """Return True if a file name is one that :func:`part_name` returns."""
     return PART_NAME.fullmatch(name) is not None
 
 
 def is_checkpoint(name: str) -> bool:
-    """Return True if a file name is one of a checkpoint, also of an unfinished one."""
+    """Return True if a file name belongs to a checkpoint, finished or not."""
     names = (EPOCH_NAME, STATISTICS_NAME, PART_NAME, _TEMPORARY_NAME)
     return name == BEST_NAME or any(pattern.fullmatch(name) for pattern in names)
 

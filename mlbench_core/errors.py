@@ -8,15 +8,15 @@ Every error about the outside world (a network, a file, a process, a missing pac
     MLBenchError
     +-- ConfigurationError        the run was set up in a way that cannot work
     |   +-- BackendError          a communication backend is unknown or not available here
-    |   +-- MasterAddressError    the master's address is not one (also a ValueError)
+    |   +-- MasterAddressError    the given address of the master is not valid (also a ValueError)
     |   +-- MissingDependencyError  an optional package is not installed (also an ImportError)
-    +-- MasterError               the master
+    +-- MasterError               talking to the master failed
     |   +-- MasterNotFoundError   no master could be located (also a ValueError)
     |   +-- MasterRequestError    the master refused a request or answered with an error
     +-- CheckpointError           a checkpoint is missing, damaged or does not fit
-    |   +-- CheckpointNotFoundError  there is none (also a FileNotFoundError)
+    |   +-- CheckpointNotFoundError  the checkpoint does not exist (also a FileNotFoundError)
     +-- DatasetError              data on disk is missing or damaged
-    |   +-- DatasetNotFoundError  a folder or file is not there (also a FileNotFoundError)
+    |   +-- DatasetNotFoundError  a folder or file does not exist (also a FileNotFoundError)
     |   +-- DownloadError         a download failed or its checksum is wrong
     +-- WorkerError               another worker was lost (also a RuntimeError)
 """
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class MLBenchError(Exception):
-    """Base of every error this library raises about the world outside."""
+    """Base class of every error that this library raises about the outside world."""
 
 
 class ConfigurationError(MLBenchError):
@@ -55,11 +55,11 @@ class BackendError(ConfigurationError):
 
 
 class MasterAddressError(ConfigurationError, ValueError):
-    """The address of the master is not an address."""
+    """The given address of the master is not valid."""
 
 
 class MissingDependencyError(ConfigurationError, ImportError):
-    """An optional package is not installed; the message has the pip line."""
+    """An optional package is not installed; the message says which ``pip install`` line installs it."""
 
 
 class MasterError(MLBenchError):
@@ -67,15 +67,15 @@ class MasterError(MLBenchError):
 
 
 class MasterNotFoundError(MasterError, ValueError):
-    """No master could be located; a ``ValueError`` too, as in version 3.0."""
+    """No master could be located. The error is also a ``ValueError``, as in version 3.0."""
 
 
 class MasterRequestError(MasterError):
     """The master refused a request.
 
     Args:
-        message: The event, in one line.
-        status: HTTP status code, if there was an answer.
+        message: The reason, in one line.
+        status: HTTP status code of the answer; None if the master did not answer.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -106,7 +106,7 @@ class DownloadError(DatasetError):
 class WorkerError(MLBenchError, RuntimeError):
     """Another worker of the run was lost.
 
-    It is also a ``RuntimeError``, as torch's own error is, so that scripts that catch torch's error catch this one too.
+    It is also a ``RuntimeError``, like the error that torch raises. So scripts that catch torch's error catch this one.
     """
 
 
@@ -115,7 +115,7 @@ def require(module: str, extra: str) -> object:
 
     Args:
         module: Dotted name of the module, for example ``"sacrebleu"``.
-        extra: The extra of this package that brings it, for example ``"text"``.
+        extra: The extra of mlbench-core that installs it, for example ``"text"``.
 
     Returns:
         The imported module.
@@ -132,7 +132,7 @@ def require(module: str, extra: str) -> object:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # A module that the installed package itself misses is another problem, and pip's extra would not solve it.
+        # If the package is installed but lacks a module that it imports itself, installing the extra would not help.
         if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
             raise
         raise MissingDependencyError(

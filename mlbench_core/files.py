@@ -1,8 +1,8 @@
 """Write files whole or not at all, lock them between processes, and compute their digests.
 
-A file or folder that is written here takes its name by a rename within one folder, after its content is on disk. So its
-path shows the old content or the complete new one at any moment: after an error, on a full disk, after a kill or a
-power cut. No framework is imported here.
+A file or folder is first written under a temporary name in the same folder. When its content is on disk, it is renamed.
+So its path holds either the old content or the complete new content at any moment: after an error, on a full disk, and
+after a killed process or a power cut. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 
     Args:
         path: The file to write; its folder is created.
-        temporary: The path to write to first, in the same folder. By default the name is new, so that several processes
-            can write at the same time; a file that a kill leaves then stays. Give a path if only one process writes at
-            a time: the next write removes the file that a kill left.
+        temporary: The path to write to first, in the same folder. By default it has a random name, so that several
+            processes can write at the same time. If a process is killed, its temporary file then stays. Give a path if
+            only one process writes at a time: the next write then removes the file of a killed process.
 
     Yields:
-        The temporary path. The block creates the file; it is removed if the block or the rename fails.
+        The temporary path. The block creates the file. If the block or the rename fails, the file is removed.
 
     Example:
         >>> import pathlib, tempfile
@@ -42,7 +42,7 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary or _new_name(path)
-    # Removed and not overwritten: it may be a hard link to a file that is in use.
+    # The file is removed and not overwritten, because it may be a hard link to a file that is in use.
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
@@ -55,7 +55,7 @@ def replacing(path: Path, temporary: Path | None = None) -> Iterator[Path]:
 def creating_folder(path: Path) -> Iterator[Path]:
     """Create a folder with its files at once when the block ends, or not at all if the block raises.
 
-    If the folder exists by then, because another process was faster, it stays as it is.
+    If the folder exists when the block ends, because another process was faster, it stays as it is.
 
     Args:
         path: The folder to create; the folders above it are created too.
@@ -70,7 +70,7 @@ def creating_folder(path: Path) -> Iterator[Path]:
         yield temporary
         try:
             move_into_place(temporary, path)
-        # A rename onto a folder with files fails: another process was faster.
+        # The rename fails if the folder exists and has files, because another process was faster.
         except OSError:
             if not path.is_dir():
                 raise
@@ -79,7 +79,7 @@ def creating_folder(path: Path) -> Iterator[Path]:
 
 
 def move_into_place(source: Path, path: Path) -> None:
-    """Write a file or folder through to the disk, then rename it; a file at the new path is replaced.
+    """Flush a file or folder to the disk, then rename it; a file at the new path is replaced.
 
     Args:
         source: The file or folder.
@@ -95,13 +95,13 @@ def move_into_place(source: Path, path: Path) -> None:
     if not source.is_dir():
         _sync(source)
     os.replace(source, path)
-    # Otherwise a power cut can undo the rename.
+    # Without a flush of the folder, a power cut can undo the rename.
     _sync(path.parent)
 
 
 @contextlib.contextmanager
 def lock(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a lock between processes; the system releases it when its holder ends, even by a kill.
+    """Hold a lock between processes. The system releases it when the process ends, even if it is killed.
 
     Args:
         path: The lock file. Its folder is created, and the empty file stays.
@@ -110,7 +110,7 @@ def lock(path: Path, *, wait: bool = True) -> Iterator[None]:
     Raises:
         TimeoutError: Another process holds the lock, and ``wait`` is False.
     """
-    # Imported here, because it takes 40 ms, which a command that locks nothing should not pay.
+    # Imported here, because the import takes 40 ms and most commands lock nothing.
     import filelock
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def digest(source: Path | bytes, algorithm: str = "sha256") -> str:
         >>> digest(b"", "md5")
         'd41d8cd98f00b204e9800998ecf8427e'
     """
-    # Some systems refuse MD5 for anything that concerns security.
+    # Some systems refuse MD5 unless the caller says that it does not protect anything.
     found = hashlib.new(algorithm, usedforsecurity=False)
     if isinstance(source, bytes):
         found.update(source)
@@ -148,7 +148,7 @@ def _new_name(path: Path) -> Path:
 
 
 def _sync(path: str | os.PathLike[str]) -> None:
-    """Write a file's or folder's content through to the disk."""
+    """Flush the content of a file or folder to the disk."""
     # Windows can synchronize neither folders nor files that are open for reading.
     if os.name != "posix":
         return

@@ -22,8 +22,8 @@ def main() -> int:
     checkout = _checkout()
     if checkout is None:
         sys.stderr.write(
-            "error: the CUDA kernels are compiled in a checkout of the sources, which an installed package does not "
-            "carry: run MLBENCH_CUDA=1 pip install --no-build-isolation . there\n"
+            "error: the CUDA kernels are compiled in a checkout of the sources, which are not part of an installed "
+            "package: run MLBENCH_CUDA=1 pip install --no-build-isolation . in a checkout\n"
         )
         return 1
     return subprocess.call([sys.executable, "setup.py", "build_cuda"], cwd=checkout)

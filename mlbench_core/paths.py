@@ -21,7 +21,7 @@ def user_folder(*parts: str) -> Path:
     home = os.environ.get("MLBENCH_HOME")
     if home:
         return Path(home).expanduser().absolute().joinpath(*parts)
-    # Not at the top: the command's help needs no folder, and its start is measured.
+    # Imported here, because 'mlbench --help' needs no folder and should start fast.
     import platformdirs
 
     return Path(platformdirs.user_data_path("mlbench", appauthor=False)).joinpath(*parts)

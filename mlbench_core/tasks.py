@@ -38,13 +38,13 @@ def is_run_name(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Image:
-    """A container image of version 3.0, with the arguments that make its task's script do the same.
+    """A container image of version 3.0, with the arguments with which the task's script does the same as the image.
 
     Attributes:
         title: Entry in the menu of images, for example ``"PyTorch Cifar-10 ResNet-20 (DDP)"``.
         name: Name in the registry, without user and tag, for example ``"pytorch-cifar10-resnet20-ddp"``.
-        arguments: Arguments of the task's script that make it the program of the image.
-        other_names: More names and menu entries of the same image.
+        arguments: Arguments with which the task's script does the same as the image.
+        other_names: Other names and menu entries of the same image.
     """
 
     title: str
@@ -67,7 +67,7 @@ class Task:
     Attributes:
         key: Short name, for example ``"1a"``.
         folder: Folder below ``benchmarks/`` that holds its ``main.py``.
-        title: One line for people.
+        title: Short description.
         model: The model.
         data: The data set.
         metric: Name of the validation metric that the goal watches, or None.
@@ -80,7 +80,7 @@ class Task:
             does not count as a result of the task. ``DATASET-PRESET`` is a data set with ``--preset PRESET``.
         goal_loss: Validation loss that belongs to the goal, if the task names one; it is recorded, but does not stop
             the run.
-        images: Images of version 3.0 that the task stands for. The script runs in their place.
+        images: Images of version 3.0 that this task replaces: a run with such an image runs the task's script.
 
     Raises:
         ValueError: Some of metric, goal, light goal and budget are given and others are not.
@@ -149,7 +149,7 @@ class Task:
         """
         found = importlib.util.find_spec("mlbench_benchmarks")
         roots = [Path(p) for p in (found.submodule_search_locations or ())] if found else []
-        # In a checkout the scripts lie next to the library, even if they are not installed.
+        # In a checkout, the scripts are in the folder benchmarks beside the library, even if they are not installed.
         roots.append(Path(__file__).resolve().parent.parent / "benchmarks")
         for root in roots:
             script = root / self.folder / "main.py"
@@ -325,16 +325,16 @@ def get_task(key: str) -> Task:
     for task in TASKS.values():
         if wanted in (task.key, f"task{task.key}", task.folder):
             return task
-    raise ValueError(f"unknown task {key!r}; known: {', '.join(sorted(TASKS))}")
+    raise ValueError(f"task must be one of {', '.join(sorted(TASKS))}, not {key!r}")
 
 
 def find_image(image: str) -> tuple[Task, Image]:
     """Look up the task that an image of version 3.0 stands for.
 
     Args:
-        image: Its name or its menu entry, in any case: ``"mlbench/pytorch-cifar10-resnet20-ddp:latest"``,
-            ``"pytorch-cifar10-resnet20-ddp"``, ``"PyTorch Cifar-10 ResNet-20 (DDP)"``. An image of another user is
-            unknown, even if the rest of its name is equal.
+        image: Its name or its menu entry, in upper or lower case: ``"mlbench/pytorch-cifar10-resnet20-ddp:latest"``,
+            ``"pytorch-cifar10-resnet20-ddp"``, ``"PyTorch Cifar-10 ResNet-20 (DDP)"``. The image of another user, for
+            example ``"someone/pytorch-cifar10-resnet20-ddp"``, is not known.
 
     Returns:
         The task, and the image with the arguments that the task's script needs.
@@ -347,7 +347,7 @@ def find_image(image: str) -> tuple[Task, Image]:
         >>> task.key, image.arguments
         ('1a', ('--optimizer', 'ddp'))
     """
-    # Docker takes images without a registry from docker.io, so both forms name the same image.
+    # Docker's default registry is docker.io, so a name with and without it means the same image.
     wanted = image.strip().lower().removeprefix("docker.io/")
     # A tag is ignored, and underscores count as hyphens.
     name = wanted.removeprefix("mlbench/").partition(":")[0].replace("_", "-")
@@ -357,4 +357,4 @@ def find_image(image: str) -> tuple[Task, Image]:
             if wanted in names or name in names:
                 return task, candidate
     known = ", ".join(candidate.reference for task in TASKS.values() for candidate in task.images)
-    raise ValueError(f"image must be one of {known}, not {image[:80]!r}: or give a task")
+    raise ValueError(f"image must be one of {known}, not {image[:80]!r}: or give a task instead")

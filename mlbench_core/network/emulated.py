@@ -1,7 +1,8 @@
 """Emulate several hosts on one machine: network namespaces behind a bridge, with links of a chosen bandwidth.
 
-Slow links show the gain of a compressed optimizer. Links that can be cut show how a run reacts to a broken cable. Both
-need Linux, root, and the programs ``ip`` and ``tc`` (package iproute2). Only the namespaces created here are changed.
+Slow links show how much time a compressed optimizer saves. A link that is cut shows how a run reacts to a broken cable.
+Both need Linux, root, and the programs ``ip`` and ``tc`` (package iproute2). Only the namespaces created here are
+changed.
 
 The devices of a network with two hosts::
 
@@ -32,7 +33,7 @@ PREFIX = "mlbench"
 INTERFACE = "eth0"
 SUBNET = "10.77.0"
 MAX_HOSTS = 250
-# By default, the token bucket holds the data of this time.
+# By default, the token bucket holds the data that a link sends in this time.
 BURST_S = 0.005
 # A bucket that is smaller than a packet would let no packet through.
 SMALLEST_BURST_BYTES = 4096
@@ -42,7 +43,7 @@ _numbers = itertools.count()
 
 
 def bits_per_second(bandwidth: str | float) -> int:
-    """Read a bandwidth.
+    """Convert a bandwidth to bits per second.
 
     Args:
         bandwidth: Bits per second as a number, or a number with the unit ``bit``, ``kbit``, ``mbit`` or ``gbit``
@@ -52,7 +53,8 @@ def bits_per_second(bandwidth: str | float) -> int:
         Bits per second.
 
     Raises:
-        ValueError: It is neither, or it is not between 8 kbit/s (less than one packet per second) and 1000 Gbit/s.
+        ValueError: ``bandwidth`` has another form, or is not from 8 kbit/s (less than one packet per second) to 1000
+            Gbit/s.
 
     Example:
         >>> bits_per_second("100mbit")
@@ -74,9 +76,9 @@ class EmulatedNetwork:
     """Hosts on this machine, each connected to one switch by a link of limited bandwidth.
 
     Every host is a network namespace with one interface, ``eth0``. The switch is a bridge in another namespace. Each
-    link is shaped in both directions by a token bucket filter. A transfer of :math:`b` bits over a link of rate
-    :math:`r` takes :math:`b / r` and 6 to 7 percent more; 5 percent are the packets' headers. All hosts share the
-    memory, disks and processors of this machine.
+    link is limited in both directions by a token bucket filter. A transfer of :math:`b` bits over a link of rate
+    :math:`r` takes 6 to 7 percent longer than :math:`b / r`; the headers of the packets cause 5 percent. All hosts
+    share the memory, disks and processors of this machine.
 
     The namespaces exist inside the ``with`` block. Leaving it, also by an exception, ends the processes that still run
     in them and removes them. A process that is killed inside the block leaves its namespaces behind; :meth:`cleanup`
@@ -85,9 +87,10 @@ class EmulatedNetwork:
     Args:
         hosts: Number of hosts, from 1 to 250.
         bandwidth: Bandwidth of every link in each direction; see :func:`bits_per_second`.
-        burst: Size of the token bucket in bytes: the data that an idle link passes on at once. By default, the data of
-            5 ms.
-        queue_ms: Longest time that a packet may wait before a link drops packets, in milliseconds.
+        burst: Size of the token bucket in bytes: the amount of data that an idle link sends without delay. By default,
+            the amount that the link sends in 5 ms.
+        queue_ms: Longest time that a packet may wait in the queue of a link, in milliseconds. The link drops packets
+            that would wait longer.
 
     Raises:
         ValueError: An argument is out of range.
@@ -119,7 +122,7 @@ class EmulatedNetwork:
         self._rates = [bits_per_second(bandwidth)] * hosts
         self._burst = burst
         self._queue_ms = queue_ms
-        # The name shows the process that made the namespaces, so that cleanup() can check if it still lives.
+        # The name holds the id and start time of this process, so that cleanup() can check if the process has ended.
         self._name = f"{PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}"
         self._switch = f"{self._name}-switch"
         self._processes: list[subprocess.Popen[Any]] = []
@@ -189,12 +192,12 @@ class EmulatedNetwork:
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
-        # A process that ignores the request is killed below, together with all others in its namespace.
+        # A process that ignores SIGTERM is killed below, together with all others in its namespace.
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(2)
-        ours = {self._switch, *(self.namespace(host) for host in range(self.hosts))}
-        for name in ours.intersection(_namespaces()):
+        own_names = {self._switch, *(self.namespace(host) for host in range(self.hosts))}
+        for name in own_names.intersection(_namespaces()):
             _remove(name)
         # Every child was ended or killed; waiting for it removes its zombie.
         for process in self._processes:
@@ -214,7 +217,8 @@ class EmulatedNetwork:
 
         Args:
             host: The host; the rank of its worker is the same number.
-            port: The port on which worker 0 listens. Every network has its own ports, so all of them are free.
+            port: The port on which worker 0 listens. Every host has its own ports, so none is taken by a program
+                outside the network.
 
         Returns:
             The variables that torch, Gloo and NCCL read: the master's address and port, rank, world size, and the
@@ -254,7 +258,7 @@ class EmulatedNetwork:
 
         Raises:
             ValueError: The host does not exist.
-            ConfigurationError: The network is not up, because this is not inside its ``with`` block.
+            ConfigurationError: The call is not inside the ``with`` block of the network.
         """
         command = [_program("ip"), "netns", "exec", self._up(host), *argv]
         variables = {**os.environ, **(self.environment(host) if as_worker else {}), **(env or {})}
@@ -319,12 +323,12 @@ class EmulatedNetwork:
         _run("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
         # Programs on a host also connect to 127.0.0.1, and a new namespace's loopback interface is down.
         _run("ip", "-n", name, "link", "set", "lo", "up")
-        # The /24 makes all other hosts reachable through eth0 without a route of their own.
+        # All hosts are in one /24 network, so they reach one another through eth0 without further routes.
         _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", INTERFACE)
         _run("ip", "-n", name, "link", "set", INTERFACE, "up")
 
     def _shape(self, host: int) -> None:
-        """Shape a link at both ends, because a filter acts on the packets that an interface sends."""
+        """Limit a link at both ends, because a filter acts only on the packets that an interface sends."""
         rate = self._rates[host]
         burst = self._burst or max(SMALLEST_BURST_BYTES, int(rate / 8 * BURST_S))
         # "replace" works for a link without a filter and for one in use, whose bandwidth changes.
@@ -364,7 +368,7 @@ def _namespaces() -> list[str]:
 
 def _remove(namespace: str) -> None:
     """Kill the processes in a namespace and remove it."""
-    # Removing takes away only the name: the namespace and its devices exist as long as a process is in it.
+    # "ip netns del" removes only the name. The namespace and its devices exist as long as a process is in it.
     for pid in _run("ip", "netns", "pids", namespace).split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
@@ -377,8 +381,8 @@ def _start_time(pid: int) -> int:
     Process ids are reused, but id and start time together identify a process.
     """
     try:
-        # The second field is the command's name in parentheses, which may contain spaces and parentheses itself. Field
-        # 22 of proc(5), the start time, is therefore counted from the last parenthesis.
+        # The start time is field 22 of proc(5). It is counted from the last parenthesis, because field 2, the name of
+        # the command in parentheses, may contain spaces and parentheses.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
         return 0

@@ -74,7 +74,7 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["demo", "1"], "the task is missing: give --task TASK (see 'mlbench tasks') or --command COMMAND"),
         (["demo", "0", "--task", "1a"], "0 is not in the range"),
         (["demo", "two", "--task", "1a"], "'two' is not a valid integer"),
-        (["demo", "1", "--task", "9z"], "unknown task '9z'; known: 0, 1a"),
+        (["demo", "1", "--task", "9z"], "task must be one of 0, 1a, 2a, 3a, 4a, 4b, not '9z'"),
         (["demo", "1", "--task", "1a", "--image", "x"], "--task cannot be given with --image"),
         (["demo", "1", "--image", "x"], "the command of image x is missing: give --command"),
         (["demo", "1", "--task", "1a", "--backend", "pigeon"], "'pigeon' is not one of 'gloo', 'nccl', 'mpi'"),
@@ -123,7 +123,7 @@ def test_the_last_entry_of_the_menu_asks_for_a_command(fake: FakeMaster, call: C
     patch.setattr(run_module, "_interactive", lambda: True)
     assert "[6] a command of your own" in call("run", "demo", "1", input="6\nsleep 1\n\n").stderr
     assert fake.requests[0]["command"] == "sleep 1"
-    assert "unknown task '7'" in call("run", "more", "1", input="7\n\n", code=2).stderr
+    assert "3a, 4a, 4b, not '7'" in call("run", "more", "1", input="7\n\n", code=2).stderr
 
 
 def test_damaged_memory_counts_as_empty(fake: FakeMaster, call: Call) -> None:
