@@ -1,7 +1,7 @@
 """Ask the master for runs, workers and metrics, and send metrics to it.
 
 The methods of :class:`ApiClient` return futures, so a caller waits for the network only if it asks for a result.
-Importing this module loads neither ``requests`` nor ``kubernetes``. Making a client does not connect to the master.
+Importing this module loads neither ``requests`` nor ``kubernetes``. Creating a client does not connect to the master.
 
 Example:
     >>> with ApiClient(url="127.0.0.1:5080") as client:
@@ -46,7 +46,7 @@ MLBENCH_IMAGES: dict[str, tuple[str, str]] = {
     **{image.title: (image.reference, task.key) for task in TASKS.values() for image in task.images},
     "Custom Image": ("custom_image", ""),
 }
-"""Official images of version 3.0: title -> (name of the image, as the master accepts it; key of its task)."""
+"""Official images of version 3.0. A title leads to the name of the image at the master, and the key of its task."""
 
 MLBENCH_BACKENDS: list[str] = ["MPI", "GLOO", "NCCL", "Custom Backend"]
 """Communication backends, as :meth:`ApiClient.create_run` takes them."""
@@ -70,22 +70,23 @@ class ApiClient:
 
     Metrics (:meth:`post_metric`, :meth:`post_metrics`) are delivered in order and in batches. If the master does not
     answer, they are kept on disk in the user's folder and delivered later. If the process has ended by then, the next
-    client for the same address that posts or flushes delivers them. The master itself stores what the workers of its
-    local runs have left at their end. Each metric has an id, so the master stores it
-    once. A killed process loses only metrics whose first request was neither answered nor failed; this normally takes
-    a few milliseconds.
+    client for the same address that posts or flushes delivers them. The workers of a local run are an exception: when
+    the run has ended, its master stores what they could not deliver. Each metric has an id, so the master stores it
+    once. A killed process loses only the metrics that wait for the answer to their first request, normally those of a
+    few milliseconds.
 
-    Use it as a context manager or call :meth:`close`. A client left open is closed when the process exits.
+    Use it as a context manager or call :meth:`close`. A client that is still open when the process exits is closed.
 
     Args:
         max_workers: Number of threads for requests. Metrics are sent by an additional thread.
         in_cluster: True if this process runs in the master's Kubernetes cluster.
         label_selector: Labels of the master's pod and service in Kubernetes.
-        k8s_namespace: Namespace of the master in Kubernetes, preferred if there are several masters. ``"default"``
-            means any namespace.
+        k8s_namespace: Namespace of the master in Kubernetes. Masters in other namespaces are used only if this one has
+            none. ``"default"`` means any namespace.
         url: Address of the master (``"host:port"`` or ``"http://host:port"``). By default, Kubernetes is asked for it.
-        load_config: Load the cluster's configuration; False if the caller has loaded one.
-        token: Sent as ``Authorization: Bearer``; by default the value of ``MLBENCH_TOKEN``.
+        load_config: True to load the cluster's configuration; False if the caller has loaded it.
+        token: Token that the master requires, sent as ``Authorization: Bearer``. By default the value of
+            ``MLBENCH_TOKEN``.
         timeout_s: Time limit for connecting and for each wait for an answer, in seconds.
         spill_dir: Folder for metrics that cannot be delivered; by default ``MLBENCH_SPOOL`` if ``url`` is the master of
             this run, else ``spool`` in the user's folder.
@@ -134,12 +135,13 @@ class ApiClient:
             Outbox(_spool(self._rest.url) if spill_dir is None else Path(spill_dir).absolute(), self.endpoint),
             timeout_s,
         )
-        # The class is looked up here, not at import, so that a test can replace it. Metrics have their own thread,
-        # because a request that hangs must not delay metrics, and metrics must not delay requests.
+        # The class is looked up here and not at import, so that a test can replace it. Metrics have their own thread,
+        # so that a request that hangs delays no metrics, and metrics delay no requests.
         self.executor = concurrent.futures.ThreadPoolExecutor(max_workers=max_workers)
         self._metric_executor = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         self._finalizer = weakref.finalize(self, _abandon, self._delivery, self._rest, rest)
-        self._finalizer.atexit = False  # at exit _close_open_clients tries to deliver first
+        # At exit, _close_open_clients tries to deliver first. _abandon alone would only keep the metrics on disk.
+        self._finalizer.atexit = False
         _register_at_exit()
         _open_clients.add(self)
 
@@ -253,7 +255,7 @@ class ApiClient:
         """
         lines = [_metric_line(metric) for metric in metrics]
         if not lines:
-            raise ValueError("metrics is empty: give at least one")
+            raise ValueError("metrics must have at least one entry, not none")
         return self._post(lines)
 
     def flush(self, timeout_s: float = _FLUSH_AT_CLOSE_S) -> bool:
@@ -302,10 +304,12 @@ class ApiClient:
         """Start a run of a task, of one of :data:`MLBENCH_IMAGES`, or of a custom image.
 
         Args:
-            name: Name of the run, a DNS label that is not in use.
+            name: Name of the run that no other run has: 1 to 63 small letters, digits and hyphens, without a hyphen at
+                its ends (a DNS label).
             num_workers: Number of workers.
             num_cpus: Cores of each worker.
-            max_bandwidth: Bandwidth of each worker in Mbit/s. A master that cannot limit it refuses less than 1000.
+            max_bandwidth: Bandwidth of each worker in Mbit/s. A master that cannot limit the bandwidth refuses values
+                below the default.
             image: A key of :data:`MLBENCH_IMAGES`, or the name of one of its images.
             backend: One of :data:`MLBENCH_BACKENDS` in any case; Gloo if left out.
             custom_image_name: Name of a custom image, with ``custom_image_command``. A master without containers runs
@@ -320,7 +324,8 @@ class ApiClient:
             arguments: Further arguments of the task's script.
 
         Returns:
-            Future of the run with status 201; 400 if the name is not a DNS label, 409 if it is in use.
+            Future of the run with status 201. The status is 400 if the name is not a DNS label, and 409 if another run
+            has it.
 
         Raises:
             ValueError: An image or backend is unknown, or an argument is missing or contradicts another one.
@@ -397,7 +402,7 @@ class ApiClient:
             True if all metrics were delivered.
         """
         delivered = self._delivery.close(timeout_s)
-        # A request of an undelivered metric may hang for the whole time limit, so it is not waited for.
+        # The request of an undelivered metric may hang for the whole time limit, so close() does not wait for it.
         self._metric_executor.shutdown(wait=delivered)
         self.executor.shutdown(wait=True)
         self._finalizer()
@@ -444,7 +449,7 @@ class ApiClient:
 
 
 def _request_unknown_to_3_0(rest: RestClient, advice: str, method: str, path: str, **options: Any) -> requests.Response:
-    """Send a request that masters of version 3.0 do not know, and raise an error with advice if this is one."""
+    """Send a request that masters of version 3.0 do not know; if the master is one, raise an error with advice."""
     response = rest.request(method, path, **options)
     # This version's master says in "message" that the run is missing; another 404 means that the path is unknown.
     if response.status_code == HTTPStatus.NOT_FOUND and message_of(response) is None:
@@ -470,7 +475,7 @@ def _close_open_clients() -> None:
 
 
 def _abandon(delivery: MetricDelivery, *rest_clients: RestClient) -> None:
-    """Keep undelivered metrics on disk without waiting, and close all connections."""
+    """Keep undelivered metrics on disk, without a last attempt to deliver them, and close all connections."""
     delivery.close()
     for rest in rest_clients:
         rest.close()
@@ -492,7 +497,7 @@ def _spool(url: str) -> Path:
 def _id(value: str | int, name: str) -> str:
     """Return an id as a part of a path."""
     if value is None or not str(value).strip():
-        raise ValueError(f"{name} must be an id that the master gave, not {value!r}")
+        raise ValueError(f"{name} must be an id that the master assigned, not {value!r}")
     return path_part(value)
 
 
@@ -524,13 +529,13 @@ def _metric_line(metric: Mapping[str, Any]) -> str:
     """Return one metric as the JSON text for the master, with its own id."""
     unknown = metric.keys() - {"run_id", "pod_name", "name", "value", "cumulative", "metadata", "date", "id"}
     if unknown:
-        raise ValueError(f"a metric has no {', '.join(sorted(map(repr, unknown)))}; see post_metric")
+        raise ValueError(f"a metric has no {', '.join(sorted(map(repr, unknown)))}: see post_metric for its keys")
     name = metric.get("name")
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f"name must be a text that is not empty, not {name!r}")
     owner = "pod_name" if metric.get("pod_name") is not None else "run_id"
     if owner == "pod_name" and metric.get("run_id") is not None:
-        raise ValueError("run_id and pod_name: give one of them, not both")
+        raise ValueError("run_id and pod_name are both given: give one of them")
     _id(metric.get("run_id") if owner == "run_id" else metric["pod_name"], owner)  # type: ignore[arg-type]
     metadata = metric.get("metadata", "")
     body = {
@@ -547,7 +552,7 @@ def _metric_line(metric: Mapping[str, Any]) -> str:
 
 def _truth(value: bool) -> str:
     """Return ``"true"`` or ``"false"``."""
-    # The master of version 3.0 compares with the text "true".
+    # The master of version 3.0 compares with the text "true", so JSON's true would not count.
     return "true" if value else "false"
 
 
@@ -559,8 +564,8 @@ def _image(value: str) -> str:
         return find_image(value)[1].reference
     except ValueError:
         raise ValueError(
-            f"image {value!r} is unknown; known are {', '.join(map(repr, MLBENCH_IMAGES))}; "
-            "for another one give custom_image_name and custom_image_command"
+            f"image must be one of {', '.join(map(repr, MLBENCH_IMAGES))}, not {value!r}: for another image give "
+            "custom_image_name and custom_image_command"
         ) from None
 
 
@@ -572,15 +577,18 @@ def _what_to_run(
     arguments: Sequence[str],
 ) -> dict[str, Any]:
     """Return the fields of a run that name its task, image or command."""
-    # A text is a sequence, too: each of its characters would become an argument.
+    # A text is a sequence, too, and each of its characters would become an argument.
     if isinstance(arguments, str):
-        raise ValueError(f"arguments is the text {arguments!r}, it must be a list: {arguments.split()!r}")
+        raise ValueError(f"arguments must be a list, not the text {arguments!r}: give {arguments.split()!r}")
     if task is not None:
         if image is not None or custom_image_name is not None:
-            raise ValueError(f"task {task!r} and image {image or custom_image_name!r}: give one of them")
+            raise ValueError(f"task {task!r} and image {image or custom_image_name!r} are both given: give one of them")
         return {"task": task, "arguments": [str(argument) for argument in arguments]}
     if arguments:
-        raise ValueError("arguments are those of a task's script: give task, or put them in custom_image_command")
+        raise ValueError(
+            f"arguments must be left out without a task, not {list(arguments)!r}: give task, or add them to "
+            "custom_image_command"
+        )
     chosen = None if image is None else _image(image)
     if chosen == _CUSTOM_IMAGE or (image is None and custom_image_name is not None):
         if not custom_image_name or not custom_image_command:
@@ -596,7 +604,9 @@ def _what_to_run(
     if image is None:
         raise ValueError("nothing to run: give task, image, or custom_image_name with custom_image_command")
     if custom_image_name is not None:
-        raise ValueError(f"image {image!r} and custom_image_name {custom_image_name!r}: give one of them")
+        raise ValueError(
+            f"image {image!r} and custom_image_name {custom_image_name!r} are both given: give one of them"
+        )
     return {"image_name": chosen}
 
 
@@ -605,11 +615,11 @@ def _backend_fields(backend: str | None, custom_backend: str | None, run_all_nod
     chosen = None if backend is None else backend.lower().replace(" ", "_")
     if chosen is not None and chosen not in [known.lower().replace(" ", "_") for known in MLBENCH_BACKENDS]:
         raise ValueError(
-            f"backend {backend!r} is unknown; known are {', '.join(MLBENCH_BACKENDS)}; "
-            "for another one give custom_backend"
+            f"backend must be one of {', '.join(MLBENCH_BACKENDS)}, not {backend!r}: for another one give "
+            "custom_backend"
         )
     if custom_backend is not None and chosen not in (None, _CUSTOM_BACKEND):
-        raise ValueError(f"backend {backend!r} and custom_backend {custom_backend!r}: give one of them")
+        raise ValueError(f"backend {backend!r} and custom_backend {custom_backend!r} are both given: give one of them")
     if custom_backend is not None:
         return {"backend": _CUSTOM_BACKEND, "custom_backend": custom_backend, "run_all_nodes": _truth(run_all_nodes)}
     if chosen == _CUSTOM_BACKEND:

@@ -22,7 +22,7 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
 
     Inside the cluster, the address is that of the master's pod, with port 80. Outside, it is the address that the
     master's service offers: a port of a node (``NodePort``), an address of the cluster (``ClusterIP``), or a load
-    balancer. All namespaces are searched, and a master in ``namespace`` is preferred.
+    balancer (``LoadBalancer``). All namespaces are searched, and a master in ``namespace`` takes precedence.
 
     Args:
         label_selector: Labels of the master's pod and service.
@@ -53,7 +53,7 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
         raise MasterNotFoundError(
             f"no master found through Kubernetes ({where}): {error}; start one, correct the labels, or give its url"
         ) from None
-    # The kubernetes package raises its own errors, those of urllib3 and those of the configuration.
+    # All errors, because kubernetes raises its own, those of urllib3, and those of a missing or damaged configuration.
     except Exception as error:
         raise MasterNotFoundError(
             f"no master found through Kubernetes ({where}): {type(error).__name__}: {str(error)[:300]}; "
@@ -62,7 +62,7 @@ def find_master(label_selector: str, namespace: str, in_cluster: bool, load_conf
 
 
 def _in_cluster(core: Any, namespace: str, label_selector: str) -> str:
-    # The workers of a run are in the namespace of their master.
+    # The workers of a run are in the namespace of their master, so this process's own namespace is searched too.
     own = _own_namespace()
     pod = _master_pod(core, (own, namespace) if namespace == _ANY_NAMESPACE else (namespace, own), label_selector)
     if not pod.status.pod_ip:
@@ -96,7 +96,7 @@ def _master_service(core: Any, namespace: str, label_selector: str) -> Any:
         lambda: core.list_namespaced_service(namespace, label_selector=label_selector).items,
     )
     if not services:
-        raise MasterNotFoundError("there is no such service")
+        raise MasterNotFoundError("no service has these labels")
     if namespace != _ANY_NAMESPACE:
         services = [service for service in services if _namespace_of(service) == namespace] or services
     _refuse_several(services, "services")
@@ -104,7 +104,7 @@ def _master_service(core: Any, namespace: str, label_selector: str) -> Any:
 
 
 def _port(service: Any) -> Any:
-    """Return the port of HTTP if the service has it, otherwise its first port."""
+    """Return port 80 of the service if it has that port, otherwise its first port."""
     ports = _entries(service.spec.ports)
     if not ports:
         raise MasterNotFoundError("its service has no port")
@@ -117,14 +117,14 @@ def _namespace_of(entry: Any) -> str | None:
 
 
 def _master_pod(core: Any, namespaces: tuple[str | None, ...], label_selector: str) -> Any:
-    """Return the master's pod from the first of the namespaces that has it, otherwise from any."""
+    """Return the master's pod from the first of ``namespaces`` that has one, otherwise from any namespace."""
     pods = _first_allowed(
         *(partial(_pods_in, core, namespace, label_selector) for namespace in dict.fromkeys(filter(None, namespaces))),
         lambda: core.list_pod_for_all_namespaces(label_selector=label_selector).items,
         until_found=True,
     )
     if not pods:
-        raise MasterNotFoundError("there is no such pod")
+        raise MasterNotFoundError("no pod has these labels")
     if len({_namespace_of(pod) for pod in pods}) > 1:
         _refuse_several(pods, "pods")
     return pods[0]
@@ -142,7 +142,7 @@ def _first_allowed(*queries: Callable[[], Any], until_found: bool = False) -> li
         queries: The functions that query the cluster.
         until_found: True to continue until a query has a result that is not empty.
     """
-    # Many users may query only their own namespace, so one refusal does not mean that all queries are refused.
+    # Many users may query only their own namespace, so the other queries are tried after a refusal (HTTP 403).
     refusal: Exception | None = None
     answered = False
     for query in queries:
@@ -164,7 +164,7 @@ def _first_allowed(*queries: Callable[[], Any], until_found: bool = False) -> li
 def _refuse_several(entries: list[Any], kind: str) -> None:
     if len(entries) > 1:
         names = ", ".join(f"{_namespace_of(entry)}/{entry.metadata.name}" for entry in entries)
-        raise MasterNotFoundError(f"there are {len(entries)} such {kind} ({names}), name one by k8s_namespace")
+        raise MasterNotFoundError(f"{len(entries)} {kind} have these labels ({names}): choose one by k8s_namespace")
 
 
 def _own_namespace() -> str | None:
@@ -187,7 +187,8 @@ def _load_balancer_address(service: Any) -> str:
 
 def _node_address(core: Any, pod: Any) -> str:
     """Return an address of the node on which a pod runs, preferably an external one."""
-    # A user who may not list nodes may be allowed to read one. The pod itself has the node's internal address.
+    # Users have different permissions: a user who may not list nodes may be allowed to read one. The pod itself, which
+    # every user of this function can read, has only the node's internal address.
     name = pod.spec.node_name
     sources: tuple[Callable[[], Any], ...] = (
         lambda: _address_of(_entries(core.list_node(field_selector=f"metadata.name={name}").items)[0]),

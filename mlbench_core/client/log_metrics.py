@@ -28,11 +28,11 @@ _Key = tuple[int, "str | None", "str | None"]
 
 
 class _SharedClient:
-    """The process's client for the master that the environment names at the moment.
+    """The client of this process, for the master that the environment names at the moment.
 
-    A forked child gets a new client, because threads do not survive a fork. A new client is also made if
-    ``MLBENCH_MASTER_URL`` or ``MLBENCH_TOKEN`` changes, because a metric belongs to the master that was named when it
-    was logged.
+    A forked child gets a new client, because threads do not survive a fork. A new client is also created if
+    ``MLBENCH_MASTER_URL`` or ``MLBENCH_TOKEN`` changes, because a metric goes to the master that the environment named
+    when the metric was logged.
     """
 
     def __init__(self) -> None:
@@ -44,8 +44,8 @@ class _SharedClient:
         self._problem = ""
 
     def _forget(self) -> None:
-        """Forget the parent's client in a forked child, without closing it: its metrics are the parent's."""
-        # Another thread of the parent may have held the lock during the fork.
+        """Drop the parent's client in a forked child. It is not closed, because the parent delivers its metrics."""
+        # Another thread of the parent may have held the lock during the fork. In the child, nobody would release it.
         self._lock = threading.Lock()
         self._client = None
         self._key = None
@@ -61,7 +61,7 @@ class _SharedClient:
             if key != self._key:
                 if self._client is not None:
                     self._client.close()
-                # A failure is remembered too: searching the cluster for each metric would slow training.
+                # A failure is remembered, too, because a search of the cluster for each metric would slow training.
                 self._client, self._key = self._make(url), key
             self._lost += self._client is None
             return self._client
@@ -86,7 +86,7 @@ class _SharedClient:
         return None
 
     def _report_lost(self) -> None:
-        """Log the number of missing metrics at the end of the output, where a user sees it."""
+        """Log the number of metrics that were not sent. This is called at exit, so a user sees it at the end."""
         atexit.unregister(self._report_lost)
         lost, self._lost = self._lost, 0
         if lost:
@@ -99,7 +99,7 @@ class _SharedClient:
         return client is None or client.flush(timeout_s)
 
     def close(self) -> None:
-        """Try for a few seconds to deliver, keep the other metrics on disk, and end the threads."""
+        """Try for a few seconds to deliver, keep undelivered metrics on disk, and end the threads."""
         with self._lock:
             client, self._client, self._key = self._client, None, None
         self._report_lost()
@@ -114,8 +114,8 @@ class LogMetrics:
     """Send metrics of this worker to the master that the environment names.
 
     ``MLBENCH_MASTER_URL`` names the master. If it is not set and the process runs in a Kubernetes cluster
-    (``KUBERNETES_SERVICE_HOST`` is set), the master is found through Kubernetes. Otherwise nothing happens. Metrics are
-    delivered in order in the background, see :class:`~mlbench_core.client.api.ApiClient`.
+    (``KUBERNETES_SERVICE_HOST`` is set), the master is found through Kubernetes. Otherwise metrics are ignored. Metrics
+    are delivered in order in the background, see :class:`~mlbench_core.client.api.ApiClient`.
     """
 
     @staticmethod

@@ -137,14 +137,16 @@ def test_of_two_masters_the_namespace_decides_and_without_one_nobody_guesses(cor
         service("ClusterIP", namespace="mlbench", cluster_ip="10.0.0.6"),
     ]
     assert endpoint(in_cluster=False, k8s_namespace="mlbench") == "http://10.0.0.6:80/api/"
-    with pytest.raises(ValueError, match=r"2 such services \(lab/master, mlbench/master\), name one by k8s_namespace"):
+    with pytest.raises(
+        ValueError, match=r"2 services have these labels \(lab/master, mlbench/master\): choose one by k8s_namespace"
+    ):
         ApiClient(in_cluster=False)
-    with pytest.raises(ValueError, match="2 such services"):
+    with pytest.raises(ValueError, match="2 services have"):
         ApiClient(in_cluster=False, k8s_namespace="elsewhere")
 
 
 def test_none_is_a_value_error_as_in_version_3(core: MagicMock) -> None:
-    with pytest.raises(ValueError, match=r"in any namespace.*no such service"):
+    with pytest.raises(ValueError, match=r"in any namespace.*no service has these labels"):
         ApiClient(in_cluster=False)
 
 
@@ -175,7 +177,7 @@ def test_a_worker_finds_the_master_of_its_own_namespace(core: MagicMock, monkeyp
     assert endpoint() == "http://3.3.3.3:80/api/"
     other = Object(metadata=Object(namespace="lab", name="b"), status=Object(pod_ip="4.4.4.4"))
     core.list_pod_for_all_namespaces.return_value.items = [found, other]
-    with pytest.raises(ValueError, match=r"2 such pods \(mlbench/a, lab/b\)"):
+    with pytest.raises(ValueError, match=r"2 pods have these labels \(mlbench/a, lab/b\)"):
         ApiClient()
 
 
@@ -188,8 +190,8 @@ def test_the_configuration_is_not_loaded_where_the_caller_did(core: MagicMock) -
 @pytest.mark.parametrize(
     ("kind", "fields", "in_cluster", "message"),
     [
-        (None, {}, True, "no such pod"),
-        (None, {}, False, "no such service"),
+        (None, {}, True, "no pod has these labels"),
+        (None, {}, False, "no service has these labels"),
         ("ExternalName", {}, False, "type 'ExternalName'"),
         ("LoadBalancer", {"ingress": None}, False, "no address yet"),
         ("LoadBalancer", {"ingress": []}, False, "no address yet"),
