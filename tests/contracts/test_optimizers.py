@@ -506,7 +506,7 @@ class TestByName:
         if "neighbors" in inspect.signature(optimizers[name]).parameters:
             with pytest.raises(ValueError, match=r"neighbors has \[1\]: rank 0's neighbors must be other ranks"):
                 get_optimizer(name, neighbors=[1], model=make_model(), lr=0.1)
-            with pytest.raises(ValueError, match="rank is 1, but this process has rank 0 of 1"):
+            with pytest.raises(ValueError, match="rank must be 0, the rank of this process among 1, not 1"):
                 get_optimizer(name, rank=1, neighbors=[], model=make_model(), lr=0.1)
             return
         with pytest.raises(ValueError, match="world_size is 2, but there is 1 process"):

@@ -416,9 +416,11 @@ def test_memory_goes_by_the_parameters_names() -> None:
 def test_a_state_that_does_not_fit_is_refused() -> None:
     state = {"memory": {"weight": torch.zeros(4)}}
     model = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=r"saved memory of 'weight' has shape \(4,\), the model's parameter \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"saved memory of 'weight' must have the shape \(2, 3\) of the parameter, not \(4,\)"
+    ):
         SparsifiedAggregation(model).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"SignAggregation remembers \['votes_held'\] but was given \['memory'\]"):
+    with pytest.raises(ValueError, match=r"SignAggregation must have the keys \['votes_held'\], not \['memory'\]"):
         SignAggregation().load_state_dict(state)
     aggregation = EFSignAggregation()
     aggregation.load_state_dict(state)

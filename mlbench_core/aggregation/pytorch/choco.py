@@ -1,9 +1,10 @@
-"""Averages with neighbors that send only compressed differences.
+"""Average with neighbors, sending only compressed differences (CHOCO-Gossip).
 
-The public copies and sums of all workers must belong together, so the workers compare them once::
+:class:`ChocoAggregation` explains the public copies and sums. Those of all workers must come from the same run, graph
+and call, so the workers compare them in the first call, and again after each restored state::
 
     __init__, load_state_dict(state)
-        |       copies of another rank or number of workers are left out, with a warning
+        |       copies of another rank or number of workers are dropped, with a warning
         v
     NOT COMPARED <------------------------------------------------- load_state_dict(state) ----+
         |                                                                                      |
@@ -65,21 +66,21 @@ class Compressed:
 
 
 class Compression(ABC):
-    r"""A contraction :math:`Q`.
+    r"""A compression :math:`Q` whose result is closer to the tensor than zero is (a contraction).
 
     .. math:: \mathbb{E} \|Q(x) - x\|^2 \le (1 - \delta) \|x\|^2, \qquad 0 < \delta \le 1.
     """
 
     @abstractmethod
     def compress(self, x: Tensor) -> Compressed:
-        """Compress a tensor of shape (n,), n at least 1."""
+        """Compress a tensor of shape (n,), with n at least 1."""
 
     @abstractmethod
     def add_to(self, y: Tensor, q: Compressed, weight: float) -> None:
         """Add ``weight`` times the decompressed tensor to ``y`` of shape (n,), in place."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values that change from call to call; empty if there are none."""
+        """Return the values that change from call to call; an empty dictionary if none do."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: B027 - most have nothing to restore
@@ -87,7 +88,7 @@ class Compression(ABC):
 
 
 class Identity(Compression):
-    """A compression that keeps everything: Q(x) = x, delta = 1."""
+    """Keep everything: Q(x) = x, delta = 1."""
 
     def compress(self, x: Tensor) -> Compressed:
         """Compress a tensor of shape (n,) to itself."""
@@ -102,7 +103,7 @@ class TopK(Compression):
     """Keep the k = max(1, round(ratio n)) entries of largest magnitude, with their indices; delta = k / n.
 
     Args:
-        ratio: Share of the entries kept, in (0, 1].
+        ratio: Share of the entries that are kept, in (0, 1].
 
     Example:
         >>> TopK(0.5).compress(torch.tensor([1.0, -3.0, 2.0, 0.0])).sent
@@ -126,11 +127,11 @@ class TopK(Compression):
 class RandomK(Compression):
     """Keep k = max(1, round(ratio n)) entries drawn uniformly, the same on all workers; delta = k / n.
 
-    Indices need not be sent, because all workers draw them from generators seeded alike.
+    Indices are not sent, because all workers draw them from generators with the same seed.
 
     Args:
-        ratio: Share of the entries kept, in (0, 1].
-        seed: Of the generator; the same on every worker.
+        ratio: Share of the entries that are kept, in (0, 1].
+        seed: Seed of the generator; the same on every worker.
     """
 
     def __init__(self, ratio: float, seed: int = 0) -> None:
@@ -165,7 +166,7 @@ class ScaledSign(Compression):
     """
 
     def compress(self, x: Tensor) -> Compressed:
-        """Keep the signs of a tensor of shape (n,), eight to a byte, and the mean magnitude."""
+        """Keep the signs of a tensor of shape (n,), eight per byte, and the mean magnitude."""
         x = as_real(x)
         # A sum of many half-precision magnitudes would be too coarse, so only the mean has the dtype of the message.
         scale = x.abs().to(torch.promote_types(x.dtype, torch.float32)).mean().to(x.dtype)
@@ -193,21 +194,23 @@ class ChocoAggregation(DecentralizedAggregation):
         \hat x_j &\leftarrow \hat x_j + q_j && \text{(for itself and the neighbors)} \\
         x_i &\leftarrow x_i + \gamma \sum_j W_{ij} (\hat x_j - \hat x_i).
 
-    The average of all workers does not change. As the copies come closer to the tensors, the differences vanish, and
-    with them the errors of compression. The workers agree at a linear rate for every contraction :math:`Q` if
-    :math:`\gamma` is small enough. Of the neighbors' copies only the sum
-    :math:`s_i = \sum_j W_{ij} (\hat x_j - \hat x_i)` is kept, so memory is twice the weights for every degree.
+    The average of all workers does not change. As the copies come closer to the tensors, the differences and with them
+    the errors of compression become smaller. The workers approach a common value at a linear rate for every
+    contraction :math:`Q` if :math:`\gamma` is small enough. Instead of the neighbors' copies, a worker keeps only the
+    sum :math:`s_i = \sum_j W_{ij} (\hat x_j - \hat x_i)`. So the extra memory is twice that of the weights, for any
+    number of neighbors.
 
     Each tensor is compressed by itself. A call sends one message to each neighbor. In it, a tensor of n numbers of b
     bytes takes, with k = max(1, round(ratio n)): for ``top_k`` k (b + 4) bytes, for ``random_k`` k b, for ``sign`` b
-    plus n / 8 rounded up, and for ``identity`` n b. Half-precision tensors are sent as such; copies and sums are kept
-    in float32. Buffers and other bookkeeping are not compressed but averaged as by
+    plus n / 8 rounded up, and for ``identity`` n b. Half-precision tensors are sent in half precision; copies and sums
+    are kept in float32. Buffers and other bookkeeping are not compressed. They are averaged as in
     :class:`~mlbench_core.aggregation.pytorch.decentralized.DecentralizedAggregation`.
 
-    The sums are right only together with the copies of all neighbors. An error in them would move the weights in every
-    call, indefinitely. So a state records its worker, graph and call, and the workers compare these records in the
+    The sums are correct only together with the copies of all neighbors. An error in them would move the weights in
+    every call, indefinitely. So a saved state names its worker, graph and call, and the workers compare these in the
     first call. If the states do not belong together, copies and sums start from zero on all workers. This happens, for
-    example, if a run continues with another number of workers. It only delays agreement by a few calls.
+    example, if a run continues with another number of workers. It costs only a few calls until the copies are close to
+    the weights again.
 
     Attributes:
         compression: The compression Q.
@@ -220,9 +223,9 @@ class ChocoAggregation(DecentralizedAggregation):
         topology: The whole graph, instead of ``neighbors``.
         compression: ``"top_k"``, ``"random_k"``, ``"sign"``, ``"identity"`` or a :class:`Compression`.
         ratio: Share of the entries that ``top_k`` and ``random_k`` keep, in (0, 1].
-        gamma: Consensus step size in (0, 1]: the stronger the compression, the smaller. With ``identity`` and 1 this
-            is plain averaging with the neighbors.
-        seed: For ``random_k``; the same on every worker.
+        gamma: Consensus step size in (0, 1]. A stronger compression needs a smaller one. With ``identity`` and 1, a
+            call is the uncompressed average with the neighbors.
+        seed: Seed of the generator of ``random_k``; the same on every worker.
         process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
@@ -241,7 +244,7 @@ class ChocoAggregation(DecentralizedAggregation):
         arXiv:1907.09356
     """
 
-    # The copies and sums of another worker would be wrong here, so a worker without its own state starts from zero.
+    # Copies and sums are valid only for the worker that saved them. A worker without its own state starts from zero.
     _named_state = _own_state = ("copies", "sums")
 
     def __init__(
@@ -265,9 +268,10 @@ class ChocoAggregation(DecentralizedAggregation):
         self._copies: dict[str, Tensor] = {}  # x_hat_i by name, flat
         self._sums: dict[str, Tensor] = {}  # s_i by name, flat
         self._calls = 0
-        self._edges_of_state: list[list[int]] | None = None  # graph of restored copies and sums, until compared
+        # Graph of the restored copies and sums, until the workers have compared it.
+        self._edges_of_state: list[list[int]] | None = None
         self._must_agree = True
-        # State of the generator to return to if the workers' states do not fit.
+        # State of the compression to return to if the states of the workers do not belong together.
         self._first_compression = copy.deepcopy(self.compression.state_dict())
         self._raw_bytes = self._compressed_bytes = 0
 
@@ -276,7 +280,8 @@ class ChocoAggregation(DecentralizedAggregation):
         """Return the bytes of the tensors over those of their compressed differences; 1 before anything was sent."""
         return self._raw_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
 
-    # Public copies can follow weights, which change little from step to step. Gradients change too much.
+    # Weights change little from step to step, so a compressed difference brings the copies closer. Gradients change too
+    # much for that.
     agg_grad = refuse_gradients
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
@@ -305,9 +310,10 @@ class ChocoAggregation(DecentralizedAggregation):
         for name, x_i in tensors.items():
             flat = x_i.reshape(-1)
             recall(self._sums, name, flat)
-            # q_i = Q(x_i - x_hat_i) has the tensor's dtype. Its rounding is an error of compression like any other.
+            # q_i = Q(x_i - x_hat_i), in the dtype of x_i. A later difference includes the rounding, as it includes
+            # every error of the compression.
             own[name] = self.compression.compress((flat - recall(self._copies, name, flat)).to(x_i.dtype))
-        # One message of bytes for all tensors, because values, indices and bits differ in dtype.
+        # All tensors travel in one message of bytes, because values, indices and bits have different dtypes.
         parts = [part for q_i in own.values() for part in q_i.sent]
         # Parameters on several devices share the message too.
         message = as_bytes(*(part.to(parts[0].device) for part in parts))
@@ -322,13 +328,13 @@ class ChocoAggregation(DecentralizedAggregation):
             self.compression.add_to(s_i, q_i, -sum(self._weights))
             for w_ij, q_j in zip(self._weights, received, strict=True):
                 self.compression.add_to(s_i, q_j[name], w_ij)
-            # s_i is at least float32, so a half-precision x_i is rounded once, when the result is copied.
+            # s_i has at least float32, so a half-precision x_i is rounded only once, when the result is copied.
             x_i.copy_((x_i.reshape(-1) + self.gamma * s_i).view(x_i.shape))
 
     def _agree_on_state(self) -> None:
         """Keep copies and sums if those of all workers belong together, or else start from zero on all workers."""
         sizes = {name: len(x_hat) for name, x_hat in self._copies.items()}
-        # repr prints these values alike on every worker. Python's own hash of a name differs between processes.
+        # Not Python's hash(), which differs between processes. repr() of these values is the same on every worker.
         values = repr((self._calls, self._edges_of_state, sizes)).encode()
         fits = self._compare_neighbors(hashlib.blake2b(values, digest_size=TAG_BYTES).digest())
         if not fits or self._edges_of_state not in (None, self._edges()):
@@ -339,7 +345,7 @@ class ChocoAggregation(DecentralizedAggregation):
                 )
             self._copies.clear()
             self._sums.clear()
-            # random_k needs generators in the same state on all workers.
+            # random_k draws the same indices on all workers only if their generators have the same state.
             self.compression.load_state_dict(self._first_compression)
             self._calls = 0
         self._edges_of_state = None
@@ -373,10 +379,10 @@ class ChocoAggregation(DecentralizedAggregation):
         """Restore the result of :meth:`state_dict`; an empty state starts from zero.
 
         Every worker must load its own state. Copies and sums of another worker, or of another number of workers, are
-        left out with a warning. All workers then start from zero, as the class describes.
+        dropped with a warning. All workers then start from zero, as the class describes.
 
         Raises:
-            ValueError: It is another aggregation's or another compression's state.
+            ValueError: ``state_dict`` is the state of another aggregation or another compression.
         """
         start = {"rank": self.rank, "world_size": self.world_size, "edges": None, "calls": 0}
         empty = {"copies": {}, "sums": {}, "compression": self._first_compression, "origin": start}
@@ -385,9 +391,9 @@ class ChocoAggregation(DecentralizedAggregation):
         state = {**empty, **state_dict}
         if set(state["compression"]) != set(self._first_compression):
             raise ValueError(
-                f"the state is of a compression that keeps {sorted(state['compression'])}, but "
-                f"{type(self.compression).__name__} keeps {sorted(self._first_compression)}: build the optimizer "
-                "with the compression of the checkpoint"
+                f"the compression in the state must have {sorted(self._first_compression)} for "
+                f"{type(self.compression).__name__}, not {sorted(state['compression'])}: build the optimizer with the "
+                "compression of the checkpoint"
             )
         origin = state["origin"]
         if state["copies"] and (origin["rank"], origin["world_size"]) != (self.rank, self.world_size):
@@ -403,13 +409,13 @@ class ChocoAggregation(DecentralizedAggregation):
         self._sums = {name: s_i.detach().clone() for name, s_i in by_plain_name(state["sums"]).items()}
         self.compression.load_state_dict(state["compression"])
         self._calls = int(origin["calls"])
-        # Loading is not a collective, so the workers compare their states in the next call, not here.
+        # Workers may load at different times, so they compare their states in the next call, which is a collective.
         self._edges_of_state = [list(edge) for edge in origin["edges"] or ()] if self._copies else None
         self._must_agree = True
 
 
 def _unpack_like(own: Mapping[str, Compressed], message: Tensor) -> dict[str, Compressed]:
-    """Split a message of bytes into tensors with the sizes and dtypes of this worker's own."""
+    """Split a neighbor's message into tensors; they have the sizes and dtypes of this worker's own tensors."""
     result, start = {}, 0
     for name, q_i in own.items():
         parts = []

@@ -25,11 +25,11 @@ __all__ = ["CompressedAggregation", "LossyAggregation"]
 
 
 class LossyAggregation(Aggregation):
-    r"""Base of aggregations that send less than the whole gradients and may remember the rest.
+    r"""Base class of aggregations that send less than the whole gradients and may remember the rest.
 
-    The error memory :math:`e` of each tensor is the part that this worker has not sent yet, at least in float32. If no
-    worker has a gradient of a parameter, it is skipped, and everything remembered of it stays. Only gradients (or
-    steps) can be sent this way; weights would be lost.
+    The error memory :math:`e` of a tensor is the part that this worker has not sent yet, kept at least in float32. If
+    no worker has a gradient of a parameter, the parameter is skipped, and its memory stays. Only gradients (or steps)
+    can be sent in this way. Weights would lose the part that is not sent.
 
     Args:
         uncompressed: Averages the tensors that are not compressed, such as bookkeeping, over the same workers.
@@ -54,7 +54,7 @@ class LossyAggregation(Aggregation):
         return self._original_bytes / self._compressed_bytes if self._compressed_bytes else 1.0
 
     def agg_model(self, by_layer: bool = False) -> AggregationFunction:
-        """Refuse, because compression would destroy weights.
+        """Raise an error, because compression would destroy weights.
 
         Raises:
             UnknownOperationError: Always. It is a ValueError and a NotImplementedError.
@@ -73,11 +73,14 @@ class LossyAggregation(Aggregation):
         return self._memory.get(name)
 
     def _remembered_by_name(self) -> list[dict[str, Any]]:
-        """Return every mapping from names to remembered values; those of a skipped tensor stay as they are."""
+        """Return all mappings from names to remembered values. The values of a skipped tensor must not change."""
         return [self._memory]
 
     def _aggregate_alone(self, parameters: Mapping[str, Tensor], op: str, denom: Denominator | None) -> None:
-        """Aggregate the only worker's gradients as several workers would: random draws cover missing ones too."""
+        """Aggregate the gradients of a single worker.
+
+        Missing gradients take part as they do with several workers, so that the random generator draws as often.
+        """
         if any(parameter.grad is None for parameter in parameters.values()):
             self._aggregate_some_gradients(parameters, op, denom)
         else:
@@ -103,7 +106,7 @@ class LossyAggregation(Aggregation):
                     remembered[name] = kept[name]
 
     def _count_compression(self, original_bytes: int, compressed_bytes: int) -> None:
-        """Count the bytes behind :attr:`compression_ratio`."""
+        """Add to the counts of bytes from which :attr:`compression_ratio` is computed."""
         # One worker alone sends nothing, and its ratio stays 1.
         if self.world_size > 1:
             self._original_bytes += original_bytes
@@ -111,10 +114,10 @@ class LossyAggregation(Aggregation):
 
 
 class CompressedAggregation(LossyAggregation):
-    r"""Base of lossy aggregations that compress every tensor.
+    r"""Base class of lossy aggregations that compress every tensor.
 
-    It sorts the tensors: bookkeeping is averaged uncompressed, and the rest reaches :meth:`_aggregate_kind` in groups
-    of one dtype and device, which is one message each. Error memories have the shapes of their tensors.
+    It averages bookkeeping without compression. It passes all other tensors to :meth:`_aggregate_kind`, in groups of
+    one dtype and device. Each group is one message. An error memory has the shape of its tensor.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
@@ -173,7 +176,7 @@ class CompressedAggregation(LossyAggregation):
         return {"memory": dict(self._memory)} if self._memory else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`; an empty state forgets everything.
+        """Restore the result of :meth:`state_dict`; an empty state clears the memory.
 
         Raises:
             ValueError: The state is that of another aggregation.
@@ -188,7 +191,7 @@ class CompressedAggregation(LossyAggregation):
             return message[None]
         is_gloo = process_groups.backend(self.group) == "gloo"
         sent = message.cpu() if is_gloo else process_groups.get_backend_tensor(message, self.group)
-        # The rows of one tensor receive the messages, so nothing is copied together afterwards.
+        # The messages arrive in the rows of one tensor, so they need not be copied together afterward.
         gathered = sent.new_empty(self.world_size, sent.numel())
         process_groups.dist.all_gather(list(gathered), sent, group=self.group)
         self._count_bytes(sent)
@@ -196,10 +199,10 @@ class CompressedAggregation(LossyAggregation):
 
 
 def recall(memory: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
-    """Return the tensor that a memory has under a name, on the device of another one; zeros at first.
+    """Return the tensor that a memory has under a name; create it with zeros at first.
 
     Args:
-        memory: The memory. The result is the tensor in it, so a change of the result is remembered.
+        memory: The memory. The result is the tensor in it, so in-place changes of the result are remembered.
         name: The name.
         like: A tensor with the shape and the device of the result.
 

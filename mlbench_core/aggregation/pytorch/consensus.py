@@ -1,4 +1,4 @@
-"""Distance between the workers' weights, and the average of these weights."""
+"""Compute the distance between the workers' weights, and their average."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ def consensus_distance(model: nn.Module | Mapping[str, Tensor], process_group: A
 
     .. math:: \sqrt{\frac{1}{k} \sum_{i=1}^{k} \|x_i - \bar x\|^2}, \qquad \bar x = \frac{1}{k} \sum_{i=1}^{k} x_i.
 
-    Every worker must call it; the weights stay as they are. It sends as much as one average of the weights, in
+    Every worker must call it. The weights do not change. It sends as many numbers as one average of the weights, in
     float64.
 
     Args:
-        model: The model, or a mapping from names to parameters; those that require a gradient count.
+        model: The model, or a mapping from names to parameters. Only parameters that require a gradient count.
         process_group: The workers that take part; None for all.
 
     Returns:
-        The distance, the same on every worker; 0 in a world of one.
+        The distance, the same on every worker; 0 for a single worker.
 
     Example:
         >>> consensus_distance(nn.Linear(2, 1))
         0.0
     """
-    # In float32 the average of nearly equal weights would be rounded by as much as they differ.
+    # In float64, because in float32 the rounding of an average of nearly equal weights may be as large as their
+    # difference.
     weights = {
         name: weight.detach().to(torch.promote_types(weight.dtype, torch.float64)) for name, weight in trainable(model)
     }
     average = {name: weight.clone() for name, weight in weights.items()}
     AllReduceAggregation(None, process_group=process_group).aggregate(average, AVG_WORLD)
-    # Each worker knows only its own distance; the mean of the squares needs one more number from all.
+    # Each worker knows only its own distance, so the mean of the squares needs one more number from every worker.
     squared = sum(float((weights[name] - average[name]).abs().square().sum()) for name in weights)
     return float(process_groups.global_average(squared, 1, process_group).sqrt())
 
@@ -68,9 +69,9 @@ def average_weights(model: nn.Module, process_group: Any = None) -> None:
 def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn.Module]:
     """Give every worker the average of all workers' weights and floating-point buffers during a validation.
 
-    Afterwards, also after an exception, each worker has its own values again, bit for bit: all parameters, all buffers
-    (persistent or not) and the values of ``get_extra_state``. So training continues as without the validation. Every
-    worker must enter the block.
+    After the block, even if it raises an exception, each worker has its own values again, bit for bit: all parameters,
+    all buffers (persistent or not) and the values of ``get_extra_state``. So training continues as without the
+    validation. Every worker must enter the block.
 
     The average changes equal values only by rounding. If training averages gradients, the weights are equal on all
     workers. The running statistics of BatchNorm are not, because each worker computes them from its own batches.
@@ -91,7 +92,7 @@ def averaged_weights(model: nn.Module, process_group: Any = None) -> Iterator[nn
     if process_groups.world_size(process_group) == 1:
         yield model
         return
-    # Everything is kept: a validation may also change values that the average does not touch.
+    # All values are saved, because a validation may also change values that are not averaged.
     parameters = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())  # a registered buffer may be None

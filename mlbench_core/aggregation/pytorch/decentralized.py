@@ -1,4 +1,4 @@
-"""Averages with neighbors: each worker exchanges tensors with a few others only."""
+"""Average with neighbors: each worker exchanges tensors with only a few others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DecentralizedAggregation"]
 
 BUFFER = f"{BOOKKEEPING}buffer:"
 
-TAG_BYTES = 8  # of a hash that is sent with a list of neighbors
+TAG_BYTES = 8  # size of a hash that is sent with a list of neighbors
 
 
 class DecentralizedAggregation(Aggregation):
@@ -29,16 +29,16 @@ class DecentralizedAggregation(Aggregation):
     .. math:: x_i \leftarrow \sum_j W_{ij} x_j = x_i + \sum_{j \ne i} W_{ij} (x_j - x_i).
 
     :math:`W` has Metropolis-Hastings weights, see :class:`~mlbench_core.aggregation.pytorch.topology.Topology`. It is
-    doubly stochastic for every graph, so the average of all workers does not change (to rounding). If all workers have
-    the same number of neighbors, the weights are :math:`1 / (1 + \deg)`. Workers that agree keep their bits.
+    doubly stochastic for every graph, so the average of all workers does not change (up to rounding). If all workers
+    have the same number of neighbors, the weights are :math:`1 / (1 + \deg)`. Values that are equal on all workers do
+    not change, bit for bit.
 
-    Each worker knows its own neighbors only. At the first aggregation the workers exchange their lists, once, with one
-    flag per worker. If only one end of an edge knew of it, that end would wait indefinitely, so all workers refuse such
-    an edge.
+    Each worker knows only its own neighbors. In the first aggregation, the workers exchange their lists once. If only
+    one of two workers lists the other, it would wait for messages indefinitely, so all workers raise an error.
 
     A call sends one flat message per dtype and device to every neighbor, in the tensors' own dtype: ``degree`` times
     the bytes of the tensors. Half-precision numbers are mixed in float32. Buffers are mixed like weights; other
-    bookkeeping, such as a loss, is averaged over all workers. One worker alone sends nothing.
+    bookkeeping, such as a loss, is averaged over all workers. A single worker sends nothing.
 
     Attributes:
         rank: This worker's number in the process group.
@@ -54,8 +54,8 @@ class DecentralizedAggregation(Aggregation):
         process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        ValueError: ``rank`` is not this process's, ``neighbors`` is missing or has a rank that is not there, or
-            ``topology`` is for another number of workers.
+        ValueError: ``rank`` is not the rank of this process, ``neighbors`` is missing or names a rank that does not
+            exist, or ``topology`` is for another number of workers.
 
     Example:
         >>> from mlbench_core.aggregation.pytorch.topology import ring
@@ -82,12 +82,13 @@ class DecentralizedAggregation(Aggregation):
         self.rank = process_groups.rank(self.group)
         if rank not in (None, self.rank):
             raise ValueError(
-                f"rank is {rank!r}, but this process has rank {self.rank} of {self.world_size}: enter "
-                "initialize_backends first and give the rank it yields, or None"
+                f"rank must be {self.rank}, the rank of this process among {self.world_size}, not {rank!r}: enter "
+                "initialize_backends first and give the rank that it yields, or None"
             )
         self.neighbors = _check_neighbors(neighbors, topology, self.rank, self.world_size)
         self.topology = topology if self.world_size > 1 else from_edges(1, ())
-        # W_ij by neighbor. Empty until the lists were exchanged: in a connected graph every worker has a neighbor.
+        # W_ij of each neighbor. It is empty only before the exchange of the lists, because every worker in a connected
+        # graph has a neighbor.
         self._weights: tuple[float, ...] = ()
 
     @property
@@ -108,7 +109,7 @@ class DecentralizedAggregation(Aggregation):
             ValueError: The workers' lists of neighbors do not fit together.
         """
         check_average(op)
-        # A flag or a loss must reach all workers in one call, so it is not mixed.
+        # Bookkeeping such as a flag or a loss must reach all workers in one call, so it is averaged over all of them.
         shared = {n: t for n, t in tensors.items() if n.startswith(BOOKKEEPING) and not n.startswith(BUFFER)}
         if self.world_size > 1:
             mixed = (tensor for name, tensor in tensors.items() if name not in shared and tensor.numel())
@@ -124,28 +125,31 @@ class DecentralizedAggregation(Aggregation):
             self._compare_neighbors()
         messages = self._exchange(x_i)
         for block, *others in zip(in_blocks(x_i), *map(in_blocks, messages), strict=True):
-            # In half precision every added difference would be rounded; so only the result is.
+            # At least in float32: in half precision each addition would be rounded, and not only the result.
             own = block.to(torch.promote_types(block.dtype, torch.float32))
             mixed = own.clone()
             for w_ij, x_j in zip(self._weights, others, strict=True):
-                # Adding differences, not products W_ij x_j, keeps the bits of workers that agree.
+                # A sum of products W_ij x_j would round equal values. Their differences are exactly 0.
                 mixed.add_(x_j.to(own.dtype) - own, alpha=w_ij)
             block.copy_(mixed)
 
     def _exchange(self, message: Tensor) -> list[Tensor]:
-        """Send a flat tensor, of one length and dtype on all workers, to the neighbors; return theirs in order."""
+        """Send a flat tensor to the neighbors, and return their tensors in the order of ``neighbors``.
+
+        The tensors of all workers have the same length and dtype.
+        """
         sent = process_groups.get_backend_tensor(message, self.group)
         if process_groups.backend(self.group) == "gloo":
-            sent = sent.cpu()  # between two workers, Gloo sends from the host's memory only
+            sent = sent.cpu()  # Gloo's send and receive need tensors in host memory
         received = [torch.empty_like(sent) for _ in self.neighbors]
         dist = process_groups.dist
-        # Messages between two workers name ranks among all workers, also within a subgroup.
+        # torch's send and receive take ranks among all workers, also within a subgroup.
         peers = [process_groups.global_rank(rank, self.group) for rank in self.neighbors]
         transfers = [dist.P2POp(dist.isend, sent, peer, self.group) for peer in peers]
         transfers += [
             dist.P2POp(dist.irecv, buffer, peer, self.group) for buffer, peer in zip(received, peers, strict=True)
         ]
-        # One batch of sends and receives: a blocking order of them could let neighbors wait for each other.
+        # Sends and receives start together. In a blocking order, two neighbors could wait for each other.
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
         for _ in self.neighbors:
@@ -156,13 +160,13 @@ class DecentralizedAggregation(Aggregation):
         """Exchange the lists of neighbors, build the graph from them, and set the mixing weights.
 
         Args:
-            tag: Bytes that are sent with the list; TAG_BYTES of them, such as a hash of a worker's state.
+            tag: TAG_BYTES bytes that are sent with the list, for example a hash of this worker's state.
 
         Returns:
-            True if all workers gave the same tag; the same answer on every worker.
+            True if all workers gave the same tag. The result is the same on every worker.
 
         Raises:
-            ValueError: An edge is known to one of its ends only, or the graph is not connected; on every worker alike.
+            ValueError: Only one of two workers lists the other, or the graph is not connected. All workers raise it.
         """
         size = self.world_size
         flags = [int(rank in self.neighbors) for rank in range(size)]
@@ -183,17 +187,17 @@ class DecentralizedAggregation(Aggregation):
 
 
 def check_average(op: str) -> None:
-    """Refuse operations other than ``"avg_world"``, because weights have no other denominator than their number.
+    """Raise an error for operations other than ``"avg_world"``: weights are divided only by the number of workers.
 
     Raises:
-        UnknownOperationError: It is another one.
+        UnknownOperationError: ``op`` is another one.
     """
     if op != AVG_WORLD:
         raise UnknownOperationError(f"op must be {AVG_WORLD!r} if weights are averaged, not {op!r}")
 
 
 def refuse_gradients(aggregation: Aggregation, by_layer: bool = False) -> NoReturn:
-    """Refuse to aggregate gradients; the method ``agg_grad`` of aggregations that are made for weights.
+    """Raise an error. This is the method ``agg_grad`` of aggregations that average weights.
 
     Raises:
         ValueError: Always.
@@ -215,7 +219,7 @@ def _check_neighbors(
         if world_size == 1:
             return ()
         raise ValueError(
-            "neighbors is missing: give the ranks this worker averages with, or topology=, for example "
+            "neighbors is missing: give the ranks that this worker averages with, or topology=, for example "
             f"mlbench_core.aggregation.pytorch.topology.ring({world_size})"
         )
     ranks = sorted({int(neighbor) for neighbor in neighbors})
@@ -228,7 +232,10 @@ def _check_neighbors(
 
 
 def _check_edges(adjacency: Tensor) -> list[tuple[int, int]]:
-    """Return the edges in a matrix of flags, shape (k, k), if every edge is listed by both of its ends."""
+    """Return the edges of a graph, if both workers of each edge list each other.
+
+    Row i of ``adjacency``, of shape (k, k), has a 1 for each neighbor that worker i lists.
+    """
     one_sided = (adjacency > adjacency.T).nonzero().tolist()
     if one_sided:
         listing, listed = one_sided[0]

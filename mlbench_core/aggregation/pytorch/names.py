@@ -1,4 +1,4 @@
-"""Names of parameters, which are the keys of saved states."""
+"""Handle the names of parameters, which are the keys of saved states."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["by_plain_name", "check_keys", "check_names", "plain_name"]
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the ``_orig_mod.`` that :func:`torch.compile` puts into names.
+    """Return a parameter's name without the ``_orig_mod.`` that :func:`torch.compile` adds to names.
 
-    States are kept by plain names. So a run can resume from a checkpoint with a model that is compiled, or no longer
-    compiled.
+    The keys of states are plain names. So a compiled model can resume from the checkpoint of one that is not compiled,
+    and the reverse.
 
     Args:
         name: The name, for example from ``named_parameters()``.
@@ -25,7 +25,7 @@ def plain_name(name: str) -> str:
 
 
 def by_plain_name(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping from names with the plain names instead.
+    """Return a mapping with the names replaced by plain names.
 
     Args:
         values: One value per parameter, by name.
@@ -38,13 +38,13 @@ def by_plain_name(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_keys(owner: object, state: Mapping[str, Any], needed: Iterable[str], optional: Iterable[str] = ()) -> None:
-    """Refuse the state of another aggregation.
+    """Raise an error for the state of another aggregation.
 
     Args:
-        owner: The aggregation to which the state is given, for the message.
+        owner: The aggregation that loads the state, for the message.
         state: The state.
-        needed: The keys that its state has.
-        optional: Keys that it may have.
+        needed: The keys that the state must have.
+        optional: Keys that the state may have.
 
     Raises:
         ValueError: A key is missing or unknown.
@@ -52,13 +52,13 @@ def check_keys(owner: object, state: Mapping[str, Any], needed: Iterable[str], o
     needed, known = set(needed), {*needed, *optional}
     if not needed <= set(state) <= known:
         raise ValueError(
-            f"{type(owner).__name__} remembers {sorted(known)} but was given {sorted(state)}: the checkpoint was "
-            "written with another aggregation; build the optimizer with that one"
+            f"the state of {type(owner).__name__} must have the keys {sorted(known)}, not {sorted(state)}: the "
+            "checkpoint was written with another aggregation, so build the optimizer with that one"
         )
 
 
 def check_names(remembered: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a state of parameters that do not exist, because it would be lost silently.
+    """Raise an error if a state names a parameter that does not exist; its values would be lost silently.
 
     Args:
         remembered: The names in the state.
@@ -71,8 +71,8 @@ def check_names(remembered: Iterable[str], known: Iterable[str]) -> None:
     unknown = sorted({plain_name(name) for name in remembered} - set(here))
     if unknown:
         raise ValueError(
-            f"the state remembers {_first(unknown)}, but the parameters are called {_first(here)}: give them the names "
-            "that they had when the state was saved"
+            f"the names in the state must be those of parameters ({_first(here)}), not {_first(unknown)}: give the "
+            "parameters the names that they had when the state was saved"
         )
 
 

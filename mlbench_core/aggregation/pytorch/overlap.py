@@ -211,13 +211,13 @@ class OverlappedReduction:
                 if not transfer.work.is_completed():
                     return
                 current.received += 1
-                current.interval.lands()
+                current.interval.finish_message()
 
     @naming_lost_workers()
     def _send(self, current: _Pass, bucket: Bucket) -> None:
         # A hook only counts gradients, so this is the first place that sees their layout.
         refuse_sparse(dict(zip(bucket.names, bucket.parameters, strict=True)))
-        current.interval.sends()
+        current.interval.start_message()
         with current.interval.exposed():
             message = bucket.fill(self._aggregation.world_size if self._divides_early(bucket) else None)
             if bucket.flags is not None:
@@ -245,7 +245,7 @@ class OverlappedReduction:
                     transfer.message.div_(self._aggregation.world_size)
                 bucket.deliver()
             if position >= current.received:
-                current.interval.lands()
+                current.interval.finish_message()
         self._adopt(current)
         self._clock.add(current.interval)
         self._is_reduced = True

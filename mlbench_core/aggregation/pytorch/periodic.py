@@ -1,6 +1,6 @@
-"""Periodic averaging of weights: workers train by themselves for H steps in between.
+"""Average weights periodically: workers train by themselves for H steps in between.
 
-:class:`PeriodicAggregation` counts the calls t of each tensor and wraps another aggregation A::
+:class:`PeriodicAggregation` wraps another aggregation A. It counts the calls t of each tensor::
 
                   t mod H != 0: nothing is sent
                     +-------+
@@ -9,7 +9,7 @@
                     ^                                            |
                     +--------------------------------------------+
 
-:class:`DiLoCoAggregation`, the A of DiLoCo, keeps shared weights theta of each tensor::
+:class:`DiLoCoAggregation`, which DiLoCo wraps as A, keeps the weights theta that all workers share::
 
     NOT SHARED --- start(model): theta = weights of the model ------------+
         |                                                                 v
@@ -43,22 +43,22 @@ __all__ = ["DiLoCoAggregation", "PeriodicAggregation"]
 class PeriodicAggregation(Aggregation):
     r"""Aggregate every H-th time only, and send nothing in between.
 
-    With the steps counted from :math:`t = 1` and :math:`A` the wrapped aggregation, for example the average over all
-    workers,
+    Let :math:`t = 1, 2, \ldots` count the steps, and let :math:`A` be the wrapped aggregation, for example the average
+    over all workers. Then
 
     .. math:: x_i \leftarrow A(x_1, \ldots, x_k) \text{ if } H \mid t, \text{ else } x_i.
 
-    Every tensor has a counter of its own, by name. So one message per layer, buffers and parameters that are added
-    later need no special case. If all tensors take part from the first step on, the counters are equal and all tensors
-    are sent at the same step. The bytes are those of the wrapped aggregation at every H-th step, 0 at others.
+    Every tensor has its own counter, by name. So calls with one layer at a time, buffers, and parameters that are added
+    later need no special case. If all tensors take part from the first step on, their counters are equal and all are
+    sent in the same step. At every H-th step, the bytes are those of the wrapped aggregation, and 0 at the others.
 
     Attributes:
-        inside: The aggregation of every H-th time.
+        inside: The wrapped aggregation.
         period: H.
 
     Args:
-        aggregation: The aggregation of every H-th time.
-        period: H, a positive integer; 1 aggregates every time.
+        aggregation: The aggregation to wrap, which every H-th step uses.
+        period: H, a positive integer; with 1, every step aggregates.
 
     Raises:
         TypeError: ``period`` is not an integer, or ``aggregation`` is not an aggregation.
@@ -82,10 +82,11 @@ class PeriodicAggregation(Aggregation):
             raise TypeError(f"aggregation must be an Aggregation, not {type(aggregation).__name__}")
         if aggregation.overlap:
             raise ValueError(
-                "overlap must be False for a periodic aggregation, which averages weights after the step and no "
+                "overlap must be False for a periodic aggregation, which averages weights after the step instead of "
                 f"gradients: leave it out of {type(aggregation).__name__}(...)"
             )
-        aggregation.agg_model()  # raises an error for aggregations that compress gradients and would destroy weights
+        # Raises an error for aggregations that compress gradients, because they would destroy weights.
+        aggregation.agg_model()
         super().__init__(use_cuda=aggregation.use_cuda, process_group=aggregation.group)
         self.inside = aggregation
         self.period = check_int("period", period)
@@ -98,14 +99,14 @@ class PeriodicAggregation(Aggregation):
 
     @property
     def compression_ratio(self) -> float:  # type: ignore[override]
-        """Return the ratio of the wrapped aggregation; steps that send nothing do not count."""
+        """Return the compression ratio of the wrapped aggregation; steps that send nothing do not count."""
         return self.inside.compression_ratio
 
-    # Gradients of a step without communication would be lost to the other workers.
+    # The other workers would never receive the gradients of a step that sends nothing.
     agg_grad = refuse_gradients
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
-        """Count a step of every tensor, and aggregate, in place, those for which it is the H-th.
+        """Count a step of every tensor. Aggregate the tensors whose count is a multiple of H, in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
@@ -133,7 +134,7 @@ class PeriodicAggregation(Aggregation):
         self._counts = {name: int(count) for name, count in by_plain_name(state_dict.get("counts", {})).items()}
 
     def shared_state(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without the entries that differ between workers; the counters are the same on all of them."""
+        """Return a state without the entries that differ between workers. The counters are the same on all workers."""
         inside = {"inside": self.inside.shared_state(state_dict["inside"])} if "inside" in state_dict else {}
         return {**state_dict, **inside}
 
@@ -143,32 +144,33 @@ class PeriodicAggregation(Aggregation):
 
 
 class DiLoCoAggregation(Aggregation):
-    r"""Move weights that all workers share along the average of the workers' changes.
+    r"""Update weights that all workers share by the average of the workers' changes.
 
-    With :math:`\theta` the shared weights and :math:`\theta_i` the current ones of worker :math:`i` of :math:`k`, a
-    call takes the outer gradient
+    With :math:`\theta` the shared weights and :math:`\theta_i` the current weights of worker :math:`i` of :math:`k`, a
+    call computes the outer gradient
 
-    .. math:: \Delta = \theta - \frac{1}{k} \sum_i \theta_i = \frac{1}{k} \sum_i (\theta - \theta_i),
+    .. math:: \Delta = \theta - \frac{1}{k} \sum_i \theta_i = \frac{1}{k} \sum_i (\theta - \theta_i).
 
-    lets the outer optimizer step :math:`\theta` along it and sets every :math:`\theta_i` to :math:`\theta`. Outer SGD
-    with learning rate 1 and no momentum is the plain average.
+    The outer optimizer updates :math:`\theta` with this gradient. Then every :math:`\theta_i` is set to
+    :math:`\theta`. If the outer optimizer is SGD with learning rate 1 and no momentum, the result is the average of the
+    :math:`\theta_i`.
 
-    The differences are averaged in the tensors' own dtype; :math:`\theta` of half-precision weights is kept in float32.
-    Buffers and other bookkeeping are only averaged. One worker alone takes outer steps too, and sends nothing. The
-    bytes of a call are those of the tensors.
+    The differences are averaged in the dtype of the tensors. For half-precision weights, :math:`\theta` is kept in
+    float32. Buffers and other bookkeeping are only averaged. A single worker takes outer steps too, and sends nothing.
+    A call sends the bytes of the tensors.
 
     Attributes:
         outer_optimizer: The outer optimizer; a change of its learning rate takes effect at the next call.
 
     Args:
-        outer_optimizer: A function that makes a torch optimizer of an iterable of parameters; by default SGD with
-            learning rate 0.7 and Nesterov momentum 0.9.
+        outer_optimizer: A function that creates a torch optimizer from an iterable of parameters. The default is SGD
+            with learning rate 0.7 and Nesterov momentum 0.9.
         world_size: Number of workers; None takes that of the process group.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
-        TypeError: ``outer_optimizer`` does not make a torch optimizer.
+        TypeError: ``outer_optimizer`` does not create a torch optimizer.
         ValueError: ``world_size`` is not the number of workers in the process group.
 
     Example:
@@ -205,14 +207,14 @@ class DiLoCoAggregation(Aggregation):
         """Return the number of workers that take part."""
         return self._all_reduce.world_size
 
-    # The shared weights would not follow if only gradients were aggregated.
+    # Only weights can move the shared weights, so aggregating gradients would leave them as they are.
     agg_grad = refuse_gradients
 
     def start(self, model: nn.Module | Mapping[str, Tensor]) -> None:
-        """Take the weights of a model, equal on all workers, as the shared ones, if there are none yet.
+        """Use the weights of a model, which are equal on all workers, as shared weights. A second call does nothing.
 
-        Parameters that are added later (or all parameters, without this call) are plainly averaged at their first
-        aggregation and step along outer gradients from then on.
+        Parameters that are added later are averaged without an outer step at their first aggregation, and take outer
+        steps from then on. Without this call, this holds for all parameters.
 
         Args:
             model: The model before its first step, or a mapping from names to parameters.
@@ -223,7 +225,7 @@ class DiLoCoAggregation(Aggregation):
 
     @torch.no_grad()
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
-        """Take an outer step and replace every tensor by the shared one, in place.
+        """Take an outer step and replace every tensor by the shared weights, in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.
@@ -232,7 +234,7 @@ class DiLoCoAggregation(Aggregation):
 
         Raises:
             UnknownOperationError: ``op`` is another one.
-            ValueError: A tensor does not have the shape of the shared one.
+            ValueError: A tensor does not have the shape of its shared weights.
         """
         check_average(op)
         steps = {name: tensor for name, tensor in tensors.items() if name in self._shared}
@@ -245,7 +247,7 @@ class DiLoCoAggregation(Aggregation):
         self.outer_optimizer.zero_grad()
         for name, theta_i in steps.items():
             theta_i.copy_(self._shared[name])
-        # These tensors were averaged for the first time. From now on they step along outer gradients.
+        # These tensors were averaged for the first time. From now on they take outer steps.
         for name, average in averages.items():
             if not name.startswith(BOOKKEEPING):
                 self._share(name, average)
@@ -255,18 +257,18 @@ class DiLoCoAggregation(Aggregation):
         theta = self._shared[name]
         if theta.shape != theta_i.shape:
             raise ValueError(
-                f"{name!r} has shape {tuple(theta_i.shape)}, but the shared one has {tuple(theta.shape)}: the state is "
-                "of another model"
+                f"{name!r} must have the shape {tuple(theta.shape)} of its shared weights, not {tuple(theta_i.shape)}: "
+                "load a state of this model"
             )
         if theta.device != theta_i.device:  # the model was moved after start()
             theta.data = theta.data.to(theta_i.device)
         return (theta - theta_i).to(theta_i.dtype)
 
     def _share(self, name: str, weights: Tensor) -> None:
-        """Remember weights as shared ones and have the outer optimizer step along their outer gradients."""
+        """Store a copy of weights as shared weights, and let the outer optimizer update it."""
         theta = nn.Parameter(weights.detach().to(torch.promote_types(weights.dtype, torch.float32), copy=True))
         self._shared[name] = theta
-        # Into the one group that there is, so that its options, such as the learning rate, hold for all weights.
+        # All weights are in one group, so that its options, such as the learning rate, hold for all of them.
         self.outer_optimizer.param_groups[0]["params"].append(theta)
 
     def state_dict(self) -> dict[str, Any]:
@@ -297,14 +299,16 @@ class DiLoCoAggregation(Aggregation):
         outer_state = by_plain_name(state_dict.get("outer_state", {}))
         for name, theta in by_plain_name(state_dict.get("shared", {})).items():
             self._share(name, theta)
-            # A copy, because the outer optimizer changes its state in place, and the checkpoint is the caller's.
+            # A copy, because the outer optimizer changes its state in place and the caller may still use the
+            # checkpoint.
             self.outer_optimizer.state[self._shared[name]] = copy.deepcopy(outer_state[name])
 
 
 def _make_outer(make: Callable[[Iterable[Tensor]], Optimizer] | None) -> Optimizer:
-    """Make the outer optimizer with one group, which is still empty."""
+    """Create the outer optimizer, with one group without parameters."""
     make = make or partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
-    outer = make([nn.Parameter(torch.zeros(()))])  # torch refuses an empty list of parameters
+    # torch refuses an empty list of parameters, so this one is removed below.
+    outer = make([nn.Parameter(torch.zeros(()))])
     if not isinstance(outer, Optimizer):
         raise TypeError(f"outer_optimizer must make a torch.optim.Optimizer, not {type(outer).__name__}")
     outer.param_groups[0]["params"].clear()

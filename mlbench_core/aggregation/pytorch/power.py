@@ -1,4 +1,4 @@
-"""PowerSGD: gradients as products of two thin matrices, with error feedback."""
+"""Average gradients as products of two thin matrices, with error feedback (PowerSGD)."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class PowerAggregation(LossyAggregation):
     matrices) are averaged as they are. A call sends two messages for any number of tensors: all :math:`P` together
     with the uncompressed tensors, then all :math:`Q`. Each is split if tensors differ in dtype or device.
 
-    The factors are computed at least in float32, also for models in half precision. A worker sends, per call, the
+    The factors are computed at least in float32, also for models in half precision. In each call, a worker sends the
     bytes of the uncompressed tensors plus :math:`r (n + m)` numbers of ``comm_dtype`` per matrix.
 
-    Only the sum of all :math:`g_i + e_i` has a meaning if ``denom`` changes from step to step. The error of one step is
-    then divided by the denominator of a later one.
+    If ``denom`` changes from step to step, the error of one step is divided by the denominator of a later step. Then
+    only the sum of all :math:`g_i + e_i` has a meaning, not their average.
 
-    An infinite or undefined gradient gives an undefined one on all workers, so that every worker sees an overflow. The
-    memory of that matrix starts again from zero.
+    If a gradient is infinite or nan on one worker, the result is nan on all workers, so every worker sees the overflow.
+    The error memory of that matrix starts again from zero.
 
     Attributes:
         model: As given.
@@ -65,15 +65,15 @@ class PowerAggregation(LossyAggregation):
     Args:
         model: The model whose gradients will be aggregated.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
-        reuse_query: Start from the last step's :math:`Q` (the paper's warm start). Otherwise every step draws a new
-            one from a normal distribution.
+        reuse_query: True to start from the :math:`Q` of the last step (the paper's warm start). With False, every step
+            draws a new one from a normal distribution.
         world_size: Number of workers; None takes that of the process group.
         rank: Largest rank of the approximation, 1 or more. It is not the worker's number.
-        error_feedback: Keep :math:`e_i`. Without it, the error of the compression is lost.
-        comm_dtype: Type in which :math:`P` and :math:`Q` travel, for example ``torch.bfloat16``. None is the type of
-            their computation: float32, or float64 for gradients in float64.
-        start_after_steps: For this number of steps, first average every tensor uncompressed.
-        seed: Seed of this object's own random generator; the same on all workers.
+        error_feedback: True to keep :math:`e_i`. With False, the error of the compression is lost.
+        comm_dtype: Type in which :math:`P` and :math:`Q` are sent, for example ``torch.bfloat16``. None is the type in
+            which they are computed: float32, or float64 for gradients in float64.
+        start_after_steps: Number of first steps in which every tensor is averaged uncompressed.
+        seed: Seed of the random generator of this object; the same on all workers.
         process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
     Raises:
@@ -94,7 +94,7 @@ class PowerAggregation(LossyAggregation):
     """
 
     _named_state = ("errors", "queries", "uncompressed_steps")
-    # Warm starts and the generator give Q, which must be the same on all workers; only the errors differ.
+    # Warm starts and the generator determine Q, which must be the same on all workers. Only the errors differ.
     _own_state = ("errors",)
 
     def __init__(
@@ -117,10 +117,10 @@ class PowerAggregation(LossyAggregation):
             raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if comm_dtype not in COMM_DTYPES:
             raise ValueError(f"comm_dtype must be one of {', '.join(map(str, COMM_DTYPES))}, not {comm_dtype!r}")
-        # Half precision has room for an average of many workers' numbers, but not for their sum.
-        halves = comm_dtype is not None
+        # In half precision the sum over many workers may overflow, but their average does not.
+        divides_before = comm_dtype is not None
         uncompressed = AllReduceAggregation(
-            world_size, divide_before=halves, use_cuda=use_cuda, process_group=process_group
+            world_size, divide_before=divides_before, use_cuda=use_cuda, process_group=process_group
         )
         super().__init__(uncompressed, use_cuda)
         self.model = model
@@ -151,13 +151,14 @@ class PowerAggregation(LossyAggregation):
         bytes_before = self.bytes_sent
         matrices = [self._matrix(name, tensor) for name, tensor in tensors.items() if self._compresses(name, tensor)]
 
-        # The scale of P does not matter, so P may take part in the operation of the tensors with which it travels.
+        # P is made orthonormal, so its scale does not matter. It is sent with the uncompressed tensors and may be
+        # divided like them.
         left = {matrix.name: self._to_send(matrix.accumulate(self._query(matrix))) for matrix in matrices}
         self._delegate(self._uncompressed, {**tensors, **left}, op, denom)
 
         bases = [orthonormal_rows(left[matrix.name].to(matrix.delta.dtype)) for matrix in matrices]
         right = {matrix.name: self._to_send(p @ matrix.delta) for matrix, p in zip(matrices, bases, strict=True)}
-        # Q is always averaged: P has no scale, so a sum or a denominator is applied once, to the product.
+        # Q is always averaged. For "avg_custom", the product P Q^T is multiplied by the scale once.
         self._delegate(self._uncompressed, right, AVG_WORLD)
 
         # Every worker computes the same P Q^T, because it has the same averages as the others.
@@ -166,7 +167,7 @@ class PowerAggregation(LossyAggregation):
             matrix.replace(p, q, None if op == AVG_WORLD else scale)
             if self.reuse_query:
                 self._queries[matrix.name] = q
-        # Bookkeeping travels with the uncompressed tensors and counts on neither side.
+        # Bookkeeping is sent with the uncompressed tensors, but it is not part of the gradients.
         bookkeeping = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(BOOKKEEPING))
         original = sum(tensor.nbytes for tensor in tensors.values())
         self._count_compression(original - bookkeeping, self.bytes_sent - bytes_before - bookkeeping)
@@ -189,7 +190,8 @@ class PowerAggregation(LossyAggregation):
         """Restore the result of :meth:`state_dict`; an empty dictionary leaves everything as it is.
 
         Raises:
-            ValueError: It is the state of another aggregation, model or rank of the approximation.
+            ValueError: ``state_dict`` belongs to another aggregation, another model, or another rank of the
+                approximation.
         """
         if not state_dict:
             return
@@ -199,9 +201,9 @@ class PowerAggregation(LossyAggregation):
         # An optimizer's parameters outside the model have names such as group0.1, which only the optimizer can check.
         outside = {name for name in self.remembered_names(state_dict) if _OUTSIDE_MODEL.fullmatch(name)}
         check_names(self.remembered_names(state_dict) - outside, parameters)
-        for what, tensors in (("errors", errors), ("queries", queries)):
+        for kind, tensors in (("errors", errors), ("queries", queries)):
             for name in tensors.keys() & parameters.keys():
-                self._check_shape(what, name, tensors[name], parameters[name])
+                self._check_shape(kind, name, tensors[name], parameters[name])
         self._memory = {name: error.clone() for name, error in errors.items()}
         self._queries = {name: query.clone() for name, query in queries.items()}
         self._uncompressed_steps = by_plain_name(state_dict["uncompressed_steps"])
@@ -212,7 +214,7 @@ class PowerAggregation(LossyAggregation):
         return [self._memory, self._queries, self._uncompressed_steps]
 
     def _compresses(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a tensor is compressed in this step; count its first, uncompressed steps."""
+        """Return True if a tensor is compressed in this step; count its first, uncompressed steps."""
         if name.startswith(BOOKKEEPING) or not tensor.is_floating_point() or tensor.dim() < 2 or tensor.numel() == 0:
             return False
         rows, columns = len(tensor), tensor.numel() // len(tensor)
@@ -235,12 +237,13 @@ class PowerAggregation(LossyAggregation):
     def _query(self, matrix: _Matrix) -> Tensor:
         r"""Return the rows of :math:`Q^\top` to start from, the same on all workers.
 
-        Rows that became zero or undefined are drawn again, because a warm start must not lose a direction permanently.
-        Every step uses the generator, needed or not, so that it is in the same state on all workers.
+        Rows that became zero or nan are drawn again. A warm start would otherwise lose these directions permanently.
+        Every step uses the generator, even if the draw is not needed, so that its state stays the same on all workers.
         """
         rows, columns = matrix.delta.shape
         shape = (min(rows, columns, self.rank), columns)
-        # Divided by sqrt(m), a row of Q^T has a length of about 1, so P is no larger than rows of the gradient.
+        # Divided by sqrt(m), a row of Q^T has a length of about 1. So an entry of P is at most about as large as the
+        # norm of a row of the gradient.
         drawn = torch.randn(shape, generator=self._generator, dtype=matrix.delta.dtype) / math.sqrt(columns)
         drawn = drawn.to(matrix.delta.device)
         remembered = self._queries.get(matrix.name) if self.reuse_query else None
@@ -248,20 +251,21 @@ class PowerAggregation(LossyAggregation):
             return drawn
         self._check_shape("queries", matrix.name, remembered, matrix.tensor)
         basis = orthonormal_rows(remembered.to(drawn))
+        # A row is now a unit vector, zero or nan. The comparison is true only for a unit vector.
         return torch.where(basis.square().sum(dim=1, keepdim=True) > 0.5, basis, drawn)
 
     def _to_send(self, factor: Tensor) -> Tensor:
         return factor if self.comm_dtype is None else factor.to(self.comm_dtype)
 
-    def _check_shape(self, what: str, name: str, remembered: Tensor, tensor: Tensor) -> None:
-        """Refuse a restored error memory or query of another model or rank."""
+    def _check_shape(self, kind: str, name: str, remembered: Tensor, tensor: Tensor) -> None:
+        """Raise an error for a restored error memory or query of another model or rank."""
         columns = tensor.numel() // len(tensor)
-        rows = len(tensor) if what == "errors" else min(len(tensor), columns, self.rank)
+        rows = len(tensor) if kind == "errors" else min(len(tensor), columns, self.rank)
         if remembered.shape != (rows, columns):
             raise ValueError(
-                f"the state has {what}[{name!r}] of shape {tuple(remembered.shape)}, but rank {self.rank} and a "
-                f"gradient of shape {tuple(tensor.shape)} need {(rows, columns)}: build the model and the "
-                "aggregation as they were when the checkpoint was written"
+                f"{kind}[{name!r}] of the state must have shape {(rows, columns)} for rank {self.rank} and a gradient "
+                f"of shape {tuple(tensor.shape)}, not {tuple(remembered.shape)}: build the model and the aggregation "
+                "as they were when the checkpoint was written"
             )
 
 
@@ -269,15 +273,15 @@ class PowerAggregation(LossyAggregation):
 class _Matrix:
     r"""A gradient as a matrix, with its error memory.
 
-    Factors are kept as rows, P as (r, n) and Q as (r, m): products with matrices of few columns are several times
-    slower.
+    The factors are kept transposed, P as (r, n) and Q as (r, m), because products with matrices of few columns are
+    several times slower than with matrices of few rows.
 
     Attributes:
         name: The tensor's name.
         tensor: The tensor, of any shape and strides.
-        gradient: The same numbers, shape (n, m): a view of ``tensor`` if that is contiguous, else a copy.
+        gradient: The tensor as a matrix, shape (n, m): a view of ``tensor`` if that is contiguous, else a copy.
         delta: :math:`\Delta`, shape (n, m), at least float32. Before :meth:`accumulate` and after :meth:`replace` it
-            holds the error memory. Without one it is the gradient.
+            holds the error memory. Without an error memory it is the gradient.
         has_memory: True if there is an error memory.
     """
 
@@ -320,7 +324,7 @@ class _Matrix:
             self.tensor.copy_(self.gradient.view(self.tensor.shape))
 
     def _blocks(self, left: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Split rows of gradient and delta, and the columns of ``left`` that belong to them, into blocks."""
+        """Split gradient and delta into blocks of rows, and ``left`` into the columns that belong to these rows."""
         rows, columns = self.delta.shape
         # On a CPU a block stays in the cache between the operations. A GPU gets whole matrices, in fewer launches.
         if self.delta.device.type == "cpu":

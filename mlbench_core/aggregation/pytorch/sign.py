@@ -1,4 +1,4 @@
-"""One bit per weight: majority vote of signs, and scaled signs with error feedback."""
+"""Send one bit per weight: a majority vote of signs, and scaled signs with error feedback."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ __all__ = ["EFSignAggregation", "SignAggregation", "pack_bits", "scaled_signs", 
 
 
 class SignAggregation(CompressedAggregation):
-    r"""Majority vote: every coordinate becomes the sign that most workers have.
+    r"""Replace every coordinate by the sign that most workers have (majority vote).
 
     With :math:`g_i` the gradient of worker :math:`i` of :math:`k`, every worker's tensor becomes
 
     .. math:: \operatorname{sign}\Bigl(\sum_{i=1}^{k} \operatorname{sign}(g_i)\Bigr) \in \{-1, 0, 1\},
 
-    for every divisor of the operation. A tie of an even number of workers gives 0. One bit has no room for a zero, so
-    worker :math:`i` sends a zero in step :math:`t` as :math:`(-1)^{t + i}`. Zeros on all of an even number of workers
-    then give 0. Otherwise the votes of a worker's zeros cancel from step to step. A gradient that this worker lacks
-    counts as zeros, and nan as -1. One worker alone sends nothing and keeps its zeros.
+    whatever the divisor of the operation is. A tie, which an even number of workers can have, gives 0.
 
-    Bytes a worker sends per step: :math:`\lceil d / 8 \rceil` for the :math:`d` coordinates of one dtype (of each
-    parameter with ``by_layer=True``), in one all-gather.
+    One bit cannot represent a zero, so worker :math:`i` sends a zero in step :math:`t` as :math:`(-1)^{t + i}`. If all
+    of an even number of workers have a zero, their votes cancel and give 0. Otherwise the votes for the zeros of one
+    worker cancel from step to step. A missing gradient of this worker counts as zeros, and nan as -1. A single worker
+    sends nothing and keeps its zeros.
+
+    In each step, a worker sends :math:`\lceil d / 8 \rceil` bytes for the :math:`d` coordinates of one dtype, in one
+    all-gather. With ``by_layer=True`` this holds for each parameter.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
@@ -56,7 +58,8 @@ class SignAggregation(CompressedAggregation):
     """
 
     _named_state = ("votes_held",)
-    _own_state = ()  # the votes for zeros cancel only if all workers have the same counts
+    # No state differs between workers: the votes for zeros cancel only if all workers have the same counts.
+    _own_state = ()
 
     def __init__(self, use_cuda: bool = False, *, world_size: int | None = None, process_group: Any = None) -> None:
         super().__init__(use_cuda=use_cuda, world_size=world_size, process_group=process_group)
@@ -67,16 +70,17 @@ class SignAggregation(CompressedAggregation):
             for tensor in tensors.values():
                 tensor.sign_()
             return
-        # With by_layer=True or several dtypes, a step has several votes. Each counts its own turns, by the name of its
-        # first tensor.
-        message = next(iter(tensors))
-        turn = self._votes_held.get(message, 0)
-        self._votes_held[message] = turn + 1
-        # One bit has no room for a zero, so zeros vote for and against in turn. Even and odd ranks begin differently.
-        is_positive = torch.ge if (turn + process_groups.rank(self.group)) % 2 == 0 else torch.gt
+        # With by_layer=True or several dtypes, a step has several votes. Each has its own counter, under the name of
+        # its first tensor.
+        first_name = next(iter(tensors))
+        step = self._votes_held.get(first_name, 0)
+        self._votes_held[first_name] = step + 1
+        # Zeros count as positive in one step and as negative in the next. Even ranks begin with positive, odd ranks
+        # with negative.
+        is_positive = torch.ge if (step + process_groups.rank(self.group)) % 2 == 0 else torch.gt
         signs = torch.cat([is_positive(tensor.reshape(-1), 0) for tensor in tensors.values()])
         ballots = self._gather(pack_bits(signs))
-        # Votes are counted in int16: a quarter of int64's memory, with room for doubled votes of 16,383 workers.
+        # int16 takes a quarter of the memory of int64. The counts are doubled below, which fits for 16,383 workers.
         votes_for = torch.zeros(signs.numel(), dtype=torch.int16, device=signs.device)
         for ballot in ballots:
             for part, votes in zip(in_blocks(votes_for), in_blocks(unpack_bits(ballot, signs.numel())), strict=True):
@@ -86,7 +90,7 @@ class SignAggregation(CompressedAggregation):
         unpack(votes_for, tensors.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of votes held, by the name of the message's first tensor, under ``"votes_held"``."""
+        """Return the counters of votes under ``"votes_held"``, by the name of the first tensor of each message."""
         return {"votes_held": dict(self._votes_held)} if self._votes_held else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -102,9 +106,9 @@ class SignAggregation(CompressedAggregation):
 class EFSignAggregation(CompressedAggregation):
     r"""Scaled signs with error feedback.
 
-    Worker :math:`i` adds its error memory :math:`e_i` to its gradient :math:`g_i` (or step; the memory is in the same
-    unit). It sends the signs and the mean absolute value of each tensor with :math:`d` coordinates, and remembers the
-    rest:
+    Worker :math:`i` adds its error memory :math:`e_i` to its gradient :math:`g_i`. (Instead of the gradient it may be a
+    step; the memory is then in units of steps.) For each tensor with :math:`d` coordinates it sends the signs and the
+    mean absolute value, and remembers the rest:
 
     .. math::
 
@@ -116,8 +120,8 @@ class EFSignAggregation(CompressedAggregation):
     of ranks, so that all workers get the same bits. The sign of zero is 1. Values that are not finite are not
     remembered, so that a step that overflowed can be skipped.
 
-    Bytes a worker sends per step: :math:`\lceil d / 8 \rceil` for the :math:`d` coordinates of one dtype, and 4 for
-    each tensor (8 for float64), in one all-gather.
+    In each step, a worker sends :math:`\lceil d / 8 \rceil` bytes for the :math:`d` coordinates of one dtype, and 4
+    bytes for each tensor (8 for float64), in one all-gather.
 
     Args:
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
@@ -139,7 +143,7 @@ class EFSignAggregation(CompressedAggregation):
     """
 
     def _aggregate_kind(self, tensors: Mapping[str, Tensor], divisor: Denominator) -> None:
-        # The error memory itself becomes p, then e, without a copy.
+        # The error memory is changed in place: it holds p first, and then the new e.
         p = [recall(self._memory, name, tensor).add_(tensor) for name, tensor in tensors.items()]
         # Block by block, so that the absolute values stay in the CPU's cache.
         sums = [torch.stack([part.abs().sum() for part in in_blocks(p_n.view(-1))]).sum() for p_n in p]
@@ -149,15 +153,22 @@ class EFSignAggregation(CompressedAggregation):
         for p_n, scale in zip(p, scales, strict=True):
             for part in in_blocks(p_n.view(-1)):
                 part -= scaled_signs(part >= 0, scale)  # now e
-        if scales.is_cuda or not scales.isfinite().all():  # a GPU is not waited for
+        # On a GPU, reading the flag would make the host wait, so there the values are always replaced.
+        if scales.is_cuda or not scales.isfinite().all():
             torch_private.foreach_copy_(p, [p_n.nan_to_num(nan=0, posinf=0, neginf=0) for p_n in p])
         total = self._sum_of(self._gather(message), [p_n.numel() for p_n in p], scales)
         unpack(divide(total, divisor), tensors.values())
 
     def _sum_of(self, messages: Tensor, sizes: list[int], like: Tensor) -> Tensor:
-        """Add up the workers' messages in the order of ranks: flat scaled signs of tensors of the given sizes."""
+        """Return the sum of the scaled signs in all messages, as one flat tensor.
+
+        Args:
+            messages: One row per worker, in the order of ranks: the scales of all tensors, then their signs.
+            sizes: Number of elements of each tensor.
+            like: A tensor with the dtype, the device and the number of bytes of the scales.
+        """
         total = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
-        # One order on all workers: sums of floating-point numbers in another order have other bits.
+        # All workers add in the same order, because sums in different orders differ in their last bits.
         for message in messages:
             scales = from_bytes(message, 0, len(sizes), like.dtype)
             signs = unpack_bits(message[like.nbytes :], sum(sizes))
@@ -168,12 +179,12 @@ class EFSignAggregation(CompressedAggregation):
 
 
 def scaled_signs(positive: Tensor, scale: Tensor) -> Tensor:
-    """Return ``scale`` for True and minus it for False; on a CPU many times faster than ``torch.where``."""
+    """Return ``scale`` for True and ``-scale`` for False; on a CPU many times faster than ``torch.where``."""
     return positive.to(scale.dtype).mul_(2).sub_(1).mul_(scale)
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Pack truth values, eight to a byte, the first into the highest bit; the last byte is filled up with zeros.
+    """Pack booleans, eight per byte, the first into the highest bit. Zeros fill the last byte.
 
     Args:
         bits: Shape (n,), bool.
@@ -192,7 +203,7 @@ def pack_bits(bits: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """Undo :func:`pack_bits`.
+    """Return the booleans that :func:`pack_bits` packed.
 
     Args:
         packed: Shape (ceil(count / 8),), uint8.
@@ -211,17 +222,17 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
 
 
 def pack_with_torch(bits: Tensor) -> Tensor:
-    """Do as :func:`pack_bits`, on any device."""
+    """Return the result of :func:`pack_bits`, on any device."""
     # Every bit has its own place in the byte, so the sum never carries.
     padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
     return (padded << _places(bits.device)).sum(dim=1, dtype=torch.uint8)
 
 
 def unpack_with_torch(packed: Tensor, count: int) -> Tensor:
-    """Do as :func:`unpack_bits`, on any device."""
+    """Return the result of :func:`unpack_bits`, on any device."""
     return (packed[:, None] >> _places(packed.device) & 1).view(-1)[:count].bool()
 
 
 def _places(device: torch.device) -> Tensor:
-    """Return the shift of each of a byte's eight bits; created on the device, so without a copy from the host."""
+    """Return the shifts of the eight bits of a byte. They are computed on the device, without a copy from the host."""
     return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)

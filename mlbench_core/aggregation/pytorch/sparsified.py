@@ -1,4 +1,4 @@
-"""A few coordinates of each tensor: the largest or random ones, with a memory of the rest."""
+"""Send a few coordinates of each tensor, the largest or random ones, and remember the rest."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ __all__ = ["SparsifiedAggregation", "coordinates_sent", "draw_coordinates", "lar
 class SparsifiedAggregation(CompressedAggregation):
     r"""Send a few coordinates of each tensor and remember the rest.
 
-    Worker :math:`i` adds its error memory :math:`m_i` to its gradient :math:`g_i` (or step; the memory is in the same
-    unit). It sends the :math:`k` coordinates that :math:`\operatorname{comp}_k` picks, and remembers the others:
+    Worker :math:`i` adds its gradient :math:`g_i` to its error memory :math:`m_i`. (Instead of the gradient it may be a
+    step; the memory is then in units of steps.) The worker sends the :math:`k` coordinates that
+    :math:`\operatorname{comp}_k` selects, and remembers the others:
 
     .. math::
 
@@ -34,22 +35,22 @@ class SparsifiedAggregation(CompressedAggregation):
 
     Every worker's tensor becomes :math:`\frac{1}{n} \sum_i c_i` over the :math:`n` workers (or the sum over
     ``denom``). :math:`\operatorname{comp}_k` keeps the :math:`k` coordinates that are largest in absolute value on that
-    worker (top-k), or, with ``random=True``, :math:`k` uniformly drawn ones, the same on all workers (random-k). The
-    kept values are not scaled. A tensor with fewer than :math:`k` coordinates is sent whole. Values that are not finite
-    are not remembered, so that a step that overflowed can be skipped.
+    worker (top-k). With ``random=True``, it keeps :math:`k` uniformly drawn ones, the same on all workers (random-k).
+    The kept values are not scaled. A tensor with fewer than :math:`k` coordinates is sent whole. Values that are not
+    finite are not remembered, so that a step that overflowed can be skipped.
 
-    Bytes a worker sends per step, with :math:`K` the sum of :math:`k` over the tensors of one dtype of :math:`b` bytes:
-    top-k :math:`(b + 4) K`, values and their int32 positions in one all-gather, added in the order of ranks; random-k
-    :math:`b K`, only values, in one all-reduce.
+    Let :math:`K` be the sum of :math:`k` over the tensors of one dtype of :math:`b` bytes. In each step, a worker sends
+    :math:`(b + 4) K` bytes for top-k: the values and their int32 positions, in one all-gather. For random-k it sends
+    :math:`b K` bytes, only the values, in one all-reduce.
 
     Args:
-        model: The model; a state that was saved with another one is refused. None if it is not known.
+        model: The model, to check that a loaded state belongs to it; None for no check.
         use_cuda: See :class:`~mlbench_core.aggregation.pytorch.aggregation.Aggregation`.
         size: Number of coordinates sent per tensor (an integer), or their share of it (a float, at most 1.0; at
             least one coordinate is sent).
-        random: Random coordinates instead of the largest.
-        error_feedback: Remember the values that were not sent; False forgets them.
-        seed: Seed of the aggregation's own generator, which draws random coordinates; the same on all workers.
+        random: True to send random coordinates instead of the largest.
+        error_feedback: True to remember the values that were not sent; with False they are lost.
+        seed: Seed of the generator that draws random coordinates; the same on all workers.
         world_size: Number of workers; None takes that of the process group.
         process_group: See :class:`~mlbench_core.aggregation.pytorch.all_reduce.AllReduceAggregation`.
 
@@ -93,7 +94,7 @@ class SparsifiedAggregation(CompressedAggregation):
         return {**super().state_dict(), **generator}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`; an empty state forgets all memory and leaves the generator.
+        """Restore the result of :meth:`state_dict`; an empty state clears the memory and keeps the generator.
 
         Raises:
             ValueError: The state is that of another aggregation or another model.
@@ -105,8 +106,8 @@ class SparsifiedAggregation(CompressedAggregation):
         for name, error in memory.items():
             if error.shape != self._shapes.get(name, error.shape):
                 raise ValueError(
-                    f"the saved memory of {name!r} has shape {tuple(error.shape)}, the model's parameter "
-                    f"{tuple(self._shapes[name])}: the checkpoint was written with another model"
+                    f"the saved memory of {name!r} must have the shape {tuple(self._shapes[name])} of the parameter, "
+                    f"not {tuple(error.shape)}: load a checkpoint of this model"
                 )
         super().load_state_dict({"memory": memory})
         if "generator" in state_dict:
@@ -117,7 +118,8 @@ class SparsifiedAggregation(CompressedAggregation):
         for name, tensor in tensors.items():
             if tensor.numel() > torch.iinfo(torch.int32).max:
                 raise ValueError(f"{name!r} must have fewer than 2**31 coordinates, not {tensor.numel()}: split it")
-            # With error feedback m is the memory itself, so what is not taken out of it is remembered.
+            # With error feedback, m is the memory itself. _take() subtracts the values to send, and the rest stays in
+            # it.
             m.append(
                 recall(self._memory, name, tensor).add_(tensor).view(-1)
                 if self.error_feedback
@@ -139,11 +141,11 @@ class SparsifiedAggregation(CompressedAggregation):
         starts = torch.from_numpy(np.repeat(np.cumsum(lengths) - lengths, counts)).to(sent.device)
         total = sent.new_zeros(sum(lengths))
         if self.random:
-            # All workers have drawn the same coordinates, so their values can be summed in place.
+            # All workers have drawn the same coordinates, so an all-reduce can add their values.
             self._delegate(self._uncompressed, {"values": sent}, AVG_CUSTOM, 1)
             total[starts + coordinates] = sent
         else:
-            # In the order of ranks, so that all workers get the same bits.
+            # Added in the order of ranks, because sums in different orders differ in their last bits.
             for message in self._gather(as_bytes(sent, coordinates.to(torch.int32))):
                 values = from_bytes(message, 0, len(sent), dtype)
                 theirs = from_bytes(message, sent.nbytes, len(sent), torch.int32)
@@ -152,19 +154,19 @@ class SparsifiedAggregation(CompressedAggregation):
 
 
 def check_size(size: int | float, name: str) -> int | float:
-    """Return a number of coordinates, or their share, if it is one.
+    """Check a number of coordinates, or their share, and return it as an ``int`` or a ``float``.
 
     Args:
-        size: An integer from 1, or a float above 0 and at most 1.0.
+        size: A number of coordinates (an integer of at least 1), or a share (a float above 0 and at most 1.0).
         name: Name of the argument, for the message.
 
     Raises:
-        TypeError: It is not a number.
-        ValueError: It is out of range.
+        TypeError: ``size`` is not a number.
+        ValueError: ``size`` is out of range.
     """
     if isinstance(size, bool) or not isinstance(size, numbers.Real):
         raise TypeError(f"{name} must be an integer (coordinates per tensor) or a float (their share), not {size!r}")
-    # From here on the type decides between a number of coordinates and a share.
+    # The type of the result says if it is a number of coordinates (int) or a share (float).
     size = int(size) if isinstance(size, numbers.Integral) else float(size)
     if size <= 0 or (isinstance(size, float) and not size <= 1):
         raise ValueError(
@@ -174,7 +176,7 @@ def check_size(size: int | float, name: str) -> int | float:
 
 
 def coordinates_sent(size: int | float, numel: int) -> int:
-    """Return the number of coordinates sent of a tensor.
+    """Return how many coordinates of a tensor are sent.
 
     Args:
         size: Number of coordinates (an integer), or their share (a float).
@@ -190,9 +192,9 @@ def coordinates_sent(size: int | float, numel: int) -> int:
 def largest_coordinates(m: Tensor, k: int) -> Tensor:
     """Find the coordinates with the largest absolute values; nan counts as largest.
 
-    On the CPU :func:`torch.topk` on all values takes most of a step. If ``k`` is small, a sample of every 64th value
-    gives a threshold that about ``2 k`` values reach, and only those are searched. The result is exact, because all
-    values are searched if fewer than ``k`` reach the threshold.
+    On the CPU, :func:`torch.topk` on all values takes most of the time of a step. If ``k`` is small, a sample of every
+    64th value gives a threshold that about ``2 k`` values reach, and only those are searched. If fewer than ``k`` reach
+    the threshold, all values are searched. So the result is always exact.
 
     Args:
         m: Shape (n,).
@@ -207,24 +209,26 @@ def largest_coordinates(m: Tensor, k: int) -> Tensor:
     """
     size = m.abs()
     if m.device.type == "cpu" and len(m) >= max(2**16, 8 * k):
-        # About k / 64 sampled values belong to the k largest. A bar at twice that rank seldom leaves fewer than k.
-        bar = size[::64].topk(k // 32 + 8).values.min()
-        above = torch.nonzero(~(size < bar)).view(-1)  # not ">=", which would drop nan
+        # About k / 64 of the sampled values belong to the k largest. A threshold at twice that rank rarely leaves fewer
+        # than k values.
+        threshold = size[::64].topk(k // 32 + 8).values.min()
+        # "size >= threshold" would drop nan, for which every comparison is false.
+        above = torch.nonzero(~(size < threshold)).view(-1)
         if len(above) >= k:
             return above[size[above].topk(k, sorted=False).indices]
     return size.topk(k, sorted=False).indices
 
 
 def draw_coordinates(numel: int, count: int, generator: torch.Generator) -> Tensor:
-    """Draw different coordinates, every set of them with the same probability.
+    """Draw coordinates without repetition, every set of them with the same probability.
 
-    The time for a small ``count`` does not depend on ``numel``: coordinates are drawn with replacement, and repetitions
-    are dropped.
+    For a small ``count``, the time does not depend on ``numel``: coordinates are drawn with replacement, and
+    repetitions are dropped.
 
     Args:
-        numel: Coordinates are 0 to ``numel - 1``.
+        numel: Number of coordinates to draw from: 0 to ``numel - 1``.
         count: Number of coordinates to draw, at most ``numel``.
-        generator: On the CPU.
+        generator: Random generator on the CPU.
 
     Returns:
         Shape (count,), int64, on the CPU, in no order.
@@ -233,10 +237,11 @@ def draw_coordinates(numel: int, count: int, generator: torch.Generator) -> Tens
         >>> sorted(draw_coordinates(3, 3, torch.Generator()).tolist())
         [0, 1, 2]
     """
-    # Drawing with replacement repeats itself too often if much of the tensor is drawn.
+    # If a large part of the tensor is drawn, draws with replacement would repeat too often.
     if 4 * count >= numel:
         return torch.randperm(numel, generator=generator)[:count]
-    # Each coordinate keeps the place of its first draw: a sorted list cut to ``count`` would favor small coordinates.
+    # Each coordinate keeps the place of its first draw. np.unique sorts, and a sorted list that is cut to ``count``
+    # would favor small coordinates.
     drawn = torch.empty(0, dtype=torch.int64)
     while len(drawn) < count:
         drawn = torch.cat([drawn, torch.randint(numel, (2 * count,), generator=generator)])
@@ -246,9 +251,9 @@ def draw_coordinates(numel: int, count: int, generator: torch.Generator) -> Tens
 
 
 def _take(m: Tensor, coordinates: Tensor, dtype: torch.dtype) -> Tensor:
-    """Subtract the values to send from a vector and return them; the error of rounding to ``dtype`` stays in it."""
+    """Subtract the values to send from ``m`` and return them in ``dtype``; the rounding error stays in ``m``."""
     values = m[coordinates].to(dtype)
     m.index_add_(0, coordinates, values.to(m.dtype), alpha=-1)
-    # An overflow would otherwise stay in the memory, and in every later message, indefinitely.
+    # Without this, an overflow would stay in the memory and in every later message.
     m.nan_to_num_(nan=0, posinf=0, neginf=0)
     return values

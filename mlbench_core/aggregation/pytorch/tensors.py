@@ -1,4 +1,4 @@
-"""Tensors for communication: orthonormal bases, and many tensors packed as one."""
+"""Compute orthonormal bases, and pack many tensors into one vector."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["orthogonalize", "orthonormal_rows", "pack_tensors", "unpack_tensors"
 def orthogonalize(matrix: torch.Tensor, eps: float | torch.Tensor = 1e-16) -> None:
     r"""Make the columns of a matrix orthonormal, in place.
 
-    The columns go through :func:`orthonormal_rows`, from left to right. A zero column, and one that depends exactly on
-    those before it, is then replaced by a unit vector orthogonal to all others: the remainder of the coordinate axis
-    that is farthest from their span. The result is orthonormal for every rank, and its span contains that of the
-    columns. It uses no random generator, so workers with equal input get equal output. Columns beyond the number of
-    rows have no such vector and become 0.
+    :func:`orthonormal_rows` is applied to the columns, from left to right. A column that is zero, or depends exactly on
+    those before it, is then replaced by a unit vector that is orthogonal to all others. This vector is computed from
+    the coordinate axis that is farthest from the span of the others. So the result is orthonormal for every rank, and
+    its span contains the span of the columns. Workers with equal input get equal output, because no random generator is
+    used. Columns beyond the number of rows become 0, because no orthogonal vector is left.
 
     Args:
         matrix: Shape (n, r), any floating dtype (half precision is computed in float32), changed in place.
@@ -60,7 +60,8 @@ def _fill_zero_rows(basis: torch.Tensor) -> None:
     for row in basis:
         axis = torch.zeros_like(row)
         axis[basis.square().sum(dim=0).argmin()] = 1
-        # The remainder may be short, so the first projection leaves relative errors, which the second removes.
+        # The result of the first projection may be short, and its relative error large. The second one removes the
+        # error.
         for _ in range(2):
             axis -= (basis @ axis) @ basis
             _normalize(axis)
@@ -68,23 +69,23 @@ def _fill_zero_rows(basis: torch.Tensor) -> None:
 
 
 def orthonormal_rows(rows: torch.Tensor) -> torch.Tensor:
-    r"""Return the rows of a matrix made orthonormal, and zeros for rows that add no direction.
+    r"""Return an orthonormal basis of the rows of a matrix, with zeros for rows that depend on those before them.
 
-    Gram-Schmidt from the first row to the last:
+    It is computed by Gram-Schmidt, from the first row to the last:
 
     .. math:: q_i = \frac{(I - Q_{<i}^\top Q_{<i})\, p_i}{\lVert (I - Q_{<i}^\top Q_{<i})\, p_i \rVert}
 
-    Every row is projected three times. If a row depends on those before it, the first projection leaves rounding noise,
-    which still points into their span. The next one removes this part. The noise is then a unit vector like any other.
-    A row that even the last projection shrinks lies in the span of those before it and becomes zero.
+    Every row is projected and normalized three times. If a row depends on those before it, the first projection leaves
+    only rounding errors, which still have a part in the span of the rows before. The next projection removes this part.
+    A row that the last projection still shortens by more than half lies in that span, and becomes zero.
 
-    Rows take fewer operations than columns, because a row is contiguous in memory.
+    The vectors are rows and not columns, because a row is contiguous in memory, which is faster.
 
     Args:
-        rows: Shape (r, n), float32 or float64, r and n at least 1; it stays as it is.
+        rows: Shape (r, n), float32 or float64, r and n at least 1. It does not change.
 
     Returns:
-        Shape (r, n). Values that are not finite stay so, so that an overflow can be seen.
+        Shape (r, n). Values that are not finite stay so, so that the caller can see an overflow.
 
     Example:
         >>> orthonormal_rows(torch.tensor([[2.0, 0.0], [0.0, 0.0], [3.0, 5.0]]))
@@ -97,7 +98,8 @@ def orthonormal_rows(rows: torch.Tensor) -> torch.Tensor:
         orthogonalization process. Numerische Mathematik 101, 2005 (two projections suffice for independent rows).
         Its use in compression: T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD, arXiv:1905.13727.
     """
-    # Without this scale the squares of huge values overflow, and those of tiny ones become 0.
+    # Each row is scaled to a largest value of 1. Otherwise the squares of huge values overflow, and those of tiny ones
+    # become 0.
     peak = rows.abs().amax(dim=1, keepdim=True)
     rows = rows / torch.where(peak == 0, 1, peak)
     for i, row in enumerate(rows):
@@ -125,11 +127,11 @@ def pack_tensors(
 
     Args:
         tensors: Tensors of one dtype on one device, of any shapes and memory formats; each is read in row-major order.
-        use_cuda: Put the vector on the current GPU; otherwise it stays on the device of the tensors.
+        use_cuda: True to move the vector to the current GPU. Otherwise it stays on the device of the tensors.
 
     Returns:
-        ``(vec, indices, sizes)``: the vector; the start of each tensor in it, and at the end its length
-        (``len(tensors) + 1`` numbers); the shapes.
+        ``(vec, indices, sizes)``. ``vec`` is the vector. ``indices`` has ``len(tensors) + 1`` numbers: the start of
+        each tensor in the vector, and the length of the vector. ``sizes`` has the shapes of the tensors.
 
     Raises:
         TypeError: The tensors have different dtypes.
@@ -143,9 +145,11 @@ def pack_tensors(
     tensors = list(tensors)
     dtypes, devices = {tensor.dtype for tensor in tensors}, {tensor.device for tensor in tensors}
     if len(dtypes) > 1:
-        raise TypeError(f"the tensors have dtypes {sorted(map(str, dtypes))}; pack tensors of one dtype at a time")
+        raise TypeError(f"tensors must have one dtype, not {sorted(map(str, dtypes))}: pack those of each dtype alone")
     if len(devices) > 1:
-        raise ValueError(f"the tensors lie on {sorted(map(str, devices))}; pack tensors of one device at a time")
+        raise ValueError(
+            f"tensors must be on one device, not on {sorted(map(str, devices))}: pack those of each device alone"
+        )
     indices, sizes = [0], []
     for tensor in tensors:
         indices.append(indices[-1] + tensor.numel())
@@ -174,10 +178,11 @@ def unpack_tensors(aggregated: torch.Tensor, indices: Sequence[int], sizes: Sequ
     """
     if len(indices) != len(sizes) + 1:
         raise ValueError(
-            f"{len(indices)} indices and {len(sizes)} sizes; there must be one index more (the end of the last tensor)"
+            f"indices must have one number more than sizes, the end of the last tensor, not {len(indices)} for "
+            f"{len(sizes)} sizes"
         )
     if aggregated.dim() != 1 or indices[-1] > aggregated.numel():
         raise ValueError(
-            f"aggregated has shape {tuple(aggregated.shape)}; it must be a vector of at least {indices[-1]} elements"
+            f"aggregated must be a vector of at least {indices[-1]} elements, not shape {tuple(aggregated.shape)}"
         )
     return [aggregated[start:end].view(size) for start, end, size in zip(indices, indices[1:], sizes, strict=False)]

@@ -1,4 +1,4 @@
-"""Time of communication, and the part of it that training waited for, measured without waiting for a device."""
+"""Measure the time of communication, and the part that training waited for, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["CommunicationClock", "Interval"]
 
 
 class Interval:
-    """One stretch of communication.
+    """A period of communication, for example that of one step.
 
     Attributes:
-        size_bytes: Bytes that this worker sent in it; the sender sets it.
-        within: The Tracker's step in which training waits for it; None for a communication step.
+        size_bytes: Bytes that this worker sent; the sender sets it.
+        within: The step of the Tracker in which training waits for the communication; None for a communication step.
 
     Args:
-        device: Device of the tensors. On a GPU the times come from events on its stream.
+        device: Device of the tensors. On a GPU, the times come from events on its stream.
         within: As above.
     """
 
@@ -30,9 +30,9 @@ class Interval:
         self.within = within
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._marks: list[tuple[Any, Any]] = []
-        self._under_way = 0
-        self._opened_s = 0.0
-        self._under_way_s = 0.0
+        self._in_transit = 0
+        self._in_transit_since_s = 0.0
+        self._in_transit_s = 0.0
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
@@ -41,38 +41,41 @@ class Interval:
         yield
         self._marks.append((begin, self._now()))
 
-    def sends(self) -> None:
-        """Note that a message is being made and sent."""
-        # Overlapping messages count once: the clock runs while at least one is under way.
-        if self._under_way == 0:
-            self._opened_s = time.perf_counter()
-        self._under_way += 1
+    def start_message(self) -> None:
+        """Record that a message is about to be packed and sent."""
+        # Overlapping messages count once: the clock runs while at least one is in transit.
+        if self._in_transit == 0:
+            self._in_transit_since_s = time.perf_counter()
+        self._in_transit += 1
 
-    def lands(self) -> None:
-        """Note that a message has arrived."""
-        self._under_way -= 1
-        if self._under_way == 0:
-            self._under_way_s += time.perf_counter() - self._opened_s
+    def finish_message(self) -> None:
+        """Record that a message has arrived."""
+        self._in_transit -= 1
+        if self._in_transit == 0:
+            self._in_transit_s += time.perf_counter() - self._in_transit_since_s
 
     def is_over(self) -> bool:
-        """Return whether the times can be read without waiting."""
+        """Return True if the times can be read without waiting."""
         return self._stream is None or not self._marks or bool(self._marks[-1][1].query())
 
     def total_s(self) -> float:
-        """Return the seconds with a message under way; on a GPU from the first one's start to the last one's end."""
+        """Return the seconds in which a message was in transit.
+
+        On a GPU, this is the time from the start of the first exposed part to the end of the last.
+        """
         if self._stream is None:
-            # Communication without overlap is only in the exposed time.
-            return max(self._under_way_s, self.exposed_s())
+            # Communication that nothing overlaps is recorded only as exposed time.
+            return max(self._in_transit_s, self.exposed_s())
         return self._between(self._marks[0][0], self._marks[-1][1]) if self._marks else 0.0
 
     def exposed_s(self) -> float:
-        """Return the seconds that training waited for it (exposed communication)."""
+        """Return the seconds that training waited for the communication (exposed communication)."""
         return sum(self._between(begin, end) for begin, end in self._marks)
 
     def _now(self) -> Any:
         if self._stream is None:
             return time.perf_counter()
-        # The device records its own time when it gets there; the host does not wait.
+        # The device records its own time when it reaches the event, so the host does not wait.
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
@@ -84,8 +87,8 @@ class Interval:
 class CommunicationClock:
     """A clock for communication, on the host or with CUDA events.
 
-    A GPU's intervals are handed out once the device has passed them, usually a step later, so that reading them never
-    waits. If the reader falls behind, only the last ``limit`` intervals are kept.
+    The intervals of a GPU are yielded after the device has passed them, usually one step later, so that reading them
+    never waits. If nobody reads them, only the last ``limit`` intervals are kept.
 
     Args:
         limit: Number of intervals kept.
@@ -103,7 +106,7 @@ class CommunicationClock:
 
     @contextmanager
     def measure(self, device: torch.device) -> Iterator[Interval]:
-        """Time communication that nothing overlaps; the caller writes the bytes into ``size_bytes``."""
+        """Measure communication that nothing overlaps. The caller sets ``size_bytes`` of the interval."""
         interval = Interval(device)
         with interval.exposed():
             yield interval
@@ -122,9 +125,9 @@ class CommunicationClock:
         """Report the intervals that are over to a tracker, each once.
 
         Args:
-            tracker: Its ``record_communication(total_s, exposed_s, size_bytes)`` is called. If training waited within
-                another step, its ``book_as_communication(step, seconds)`` is called too. Methods that it does not have
-                are skipped.
+            tracker: A tracker, or None. Its ``record_communication(total_s, exposed_s, size_bytes)`` is called. If
+                training waited within another step, ``book_as_communication(step, seconds)`` is called too. A method
+                that the tracker does not have is skipped.
         """
         record = getattr(tracker, "record_communication", None)
         book = getattr(tracker, "book_as_communication", None)

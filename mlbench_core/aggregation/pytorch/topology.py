@@ -1,4 +1,4 @@
-"""Sparse graphs of workers for decentralized training."""
+"""Build sparse graphs of workers for decentralized training."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ class Topology:
 
     .. math:: W_{ij} = \frac{1}{1 + \max(\deg i, \deg j)}, \qquad W_{ii} = 1 - \sum_{j \ne i} W_{ij},
 
-    and 0 elsewhere. It is symmetric and doubly stochastic, so mixing keeps the average of all workers, and needs only
-    the degrees of neighbors.
+    and 0 elsewhere. The matrix is symmetric and doubly stochastic, so the average of all workers stays the same. A
+    worker needs only the degrees of its neighbors to compute its weights.
 
     Attributes:
         name: Name of the graph.
         world_size: Number of workers n.
         edges: The edges ``(i, j)`` with i < j, ascending.
+
+    Raises:
+        ValueError: An edge joins a rank with itself or names a rank that does not exist, or the graph is not connected.
 
     References:
         L. Xiao, S. Boyd: Fast linear iterations for distributed averaging. Systems & Control Letters 53, 2004.
@@ -50,7 +53,7 @@ class Topology:
             found[j].add(i)
         object.__setattr__(self, "edges", tuple(sorted({(min(edge), max(edge)) for edge in self.edges})))
         object.__setattr__(self, "_neighbours", tuple(tuple(sorted(ranks)) for ranks in found))
-        # Without a way between two parts, their weights would never approach each other.
+        # Search from rank 0. Between two parts without an edge, the weights would never approach each other.
         reached, to_visit = {0}, [0]
         while to_visit:
             new = found[to_visit.pop()] - reached
@@ -59,7 +62,7 @@ class Topology:
         apart = set(range(self.world_size)) - reached
         if apart:
             raise ValueError(
-                f"ranks {sorted(apart)} cannot be reached from rank 0 over the edges: their models would never mix; "
+                f"ranks {sorted(apart)} cannot be reached from rank 0 over the edges, so their models would never mix: "
                 f"add edges until the graph is connected"
             )
 
@@ -67,10 +70,10 @@ class Topology:
         """Return the ranks that share an edge with ``rank``, ascending.
 
         Raises:
-            ValueError: ``rank`` lies outside the graph.
+            ValueError: The graph does not have this rank.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank must be 0 to {self.world_size - 1}, not {rank}")
+            raise ValueError(f"rank must be from 0 to {self.world_size - 1}, not {rank}")
         return self._neighbours[rank]
 
     @property
@@ -83,10 +86,11 @@ class Topology:
 
     @property
     def spectral_gap(self) -> float:
-        r"""Return the rate of agreement by mixing: :math:`1 - \max(|\lambda_2|, |\lambda_n|)` of W, in (0, 1].
+        r"""Return :math:`1 - \max(|\lambda_2|, |\lambda_n|)` of W, in (0, 1].
 
-        A round of mixing shrinks the distance to the average by at least the factor ``1 - spectral_gap``. It is 1 for
-        the complete graph (one round suffices) and of order :math:`1/n^2` for a ring.
+        It says how fast the workers approach their average. One average with the neighbors multiplies the distance to
+        the average of all workers by at most ``1 - spectral_gap``. The gap is 1 for the complete graph, which needs one
+        call, and of order :math:`1/n^2` for a ring.
         """
         if self.world_size == 1:
             return 1.0
@@ -105,10 +109,10 @@ def ring(world_size: int) -> Topology:
 
 
 def torus(world_size: int, rows: int | None = None) -> Topology:
-    """Arrange workers in a grid whose opposite borders are joined: every worker has up to four neighbors.
+    """Arrange workers in a grid whose opposite borders are connected: every worker has up to four neighbors.
 
     Args:
-        world_size: Number of workers; rank ``r`` lies in row ``r // columns`` and column ``r % columns``.
+        world_size: Number of workers. Rank ``r`` is in row ``r // columns`` and column ``r % columns``.
         rows: Number of rows, a divisor of ``world_size``; by default the greatest that is at most its square root.
 
     Raises:
@@ -120,7 +124,7 @@ def torus(world_size: int, rows: int | None = None) -> Topology:
     """
     check_at_least("world_size", world_size, 1)
     if rows is None:
-        # The closest to a square, which has the shortest ways and so the largest spectral gap.
+        # The grid that is closest to a square has the shortest paths and so the largest spectral gap.
         rows = next(n for n in range(math.isqrt(world_size), 0, -1) if world_size % n == 0)
     if rows < 1 or world_size % rows:
         raise ValueError(f"rows must be a divisor of world_size {world_size}, not {rows}")
@@ -150,7 +154,7 @@ def exponential(world_size: int) -> Topology:
 
 
 def complete(world_size: int) -> Topology:
-    """Connect every worker with every other; one round of mixing is the exact average.
+    """Connect every worker with every other. One average with the neighbors is the average of all workers.
 
     Example:
         >>> round(complete(4).spectral_gap, 12)
@@ -167,7 +171,7 @@ def from_edges(world_size: int, edges: Iterable[tuple[int, int]]) -> Topology:
         edges: Pairs of ranks; direction and repetition do not matter.
 
     Raises:
-        ValueError: An edge joins a rank with itself or leads outside, or the graph is not connected.
+        ValueError: An edge joins a rank with itself or names a rank that does not exist, or the graph is not connected.
 
     Example:
         >>> from_edges(3, [(0, 1), (1, 2)]).neighbours(1)
@@ -177,6 +181,6 @@ def from_edges(world_size: int, edges: Iterable[tuple[int, int]]) -> Topology:
 
 
 def _from_offsets(name: str, world_size: int, offsets: Iterable[int]) -> Topology:
-    # In a small world an offset may lead back to the worker itself; such an edge is dropped.
+    # With few workers, an offset may lead from a worker to itself; such an edge is dropped.
     edges = ((rank, (rank + offset) % world_size) for offset in offsets for rank in range(world_size))
     return Topology(name, world_size, tuple(edge for edge in edges if edge[0] != edge[1]))
