@@ -184,7 +184,7 @@ def test_packing_refuses_what_does_not_fit() -> None:
         pack_tensors([torch.ones(1), torch.ones(1).double()])
     with pytest.raises(ValueError, match=r"cpu.*meta"):
         pack_tensors([torch.ones(1), torch.ones(1, device="meta")])
-    with pytest.raises(ValueError, match="one number more than sizes, .*, not 2 for 2 sizes"):
+    with pytest.raises(ValueError, match=r"one number more than sizes, .*, not 2 for 2 sizes"):
         unpack_tensors(torch.ones(2), [0, 2], [torch.Size([1])] * 2)
     with pytest.raises(ValueError, match="at least 3 elements"):
         unpack_tensors(torch.ones(2), [0, 3], [torch.Size([3])])
