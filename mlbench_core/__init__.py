@@ -46,5 +46,6 @@ __getattr__ = lazy_subpackages(__name__, *_SUBPACKAGES)
 _tensorflow.install()
 
 
+# Otherwise dir() and completion would miss the subpackages that are not loaded yet.
 def __dir__() -> list[str]:
     return sorted({*globals(), *_SUBPACKAGES})

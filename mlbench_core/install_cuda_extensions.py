@@ -31,6 +31,7 @@ def main() -> int:
 
 def _checkout() -> Path | None:
     """Return the checkout that this package is imported from, or None."""
+    # A wheel contains neither of the two, so an installed package has no checkout around it.
     root = Path(__file__).resolve().parents[1]
     return root if (root / "setup.py").is_file() and (root / "csrc").is_dir() else None
 

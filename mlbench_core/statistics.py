@@ -50,6 +50,7 @@ class AverageMeter:
         if n < 0:
             raise ValueError(f"n must be at least 0, not {n}: pass the number of samples behind the value")
         self.val = val
+        # A mean over no samples may be nan, and nan times 0 would make the sum nan.
         if n == 0:
             return
         self.sum += val * n
@@ -130,6 +131,7 @@ class QuantileSketch:
         seen = self._zeros
         if seen > rank:
             return 0.0
+        # The index of a bin grows with its values, so this counts the values from the smallest on.
         for index in sorted(self._bins):
             seen += self._bins[index]
             if seen > rank:

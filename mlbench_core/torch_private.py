@@ -109,7 +109,7 @@ def foreach_div_(tensors: Sequence[Tensor], divisor: float | Tensor) -> None:
 
 
 def buffers_of(module: nn.Module) -> MutableMapping[str, Tensor | None]:
-    """Return the buffers of one module, without those of its children; a change changes the module."""
+    """Return the buffers of one module, without those of its children. Changes of the mapping change the module."""
     return module._buffers
 
 
@@ -119,14 +119,14 @@ def check_batch_norm_input(norm: nn.Module, input: Tensor) -> None:
 
 
 def recurrent_weights(module: nn.RNNBase) -> tuple[list[str], list[Any]]:
-    """Return the names and the tensors that a recurrent module gives to its kernel, brought up to date."""
+    """Return the names and the current tensors that a recurrent module passes to its kernel."""
     # The list may be out of date, for example after the parameters were replaced.
     module._update_flat_weights()
     return module._flat_weights_names, module._flat_weights
 
 
 def set_recurrent_weights(module: nn.RNNBase, weights: list[Any]) -> None:
-    """Let a recurrent module give other tensors to its kernel."""
+    """Let a recurrent module pass other tensors to its kernel."""
     module._flat_weights = weights
 
 
@@ -136,6 +136,7 @@ def pack_for_cudnn(module: nn.RNNBase, weights: list[Tensor]) -> None:
 
     torch._cudnn_rnn_flatten_weight(
         weights,
+        # Number of tensors per layer and direction: two matrices, with bias two vectors, and perhaps a projection.
         (4 if module.bias else 2) + (module.proj_size > 0),
         module.input_size,
         cudnn_rnn.get_cudnn_mode(module.mode),
@@ -165,7 +166,7 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer, kind: str) -> Collection[C
 
 
 def mark_constant(function: Callable[..., Any]) -> None:
-    """Let torch.compile keep the result that a function has while it compiles."""
+    """Let torch.compile call a function once, and use its result as a constant in the compiled code."""
     # torch.compiler.assume_constant_result() sets this attribute, but imports the whole compiler.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

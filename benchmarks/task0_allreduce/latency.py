@@ -277,6 +277,7 @@ def element_counts(num: int = 80, largest: int = 10**8) -> list[int]:
     """
     for name, value in (("num", num), ("largest", largest)):
         check_int(name, value)
+    # Near 1 the points are closer together than whole numbers, so several of them round to the same size.
     points = np.rint(np.logspace(0, math.log10(largest), num=num)).astype(np.int64)
     return sorted({int(point) for point in points})
 

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_AT_CLOSE_S = 5.0
 
+# Process id, address of the master, and token.
 _Key = tuple[int, "str | None", "str | None"]
 
 
@@ -143,6 +144,7 @@ class LogMetrics:
                 cumulative=False,
                 metadata=json.dumps({"rank": rank, "epoch": epoch}),
             )
+        # For example a tensor of several elements. Training must not end because a metric cannot be sent.
         except Exception as error:
             logger.warning("metric %r = %r of run %r could not be sent: %s", metric_name, value, run_id, error)
 

@@ -76,5 +76,6 @@ def check_names(remembered: Iterable[str], known: Iterable[str]) -> None:
         )
 
 
+# A large model has thousands of names, and a few are enough to show how they differ.
 def _first(names: list[str], count: int = 5) -> str:
     return ", ".join(map(repr, names[:count])) + (", ..." if len(names) > count else "")
