@@ -13,10 +13,10 @@ def user_folder(*parts: str) -> Path:
     (``~/.local/share/mlbench`` on Linux).
 
     Args:
-        parts: Names below it, for example ``"datasets"``.
+        parts: Names of folders or files in it, for example ``"datasets"``.
 
     Returns:
-        The path, absolute.
+        The absolute path.
     """
     home = os.environ.get("MLBENCH_HOME")
     if home:

@@ -285,7 +285,7 @@ class ChocoAggregation(DecentralizedAggregation):
     agg_grad = refuse_gradients
 
     def aggregate(self, tensors: Mapping[str, Tensor], op: str, denom: Denominator | None = None) -> None:
-        """Move every tensor toward its neighbors', in place.
+        """Move every tensor toward those of the neighbors, in place.
 
         Args:
             tensors: By name, in the same order with the same shapes and dtypes on every worker.

@@ -50,7 +50,7 @@ class PeriodicAggregation(Aggregation):
 
     Every tensor has its own counter, by name. So calls with one layer at a time, buffers, and parameters that are added
     later need no special case. If all tensors take part from the first step on, their counters are equal and all are
-    sent in the same step. At every H-th step, the bytes are those of the wrapped aggregation, and 0 at the others.
+    sent in the same step. Every H-th step sends the bytes of the wrapped aggregation, and the others send nothing.
 
     Attributes:
         inside: The wrapped aggregation.

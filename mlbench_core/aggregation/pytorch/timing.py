@@ -29,6 +29,7 @@ class Interval:
         self.size_bytes = 0
         self.within = within
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        # Begin and end of each exposed part: seconds on the host, or CUDA events.
         self._marks: list[tuple[Any, Any]] = []
         self._in_transit = 0
         self._in_transit_since_s = 0.0
@@ -91,7 +92,7 @@ class CommunicationClock:
     never waits. If nobody reads them, only the last ``limit`` intervals are kept.
 
     Args:
-        limit: Number of intervals kept.
+        limit: Largest number of intervals that are kept.
 
     Example:
         >>> clock = CommunicationClock()
