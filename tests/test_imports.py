@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import mlbench_core
 
 FRAMEWORK_FREE = [
     "mlbench_core",
@@ -44,6 +48,15 @@ def test_subpackages_load_on_first_use() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "mlbench_core.evaluation.goals"
+
+
+def test_every_subpackage_that_loads_on_first_use_exists() -> None:
+    for path in sorted(Path(mlbench_core.__file__).parent.rglob("__init__.py")):
+        if "lazy_subpackages(" in path.read_text():
+            name = ".".join(["mlbench_core", *path.parent.relative_to(Path(mlbench_core.__file__).parent).parts])
+            package = importlib.import_module(name)
+            lazy = inspect.getclosurevars(package.__getattr__).nonlocals["names"]
+            assert [one for one in lazy if importlib.util.find_spec(f"{name}.{one}") is None] == [], name
 
 
 def test_parts_of_utils_load_on_first_use() -> None:

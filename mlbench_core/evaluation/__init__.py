@@ -1,5 +1,5 @@
-"""Evaluate runs: goals and communication times (no framework), metrics, and measurement of collectives."""
+"""Evaluate runs: goals (no framework), metrics and losses."""
 
 from mlbench_core._lazy import lazy_subpackages
 
-__getattr__ = lazy_subpackages(__name__, "goals", "latency", "pytorch")
+__getattr__ = lazy_subpackages(__name__, "goals", "pytorch")
