@@ -39,7 +39,7 @@ class _TaskType(click.ParamType):
 
 
 class _Cores(click.FloatRange):
-    """A positive number of cores; ``nan`` and ``inf`` are numbers for Python, but JSON and a scheduler have none."""
+    """A positive number of cores. Python also reads ``nan`` and ``inf`` as numbers, which JSON cannot hold."""
 
     def __init__(self) -> None:
         super().__init__(min=0, min_open=True)
