@@ -1,4 +1,4 @@
-"""Store what the command keeps between calls: settings, the last answers, the embedded master.
+"""Store the state that the command keeps between calls: settings, the last answers, the embedded master.
 
 Each file is JSON in :func:`mlbench_core.paths.user_folder`, written atomically and readable by its owner only.
 """

@@ -88,7 +88,7 @@ class _Options:
         """Ask for missing values, check all of them, and remember them as the defaults of the next questions.
 
         Raises:
-            click.UsageError: Values contradict each other, or one is missing and there is no terminal to ask on.
+            click.UsageError: Values contradict each other, or one is missing and standard input is not a terminal.
         """
         if self.task is not None and (self.image or self.command):
             raise click.UsageError("--task cannot be given with --image or --command: a task has its own command")

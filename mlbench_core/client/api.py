@@ -71,9 +71,9 @@ class ApiClient:
     Metrics (:meth:`post_metric`, :meth:`post_metrics`) are delivered in order and in batches. If the master does not
     answer, they are kept on disk in the user's folder and delivered later. If the process has ended by then, the next
     client for the same address that posts or flushes delivers them. The workers of a local run are an exception: when
-    the run has ended, its master stores what they could not deliver. Each metric has an id, so the master stores it
-    once. A killed process loses only the metrics that wait for the answer to their first request, normally those of a
-    few milliseconds.
+    the run has ended, its master stores the metrics that they could not deliver. Each metric has an id, so the master
+    stores it once. A killed process loses only the metrics that wait for the answer to their first request, normally
+    those of a few milliseconds.
 
     Use it as a context manager or call :meth:`close`. A client that is still open when the process exits is closed.
 
