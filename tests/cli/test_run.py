@@ -85,7 +85,7 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["demo", "1", "--task", "1a", "--num-cpus", "0"], "0.0 is not in the range"),
         (["demo", "1", "--task", "1a", "--num-cpus", "nan"], "'nan' must be a positive number of cores"),
         (["demo", "1", "--task", "1a", "--num-cpus", "inf"], "'inf' must be a positive number of cores"),
-        (["demo", "1", "--command", "'unbalanced"], "must be words as for a shell: No closing quotation"),
+        (["demo", "1", "--command", "'unbalanced"], "the command must be quoted as for a shell"),
     ],
 )
 def test_wrong_use_is_status_2_and_starts_nothing(
