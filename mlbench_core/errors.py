@@ -9,6 +9,7 @@ Every error about the outside world (a network, a file, a process, a missing pac
     +-- ConfigurationError        the run was set up in a way that cannot work
     |   +-- BackendError          a communication backend is unknown or not available here
     |   +-- MasterAddressError    the given address of the master is not valid (also a ValueError)
+    |   +-- MasterTokenError      the token of the master cannot be sent (also a ValueError)
     |   +-- MissingDependencyError  an optional package is not installed (also an ImportError)
     +-- MasterError               talking to the master failed
     |   +-- MasterNotFoundError   no master could be located (also a ValueError)
@@ -36,6 +37,7 @@ __all__ = [
     "MasterError",
     "MasterNotFoundError",
     "MasterRequestError",
+    "MasterTokenError",
     "MissingDependencyError",
     "WorkerError",
     "require",
@@ -56,6 +58,10 @@ class BackendError(ConfigurationError):
 
 class MasterAddressError(ConfigurationError, ValueError):
     """The given address of the master is not valid."""
+
+
+class MasterTokenError(ConfigurationError, ValueError):
+    """The token of the master has characters that a request cannot carry."""
 
 
 class MissingDependencyError(ConfigurationError, ImportError):

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import anyio.to_thread
 from fastapi import FastAPI, Request
@@ -19,14 +20,17 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import mlbench_core
+from mlbench_core.addresses import is_loopback
+from mlbench_core.client.masters import KEY_VARIABLE
 from mlbench_core.paths import user_folder
 from mlbench_master.events import EventBus
 from mlbench_master.launchers import Launcher, make_launcher
 from mlbench_master.lease import Lease
+from mlbench_master.login import add_login
 from mlbench_master.pages import make_pages
 from mlbench_master.routes import router
 from mlbench_master.scheduler import Scheduler
-from mlbench_master.security import GuardMiddleware
+from mlbench_master.security import Access, GuardMiddleware, make_private
 from mlbench_master.store import Store
 
 __all__ = ["create_app"]
@@ -49,26 +53,34 @@ def create_app(
     Args:
         database_url: SQLAlchemy URL; by default ``master.db`` in the data folder.
         data_dir: Folder for logs and states; by default ``master`` in the user's folder.
-        token: Secret that every request must carry. With None, only requests to a loopback name are answered.
+        token: Secret that every request must carry. With None, every user of this machine has access, and only
+            requests to a loopback name are answered.
         launcher: The launcher that starts runs; by default it starts processes on this machine.
         master_url: The URL under which workers reach this master.
 
     Returns:
-        The application; ``app.state`` has ``store``, ``scheduler``, ``launcher``, ``events``.
+        The application; ``app.state`` has ``store``, ``scheduler``, ``launcher``, ``events``, ``access``.
 
     Raises:
-        ConfigurationError: The database cannot be opened, or another master uses it.
-        ValueError: The token is empty.
+        ConfigurationError: The database cannot be opened, another master uses it, or other users can read the data
+            folder.
+        MasterTokenError: The token has characters that a request cannot carry. The error is also a ``ValueError``.
     """
-    if token is not None and not token.strip():
-        raise ValueError("token: must not be empty; leave it out for a master on loopback without one")
     folder = Path(data_dir).expanduser().absolute() if data_dir is not None else user_folder("master")
     # Only the owner may read the folder: it holds logs, and jobs with the token in their environment.
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(folder)
+    access = Access(folder, token)
+    if database_url is None:
+        # SQLite gives its other files the mode of this one.
+        (folder / "master.db").touch(mode=0o600)
     store = Store(database_url or f"sqlite:///{folder / 'master.db'}")
     launcher = launcher or make_launcher("local", folder)
     events = EventBus()
     worker_env = {"MLBENCH_MASTER_URL": master_url, **({"MLBENCH_TOKEN": token} if token else {})}
+    # The token is for this master alone, not for a program that has its port after its end. Behind a name there may
+    # be a proxy, whose address the master cannot prove.
+    if token and is_loopback(urlsplit(master_url).hostname or ""):
+        worker_env[KEY_VARIABLE] = access.key
     # Before the first look at a run: another master may be looking after them.
     lease = Lease(store)
     lease.acquire()
@@ -86,15 +98,25 @@ def create_app(
             launcher.close()
             store.close()
 
-    app = FastAPI(title="MLBench master", version=mlbench_core.__version__, lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(
+        title="MLBench master",
+        version=mlbench_core.__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        # FastAPI's own pages load scripts from another server, which could then start commands here.
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.store, app.state.scheduler, app.state.launcher, app.state.events = store, scheduler, launcher, events
     app.include_router(router)
-    app.include_router(make_pages(store, launcher, token))
+    app.state.access = access
+    app.include_router(make_pages(store, launcher, token is not None))
+    add_login(app, access)
     app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
     app.add_exception_handler(StarletteHTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(SQLAlchemyError, _database_error)
-    app.add_middleware(GuardMiddleware, token=token)
+    app.add_middleware(GuardMiddleware, access=access)
     # The middleware that is added last runs first, so the guard sees only normalized paths.
     app.add_middleware(_PathMiddleware)
     return app
@@ -114,7 +136,7 @@ class _PathMiddleware:
                 path = suffix[1]
                 query = scope["query_string"] + b"&" if scope["query_string"] else b""
                 scope = {**scope, "query_string": query + b"format=" + suffix[2].encode()}
-            if not path.endswith("/") and path.startswith(("/api/", "/runs/", "/login")):
+            if not path.endswith("/") and path.startswith(("/api/", "/runs/", "/login", "/logout", "/docs")):
                 scope = {**scope, "path": path + "/", "raw_path": path.encode("utf-8", "replace") + b"/"}
         await self._app(scope, receive, send)
 

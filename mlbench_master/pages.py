@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jinja2
-from fastapi import APIRouter, Depends
-from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse
 
-from mlbench_master.bodies import read_login
 from mlbench_master.dates import format_date
 from mlbench_master.launchers.interface import Launcher, LogLine
 from mlbench_master.routes import run_or_404
-from mlbench_master.security import COOKIE, session_cookie, token_matches
 from mlbench_master.store import Run, Store, run_owner
 
-__all__ = ["make_pages"]
+__all__ = ["make_pages", "render"]
 
 _LOG_LINES = 200
-# The pages load nothing from other servers, cannot be framed, and are not cached, since they show users' data.
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
 _templates = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
     autoescape=True,
@@ -33,15 +26,16 @@ _templates = jinja2.Environment(
     trim_blocks=True,
 )
 _templates.filters["date"] = format_date
+_templates.filters["json"] = functools.partial(json.dumps, indent=2, ensure_ascii=False)
 
 
-def make_pages(store: Store, launcher: Launcher, token: str | None) -> APIRouter:
+def make_pages(store: Store, launcher: Launcher, can_log_out: bool) -> APIRouter:
     """Make the dashboard's routes.
 
     Args:
         store: The runs and their metrics.
         launcher: The source of the logs.
-        token: The secret that the login page asks for, or None.
+        can_log_out: Show the button that ends the browser's session.
 
     Returns:
         The router.
@@ -50,41 +44,36 @@ def make_pages(store: Store, launcher: Launcher, token: str | None) -> APIRouter
 
     @router.get("/")
     def main_page() -> HTMLResponse:
-        return _page("runs.html", runs=store.runs()[::-1])
+        return render("runs.html", runs=store.runs()[::-1], can_log_out=can_log_out)
 
     @router.get("/runs/{run_id}/")
     def run_page(run_id: str) -> HTMLResponse:
         run = run_or_404(store, run_id)
         lines = [] if run.job_id is None else launcher.log_tail(run.job_id)[-_LOG_LINES:]
-        return _page(
+        return render(
             "run.html",
+            can_log_out=can_log_out,
             run=run,
             facts=_facts(run),
             metrics=store.latest(run_owner(run.id)),
             log="\n".join(map(_log_line, lines)),
         )
 
-    @router.get("/login/")
-    def login_page() -> HTMLResponse:
-        return _page("login.html", message="")
-
-    @router.post("/login/")
-    def login(form: Annotated[dict[str, str], Depends(read_login)]) -> Response:
-        if token is None or token_matches(form.get("token", ""), token):
-            response = RedirectResponse("/", status_code=303)
-            if token is not None:
-                # Scripts cannot read the cookie, and links from other sites do not send it.
-                response.set_cookie(COOKIE, session_cookie(token), httponly=True, samesite="strict")
-            return response
-        return _page("login.html", status=401, message="This is not the master's token.")
-
     return router
 
 
-def _page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
+def render(template: str, status: int = 200, headers: dict[str, str] | None = None, **values: Any) -> HTMLResponse:
+    """Return a page.
+
+    Args:
+        template: The file of the template.
+        status: The status of the answer.
+        headers: Its headers.
+        **values: The variables of the template.
+    """
     # A text may hold half of a surrogate pair, which UTF-8 cannot encode.
     html = _templates.get_template(template).render(values)
-    return HTMLResponse(html.encode("utf-8", "replace"), status_code=status, headers=_HEADERS)
+    return HTMLResponse(html.encode("utf-8", "replace"), status_code=status, headers=headers)
 
 
 def _facts(run: Run) -> dict[str, str]:

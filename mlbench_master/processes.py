@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import psutil
 
+from mlbench_core.client.masters import boot_id, start_mark
+
 __all__ = ["end_processes", "place", "processes_with", "start_mark"]
-
-
-def start_mark(pid: int) -> str | None:
-    """Return a text that no other process with this id has, before or after; None if the process has ended.
-
-    It does not change when the clock is set. A start time in seconds would: Linux has only the time since boot, and
-    the time of the boot moves with the clock.
-
-    Args:
-        pid: The process id.
-    """
-    try:
-        if sys.platform.startswith("linux"):
-            # The name in parentheses may contain blanks and parentheses. Field 3 is the state, 22 the start in ticks.
-            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-            return None if fields[0] in (b"Z", b"X") else f"{_boot_id()}-{int(fields[19])}"
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else repr(process.create_time())
-    except (OSError, IndexError, psutil.Error):
-        return None
-
-
-@functools.cache
-def _boot_id() -> str:
-    # Ticks count from the boot, so another boot may give the same id and the same ticks.
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
 
 
 def place() -> str:
@@ -49,7 +20,7 @@ def place() -> str:
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
-    return f"{_boot_id() or socket.gethostname()} {namespace}".strip()
+    return f"{boot_id() or socket.gethostname()} {namespace}".strip()
 
 
 def processes_with(variable: str, value: str) -> Iterator[psutil.Process]:

@@ -1,40 +1,237 @@
 """Authenticate requests to the master.
 
-The master runs commands that its users post, so it must authenticate them. If it has a token, each request carries it
-in ``Authorization: Bearer``, and a browser gets a cookie from the login page. Without a token, the master listens on
-loopback only. The remaining danger is then a foreign web page in the user's own browser:
+The master runs commands that its users post, so it must authenticate them. Every program on this machine and every web
+page in the user's browser can send requests to it. :class:`Access` holds the secrets; :class:`GuardMiddleware` refuses
+requests without them:
 
-* A page that rebinds its name to 127.0.0.1 is refused by its ``Host`` header.
-* A page that posts across origins is refused by its ``Origin`` header.
+* A program sends the token in ``Authorization: Bearer``.
+* A browser sends a cookie. It gets the cookie for the token, on the login page, or for a code in the address, which
+  works once.
+* A page of another site can make the browser send the cookie, so its requests are refused by their ``Origin`` header.
+
+Without a token (``--no-token``), every user of this machine has access. A page that rebinds its name to 127.0.0.1 is
+then refused by its ``Host`` header.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
+import json
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import MutableMapping
 from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, RedirectResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlbench_core import files
 from mlbench_core.addresses import is_loopback
+from mlbench_core.client.masters import NONCE_HEADER, PROOF_HEADER, check_token, make_proof
+from mlbench_core.errors import ConfigurationError
 
-__all__ = ["COOKIE", "GuardMiddleware", "session_cookie", "token_matches"]
+__all__ = ["CODE_S", "TOO_MANY_GUESSES", "Access", "GuardMiddleware", "make_private", "random_token"]
 
-COOKIE = "mlbench_session"
+CODE_S = 600.0
+"""Time in which a code of an address must be used, in seconds."""
+
+_SESSION_S = 7 * 86_400.0
+# More would be kept only for somebody who logs in without end.
+_MAX_SESSIONS = 1000
+_MAX_CODES = 100
+_MAX_GUESSES = 10
+_GUESSES_S = 60.0
+_MAX_ADDRESSES = 10_000
+TOO_MANY_GUESSES = {"Retry-After": f"{_GUESSES_S:.0f}"}
+"""Headers of the answer to a client that has guessed wrongly too often."""
 _OPEN_PATHS = ("/api/health/", "/login/")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::\d{1,5})?")
+_NONCE = re.compile(r"[0-9a-f]{32,64}")
+# The pages load nothing from other servers, and no other page can show them in a frame to catch clicks.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    # Not "no-referrer": a browser would then send "Origin: null" with the forms of the master's own pages.
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 
-def token_matches(given: str, token: str) -> bool:
-    """Compare two secrets in constant time, so that an attacker cannot find a secret byte by byte."""
-    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode("utf-8", "surrogateescape"))
+def make_private(folder: Path) -> None:
+    """Create the master's data folder, or tighten an existing one, so that only its owner can read it.
+
+    Raises:
+        ConfigurationError: The folder is shared by design, such as ``/tmp``, or belongs to another user.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    mode = folder.stat().st_mode
+    if mode & 0o1000:
+        # All users write there. To make it private would break their programs.
+        raise ConfigurationError(f"{folder} is shared by all users: choose a folder of its own with --data-dir")
+    if os.name == "posix" and mode & 0o077:
+        try:
+            folder.chmod(0o700)
+        except PermissionError:
+            raise ConfigurationError(
+                f"{folder} belongs to another user, who could read the token: choose another with --data-dir"
+            ) from None
+    # Files of earlier versions. In the closed folder nobody reaches them, but a copy of it keeps their modes.
+    for path in (*folder.glob("master.db*"), *folder.glob("*.log")):
+        path.chmod(0o600)
 
 
-def session_cookie(token: str) -> str:
-    """Return the cookie of a browser that has sent the token; the token cannot be derived from it."""
-    return hmac.new(token.encode(), b"mlbench dashboard session", hashlib.sha256).hexdigest()
+def random_token(folder: Path) -> str:
+    """Return the token of a master to which the user gave none.
+
+    It stays the same as long as the data folder exists, so workers go on reporting after a restart of the master.
+    """
+    return _derive(_secret(folder), "token")
+
+
+def _secret(folder: Path) -> str:
+    path = folder / "secret"
+    try:
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+    except FileExistsError:
+        path.chmod(0o600)
+    text = path.read_text().strip()
+    if len(text) < 64:  # an interrupted write; a short secret can be guessed
+        raise ConfigurationError(f"{path} is damaged: delete it, and the master makes a new token")
+    return text
+
+
+def _derive(secret: str, purpose: str) -> str:
+    return hmac.new(secret.encode(), f"mlbench {purpose}".encode(), hashlib.sha256).hexdigest()
+
+
+class Access:
+    """Who may use a master.
+
+    Sessions are kept in the data folder, so a browser stays logged in while the master restarts.
+
+    Args:
+        folder: The master's data folder.
+        token: The token, or None if every user of this machine may use the master.
+
+    Attributes:
+        token: The token, or None.
+        key: The key with which the master proves its identity to clients.
+        cookie: The name of the cookie. Cookies do not belong to a port, so two masters on one host need two names.
+
+    Raises:
+        MasterTokenError: The token has characters that a request cannot carry.
+    """
+
+    def __init__(self, folder: Path, token: str | None) -> None:
+        self.token = None if token is None else check_token(token)
+        secret = _secret(folder)
+        self.key = _derive(secret, "key")
+        self.cookie = f"mlbench_session_{_derive(secret, 'cookie')[:12]}"
+        # Nobody can guess a random token. A token that a user chose may be short, so guesses of it are limited.
+        self._is_random = token == _derive(secret, "token")
+        self._path = folder / "sessions.json"
+        self._lock = threading.Lock()
+        self._codes: dict[str, float] = {}
+        self._guesses: dict[str, list[float]] = {}
+        try:
+            kept = json.loads(self._path.read_text())
+            self._sessions = {str(digest): float(end) for digest, end in kept.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            self._sessions = {}
+
+    def accepts(self, given: str) -> bool:
+        """Return True if a text is the token."""
+        # In constant time, so that an attacker cannot find the token byte by byte.
+        return self.token is not None and hmac.compare_digest(_bytes(given), _bytes(self.token))
+
+    def new_code(self) -> str:
+        """Return a code that logs a browser in once."""
+        code = secrets.token_urlsafe(24)
+        with self._lock:
+            self._codes[code] = time.monotonic() + CODE_S
+            _drop_oldest(self._codes, _MAX_CODES)
+        return code
+
+    def redeem(self, code: str) -> bool:
+        """Return True if a code is valid; it is not valid a second time."""
+        with self._lock:
+            end = self._codes.pop(code, None)
+        return end is not None and time.monotonic() <= end
+
+    def open_session(self) -> str:
+        """Return the value of a cookie for a browser that has logged in."""
+        cookie = secrets.token_urlsafe(32)
+        with self._lock:
+            now = time.time()
+            self._sessions = {digest: end for digest, end in self._sessions.items() if end > now}
+            self._sessions[_digest(cookie)] = now + _SESSION_S
+            _drop_oldest(self._sessions, _MAX_SESSIONS)
+            self._save()
+        return cookie
+
+    def has_session(self, headers: Headers) -> bool:
+        """Return True if a request has the cookie of a browser that is logged in."""
+        end = self._sessions.get(_digest(self._cookie_of(headers)))
+        return end is not None and time.time() < end
+
+    def close_session(self, headers: Headers) -> None:
+        """Forget the session of a browser."""
+        with self._lock:
+            if self._sessions.pop(_digest(self._cookie_of(headers)), None) is not None:
+                self._save()
+
+    def must_wait(self, address: str) -> bool:
+        """Return True if a client has guessed wrongly too often within a minute."""
+        with self._lock:
+            times = self._guesses.get(_network(address), [])
+            return len(times) >= _MAX_GUESSES and time.monotonic() - times[-_MAX_GUESSES] < _GUESSES_S
+
+    def limits_tokens_of(self, address: str) -> bool:
+        """Return True if also tokens in headers count as guesses.
+
+        On loopback they do not: all users of this machine share the address, so one of them could lock out the others.
+        """
+        return not self._is_random and not is_loopback(address)
+
+    def count_guess(self, address: str) -> None:
+        """Count a wrong guess."""
+        with self._lock:
+            network = _network(address)
+            times = self._guesses.pop(network, [])  # removed, so that it moves to the end
+            self._guesses[network] = [*times[1 - _MAX_GUESSES :], time.monotonic()]
+            _drop_oldest(self._guesses, _MAX_ADDRESSES)
+
+    def prove(self, nonce: str, scope: Scope) -> str | None:
+        """Return the proof of the master's identity for the connection of a request, or None for a malformed nonce."""
+        server = scope.get("server")
+        if not server or server[1] is None or not _NONCE.fullmatch(nonce):
+            return None
+        return make_proof(self.key, nonce, server[0], server[1])
+
+    def _cookie_of(self, headers: Headers) -> str:
+        try:
+            morsel = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
+        except CookieError:
+            return ""
+        return "" if morsel is None else morsel.value
+
+    def _save(self) -> None:
+        # Only digests: who reads the file, such as a backup, cannot log in with them.
+        with files.replacing(self._path) as temporary:
+            temporary.touch(mode=0o600)
+            temporary.write_text(json.dumps(self._sessions))
 
 
 class GuardMiddleware:
@@ -42,67 +239,109 @@ class GuardMiddleware:
 
     Args:
         app: The application behind it.
-        token: The secret, or None if the master listens on loopback only.
+        access: Who may use the master.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
-        self._token = token
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401 or 403."""
+        """Pass the request on, or answer 401, 403 or 429."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
-        await (refusal or self._app)(scope, receive, send)
+
+        async def send_protected(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                # With every answer, so that a client knows a master of which the database fails, too.
+                proof = self._access.prove(Headers(scope=scope).get(NONCE_HEADER, ""), scope)
+                if proof is not None:
+                    headers[PROOF_HEADER] = proof
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                # Answers show users' data, which must not stay in a cache after a logout.
+                if not scope["path"].startswith("/static/"):
+                    headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        await (self._refusal(scope) or self._app)(scope, receive, send_protected)
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
         headers = Headers(scope=scope)
         path = scope["path"]
-        if self._token is None:
-            if not _is_local_name(headers.get("host", "")):
+        if self._access.token is None:
+            if not _is_loopback_host(headers.get("host", "")):
                 return _refuse(
-                    403, "Forbidden", "Host: a master without a token answers only to localhost; start it with --token"
+                    403, "Forbidden", "Host: a master without a token answers only to localhost; start it with a token"
                 )
-        elif self._has_bearer(headers):
-            return None
-        elif not self._has_cookie(headers) and path not in _OPEN_PATHS:
+        elif "authorization" in headers:
+            address = scope["client"][0] if scope.get("client") else ""
+            limited = self._access.limits_tokens_of(address)
+            if limited and self._access.must_wait(address):
+                message = "Authorization: too many wrong tokens came from this address; try again in a minute"
+                return _refuse(429, "Too Many Requests", message, TOO_MANY_GUESSES)
+            scheme, _, given = headers["authorization"].partition(" ")
+            if scheme.lower() == "bearer" and self._access.accepts(given.strip()):
+                return None
+            if limited:
+                self._access.count_guess(address)
+            if path not in _OPEN_PATHS:
+                return _unauthorized()
+        elif not (path in _OPEN_PATHS or path.startswith("/static/") or self._access.has_session(headers)):
             if not path.startswith("/api/") and "text/html" in headers.get("accept", ""):
                 return RedirectResponse("/login/", status_code=303)
-            return _refuse(
-                401,
-                "Unauthorized",
-                "Authorization: send the master's token as 'Bearer TOKEN'",
-                {"WWW-Authenticate": "Bearer"},
-            )
+            return _unauthorized()
         # Any web page can make a browser send a request, so only the master's own pages may write.
         origin = headers.get("origin")
         if scope["method"] not in _SAFE_METHODS and origin is not None and not _same_origin(origin, headers):
             return _refuse(403, "Forbidden", f"Origin: {origin[:80]!r} may not write to this master")
         return None
 
-    def _has_bearer(self, headers: Headers) -> bool:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and token_matches(given.strip(), self._token or "")
 
-    def _has_cookie(self, headers: Headers) -> bool:
-        try:
-            morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-        except CookieError:
-            return False
-        return morsel is not None and token_matches(morsel.value, session_cookie(self._token or ""))
+def _unauthorized() -> JSONResponse:
+    message = "Authorization: send the master's token as 'Bearer TOKEN'"
+    return _refuse(401, "Unauthorized", message, {"WWW-Authenticate": "Bearer"})
 
 
-def _is_local_name(host: str) -> bool:
-    """Accept loopback and names without a dot, which no public DNS server resolves and nobody can rebind."""
-    name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
-    return bool(name) and (is_loopback(name) or ("." not in name and ":" not in name))
+def _is_loopback_host(host: str) -> bool:
+    """Accept only names that mean this machine everywhere; anybody on a local network may answer for another name."""
+    match = _HOST.fullmatch(host)
+    name = "" if match is None else match[1].strip("[]").lower()
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _same_origin(origin: str, headers: Headers) -> bool:
     _, separator, place = origin.partition("://")
     return bool(separator) and place.lower() == headers.get("host", "").lower()
+
+
+def _network(address: str) -> str:
+    """Return the part of an address that one client cannot change: of IPv6, the first 64 bits."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return address if parsed.version == 4 else parsed.exploded[:19]
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _digest(cookie: str) -> str:
+    return hashlib.sha256(_bytes(cookie)).hexdigest()
+
+
+def _drop_oldest(items: MutableMapping[str, Any], most: int) -> None:
+    while len(items) > most:
+        del items[next(iter(items))]
 
 
 def _refuse(status: int, phrase: str, message: str, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -6,26 +6,49 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from mlbench_core import files
+from mlbench_core.addresses import is_loopback
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.paths import user_folder
 from mlbench_master.launchers import make_launcher
+from mlbench_master.security import CODE_S, Access, make_private, random_token
 
-__all__ = ["serve"]
+__all__ = ["Listen", "serve"]
 
 _log = logging.getLogger("mlbench_master")
+# Other users of this machine may try a thousand tokens per second. Random letters and digits of this length resist.
+_SHORT_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class Listen:
+    """The place at which a master listens.
+
+    Args:
+        host: The address. It must be one of loopback if the master demands no token.
+        port: The port; 0 chooses a free one.
+        certificate: File with the certificate for https and those between it and its authority, as PEM.
+        key: File with the certificate's private key, as PEM; by default it is in the certificate's file.
+    """
+
+    host: str
+    port: int
+    certificate: Path | None = None
+    key: Path | None = None
 
 
 def serve(
-    host: str,
-    port: int,
+    listen: Listen,
     token: str | None,
-    started: Callable[[str], None],
+    started: Callable[[str, Access], None],
+    no_token: bool = False,
     database_url: str | None = None,
     data_dir: Path | None = None,
     launcher: str = "local",
@@ -33,21 +56,22 @@ def serve(
     """Run the master in this process until SIGINT or SIGTERM; the next master takes over its runs.
 
     Args:
-        host: Address to listen on.
-        port: Port to listen on; 0 chooses a free one.
-        token: Secret that requests must carry; None only if ``host`` cannot be reached from other machines.
-        started: Called with the master's URL once it owns the port and the data folder.
+        listen: The address to listen on.
+        token: Secret that requests must carry; None for a random one, which is kept in the data folder.
+        started: Called with the master's URL and secrets once it owns the port and the data folder.
+        no_token: Demand no token: every user of this machine can then run commands as this process.
         database_url: SQLAlchemy URL; by default SQLite in the data folder.
         data_dir: Folder for database and logs; by default ``master`` in the user's folder.
         launcher: One of :data:`~mlbench_master.launchers.LAUNCHERS`.
 
     Raises:
-        ConfigurationError: The address, the folder or the database cannot be used.
+        ConfigurationError: The address, the certificate, the folder or the database cannot be used.
     """
     import uvicorn
 
     from mlbench_master.app import create_app
     from mlbench_master.events import EventBus
+    from mlbench_master.login import login_path
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -58,10 +82,11 @@ def serve(
             self.force_exit = self.should_exit and sig == signal.SIGINT
             self.should_exit = True
 
-    with _listen(host, port) as listener, contextlib.ExitStack() as stack:
+    _check_certificate(listen)
+    with _listen(listen.host, listen.port) as listener, contextlib.ExitStack() as stack:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
         folder = (data_dir or user_folder("master")).expanduser().absolute()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(folder)
         try:  # two masters would both handle the same runs
             stack.enter_context(files.lock(folder / "master.lock", wait=False))
         except TimeoutError:
@@ -69,13 +94,46 @@ def serve(
                 f"another master uses the folder {folder}; choose another with --data-dir"
             ) from None
         # A worker on this machine cannot connect to the address that stands for all addresses.
-        name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
-        url = f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
+        host = listen.host.strip("[]")
+        name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        scheme = "https" if listen.certificate else "http"
+        url = f"{scheme}://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
+        token = None if no_token else token or random_token(folder)
         app = create_app(database_url, folder, token, make_launcher(launcher, folder), url)
-        started(url)
+        started(url, app.state.access)
         _log.info("MLBench master on %s (data in %s)", url, folder)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=30)
+        if token is None:
+            _log.warning("no token is needed: every program and user of this machine can run commands as you")
+        else:
+            path = login_path(app.state.access)
+            _log.info("open it in a browser: %s%s (works once, within %d minutes)", url, path, CODE_S // 60)
+            if scheme == "http" and not is_loopback(host):
+                _log.warning("the network can read the token: use --certificate, or a proxy with https on this machine")
+            if len(token) < _SHORT_TOKEN:
+                _log.warning("the token can be guessed: use at least %d random characters", _SHORT_TOKEN)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=5,
+            timeout_keep_alive=30,
+            # Anybody on this machine could give another address as the client's in a header of a proxy.
+            proxy_headers=False,
+            ssl_certfile=listen.certificate,
+            ssl_keyfile=listen.key,
+        )
         Server(config).run(sockets=[listener])
+
+
+def _check_certificate(listen: Listen) -> None:
+    if listen.certificate is None:
+        return
+    try:
+        # An empty password: a master in the background cannot ask for one.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(listen.certificate, listen.key, password="")
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigurationError(f"cannot use --certificate {listen.certificate} and its key: {reason}") from None
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -33,8 +33,8 @@ def no_leaks(homes: Iterator[Path]) -> Iterator[None]:
         home = next(homes)
         home.mkdir()
         patch.setenv("MLBENCH_HOME", str(home))
-        for name in ("MLBENCH_MASTER_URL", "MLBENCH_TOKEN", "MLBENCH_RUN_ID"):
-            patch.delenv(name, raising=False)
+        for name in ("MASTER_URL", "MASTER_KEY", "TOKEN", "DATABASE_URL", "CA_BUNDLE", "RUN_ID"):
+            patch.delenv(f"MLBENCH_{name}", raising=False)
         environment = dict(os.environ)
         threads = set(threading.enumerate())
         yield

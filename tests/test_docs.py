@@ -14,6 +14,7 @@ DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     *sorted(DOCS.rglob("*.md")),
     *sorted(ROOT.glob("benchmarks/*/*.md")),
 ]

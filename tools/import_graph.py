@@ -29,7 +29,8 @@ LAYERS: dict[str, set[str]] = {
     "models": {"distributed", "ops"},  # a model calls operators, which know no models
     "tracking": {"distributed", "client"},  # as in version 3.0, a Tracker reports to the master by itself
     "controlflow": {"distributed", "aggregation", "optim", "lr_scheduler", *SIDE_BY_SIDE},
-    "mlbench_master": {"client"},  # it reads the outboxes of workers that have ended
+    # It reads the outboxes of workers that have ended, and proves its identity to clients.
+    "mlbench_master": {"client"},
     "cli": {"client", "mlbench_master"},  # `mlbench master` runs the master in its own process
 }
 LAYERS["benchmarks"] = set(LAYERS)

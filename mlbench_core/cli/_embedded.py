@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlbench_core import files
-from mlbench_core.cli import _settings
 from mlbench_core.cli._client import MasterClient
 from mlbench_core.cli._output import remark
+from mlbench_core.client import settings
+from mlbench_core.client.masters import find_credentials, forget_master, read_record, start_mark
 from mlbench_core.client.rest import base_url
 from mlbench_core.errors import ConfigurationError, MasterError, MasterNotFoundError, MissingDependencyError
 from mlbench_core.paths import user_folder
@@ -37,7 +38,7 @@ _PORTS_TRIED = 50
 
 
 class Location(NamedTuple):
-    """The address of a master, its token, and the source of the address."""
+    """The address of a master, its token if it is known, and the source of the address."""
 
     url: str
     token: str | None
@@ -51,35 +52,27 @@ def configured(dashboard_url: str | None = None) -> Location | None:
         dashboard_url: Value of ``--dashboard-url``.
     """
     token = os.environ.get("MLBENCH_TOKEN") or None
-    settings = _settings.read(_settings.SETTINGS)
+    chosen = settings.read(settings.SETTINGS)
     for address, source in (
         (dashboard_url, "--dashboard-url"),
         (os.environ.get("MLBENCH_MASTER_URL"), "MLBENCH_MASTER_URL"),
-        (settings.get("master_url"), _settings.SETTINGS),
+        (chosen.get("master_url"), settings.SETTINGS),
     ):
         if address:
             url = base_url(str(address))
-            return Location(url, token or _known_token(url), source)
-    return None
-
-
-def _known_token(url: str) -> str | None:
-    """Return the remembered token of a master, so that a user can name the embedded master by its address."""
-    # A token is sent only to the address for which it was saved.
-    for name, key in ((_settings.SETTINGS, "master_url"), (_settings.MASTER, "url")):
-        known = _settings.read(name)
-        if known.get(key) and base_url(str(known[key])) == base_url(url):
-            return known.get("token") or None
+            # If the user gave no token, the client looks for a recorded one and has the server prove its identity.
+            return Location(url, token, source)
     return None
 
 
 def embedded() -> Location | None:
     """Return the embedded master if it is running, else None."""
-    known = _settings.read(_settings.MASTER)
-    if not known.get("url") or not _alive(known.get("pid")):
+    record = read_record()
+    # A killed master leaves its record behind, and another program may have its process id or its port by now.
+    if record is None or not record.is_alive():
         return None
-    location = Location(str(known["url"]), os.environ.get("MLBENCH_TOKEN") or known.get("token"), "the embedded master")
-    # Another program may have the process id by now, so the master must also answer.
+    # MLBENCH_TOKEN may be that of another master.
+    location = Location(record.url, record.token, "the embedded master")
     return location if _healthy(location) else None
 
 
@@ -132,7 +125,18 @@ def find_or_start(dashboard_url: str | None = None) -> Location:
         if location is None:
             location = _start()
             remark(f"started the master: {location.url} (stop it with 'mlbench master --stop')")
+            remark(f"open it in a browser: {login_url(location)}")
     return location
+
+
+def login_url(location: Location) -> str:
+    """Return an address that logs a browser in once.
+
+    Raises:
+        MasterRequestError: The request failed or was refused.
+    """
+    with MasterClient(location.url, location.token) as client:
+        return f"{location.url}{client.json(dict, 'POST', 'login/').get('path', '/')}"
 
 
 def check_installed() -> None:
@@ -150,13 +154,8 @@ def check_installed() -> None:
 
 
 def master_command(host: str, port: int) -> list[str]:
-    """Return the command of a master process; MLBENCH_TOKEN passes the token, because all users can see arguments."""
+    """Return the command of a master process; secrets are not in it, because all users can see arguments."""
     return [sys.executable, "-m", "mlbench_core.cli", "master", "--host", host, "--port", str(port)]
-
-
-def record(url: str, pid: int, token: str | None) -> None:
-    """Remember the embedded master for later commands."""
-    _settings.remember(_settings.MASTER, {"url": url, "pid": pid, "token": token})
 
 
 def _is_free(port: int) -> bool:
@@ -192,9 +191,9 @@ def _start() -> Location:
 def _start_at(port: int) -> Location:
     log = user_folder("master.log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    token = os.environ.get("MLBENCH_TOKEN") or None
-    # The new process inherits MLBENCH_TOKEN, so both sides have the same token.
-    with log.open("ab") as output:
+    # Other users must not read the log: it shows an address that logs a browser in.
+    with open(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
+        os.chmod(log, 0o600)
         process = subprocess.Popen(
             master_command(DEFAULT_HOST, port),
             stdin=subprocess.DEVNULL,
@@ -203,7 +202,8 @@ def _start_at(port: int) -> Location:
             # Ctrl-C in this terminal must not end the master.
             start_new_session=True,
         )
-    location = Location(f"http://{DEFAULT_HOST}:{port}", token, "the embedded master")
+    # The new process inherits MLBENCH_TOKEN; without it, the client finds the token in the record.
+    location = Location(f"http://{DEFAULT_HOST}:{port}", os.environ.get("MLBENCH_TOKEN") or None, "the embedded master")
     try:
         _await_health(process, location, log)
     # Ctrl-C too must not leave a master behind that nobody knows of.
@@ -211,7 +211,6 @@ def _start_at(port: int) -> Location:
         process.kill()
         process.wait()
         raise
-    record(location.url, process.pid, token)
     # The master outlives this process. Without a return code, Popen would warn that it left a child running.
     process.returncode = 0
     return location
@@ -234,26 +233,14 @@ def _await_health(process: subprocess.Popen[bytes], location: Location, log: Pat
 
 
 def _healthy(location: Location) -> bool:
+    # Without a record, another user's program could answer, and it would get the token.
+    if find_credentials(location.url).key is None:
+        return False
     with MasterClient(location.url, location.token, timeout_s=5.0) as client:
         try:
             return client.health().get("status") == "ok"
         except MasterError:
             return False
-
-
-def _alive(pid: object) -> bool:
-    import psutil
-
-    if not isinstance(pid, int) or pid <= 0:
-        return False
-    try:
-        # A zombie has ended, but its parent has not read its exit status yet.
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-    # A process of another user is alive, too.
-    except psutil.AccessDenied:
-        return True
 
 
 def stop_embedded() -> Mapping[str, Any]:
@@ -267,21 +254,37 @@ def stop_embedded() -> Mapping[str, Any]:
         MasterError: The master did not end in time.
     """
     with files.lock(user_folder(_LOCK)):
-        known = _settings.read(_settings.MASTER)
+        record = read_record()
         location = embedded()
-        if location is None:
+        if record is None or location is None:
             # A master that was killed leaves its record behind.
-            if not _alive(known.get("pid")):
-                _settings.forget(_settings.MASTER)
+            if record is not None and not record.is_alive():
+                forget_master(record.pid)
             raise MasterNotFoundError("no embedded master is running")
-        pid = int(known["pid"])
         # The lock keeps other commands from starting a master while this one ends.
-        os.kill(pid, signal.SIGTERM)
+        _terminate(record.pid, record.started)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         pause = threading.Event()
-        while _alive(pid):
+        while record.is_alive():
             if time.monotonic() > deadline:
-                raise MasterError(f"the master (process {pid}) did not end within {STOP_TIMEOUT_S:g} s")
+                raise MasterError(f"the master (process {record.pid}) did not end within {STOP_TIMEOUT_S:g} s")
             pause.wait(0.05)
-        _settings.forget(_settings.MASTER)
-        return {"url": location.url, "pid": pid}
+        forget_master(record.pid)
+        return {"url": location.url, "pid": record.pid}
+
+
+def _terminate(pid: int, started: str) -> None:
+    """Send SIGTERM to a process, but not to another one that got its id a moment ago."""
+    if not hasattr(signal, "pidfd_send_signal"):
+        os.kill(pid, signal.SIGTERM)
+        return
+    try:
+        # The descriptor stays that of one process, so no other one can take the id between the check and the signal.
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if start_mark(pid) == started:
+            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+    finally:
+        os.close(descriptor)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from mlbench_core.addresses import is_loopback
-from mlbench_core.cli import _embedded, _settings
+from mlbench_core.cli import _embedded
 from mlbench_core.cli._output import dashboard_option, json_option, print_json
+from mlbench_core.client.masters import check_token, forget_master, remember_master
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers import LAUNCHERS
 
+if TYPE_CHECKING:
+    from mlbench_master.security import Access
+
 __all__ = ["get_dashboard_url", "master"]
+
+_DATABASE_VARIABLE = "MLBENCH_DATABASE_URL"
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command()
@@ -25,19 +33,43 @@ __all__ = ["get_dashboard_url", "master"]
     show_default=True,
     help="Port, 0 for a free one.",
 )
-@click.option("--database-url", metavar="URL", help="SQLAlchemy URL of a database instead of SQLite.")
-@click.option("--token", envvar="MLBENCH_TOKEN", help="Token that clients must send; needed outside 127.0.0.1.")
+@click.option(
+    "--database-url",
+    metavar="URL",
+    envvar=_DATABASE_VARIABLE,
+    help=f"SQLAlchemy URL of a database instead of SQLite. 'ps' shows it to others; {_DATABASE_VARIABLE} does not.",
+)
+@click.option(
+    "--token",
+    envvar="MLBENCH_TOKEN",
+    help="Token that clients must send; by default a random one, which your own clients find by themselves. 'ps' shows "
+    "it to others; MLBENCH_TOKEN and --token-file do not.",
+)
+@click.option("--token-file", type=_FILE, help="File with the token.")
+@click.option(
+    "--no-token",
+    is_flag=True,
+    help="Demand no token: every program and user of this machine can then run commands as you.",
+)
+@click.option("--certificate", type=_FILE, help="Certificate (PEM) for https.")
+@click.option("--key", type=_FILE, help="Private key (PEM) of the certificate, if its file does not hold it.")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for database and logs.")
 @click.option("--launcher", type=click.Choice(LAUNCHERS), default="local", show_default=True, help="What starts runs.")
 @click.option("--stop", "stop", is_flag=True, help="Stop the master that runs on this machine.")
+@click.pass_context
 def master(
+    ctx: click.Context,
     host: str,
     port: int,
-    database_url: str | None,
     token: str | None,
+    token_file: Path | None,
+    no_token: bool,
+    certificate: Path | None,
+    key: Path | None,
+    stop: bool,
+    database_url: str | None,
     data_dir: Path | None,
     launcher: str,
-    stop: bool,
 ) -> None:
     """Start the master in the foreground, or stop the one that 'mlbench run' started.
 
@@ -47,11 +79,14 @@ def master(
         known = _embedded.stop_embedded()
         click.echo(f"stopped the master at {known['url']} (process {known['pid']})")
         return
+    token = _token(ctx, token, token_file, no_token)
     if not token and not is_loopback(host):
         raise click.UsageError(
-            f"--host {host} can be reached from other machines: give a token with --token or MLBENCH_TOKEN, "
-            "or stay on 127.0.0.1"
+            f"--host {host} can be reached from other machines, whose users must know the token: give one with "
+            "--token-file, --token or MLBENCH_TOKEN, or stay on 127.0.0.1"
         )
+    if key and not certificate:
+        raise click.UsageError("--key needs --certificate")
     # Two masters with the same data would look after the same runs; another folder or database makes a second safe.
     running = _embedded.embedded()
     if running is not None and not (data_dir or database_url):
@@ -61,28 +96,43 @@ def master(
         )
     _embedded.check_installed()
     # After the check, because this import fails if a package of the master is missing.
-    from mlbench_master.server import serve
+    from mlbench_master.server import Listen, serve
+
+    # The commands of runs inherit the environment, and they need no access to the database.
+    os.environ.pop(_DATABASE_VARIABLE, None)
 
     # Called when the server listens: only then is the port known if --port is 0.
-    def started(url: str) -> None:
-        if running is None:
-            _embedded.record(url, os.getpid(), token)
+    def started(url: str, access: Access) -> None:
+        remember_master(url, os.getpid(), access.token, access.key)
 
     try:
-        serve(host, port, token or None, started, database_url, data_dir, launcher)
+        serve(Listen(host, port, certificate, key), token, started, no_token, database_url, data_dir, launcher)
     finally:
-        # The record may be that of the first master, if this is a second one with a folder of its own.
-        if _settings.read(_settings.MASTER).get("pid") == os.getpid():
-            _settings.forget(_settings.MASTER)
+        forget_master(os.getpid())
+
+
+def _token(ctx: click.Context, token: str | None, token_file: Path | None, no_token: bool) -> str | None:
+    """Return the token that the user gave, or None."""
+    # A variable in the environment is a default; options overrule it.
+    if ctx.get_parameter_source("token") == click.core.ParameterSource.ENVIRONMENT and (token_file or no_token):
+        token = None
+    if sum((token is not None, token_file is not None, no_token)) > 1:
+        raise click.UsageError("--token, --token-file and --no-token exclude each other: give one of them")
+    if token_file is not None:
+        # Editors end a file with a line break.
+        token = token_file.read_text(encoding="utf-8", errors="replace").strip()
+    return None if token is None else check_token(token)
 
 
 @click.command("get-dashboard-url")
 @dashboard_option
+@click.option("--login", is_flag=True, help="Print an address that logs a browser in; it works once, for 10 minutes.")
 @json_option
-def get_dashboard_url(dashboard_url: str | None, as_json: bool) -> None:
+def get_dashboard_url(dashboard_url: str | None, login: bool, as_json: bool) -> None:
     """Print the address of the dashboard."""
     location = _embedded.find(dashboard_url)
+    url = _embedded.login_url(location) if login else location.url
     if as_json:
-        print_json({"url": location.url, "source": location.source})
+        print_json({"url": url, "source": location.source})
     else:
-        click.echo(location.url)
+        click.echo(url)

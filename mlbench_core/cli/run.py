@@ -12,9 +12,10 @@ from typing import Any
 
 import click
 
-from mlbench_core.cli import _embedded, _results, _settings, _wait
+from mlbench_core.cli import _embedded, _results, _wait
 from mlbench_core.cli._client import MasterClient
 from mlbench_core.cli._output import clean, dashboard_option, json_option, log_line, print_json, print_table, remark
+from mlbench_core.client import settings
 from mlbench_core.errors import MasterRequestError, MissingDependencyError, MLBenchError
 from mlbench_core.tasks import BACKENDS, TASKS, Task, get_task, is_run_name
 
@@ -94,7 +95,7 @@ class _Options:
             raise click.UsageError("--task cannot be given with --image or --command: a task has its own command")
         if self.output is not None and not self.wait:
             raise click.UsageError("--output needs --wait")
-        last = _settings.read(_settings.LAST_RUN)
+        last = settings.read(settings.LAST_RUN)
         asked = self.task is None and self.command is None and self.image is None
         self.name = self.name or _ask("the name", "NAME", last.get("name"))
         _check_name(self.name)
@@ -113,7 +114,7 @@ class _Options:
         self.backend = self.backend or (self.task.backends if self.task else BACKENDS)[0]
         self._check_backend()
         values = {"name": self.name, "num_workers": self.num_workers, "task": self.task.key if self.task else None}
-        _settings.remember(_settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend})
+        settings.remember(settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend})
 
     def _check_backend(self) -> None:
         if self.task is not None and self.backend not in self.task.backends:

@@ -86,7 +86,7 @@ class ApiClient:
         url: Address of the master (``"host:port"`` or ``"http://host:port"``). By default, Kubernetes is asked for it.
         load_config: True to load the cluster's configuration; False if the caller has loaded it.
         token: Token that the master requires, sent as ``Authorization: Bearer``. By default the value of
-            ``MLBENCH_TOKEN``.
+            ``MLBENCH_TOKEN``, or else the token of a master that this user runs at this address.
         timeout_s: Time limit for connecting and for each wait for an answer, in seconds.
         spill_dir: Folder for metrics that cannot be delivered; by default ``MLBENCH_SPOOL`` if ``url`` is the master of
             this run, else ``spool`` in the user's folder.
@@ -98,6 +98,7 @@ class ApiClient:
     Raises:
         ValueError: An argument is out of its range.
         MasterAddressError: ``url`` is not an address. The error is also a ``ValueError``.
+        MasterTokenError: ``token`` has characters that a request cannot carry. The error is also a ``ValueError``.
         MasterNotFoundError: Kubernetes has no master, or several. The error is also a ``ValueError``.
         MissingDependencyError: ``url`` is missing and the package ``kubernetes`` is not installed.
     """

@@ -1,11 +1,13 @@
 """HTTP requests to a master: addresses, authentication, time limits, retries and errors.
 
-No other module speaks HTTP to the master: :class:`~mlbench_core.client.api.ApiClient` and the ``mlbench`` command send
-through :class:`RestClient`. Importing this module does not load ``requests``.
+No other module speaks HTTP to the master, except the transport in :mod:`mlbench_core.client.proven`:
+:class:`~mlbench_core.client.api.ApiClient` and the ``mlbench`` command send through :class:`RestClient`. Importing this
+module does not load ``requests``.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from mlbench_core.addresses import is_loopback
+from mlbench_core.client.masters import check_token, find_credentials
 from mlbench_core.errors import MasterAddressError, MasterRequestError
 
 if TYPE_CHECKING:
@@ -39,7 +42,8 @@ class RestClient:
 
     Args:
         url: Address of the master, see :func:`base_url`.
-        token: Sent as ``Authorization: Bearer``, if given.
+        token: Sent as ``Authorization: Bearer``. By default the token of a master that this user runs at this address;
+            the server must then prove first that it is this master, see :mod:`mlbench_core.client.masters`.
         timeout_s: Time limit for connecting and for each wait for an answer, in seconds.
         retries: Number of times that a GET request is repeated, with back-off, after a failed connection or a
             temporary error of a proxy (status 502, 503 or 504).
@@ -50,12 +54,14 @@ class RestClient:
 
     Raises:
         MasterAddressError: ``url`` is not an address.
+        MasterTokenError: ``token`` has characters that a request cannot carry.
     """
 
     def __init__(self, url: str, token: str | None = None, timeout_s: float = 30.0, retries: int = 0) -> None:
         self.url = base_url(url)
         self.timeout_s = timeout_s
-        self._token = token
+        self._given = check_token(token) if token else None
+        self._credentials = find_credentials(self.url, self._given)
         self._retries = retries
         # The sessions of requests are not documented as thread-safe, so each thread has its own. A weak reference lets
         # the session of a thread that has ended be closed with it.
@@ -78,7 +84,19 @@ class RestClient:
             requests.RequestException: The request failed.
         """
         options = {"timeout": self.timeout_s, "allow_redirects": method == "GET", **options}
-        return self._session().request(method, f"{self.url}/api/{path}", **options)
+        # Given with each request, because the environment overrules the setting of a session.
+        if bundle := _ca_bundle():
+            options.setdefault("verify", bundle)
+        response = self._session().request(method, f"{self.url}/api/{path}", **options)
+        if response.status_code == 401 and self._given is None:
+            # The master of this user may have started after this client was made.
+            found = find_credentials(self.url)
+            if found != self._credentials:
+                response.close()
+                self._credentials = found
+                self._local = threading.local()
+                response = self._session().request(method, f"{self.url}/api/{path}", **options)
+        return response
 
     def send(self, method: str, path: str, **options: Any) -> requests.Response:
         """Send a request that must succeed; see :meth:`request` for the arguments.
@@ -176,40 +194,50 @@ class RestClient:
         from requests.adapters import HTTPAdapter
         from urllib3.util.retry import Retry
 
+        from mlbench_core.client.proven import ProvenAdapter
+
         session = requests.Session()
         session.trust_env = not is_loopback(urlsplit(self.url).hostname or "")
         # A function, because an entry in .netrc would replace a header that is set directly.
         session.auth = self._sign
+        options: dict[str, Any] = {}
         # A policy of 0 retries would turn each timeout into a ConnectionError.
         if self._retries:
-            policy = Retry(
+            options["max_retries"] = Retry(
                 total=self._retries,
                 backoff_factor=_RETRY_BACKOFF_S,
                 status_forcelist=_RETRY_STATUSES,
                 allowed_methods=("GET",),
                 raise_on_status=False,
             )
-            for scheme in ("http://", "https://"):
-                session.mount(scheme, HTTPAdapter(max_retries=policy))
+        for scheme in ("http://", "https://"):
+            key = self._credentials.key
+            session.mount(scheme, ProvenAdapter(key, **options) if key else HTTPAdapter(**options))
         self._local.session = session
         with self._lock:
             self._sessions.add(session)
         return session
 
     def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        if self._token:
-            request.headers["Authorization"] = f"Bearer {self._token}"
+        if self._credentials.token:
+            request.headers["Authorization"] = f"Bearer {self._credentials.token}"
         return request
 
     def _refusal(self, response: requests.Response) -> str:
         status = response.status_code
         if status in (401, 403):
-            problem = "does not accept the token" if self._token else "needs a token"
+            problem = "does not accept the token" if self._credentials.token else "needs a token"
             return f"the master at {self.url} {problem} (HTTP {status}): {TOKEN_ADVICE}"
         if response.is_redirect:
             return f"{self.url} redirects to {response.headers['Location']} (HTTP {status}): use that address"
         message = message_of(response) or f"the master refused the request: {response.reason}"
         return f"{message} (HTTP {status} from {self.url})"
+
+
+def _ca_bundle() -> str | None:
+    """Return the file of certificate authorities for https."""
+    names = ("MLBENCH_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+    return next((os.environ[name] for name in names if os.environ.get(name)), None)
 
 
 def base_url(url: str) -> str:

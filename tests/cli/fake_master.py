@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from mlbench_core.client.masters import NONCE_HEADER, PROOF_HEADER, make_proof
+
 
 def summary(workers: int, compute: float, communication: float, reached: bool = True) -> dict[str, Any]:
     """What a training script posts as ``summary @ 0``."""
@@ -48,7 +50,8 @@ class FakeMaster:
         lines: Log lines of a run by id.
         states: States that a run goes through, one a question; the last one stays.
         requests: Bodies of ``POST /api/runs/``.
-        token: Needed in each request where it is set.
+        token: Needed in each request where it is set, except for the health.
+        key: The key with which it proves that it is the recorded master.
         broken: Raw body that every request gets instead of an answer.
     """
 
@@ -61,6 +64,7 @@ class FakeMaster:
         self.requests: list[dict[str, Any]] = []
         self.deleted: list[int] = []
         self.token: str | None = None
+        self.key = "the key of the fake"
         self.broken: bytes | None = None
         self.cut_download = False
         self._last_id = 0
@@ -154,13 +158,16 @@ class FakeMaster:
         master = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
             def handle_any(self) -> None:
                 size = int(self.headers.get("Content-Length") or 0)
                 raw = self.rfile.read(size)
                 if master.broken is not None:
                     self.reply(200, master.broken)
                     return
-                if master.token and self.headers.get("Authorization") != f"Bearer {master.token}":
+                is_open = self.path.startswith("/api/health/")
+                if master.token and not is_open and self.headers.get("Authorization") != f"Bearer {master.token}":
                     self.reply(401, {"status": "Unauthorized", "message": "token"})
                     return
                 url = urlsplit(self.path)
@@ -171,6 +178,11 @@ class FakeMaster:
                 content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
+                if nonce := self.headers.get(NONCE_HEADER):
+                    self.send_header(PROOF_HEADER, make_proof(master.key, nonce, *self.server.server_address))
+                # Only the proof must leave the connection open: a thread would wait for the end of each one.
+                if not self.path.startswith("/api/health/"):
+                    self.send_header("Connection", "close")
                 self.end_headers()
                 self.wfile.write(content)
 

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from mlbench_core.cli import _embedded, _settings
+from mlbench_core.cli import _embedded
 from mlbench_core.cli._client import MasterClient
+from mlbench_core.client import settings
+from mlbench_core.client.masters import find_credentials, read_record, remember_master, start_mark
 from mlbench_core.errors import MasterError, MissingDependencyError
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster
@@ -28,9 +30,9 @@ def real_master() -> Iterator[None]:
     pytest.importorskip("fastapi", reason="needs the extra [master]")
     pytest.importorskip("uvicorn", reason="needs the extra [master]")
     yield
-    pid = _settings.read(_settings.MASTER).get("pid")
-    if isinstance(pid, int) and _embedded._alive(pid):
-        os.kill(pid, signal.SIGKILL)
+    record = read_record()
+    if record is not None and record.is_alive():
+        os.kill(record.pid, signal.SIGKILL)
 
 
 def command(*arguments: str) -> list[str]:
@@ -56,11 +58,11 @@ def test_run_with_the_embedded_master_from_start_to_stop(real_master: None, call
     assert "no data here" in result.stderr
     assert result.stderr.endswith("mlbench: run y-1 failed\n")
 
-    known = _settings.read(_settings.MASTER)
+    known = settings.read(settings.MASTER)
     assert call("get-dashboard-url").stdout == f"{known['url']}\n"
     assert "a master with the same data runs at" in call("master", code=1).stderr
     assert known["url"] in call("master", "--stop").stdout
-    assert not _embedded._alive(known["pid"])
+    assert start_mark(known["pid"]) is None
     assert "no embedded master is running" in call("master", "--stop", code=1).stderr
     assert "no master is running" in call("status", code=1).stderr
 
@@ -103,7 +105,7 @@ def test_foreground_master_is_found_and_ends_on_ctrl_c(real_master: None, call: 
         process.communicate()
     assert process.returncode == 0, stderr
     assert "Traceback" not in stderr
-    assert _settings.read(_settings.MASTER) == {}
+    assert settings.read(settings.MASTER) == {}
 
 
 def test_port_in_use(call: Call) -> None:
@@ -147,17 +149,17 @@ def test_master_that_dies_at_its_start_says_why(call: Call, patch: pytest.Monkey
     patch.setattr(_embedded, "master_command", lambda *_: dying)
     with pytest.raises(MasterError, match=r"ended at its start: disk full \(all of it: .*master\.log\)"):
         _embedded.find_or_start()
-    assert _settings.read(_settings.MASTER) == {}
+    assert settings.read(settings.MASTER) == {}
 
 
-def test_a_port_that_is_taken_before_the_master_listens_is_not_the_end(patch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_before_the_master_listens_is_not_the_end(
+    real_master: None, patch: pytest.MonkeyPatch
+) -> None:
     """Another program takes the port that was found free; the master ends, and starts at another port."""
     ports = [free_port(), free_port()]
     started: list[int] = []
-    serving = "import socket, time; s = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"
-    patch.setattr(_embedded, "check_installed", lambda: None)
+    real_command = _embedded.master_command
     patch.setattr(_embedded, "_free_port", lambda: ports[len(started)])
-    patch.setattr(_embedded, "_healthy", lambda location: len(started) == 2)
     with socket.socket() as rival:
         rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
@@ -166,7 +168,7 @@ def test_a_port_that_is_taken_before_the_master_listens_is_not_the_end(patch: py
             if len(started) == 1:
                 rival.bind((host, port))
                 rival.listen()
-            return [sys.executable, "-c", serving.format(port=port)]
+            return real_command(host, port)
 
         patch.setattr(_embedded, "master_command", command_of)
         location = _embedded.find_or_start()
@@ -177,25 +179,26 @@ def test_a_port_that_is_taken_before_the_master_listens_is_not_the_end(patch: py
 
 def test_order_of_places(fake: FakeMaster, patch: pytest.MonkeyPatch) -> None:
     """--dashboard-url before the environment before the settings before the embedded one."""
-    _embedded.record(fake.url, os.getpid(), "t")
-    _settings.remember(_settings.SETTINGS, {"master_url": "http://settings:1", "token": "s"})
+    remember_master(fake.url, os.getpid(), "t", fake.key)
+    settings.remember(settings.SETTINGS, {"master_url": "http://settings:1", "token": "s"})
     assert _embedded.find("http://option:1").url == "http://option:1"
     assert _embedded.find().source == "MLBENCH_MASTER_URL"
-    assert _embedded.find().token == "t", "the remembered token of the same address"
+    assert find_credentials(fake.url) == ("t", fake.key), "the recorded token of the same address"
     patch.delenv("MLBENCH_MASTER_URL")
-    assert _embedded.find() == ("http://settings:1", "s", "settings.json")
-    _settings.forget(_settings.SETTINGS)
+    assert _embedded.find() == ("http://settings:1", None, "settings.json")
+    assert find_credentials("http://settings:1") == ("s", None)
+    settings.forget(settings.SETTINGS)
     assert _embedded.find() == (fake.url, "t", "the embedded master")
-    patch.setenv("MLBENCH_TOKEN", "env")
-    assert _embedded.find().token == "env"
+    patch.setenv("MLBENCH_TOKEN", "of another master")
+    assert _embedded.find().token == "t"
 
 
 def test_recorded_master_that_is_gone_does_not_count(fake: FakeMaster, patch: pytest.MonkeyPatch) -> None:
     patch.delenv("MLBENCH_MASTER_URL")
     ended = subprocess.Popen([sys.executable, "-c", "pass"])
     ended.wait()
-    _embedded.record(fake.url, ended.pid, None)
+    remember_master(fake.url, ended.pid, None, fake.key)
     assert _embedded.embedded() is None
     fake.broken = b"<html>"
-    _embedded.record(fake.url, os.getpid(), None)
+    remember_master(fake.url, os.getpid(), None, fake.key)
     assert _embedded.embedded() is None, "the process lives, but is no master"

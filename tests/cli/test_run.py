@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.cli import _settings, _wait
+from mlbench_core.cli import _wait
 from mlbench_core.cli import run as run_module
+from mlbench_core.client import settings
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.tasks import get_task
 from tests.cli.conftest import Call
@@ -100,7 +101,7 @@ def test_asks_on_a_terminal_and_remembers(fake: FakeMaster, call: Call, patch: p
     call("run", input="first\n1 2\n1a\nmpi\n")
     assert [r["name"] for r in fake.requests] == ["first-1", "first-2"]
     assert fake.requests[0]["backend"] == "mpi"
-    assert _settings.read(_settings.LAST_RUN)["task"] == "1a"
+    assert settings.read(settings.LAST_RUN)["task"] == "1a"
     fake.runs.clear()
     call("run", "second", input="\n\n\n")
     assert [(r["name"], r["task"], r["backend"]) for r in fake.requests[2:]] == [
@@ -127,7 +128,7 @@ def test_the_last_entry_of_the_menu_asks_for_a_command(fake: FakeMaster, call: C
 
 
 def test_damaged_memory_counts_as_empty(fake: FakeMaster, call: Call) -> None:
-    path = Path(os.environ["MLBENCH_HOME"], _settings.LAST_RUN)
+    path = Path(os.environ["MLBENCH_HOME"], settings.LAST_RUN)
     path.write_text("{broken")
     call("run", "demo", "1", "--task", "1a")
     assert json.loads(path.read_text())["name"] == "demo"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import ssl
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,20 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 @contextmanager
-def server(data_dir: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A master in a process of its own; its URL and the process. It is asked to end at the end."""
+def server(
+    data_dir: Path, *options: str, token: Sequence[str] | None = None, verify: ssl.SSLContext | bool = True
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A master in a process of its own; its URL and the process. It is asked to end at the end.
+
+    ``token`` are the options that say who may use it: ``()`` for a random token; by
+    default everybody here, unless the other options name a token.
+    """
+    if token is None:
+        token = () if "--token" in options else ("--no-token",)
     log = data_dir.parent / "master.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [PYTHON, "-m", "mlbench_core.cli", "master", "--port", "0", "--data-dir", str(data_dir), *options],
+            [PYTHON, "-m", "mlbench_core.cli", "master", "--port", "0", "--data-dir", str(data_dir), *options, *token],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stderr=output,
@@ -68,7 +77,7 @@ def server(data_dir: Path, *options: str) -> Iterator[tuple[str, subprocess.Pope
             return text.split("MLBench master on ")[1].split(" ")[0] if "MLBench master on " in text else ""
 
         base = wait_for(url, what="the master's first line")
-        wait_for(lambda: answers(base), what="the master's health")
+        wait_for(lambda: answers(base, verify), what="the master's health")
         yield base, process
     finally:
         process.terminate()
@@ -79,9 +88,9 @@ def server(data_dir: Path, *options: str) -> Iterator[tuple[str, subprocess.Pope
             process.wait()
 
 
-def answers(base: str) -> bool:
+def answers(base: str, verify: ssl.SSLContext | bool = True) -> bool:
     """Whether a master answers there."""
     try:
-        return httpx.get(f"{base}/api/health/", timeout=2).status_code == 200
+        return httpx.get(f"{base}/api/health/", timeout=2, verify=verify).status_code == 200
     except httpx.TransportError:
         return False

@@ -1,4 +1,4 @@
-"""Store the state that the command keeps between calls: settings, the last answers, the embedded master.
+"""Store the state of this user: settings, the last answers to the command, the running masters.
 
 Each file is JSON in :func:`mlbench_core.paths.user_folder`, written atomically and readable by its owner only.
 """
@@ -20,7 +20,7 @@ LAST_RUN = "last-run.json"
 """Answers of the last ``mlbench run``: the defaults of its next questions."""
 
 MASTER = "master.json"
-"""The embedded master: ``{"url": ..., "pid": ..., "token": ...}``."""
+"""The embedded master; see :class:`~mlbench_core.client.masters.MasterRecord`."""
 
 
 def read(name: str) -> dict[str, Any]:
