@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import mlbench_core
 from mlbench_core.paths import user_folder
-from mlbench_master.events import EventBus
+from mlbench_master.connections import max_connections
+from mlbench_master.events import EventBus, TooManyStreamsError
 from mlbench_master.launchers import Launcher, make_launcher
 from mlbench_master.lease import Lease
 from mlbench_master.pages import make_pages
@@ -67,7 +68,8 @@ def create_app(
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     store = Store(database_url or f"sqlite:///{folder / 'master.db'}")
     launcher = launcher or make_launcher("local", folder)
-    events = EventBus()
+    # Event streams stay open, and they must leave connections for other requests.
+    events = EventBus(max_streams=min(256, max_connections() // 2))
     worker_env = {"MLBENCH_MASTER_URL": master_url, **({"MLBENCH_TOKEN": token} if token else {})}
     # Before the first look at a run: another master may be looking after them.
     lease = Lease(store)
@@ -94,6 +96,7 @@ def create_app(
     app.add_exception_handler(StarletteHTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(SQLAlchemyError, _database_error)
+    app.add_exception_handler(TooManyStreamsError, _too_many_streams)
     app.add_middleware(GuardMiddleware, token=token)
     # The middleware that is added last runs first, so the guard sees only normalized paths.
     app.add_middleware(_PathMiddleware)
@@ -138,3 +141,7 @@ async def _database_error(_: Request, error: Exception) -> JSONResponse:
     _log.error("the database failed: %s", error)
     reason = str(getattr(error, "orig", None) or error).splitlines()[0]
     return _error(503, f"the database failed: {reason}; try again", {"Retry-After": "1"})
+
+
+async def _too_many_streams(_: Request, error: Exception) -> JSONResponse:
+    return _error(503, str(error), {"Retry-After": "10"})

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 import mlbench_core
 from mlbench_master import export
-from mlbench_master.bodies import read_body
+from mlbench_master.bodies import MAX_METRICS_BYTES, MAX_RUN_BYTES, read_body
 from mlbench_master.commands import check_options, resolve_backend, resolve_command
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
@@ -44,7 +44,6 @@ StorePart = Annotated[Store, _part("store")]
 SchedulerPart = Annotated[Scheduler, _part("scheduler")]
 LauncherPart = Annotated[Launcher, _part("launcher")]
 EventsPart = Annotated[EventBus, _part("events")]
-Body = Annotated[Any, Depends(read_body)]
 
 
 def _body_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -73,11 +72,12 @@ def pods(store: StorePart) -> list[dict[str, Any]]:
     return [pod for run in store.runs() for pod in _pods(run)]
 
 
-@router.get("/events/", summary="Server-sent events: metric, state, log, deleted")
-async def stream_events(events: EventsPart) -> StreamingResponse:
+@router.get("/events/", summary="Server-sent events: metric, state, log, deleted, lost")
+async def stream_events(request: Request, events: EventsPart) -> StreamingResponse:
     # nginx would collect events in a buffer, unless this header of its own asks it not to.
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events.subscribe(), media_type="text/event-stream", headers=headers)
+    client = request.client.host if request.client else ""
+    return _StreamedResponse(events.subscribe(client), media_type="text/event-stream", headers=headers)
 
 
 @metrics_router.get("/", summary="Every metric of every pod and run")
@@ -106,7 +106,9 @@ def metrics(owner_id: str, request: Request, store: StorePart) -> StreamingRespo
 
 
 @metrics_router.post("/", status_code=201, summary="Keep one metric or many", openapi_extra=_body_of(MetricIn))
-def add_metrics(body: Body, store: StorePart, events: EventsPart) -> dict[str, Any]:
+def add_metrics(
+    body: Annotated[Any, Depends(read_body(MAX_METRICS_BYTES))], store: StorePart, events: EventsPart
+) -> dict[str, Any]:
     many = isinstance(body, list)
     items = body if many else [body]
     if len(items) > MAX_BATCH:
@@ -122,8 +124,7 @@ def add_metrics(body: Body, store: StorePart, events: EventsPart) -> dict[str, A
     new_metrics = [new_metric(metric, now) for metric in parsed]
     added = store.add_metrics(new_metrics)
     if events.has_subscribers:
-        for metric, new in zip(parsed, new_metrics, strict=True):
-            events.publish("metric", _entry(metric, new))
+        events.publish("metric", *map(_entry, parsed, new_metrics))
     if many:
         return {"status": "ok", "received": len(new_metrics), "added": added}
     return _entry(parsed[0], new_metrics[0])
@@ -136,7 +137,11 @@ def runs(store: StorePart) -> list[dict[str, Any]]:
 
 @runs_router.post("/", status_code=201, summary="Start a run", openapi_extra=_body_of(RunIn))
 def create_run(
-    body: Body, store: StorePart, scheduler: SchedulerPart, launcher: LauncherPart, events: EventsPart
+    body: Annotated[Any, Depends(read_body(MAX_RUN_BYTES))],
+    store: StorePart,
+    scheduler: SchedulerPart,
+    launcher: LauncherPart,
+    events: EventsPart,
 ) -> dict[str, Any]:
     wanted = _validated(RunIn, body)
     try:

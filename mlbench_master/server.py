@@ -47,9 +47,14 @@ def serve(
     import uvicorn
 
     from mlbench_master.app import create_app
+    from mlbench_master.connections import ACCEPTED_AT_ONCE, LISTEN_BACKLOG, Connection, LogLimit
     from mlbench_master.events import EventBus
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            listener.listen(LISTEN_BACKLOG)  # asyncio has set it to the number that it accepts at once
+
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             """End at a signal, without uvicorn's second raise of the signal, which would skip the callers' cleanup."""
             _log.info("the master is ending")
@@ -60,6 +65,8 @@ def serve(
 
     with _listen(host, port) as listener, contextlib.ExitStack() as stack:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(LogLimit())
         folder = (data_dir or user_folder("master")).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:  # two masters would both handle the same runs
@@ -74,7 +81,17 @@ def serve(
         app = create_app(database_url, folder, token, make_launcher(launcher, folder), url)
         started(url)
         _log.info("MLBench master on %s (data in %s)", url, folder)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, timeout_keep_alive=30)
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            backlog=ACCEPTED_AT_ONCE,
+            log_config=None,  # the handler above, whose records are limited, gets uvicorn's records, too
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+            timeout_keep_alive=30,
+        )
         Server(config).run(sockets=[listener])
 
 

@@ -49,12 +49,16 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 @contextmanager
-def server(data_dir: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A master in a process of its own; its URL and the process. It is asked to end at the end."""
+def server(data_dir: Path, *options: str, setup: str = "") -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A master in a process of its own; its URL and the process. It is asked to end at the end.
+
+    ``setup`` is Python that runs before it, for example to shorten its time limits.
+    """
+    start = ["-c", f"{setup}\nfrom mlbench_core.cli import main\nmain()"] if setup else ["-m", "mlbench_core.cli"]
     log = data_dir.parent / "master.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [PYTHON, "-m", "mlbench_core.cli", "master", "--port", "0", "--data-dir", str(data_dir), *options],
+            [PYTHON, *start, "master", "--port", "0", "--data-dir", str(data_dir), *options],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stderr=output,
