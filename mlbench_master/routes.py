@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ValidationError
+from starlette.background import BackgroundTask
 from starlette.types import Receive, Scope, Send
 
 import mlbench_core
@@ -20,7 +21,7 @@ from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.leftovers import new_metric
 from mlbench_master.scheduler import Scheduler
-from mlbench_master.schemas import MAX_BATCH, MAX_ID, MetricIn, MetricQuery, RunIn, describe_error
+from mlbench_master.schemas import MAX_BATCH, MAX_ID, MetricIn, MetricQuery, RunIn, RunsQuery, describe_error
 from mlbench_master.store import NameInUseError, NewMetric, Run, Store, new_run, pod_owner, run_owner
 
 __all__ = ["router", "run_or_404"]
@@ -130,9 +131,15 @@ def add_metrics(
     return _entry(parsed[0], new_metrics[0])
 
 
-@runs_router.get("/", summary="All runs")
-def runs(store: StorePart) -> list[dict[str, Any]]:
-    return [run.to_json() for run in store.runs()]
+@runs_router.get("/", summary="All runs, or a page of them, without the output of their workers")
+def runs(request: Request, store: StorePart) -> JSONResponse:
+    query = _validated(RunsQuery, dict(request.query_params))
+    found = store.runs(after=query.after, limit=query.limit)
+    # As in version 3.0 the answer is a list, so the address of the next page is in a header.
+    follows = query.limit is not None and len(found) == query.limit
+    link = f'</api/runs/?limit={query.limit}&after={found[-1].id}>; rel="next"' if follows else None
+    # FastAPI would look at every value before it encodes them.
+    return JSONResponse([run.to_json() for run in found], headers={"Link": link} if link else None)
 
 
 @runs_router.post("/", status_code=201, summary="Start a run", openapi_extra=_body_of(RunIn))
@@ -181,7 +188,8 @@ def get_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[str
 @runs_router.delete("/{run_id}/", status_code=204, summary="Stop a run and forget it")
 def delete_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> Response:
     scheduler.delete_run(run_or_404(store, run_id).id)
-    return Response(status_code=204)
+    # To give the space of a large run back takes seconds, for which the client need not wait.
+    return Response(status_code=204, background=BackgroundTask(store.reclaim))
 
 
 @runs_router.post("/{run_id}/stop/", summary="Stop a run, keep its metrics")
@@ -255,7 +263,7 @@ def _pods(run: Run) -> list[dict[str, Any]]:
         {
             "name": name,
             "labels": json.dumps({**labels, "rank": str(rank)}),  # text, as in version 3.0
-            "phase": _PHASES[run.state],
+            "phase": _PHASES.get(run.state, "Unknown"),
             "ip": "127.0.0.1",
         }
         for rank, name in enumerate(run.worker_names())

@@ -22,6 +22,7 @@ __all__ = [
     "MetricIn",
     "MetricQuery",
     "RunIn",
+    "RunsQuery",
     "describe_error",
 ]
 
@@ -203,6 +204,18 @@ class MetricQuery(_Body):
     metric_filter: Annotated[Text, Field(max_length=255)] | None = None
     last_n: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
     format: Annotated[str, Field(pattern="^(json|zip|api)$")] = "json"
+
+
+class RunsQuery(_Body):
+    """The query parameters of ``GET /api/runs/``.
+
+    Attributes:
+        limit: Maximum number of runs; by default all. The header ``Link`` has the address of the next ones.
+        after: Only runs with a larger id, by id.
+    """
+
+    limit: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None
+    after: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
 
 
 def describe_error(error: ValidationError, prefix: str = "") -> str:
