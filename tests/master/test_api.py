@@ -43,7 +43,7 @@ class IdleLauncher(Launcher):
     def close(self) -> None: ...
 
     def logs(self, job_id: str, since_line: int = 0, limit: int = 5000) -> LogPage:
-        return LogPage([], since_line)
+        return LogPage(self.log_tail(job_id)[since_line : since_line + limit], 1)  # type: ignore[arg-type]
 
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:
         return [{"rank": 0, "stream": "stdout", "text": "<b>log</b>", "date": ""}]
