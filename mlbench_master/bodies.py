@@ -32,6 +32,7 @@ _MAX_FIELDS = 1000
 _MAX_VALUES = 1_000_000
 # Far more than metadata needs, and far less than the recursion that JSON's encoder can do.
 _MAX_DEPTH = 64
+_TOO_DEEP = f"must have at most {_MAX_DEPTH} levels of lists and objects"
 _SMALL_BYTES = 16_384
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _FORM = "application/x-www-form-urlencoded"
@@ -108,6 +109,8 @@ def parse_body(body: bytes, kind: str) -> Any:
         raise ValueError("must be UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"must be JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
 
 
 def _check_number_of_values(body: bytes) -> None:
@@ -127,7 +130,7 @@ def _check_depth(value: Any) -> None:
         level = [child for items in children for child in items if isinstance(child, (dict, list))]
         if not level:
             return
-    raise ValueError(f"must have at most {_MAX_DEPTH} levels of lists and objects")
+    raise ValueError(_TOO_DEEP)
 
 
 def _kind(request: Request) -> str:
@@ -151,5 +154,5 @@ async def _read(request: Request, kind: str, max_bytes: int) -> Any:
         if size <= _SMALL_BYTES:  # a thread would cost more than the parsing
             return parse_body(body, kind)
         return await run_in_threadpool(parse_body, body, kind)
-    except (ValueError, RecursionError) as error:  # deeply nested JSON exceeds the recursion limit
+    except ValueError as error:
         raise HTTPException(400, f"body: {error}") from None
