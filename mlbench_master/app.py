@@ -16,7 +16,8 @@ from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import mlbench_core
 from mlbench_core.paths import user_folder
@@ -24,6 +25,7 @@ from mlbench_master.connections import max_connections
 from mlbench_master.events import EventBus, TooManyStreamsError
 from mlbench_master.launchers import Launcher, make_launcher
 from mlbench_master.lease import Lease
+from mlbench_master.openapi import set_description
 from mlbench_master.pages import make_pages
 from mlbench_master.routes import router
 from mlbench_master.scheduler import Scheduler
@@ -97,6 +99,7 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(SQLAlchemyError, _database_error)
     app.add_exception_handler(TooManyStreamsError, _too_many_streams)
+    set_description(app)
     app.add_middleware(GuardMiddleware, token=token)
     # The middleware that is added last runs first, so the guard sees only normalized paths.
     app.add_middleware(_PathMiddleware)
@@ -104,7 +107,10 @@ def create_app(
 
 
 class _PathMiddleware:
-    """A middleware that adds a missing final slash, and turns ``/api/metrics/1.zip`` into a path and ``format=zip``."""
+    """A middleware that adds a missing final slash, and turns ``/api/metrics/1.zip`` into a path and ``format=zip``.
+
+    It also turns HEAD into GET without the body, so that all paths of GET answer it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -119,16 +125,57 @@ class _PathMiddleware:
                 scope = {**scope, "query_string": query + b"format=" + suffix[2].encode()}
             if not path.endswith("/") and path.startswith(("/api/", "/runs/", "/login")):
                 scope = {**scope, "path": path + "/", "raw_path": path.encode("utf-8", "replace") + b"/"}
+            if scope["method"] == "HEAD":
+                await _answer_head(self._app, {**scope, "method": "GET"}, receive, send)
+                return
         await self._app(scope, receive, send)
+
+
+async def _answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send the header of the answer to a GET, and end the answer before its body, which may never end by itself."""
+    is_sent = False
+
+    async def send_header(message: Message) -> None:
+        nonlocal is_sent
+        if message["type"] == "http.response.start":
+            await send(message)
+        elif not is_sent:
+            is_sent = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def disconnect() -> Message:
+        # An answer in pieces ends when its client has gone.
+        while not is_sent:
+            message = await receive()
+            if message["type"] != "http.disconnect" or not is_sent:
+                return message
+        return {"type": "http.disconnect"}
+
+    await app(scope, disconnect, send_header)
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
     return JSONResponse({"status": HTTPStatus(status).phrase, "message": message}, status_code=status, headers=headers)
 
 
-async def _http_error(_: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, StarletteHTTPException)
-    return _error(error.status_code, str(error.detail), dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(_allowed_methods(request))
+    return _error(error.status_code, str(error.detail), headers)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Return the methods of a path; Starlette knows only those of one of its routes."""
+    routes = request.app.routes
+    found = {
+        method
+        for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+    }
+    # Files below /static are no routes.
+    return sorted({*found, "HEAD"}) if "GET" in found else sorted(found or {"GET", "HEAD"})
 
 
 async def _validation_error(_: Request, error: Exception) -> JSONResponse:

@@ -19,6 +19,7 @@ __all__ = [
     "DEFAULT_BANDWIDTH",
     "MAX_BATCH",
     "MAX_ID",
+    "LogsQuery",
     "MetricIn",
     "MetricQuery",
     "RunIn",
@@ -95,6 +96,8 @@ def _command(text: str) -> str:
     return text
 
 
+# The type of the input in the description of the API.
+_TEXT_OR_NUMBER: Any = str | float | bool
 Text = Annotated[str, AfterValidator(_plain_text)]
 Line = Annotated[Text, AfterValidator(_one_line)]
 Identifier = Annotated[int, Field(ge=1, le=MAX_ID)]
@@ -133,10 +136,10 @@ class MetricIn(_Body):
     pod_name: Annotated[Text, AfterValidator(_pod_name)] | None = None
     name: Annotated[Line, Field(max_length=255)]
     date: Date | None = None
-    value: Annotated[Text, BeforeValidator(_number_to_text), Field(max_length=65_536)]
+    value: Annotated[Text, BeforeValidator(_number_to_text, _TEXT_OR_NUMBER), Field(max_length=65_536)]
     cumulative: bool = False
-    metadata: Annotated[Text, BeforeValidator(_json_to_text), Field(max_length=65_536)] = ""
-    id: Annotated[Line, BeforeValidator(_number_to_text), Field(max_length=128)] | None = None
+    metadata: Annotated[Text, BeforeValidator(_json_to_text, Any), Field(max_length=65_536)] = ""
+    id: Annotated[Line, BeforeValidator(_number_to_text, _TEXT_OR_NUMBER), Field(max_length=128)] | None = None
 
     @model_validator(mode="after")
     def _one_owner(self) -> MetricIn:
@@ -173,7 +176,9 @@ class RunIn(_Body):
     max_bandwidth: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = DEFAULT_BANDWIDTH
     task: Annotated[Line, Field(max_length=128)] | None = None
     arguments: Annotated[
-        list[Annotated[Text, Field(max_length=4096)]], BeforeValidator(_split), Field(max_length=256)
+        list[Annotated[Text, Field(max_length=4096)]],
+        BeforeValidator(_split, list[str] | str),
+        Field(max_length=256),
     ] = []
     command: Command | None = None
     image_name: Annotated[Line, Field(max_length=512)] | None = None
@@ -204,6 +209,16 @@ class MetricQuery(_Body):
     metric_filter: Annotated[Text, Field(max_length=255)] | None = None
     last_n: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
     format: Annotated[str, Field(pattern="^(json|zip|api)$")] = "json"
+
+
+class LogsQuery(_Body):
+    """The query parameters of ``GET /api/runs/{id}/logs/``.
+
+    Attributes:
+        since_line: Number of the first line wanted, from 0.
+    """
+
+    since_line: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
 
 
 class RunsQuery(_Body):
