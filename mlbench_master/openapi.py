@@ -186,8 +186,8 @@ def documented(
             ok.setdefault("content", {})[kind] = {"schema": schema}
     responses[status] = ok
     # By default, FastAPI describes an answer as JSON, too.
-    kind = {} if "application/json" in media else {"response_class": StreamingResponse}
-    return {"response_model": None, "status_code": status, "responses": responses, **kind}
+    response_class = {} if "application/json" in media else {"response_class": StreamingResponse}
+    return {"response_model": None, "status_code": status, "responses": responses, **response_class}
 
 
 def request_body(model: type[BaseModel], *, many: bool = False) -> dict[str, Any]:
