@@ -121,6 +121,10 @@ class Connection(H11Protocol):
         if not self.transport.is_closing() and self.conn.their_state is h11.SEND_BODY:
             self._await_request()
 
+    def send_400_response(self, msg: str) -> None:
+        # uvicorn's own answer is plain text, unlike every other one of the master.
+        self._refuse("400 Bad Request", "the request must be HTTP/1.1, with a header of at most 16 KiB")
+
     def pause_writing(self) -> None:
         super().pause_writing()
         # An answer that nobody reads would otherwise keep its memory and its connection.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -170,7 +170,11 @@ class RunIn(_Body):
         light_target: True for the light goal of the task: the command gets ``--light``.
     """
 
-    name: Annotated[Text, AfterValidator(_dns_label)]
+    name: Annotated[
+        Text,
+        AfterValidator(_dns_label),
+        Field(json_schema_extra={"pattern": "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", "maxLength": 63}),
+    ]
     num_workers: Annotated[int, Field(ge=1, le=4096)]
     num_cpus: Annotated[float, Field(gt=0, le=4096, allow_inf_nan=False)] = 1.0
     max_bandwidth: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = DEFAULT_BANDWIDTH
@@ -203,12 +207,12 @@ class MetricQuery(_Body):
         format: ``"json"``, or ``"zip"`` for a download.
     """
 
-    metric_type: Annotated[str, Field(pattern="^(pod|run)$")] = "pod"
+    metric_type: Literal["pod", "run"] = "pod"
     since: Date | None = None
     summarize: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
     metric_filter: Annotated[Text, Field(max_length=255)] | None = None
     last_n: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
-    format: Annotated[str, Field(pattern="^(json|zip|api)$")] = "json"
+    format: Literal["json", "zip", "api"] = "json"
 
 
 class LogsQuery(_Body):
