@@ -38,7 +38,8 @@ class EventBus:
         self._max_bytes = max_bytes
         self._max_streams = max_streams
         self._max_per_client = max_per_client
-        self._lock = threading.Lock()
+        # Reentrant, because a signal may interrupt the thread that holds it, and its handler calls close().
+        self._lock = threading.RLock()
         self._chunks: deque[bytes] = deque()
         self._first = 0  # number of the first chunk in the ring
         self._size = 0

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, HTTPException, Request, Response
+from fastapi import APIRouter, BackgroundTasks, Depends, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.background import BackgroundTask
@@ -127,7 +127,10 @@ def metrics(owner_id: str, request: Request, store: StorePart) -> StreamingRespo
     **documented(Entry | Added, 400, 404, 408, 413, 415, status=201),
 )
 def add_metrics(
-    body: Annotated[Any, Depends(read_body(MAX_METRICS_BYTES))], store: StorePart, events: EventsPart
+    body: Annotated[Any, Depends(read_body(MAX_METRICS_BYTES))],
+    store: StorePart,
+    events: EventsPart,
+    background: BackgroundTasks,
 ) -> dict[str, Any]:
     many = isinstance(body, list)
     items = body if many else [body]
@@ -144,7 +147,8 @@ def add_metrics(
     new_metrics = [new_metric(metric, now) for metric in parsed]
     added = store.add_metrics(new_metrics)
     if events.has_subscribers:
-        events.publish("metric", *map(_entry, parsed, new_metrics))
+        # After the answer: a client need not wait until thousands of events have been encoded.
+        background.add_task(lambda: events.publish("metric", *map(_entry, parsed, new_metrics)))
     if many:
         return {"status": "ok", "received": len(new_metrics), "added": added}
     return _entry(parsed[0], new_metrics[0])
