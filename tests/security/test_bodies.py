@@ -143,3 +143,29 @@ def test_a_long_header_is_refused(tmp_path: Path) -> None:
             status = 400
         assert status == 400
         assert httpx.get(f"{base}/api/runs/", headers=HEADERS).status_code == 200
+
+
+def test_a_page_of_a_log_is_bounded_whatever_the_length_of_its_lines(tmp_path: Path) -> None:
+    """Workers write into the folder above their own, too, where their log is."""
+    app = create_app(data_dir=tmp_path, token="sesame")
+    app.state.scheduler.start = lambda: None
+    with TestClient(app, base_url="http://127.0.0.1:5080", headers=HEADERS) as client:
+        run = client.post("/api/runs/", json={"name": "r", "num_workers": 1, "command": "true"}).json()
+        app.state.store.update_run(run["id"], state="started", job_id=f"local-{run['id']}")
+        folder = tmp_path / "runs" / str(run["id"])
+        folder.mkdir()
+        line = json.dumps({"rank": 0, "stream": "stdout", "text": "\ufffd" * 30_000, "date": ""}) + "\n"
+        (folder / "log.jsonl").write_text(line * 60 + "x" * 3_000_000 + "\n" + line)
+        found, following = [], 0
+        while True:
+            answer = client.get(f"/api/runs/{run['id']}/logs/?since_line={following}")
+            assert len(answer.content) < 3_000_000
+            lines, following = answer.json()["lines"], answer.json()["next"]
+            if not lines:
+                break
+            found += [line["text"] for line in lines]
+        assert [text[0] for text in found[:60]] == ["\ufffd"] * 60 and found[-1] == "\ufffd" * 30_000
+        assert "".join(found[60:-1]) == "x" * 3_000_000
+        assert client.get(f"/api/runs/{run['id']}/").json()["job_metadata"]["stdout"]
+        page = client.get(f"/runs/{run['id']}/")
+        assert len(page.content) < 3_000_000 and "\ufffd" * 30_000 in page.text

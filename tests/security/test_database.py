@@ -114,7 +114,9 @@ def test_a_database_of_an_earlier_version_shrinks_as_well(tmp_path: Path) -> Non
     path = tmp_path / "master.db"
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA journal_mode=WAL")
+        # A file that was written before keeps its way of freeing space.
         database.execute("CREATE TABLE other (text)")
+        database.execute("DROP TABLE other")
     database.close()
     app = create_app(data_dir=tmp_path)
     store = app.state.store
