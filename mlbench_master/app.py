@@ -17,16 +17,19 @@ from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import mlbench_core
 from mlbench_core.addresses import is_loopback
 from mlbench_core.client.masters import KEY_VARIABLE
 from mlbench_core.paths import user_folder
-from mlbench_master.events import EventBus
+from mlbench_master.connections import max_connections
+from mlbench_master.events import EventBus, TooManyStreamsError
 from mlbench_master.launchers import Launcher, make_launcher
 from mlbench_master.lease import Lease
 from mlbench_master.login import add_login
+from mlbench_master.openapi import set_description
 from mlbench_master.pages import make_pages
 from mlbench_master.routes import router
 from mlbench_master.scheduler import Scheduler
@@ -75,7 +78,8 @@ def create_app(
         (folder / "master.db").touch(mode=0o600)
     store = Store(database_url or f"sqlite:///{folder / 'master.db'}")
     launcher = launcher or make_launcher("local", folder)
-    events = EventBus()
+    # Event streams stay open, and they must leave connections for other requests.
+    events = EventBus(max_streams=min(256, max_connections() // 2))
     worker_env = {"MLBENCH_MASTER_URL": master_url, **({"MLBENCH_TOKEN": token} if token else {})}
     # The token is for this master alone, not for a program that has its port after its end. Behind a name there may
     # be a proxy, whose address the master cannot prove.
@@ -116,6 +120,8 @@ def create_app(
     app.add_exception_handler(StarletteHTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(SQLAlchemyError, _database_error)
+    app.add_exception_handler(TooManyStreamsError, _too_many_streams)
+    set_description(app)
     app.add_middleware(GuardMiddleware, access=access)
     # The middleware that is added last runs first, so the guard sees only normalized paths.
     app.add_middleware(_PathMiddleware)
@@ -123,7 +129,10 @@ def create_app(
 
 
 class _PathMiddleware:
-    """A middleware that adds a missing final slash, and turns ``/api/metrics/1.zip`` into a path and ``format=zip``."""
+    """A middleware that adds a missing final slash, and turns ``/api/metrics/1.zip`` into a path and ``format=zip``.
+
+    It also turns HEAD into GET without the body, so that all paths of GET answer it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -138,16 +147,57 @@ class _PathMiddleware:
                 scope = {**scope, "query_string": query + b"format=" + suffix[2].encode()}
             if not path.endswith("/") and path.startswith(("/api/", "/runs/", "/login", "/logout", "/docs")):
                 scope = {**scope, "path": path + "/", "raw_path": path.encode("utf-8", "replace") + b"/"}
+            if scope["method"] == "HEAD":
+                await _answer_head(self._app, {**scope, "method": "GET", "is_head": True}, receive, send)
+                return
         await self._app(scope, receive, send)
+
+
+async def _answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send the header of the answer to a GET, and end the answer before its body, which may never end by itself."""
+    is_sent = False
+
+    async def send_header(message: Message) -> None:
+        nonlocal is_sent
+        if message["type"] == "http.response.start":
+            await send(message)
+        elif not is_sent:
+            is_sent = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def disconnect() -> Message:
+        # An answer in pieces ends when its client has gone.
+        while not is_sent:
+            message = await receive()
+            if message["type"] != "http.disconnect" or not is_sent:
+                return message
+        return {"type": "http.disconnect"}
+
+    await app(scope, disconnect, send_header)
 
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> JSONResponse:
     return JSONResponse({"status": HTTPStatus(status).phrase, "message": message}, status_code=status, headers=headers)
 
 
-async def _http_error(_: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, StarletteHTTPException)
-    return _error(error.status_code, str(error.detail), dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["Allow"] = ", ".join(_allowed_methods(request))
+    return _error(error.status_code, str(error.detail), headers)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Return the methods of a path; Starlette knows only those of one of its routes."""
+    routes = request.app.routes
+    found = {
+        method
+        for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+    }
+    # Files below /static are no routes.
+    return sorted({*found, "HEAD"}) if "GET" in found else sorted(found or {"GET", "HEAD"})
 
 
 async def _validation_error(_: Request, error: Exception) -> JSONResponse:
@@ -160,3 +210,7 @@ async def _database_error(_: Request, error: Exception) -> JSONResponse:
     _log.error("the database failed: %s", error)
     reason = str(getattr(error, "orig", None) or error).splitlines()[0]
     return _error(503, f"the database failed: {reason}; try again", {"Retry-After": "1"})
+
+
+async def _too_many_streams(_: Request, error: Exception) -> JSONResponse:
+    return _error(503, str(error), {"Retry-After": "10"})

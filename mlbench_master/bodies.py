@@ -1,42 +1,61 @@
 """Read the body of a request: JSON or a URL-encoded form.
 
 Multipart forms are refused: no client of the master sends files, and a crafted form is costly to parse.
+
+JSON is parsed in a thread, but in C, so no other thread runs meanwhile. Limits on bytes and values keep that time and
+the memory of the values small. Each path has its own limit on bytes: its longest useful request, with some room.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qsl
 
 from fastapi import HTTPException, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
-__all__ = ["parse_body", "read_body", "read_login"]
+__all__ = ["MAX_METRICS_BYTES", "MAX_RUN_BYTES", "parse_body", "read_body", "read_login"]
 
-_MAX_BODY_BYTES = 64 * 2**20
+# The client sends at most 8 MiB of metrics at once, and one metric more.
+MAX_METRICS_BYTES = 16 * 2**20
+# A run has at most 256 arguments of 4096 characters.
+MAX_RUN_BYTES = 2 * 2**20
 # A metric has at most two texts of 65,536 characters. URL encoding needs up to 12 bytes per character.
 _MAX_FORM_BYTES = 2 * 2**20
 _MAX_LOGIN_BYTES = 4096
 _MAX_FIELDS = 1000
+# A batch has 10,000 metrics of eight fields, and metadata. A million small values need about 100 MB.
+_MAX_VALUES = 1_000_000
+# Far more than metadata needs, and far less than the recursion that JSON's encoder can do.
+_MAX_DEPTH = 64
+_TOO_DEEP = f"must have at most {_MAX_DEPTH} levels of lists and objects"
+_SMALL_BYTES = 16_384
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _FORM = "application/x-www-form-urlencoded"
 
 
-async def read_body(request: Request) -> Any:
-    """Read and parse the body of a request, as a dependency of routes.
+def read_body(max_bytes: int) -> Callable[[Request], Awaitable[Any]]:
+    """Make the dependency of a route that reads and parses the body of a request.
 
     Args:
-        request: The request.
+        max_bytes: Largest body. A form has at most 2 MiB.
 
     Returns:
-        The value that :func:`parse_body` returns.
-
-    Raises:
-        HTTPException: 400 if the body cannot be parsed, 413 if it is too long, 415 if it is a multipart form.
+        A function that returns the value of :func:`parse_body`. It raises an HTTPException: 400 if the body cannot be
+        parsed, 413 if it is too long, 415 if it is a multipart form.
     """
-    kind = _kind(request)
-    if kind.startswith("multipart/"):
-        raise HTTPException(415, f"Content-Type: must be application/json or {_FORM}, not {kind[:80]!r}")
-    return await _read(request, kind, _MAX_FORM_BYTES if kind == _FORM else _MAX_BODY_BYTES)
+
+    async def read(request: Request) -> Any:
+        kind = _kind(request)
+        if kind.startswith("multipart/"):
+            raise HTTPException(415, f"Content-Type: must be application/json or {_FORM}, not {kind[:80]!r}")
+        return await _read(request, kind, min(_MAX_FORM_BYTES, max_bytes) if kind == _FORM else max_bytes)
+
+    return read
 
 
 async def read_login(request: Request) -> dict[str, str]:
@@ -71,7 +90,7 @@ def parse_body(body: bytes, kind: str) -> Any:
         The JSON value, or the fields of the form as a dictionary of texts.
 
     Raises:
-        ValueError: The body is neither JSON nor a form.
+        ValueError: The body is neither JSON nor a form, or it has too many values or levels.
 
     Example:
         >>> parse_body(b"name=my-run&num_workers=2", "application/x-www-form-urlencoded")
@@ -81,12 +100,37 @@ def parse_body(body: bytes, kind: str) -> Any:
     try:
         text = body.decode("utf-8-sig" if is_json else "utf-8")
         if is_json:
-            return json.loads(text)
+            _check_number_of_values(body)
+            value = json.loads(text)
+            _check_depth(value)
+            return value
         return dict(parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS))
     except UnicodeDecodeError:
         raise ValueError("must be UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"must be JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def _check_number_of_values(body: bytes) -> None:
+    # Every value but the first one follows one of these characters, which may also be part of a string.
+    if sum(map(body.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        outside = _STRING.sub(b"", body)
+        if sum(map(outside.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+            raise ValueError(f"must have at most {_MAX_VALUES} values: send them in several requests")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        children = (
+            item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))
+        )
+        level = [child for items in children for child in items if isinstance(child, (dict, list))]
+        if not level:
+            return
+    raise ValueError(_TOO_DEEP)
 
 
 def _kind(request: Request) -> str:
@@ -96,12 +140,19 @@ def _kind(request: Request) -> str:
 async def _read(request: Request, kind: str, max_bytes: int) -> Any:
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise HTTPException(413, f"body: must have at most {max_bytes} bytes: send it in parts")
-        chunks.append(chunk)
     try:
-        return parse_body(b"".join(chunks), kind)
-    except (ValueError, RecursionError) as error:  # deeply nested JSON exceeds the recursion limit
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                raise HTTPException(413, f"body: must have at most {max_bytes} bytes: send it in parts")
+            chunks.append(chunk)
+    except ClientDisconnect:  # nobody gets this answer, but an error would be logged with its traceback
+        raise HTTPException(400, "body: must be complete: the connection was closed before its end") from None
+    body = b"".join(chunks)
+    chunks.clear()
+    try:
+        if size <= _SMALL_BYTES:  # a thread would cost more than the parsing
+            return parse_body(body, kind)
+        return await run_in_threadpool(parse_body, body, kind)
+    except ValueError as error:
         raise HTTPException(400, f"body: {error}") from None

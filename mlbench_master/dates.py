@@ -31,8 +31,8 @@ def format_date(us: int) -> str:
     """Format a date as the API writes it.
 
     Args:
-        us: Microseconds since 1970, UTC. A number outside the years 1 to 9999 becomes the nearest date inside them:
-            one entry of a database must not make the others unreadable.
+        us: Microseconds since 1970, UTC. A number outside the years 1 to 9999 becomes the nearest date inside them, and
+            another type becomes 1970: one entry of a database must not make the others unreadable.
 
     Returns:
         ``%Y-%m-%dT%H:%M:%S.%fZ``.
@@ -41,7 +41,8 @@ def format_date(us: int) -> str:
         >>> format_date(1500000)
         '1970-01-01T00:00:01.500000Z'
     """
-    date = _EPOCH + timedelta(microseconds=min(max(us, _FIRST_US), _LAST_US))
+    whole = us if isinstance(us, int) else 0
+    date = _EPOCH + timedelta(microseconds=min(max(whole, _FIRST_US), _LAST_US))
     return date.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
 
 

@@ -49,14 +49,15 @@ def make_pages(store: Store, launcher: Launcher, can_log_out: bool) -> APIRouter
     @router.get("/runs/{run_id}/")
     def run_page(run_id: str) -> HTMLResponse:
         run = run_or_404(store, run_id)
-        lines = [] if run.job_id is None else launcher.log_tail(run.job_id)[-_LOG_LINES:]
+        lines, next_line = _last_lines(launcher, run)
         return render(
             "run.html",
             can_log_out=can_log_out,
             run=run,
             facts=_facts(run),
             metrics=store.latest(run_owner(run.id)),
-            log="\n".join(map(_log_line, lines)),
+            log="".join(f"{_log_line(line)}\n" for line in lines),
+            next_line=next_line,
         )
 
     return router
@@ -74,6 +75,20 @@ def render(template: str, status: int = 200, headers: dict[str, str] | None = No
     # A text may hold half of a surrogate pair, which UTF-8 cannot encode.
     html = _templates.get_template(template).render(values)
     return HTMLResponse(html.encode("utf-8", "replace"), status_code=status, headers=headers)
+
+
+def _last_lines(launcher: Launcher, run: Run) -> tuple[list[LogLine], int]:
+    """Return the last lines of a run's log, and the number of the next line, with which live lines continue."""
+    if run.job_id is None:
+        return [], 0
+    end = launcher.log_end(run.job_id)
+    count = _LOG_LINES
+    while True:
+        page = launcher.logs(run.job_id, max(0, end - count), count)
+        # An answer is limited in bytes, too, so it may end before the end of the log: fewer lines are then shown.
+        if page.next >= end or count == 1:
+            return page.lines, page.next
+        count //= 2
 
 
 def _facts(run: Run) -> dict[str, str]:

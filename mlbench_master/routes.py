@@ -6,27 +6,40 @@ import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, HTTPException, Request, Response
-from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ValidationError
+from fastapi import APIRouter, BackgroundTasks, Depends, HTTPException, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import ValidationError
+from starlette.background import BackgroundTask
 from starlette.types import Receive, Scope, Send
 
 import mlbench_core
 from mlbench_master import export
-from mlbench_master.bodies import read_body
+from mlbench_master.bodies import MAX_METRICS_BYTES, MAX_RUN_BYTES, read_body
 from mlbench_master.commands import check_options, resolve_backend, resolve_command
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.leftovers import new_metric
+from mlbench_master.openapi import (
+    Added,
+    Entry,
+    Health,
+    Logs,
+    Metrics,
+    MetricsOfAll,
+    Pod,
+    RunOut,
+    documented,
+    parameters,
+    request_body,
+)
 from mlbench_master.scheduler import Scheduler
-from mlbench_master.schemas import MAX_BATCH, MAX_ID, MetricIn, MetricQuery, RunIn, describe_error
+from mlbench_master.schemas import MAX_BATCH, MAX_ID, LogsQuery, MetricIn, MetricQuery, RunIn, RunsQuery, describe_error
 from mlbench_master.store import NameInUseError, NewMetric, Run, Store, new_run, pod_owner, run_owner
 
 __all__ = ["router", "run_or_404"]
 
 _PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
-_MAX_LINE = 2**31
 _RUN_FIELDS = {"name", "num_workers", "num_cpus", "max_bandwidth", "gpu_enabled", "light_target"}
 
 
@@ -44,14 +57,6 @@ StorePart = Annotated[Store, _part("store")]
 SchedulerPart = Annotated[Scheduler, _part("scheduler")]
 LauncherPart = Annotated[Launcher, _part("launcher")]
 EventsPart = Annotated[EventBus, _part("events")]
-Body = Annotated[Any, Depends(read_body)]
-
-
-def _body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Describe the body in OpenAPI, since FastAPI does not parse it: it may be JSON or a form."""
-    schema = model.model_json_schema()
-    kinds = ("application/json", "application/x-www-form-urlencoded")
-    return {"requestBody": {"required": True, "content": {kind: {"schema": schema} for kind in kinds}}}
 
 
 metrics_router = APIRouter(prefix="/metrics")
@@ -60,7 +65,7 @@ router = APIRouter(prefix="/api")
 """The routes below ``/api``."""
 
 
-@router.get("/health/", summary="Whether the master answers")
+@router.get("/health/", summary="Whether the master answers", **documented(Health))
 def health(store: StorePart, scheduler: SchedulerPart) -> dict[str, str]:
     store.check()  # an error of the database is answered with status 503
     if not scheduler.is_in_charge:
@@ -68,24 +73,34 @@ def health(store: StorePart, scheduler: SchedulerPart) -> dict[str, str]:
     return {"status": "ok", "version": mlbench_core.__version__}
 
 
-@router.get("/pods/", summary="The workers of all runs")
+@router.get("/pods/", summary="The workers of all runs", **documented(list[Pod]))
 def pods(store: StorePart) -> list[dict[str, Any]]:
     return [pod for run in store.runs() for pod in _pods(run)]
 
 
-@router.get("/events/", summary="Server-sent events: metric, state, log, deleted")
-async def stream_events(events: EventsPart) -> StreamingResponse:
+@router.get(
+    "/events/",
+    summary="Server-sent events: metric, state, log, deleted, lost",
+    **documented(None, media=("text/event-stream",)),
+)
+async def stream_events(request: Request, events: EventsPart) -> StreamingResponse:
     # nginx would collect events in a buffer, unless this header of its own asks it not to.
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events.subscribe(), media_type="text/event-stream", headers=headers)
+    client = request.client.host if request.client else ""
+    return _StreamedResponse(events.subscribe(client), media_type="text/event-stream", headers=headers)
 
 
-@metrics_router.get("/", summary="Every metric of every pod and run")
+@metrics_router.get("/", summary="Every metric of every pod and run", **documented(MetricsOfAll))
 def all_metrics(store: StorePart) -> StreamingResponse:
     return _StreamedResponse(export.all_metrics_json(store), media_type="application/json")
 
 
-@metrics_router.get("/{owner_id}/", summary="The metrics of a pod or a run")
+@metrics_router.get(
+    "/{owner_id}/",
+    summary="The metrics of a pod or a run",
+    openapi_extra=parameters(MetricQuery),
+    **documented(Metrics, 400, 404, media=("application/json", "application/zip")),
+)
 def metrics(owner_id: str, request: Request, store: StorePart) -> StreamingResponse:
     query = _validated(MetricQuery, dict(request.query_params))
     run: Run | None = None
@@ -105,8 +120,18 @@ def metrics(owner_id: str, request: Request, store: StorePart) -> StreamingRespo
     return _StreamedResponse(archive, media_type="application/zip", headers=headers)
 
 
-@metrics_router.post("/", status_code=201, summary="Keep one metric or many", openapi_extra=_body_of(MetricIn))
-def add_metrics(body: Body, store: StorePart, events: EventsPart) -> dict[str, Any]:
+@metrics_router.post(
+    "/",
+    summary="Keep one metric or many",
+    openapi_extra=request_body(MetricIn, many=True),
+    **documented(Entry | Added, 400, 404, 408, 413, 415, status=201),
+)
+def add_metrics(
+    body: Annotated[Any, Depends(read_body(MAX_METRICS_BYTES))],
+    store: StorePart,
+    events: EventsPart,
+    background: BackgroundTasks,
+) -> dict[str, Any]:
     many = isinstance(body, list)
     items = body if many else [body]
     if len(items) > MAX_BATCH:
@@ -122,21 +147,41 @@ def add_metrics(body: Body, store: StorePart, events: EventsPart) -> dict[str, A
     new_metrics = [new_metric(metric, now) for metric in parsed]
     added = store.add_metrics(new_metrics)
     if events.has_subscribers:
-        for metric, new in zip(parsed, new_metrics, strict=True):
-            events.publish("metric", _entry(metric, new))
+        # After the answer: a client need not wait until thousands of events have been encoded.
+        background.add_task(lambda: events.publish("metric", *map(_entry, parsed, new_metrics)))
     if many:
         return {"status": "ok", "received": len(new_metrics), "added": added}
     return _entry(parsed[0], new_metrics[0])
 
 
-@runs_router.get("/", summary="All runs")
-def runs(store: StorePart) -> list[dict[str, Any]]:
-    return [run.to_json() for run in store.runs()]
+@runs_router.get(
+    "/",
+    summary="All runs, or a page of them, without the output of their workers",
+    openapi_extra=parameters(RunsQuery),
+    **documented(list[RunOut], 400),
+)
+def runs(request: Request, store: StorePart) -> JSONResponse:
+    query = _validated(RunsQuery, dict(request.query_params))
+    found = store.runs(after=query.after, limit=query.limit)
+    # As in version 3.0 the answer is a list, so the address of the next page is in a header.
+    follows = query.limit is not None and len(found) == query.limit
+    link = f'</api/runs/?limit={query.limit}&after={found[-1].id}>; rel="next"' if follows else None
+    # FastAPI would look at every value before it encodes them.
+    return JSONResponse([run.to_json() for run in found], headers={"Link": link} if link else None)
 
 
-@runs_router.post("/", status_code=201, summary="Start a run", openapi_extra=_body_of(RunIn))
+@runs_router.post(
+    "/",
+    summary="Start a run",
+    openapi_extra=request_body(RunIn),
+    **documented(RunOut, 400, 408, 409, 413, 415, status=201),
+)
 def create_run(
-    body: Body, store: StorePart, scheduler: SchedulerPart, launcher: LauncherPart, events: EventsPart
+    body: Annotated[Any, Depends(read_body(MAX_RUN_BYTES))],
+    store: StorePart,
+    scheduler: SchedulerPart,
+    launcher: LauncherPart,
+    events: EventsPart,
 ) -> dict[str, Any]:
     wanted = _validated(RunIn, body)
     try:
@@ -163,7 +208,7 @@ def create_run(
     return run.to_json()
 
 
-@runs_router.get("/{run_id}/", summary="One run")
+@runs_router.get("/{run_id}/", summary="One run", **documented(RunOut, 404))
 def get_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[str, Any]:
     run = run_or_404(store, run_id)
     shown = run.to_json()
@@ -173,13 +218,14 @@ def get_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[str
     return shown
 
 
-@runs_router.delete("/{run_id}/", status_code=204, summary="Stop a run and forget it")
+@runs_router.delete("/{run_id}/", summary="Stop a run and forget it", **documented(None, 404, status=204))
 def delete_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> Response:
     scheduler.delete_run(run_or_404(store, run_id).id)
-    return Response(status_code=204)
+    # To give the space of a large run back takes seconds, for which the client need not wait.
+    return Response(status_code=204, background=BackgroundTask(store.reclaim))
 
 
-@runs_router.post("/{run_id}/stop/", summary="Stop a run, keep its metrics")
+@runs_router.post("/{run_id}/stop/", summary="Stop a run, keep its metrics", **documented(RunOut, 404))
 def stop_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[str, Any]:
     run = scheduler.stop_run(run_or_404(store, run_id).id)
     if run is None:  # another request has deleted it in the meantime
@@ -187,12 +233,15 @@ def stop_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[st
     return run.to_json()
 
 
-@runs_router.get("/{run_id}/logs/", summary="Lines of a run's log")
-def logs(run_id: str, store: StorePart, launcher: LauncherPart, since_line: str = "0") -> dict[str, Any]:
+@runs_router.get(
+    "/{run_id}/logs/",
+    summary="Lines of a run's log",
+    openapi_extra=parameters(LogsQuery),
+    **documented(Logs, 400, 404),
+)
+def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> dict[str, Any]:
     run = run_or_404(store, run_id)
-    if not (since_line.isascii() and since_line.isdigit() and len(since_line) < 20):
-        raise HTTPException(400, f"since_line: must be a whole number from 0 on (got {since_line[:80]!r})")
-    first = min(int(since_line), _MAX_LINE)
+    first = _validated(LogsQuery, dict(request.query_params)).since_line
     if run.job_id is None:
         return {"lines": [], "next": first}
     page = launcher.logs(run.job_id, first)
@@ -250,7 +299,7 @@ def _pods(run: Run) -> list[dict[str, Any]]:
         {
             "name": name,
             "labels": json.dumps({**labels, "rank": str(rank)}),  # text, as in version 3.0
-            "phase": _PHASES[run.state],
+            "phase": _PHASES.get(run.state, "Unknown"),
             "ip": "127.0.0.1",
         }
         for rank, name in enumerate(run.worker_names())

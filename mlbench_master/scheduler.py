@@ -268,6 +268,8 @@ class Scheduler:
         except (MLBenchError, ValueError) as error:
             self._finish(started, JobStatus("failed", str(error)))
             return False
+        if self._events.has_subscribers:
+            self._log_lines[run.id] = 0  # so that they get the first lines, too
         self._events.publish("state", {"id": run.id, "name": run.name, "state": "started"})
         return True
 
@@ -314,12 +316,20 @@ class Scheduler:
         return {"stdout": _last_lines(out), "stderr": _last_lines(err), **({"reason": problem} if problem else {})}
 
     def _publish_logs(self, run: Run) -> None:
-        if run.job_id is None or not self._events.has_subscribers:
+        """Publish the lines since the last call with their numbers, by which a page knows lines that it has shown."""
+        if run.job_id is None:
             return
-        page = self._launcher.logs(run.job_id, self._log_lines.get(run.id, 0))
+        if not self._events.has_subscribers:
+            self._log_lines.pop(run.id, None)
+            return
+        if run.id not in self._log_lines:
+            # A page reads the earlier lines itself.
+            self._log_lines[run.id] = self._launcher.log_end(run.job_id)
+        page = self._launcher.logs(run.job_id, self._log_lines[run.id])
         self._log_lines[run.id] = page.next
-        for line in page.lines:
-            self._events.publish("log", {"run_id": run.id, **line})
+        first = page.next - len(page.lines)
+        lines = ({"run_id": run.id, "line": number, **line} for number, line in enumerate(page.lines, first))
+        self._events.publish("log", *lines)
 
 
 def _last_lines(lines: list[str]) -> list[str]:

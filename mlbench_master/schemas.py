@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -19,9 +19,11 @@ __all__ = [
     "DEFAULT_BANDWIDTH",
     "MAX_BATCH",
     "MAX_ID",
+    "LogsQuery",
     "MetricIn",
     "MetricQuery",
     "RunIn",
+    "RunsQuery",
     "describe_error",
 ]
 
@@ -94,6 +96,8 @@ def _command(text: str) -> str:
     return text
 
 
+# The type of the input in the description of the API.
+_TEXT_OR_NUMBER: Any = str | float | bool
 Text = Annotated[str, AfterValidator(_plain_text)]
 Line = Annotated[Text, AfterValidator(_one_line)]
 Identifier = Annotated[int, Field(ge=1, le=MAX_ID)]
@@ -132,10 +136,10 @@ class MetricIn(_Body):
     pod_name: Annotated[Text, AfterValidator(_pod_name)] | None = None
     name: Annotated[Line, Field(max_length=255)]
     date: Date | None = None
-    value: Annotated[Text, BeforeValidator(_number_to_text), Field(max_length=65_536)]
+    value: Annotated[Text, BeforeValidator(_number_to_text, _TEXT_OR_NUMBER), Field(max_length=65_536)]
     cumulative: bool = False
-    metadata: Annotated[Text, BeforeValidator(_json_to_text), Field(max_length=65_536)] = ""
-    id: Annotated[Line, BeforeValidator(_number_to_text), Field(max_length=128)] | None = None
+    metadata: Annotated[Text, BeforeValidator(_json_to_text, Any), Field(max_length=65_536)] = ""
+    id: Annotated[Line, BeforeValidator(_number_to_text, _TEXT_OR_NUMBER), Field(max_length=128)] | None = None
 
     @model_validator(mode="after")
     def _one_owner(self) -> MetricIn:
@@ -166,13 +170,19 @@ class RunIn(_Body):
         light_target: True for the light goal of the task: the command gets ``--light``.
     """
 
-    name: Annotated[Text, AfterValidator(_dns_label)]
+    name: Annotated[
+        Text,
+        AfterValidator(_dns_label),
+        Field(json_schema_extra={"pattern": "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", "maxLength": 63}),
+    ]
     num_workers: Annotated[int, Field(ge=1, le=4096)]
     num_cpus: Annotated[float, Field(gt=0, le=4096, allow_inf_nan=False)] = 1.0
     max_bandwidth: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = DEFAULT_BANDWIDTH
     task: Annotated[Line, Field(max_length=128)] | None = None
     arguments: Annotated[
-        list[Annotated[Text, Field(max_length=4096)]], BeforeValidator(_split), Field(max_length=256)
+        list[Annotated[Text, Field(max_length=4096)]],
+        BeforeValidator(_split, list[str] | str),
+        Field(max_length=256),
     ] = []
     command: Command | None = None
     image_name: Annotated[Line, Field(max_length=512)] | None = None
@@ -197,12 +207,34 @@ class MetricQuery(_Body):
         format: ``"json"``, or ``"zip"`` for a download.
     """
 
-    metric_type: Annotated[str, Field(pattern="^(pod|run)$")] = "pod"
+    metric_type: Literal["pod", "run"] = "pod"
     since: Date | None = None
     summarize: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
     metric_filter: Annotated[Text, Field(max_length=255)] | None = None
     last_n: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
-    format: Annotated[str, Field(pattern="^(json|zip|api)$")] = "json"
+    format: Literal["json", "zip", "api"] = "json"
+
+
+class LogsQuery(_Body):
+    """The query parameters of ``GET /api/runs/{id}/logs/``.
+
+    Attributes:
+        since_line: Number of the first line wanted, from 0.
+    """
+
+    since_line: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
+
+
+class RunsQuery(_Body):
+    """The query parameters of ``GET /api/runs/``.
+
+    Attributes:
+        limit: Maximum number of runs; by default all. The header ``Link`` has the address of the next ones.
+        after: Only runs with a larger id, by id.
+    """
+
+    limit: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None
+    after: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
 
 
 def describe_error(error: ValidationError, prefix: str = "") -> str:

@@ -70,10 +70,15 @@ def serve(
     import uvicorn
 
     from mlbench_master.app import create_app
+    from mlbench_master.connections import ACCEPTED_AT_ONCE, LISTEN_BACKLOG, Connection, LogLimit
     from mlbench_master.events import EventBus
     from mlbench_master.login import login_path
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            listener.listen(LISTEN_BACKLOG)  # asyncio has set it to the number that it accepts at once
+
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             """End at a signal, without uvicorn's second raise of the signal, which would skip the callers' cleanup."""
             _log.info("the master is ending")
@@ -85,6 +90,8 @@ def serve(
     _check_certificate(listen)
     with _listen(listen.host, listen.port) as listener, contextlib.ExitStack() as stack:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(LogLimit())
         folder = (data_dir or user_folder("master")).expanduser().absolute()
         make_private(folder)
         try:  # two masters would both handle the same runs
@@ -113,7 +120,12 @@ def serve(
                 _log.warning("the token can be guessed: use at least %d random characters", _SHORT_TOKEN)
         config = uvicorn.Config(
             app,
+            http=Connection,
+            ws="none",
+            backlog=ACCEPTED_AT_ONCE,
+            log_config=None,  # the handler above, whose records are limited, gets uvicorn's records, too
             log_level="warning",
+            access_log=False,
             timeout_graceful_shutdown=5,
             timeout_keep_alive=30,
             # Anybody on this machine could give another address as the client's in a header of a proxy.

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ GOAL_METRIC = "TaskResult @ 0"
 _PAGE = 2000
 # SQLite joins at most 500 SELECTs by UNION, and old versions of it take 999 parameters in a list.
 _MANY = 500
+_BUSY_MS = 30_000
+# SQLite's number for auto_vacuum=INCREMENTAL.
+_INCREMENTAL = 2
+# One step moves 4 MB, in which other threads cannot write.
+_PAGES_AT_ONCE = 1000
 
 
 class NameInUseError(Exception):
@@ -83,23 +89,32 @@ class Run(_Base):
     goal_result: Mapped[str | None] = mapped_column(sa.Text)
 
     def metadata_dict(self) -> dict[str, Any]:
-        """Return the job's metadata as a dictionary."""
-        metadata: dict[str, Any] = json.loads(self.job_metadata)
-        return metadata
+        """Return the job's metadata as a dictionary, which is empty if the record is damaged."""
+        try:
+            metadata = json.loads(self.job_metadata)
+        except (TypeError, ValueError):
+            metadata = None
+        return metadata if isinstance(metadata, dict) else {}
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as the API shows it."""
         shown = {column.key: getattr(self, column.key) for column in sa.inspect(Run).columns}
+        # JSON has neither of these, which a damaged record may hold.
+        for name, value in shown.items():
+            if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):
+                shown[name] = _text(value)
         for name in ("created_at", "started_at", "finished_at"):
             shown[name] = None if shown[name] is None else format_date(shown[name])
         shown["job_id"] = self.job_id or ""
         lists: dict[str, Any] = {"stdout": [], "stderr": [], "notes": []}
-        shown["job_metadata"] = {**lists, **self.metadata_dict(), "command": self.command}
+        shown["job_metadata"] = {**lists, **self.metadata_dict(), "command": shown["command"]}
         return shown
 
     def worker_names(self) -> list[str]:
         """Return the names of the run's workers, by rank."""
-        return [f"{self.name}-worker-{rank}" for rank in range(self.num_workers)]
+        # A damaged record must not break the list of all workers.
+        count = self.num_workers if isinstance(self.num_workers, int) else 0
+        return [f"{self.name}-worker-{rank}" for rank in range(count)]
 
 
 class Metric(_Base):
@@ -147,6 +162,19 @@ class Point:
     value: str
     cumulative: bool
     extra: str
+
+
+def _point(values: Iterable[Any]) -> Point:
+    """Make a point of a row, in which SQLite may hold any type in any column; one row must not hide the others."""
+    point = Point(*values)
+    if type(point.date) is int and type(point.value) is str and type(point.extra) is str:
+        return point
+    date = point.date if isinstance(point.date, int) else 0
+    return replace(point, date=date, value=_text(point.value), extra=_text(point.extra))
+
+
+def _text(value: object) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 # The columns of a Point, in its order.
@@ -219,6 +247,7 @@ class Store:
 
     def __init__(self, database_url: str) -> None:
         self._write_lock = threading.RLock()
+        self._reclaiming = threading.Lock()
         try:
             self._engine = _make_engine(database_url)
             self._in_memory = isinstance(self._engine.pool, StaticPool)
@@ -303,13 +332,28 @@ class Store:
         with self._reading() as session:
             return session.get(Run, run_id)
 
-    def runs(self, *states: str) -> list[Run]:
-        """Return all runs by id, or only those in ``states`` if any are given."""
-        query = sa.select(Run).order_by(Run.id)
+    def runs(self, *states: str, after: int = 0, limit: int | None = None) -> list[Run]:
+        """Return runs by id, without the last lines of their output, which :meth:`run` returns.
+
+        Args:
+            *states: Only runs in one of these states; by default all.
+            after: Only runs with a larger id.
+            limit: Maximum number of runs.
+
+        Returns:
+            The runs, which no session knows: changes of them are not saved.
+        """
+        columns = {column.key: getattr(Run, column.key) for column in sa.inspect(Run).columns}
+        if self._engine.dialect.name == "sqlite":
+            # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged record is left out.
+            slim = sa.func.json_remove(Run.job_metadata, "$.stdout", "$.stderr")
+            columns["job_metadata"] = sa.case((sa.func.json_valid(Run.job_metadata) == 1, slim), else_="{}")
+        query = sa.select(*(value.label(key) for key, value in columns.items())).where(Run.id > after)
         if states:
             query = query.where(Run.state.in_(states))
         with self._reading() as session:
-            return list(session.scalars(query))
+            rows = session.execute(query.order_by(Run.id).limit(limit)).mappings()
+            return [Run(**row) for row in rows]
 
     def update_run(
         self,
@@ -351,6 +395,41 @@ class Store:
             for start in range(0, len(owners), _MANY):
                 session.execute(sa.delete(Metric).where(Metric.owner.in_(owners[start : start + _MANY])))
             session.delete(run)
+
+    def reclaim(self) -> None:
+        """Give the space of deleted rows back to the disk; other threads write between its steps.
+
+        PostgreSQL reuses the space by itself. A database of an earlier version of the master is rewritten once, when
+        more than half of it is free.
+        """
+        if self._engine.dialect.name != "sqlite" or self._in_memory or not self._reclaiming.acquire(blocking=False):
+            return
+        connection = self._engine.raw_connection()
+        try:
+            cursor = connection.cursor()
+
+            def pragma(text: str) -> int:
+                # A pragma does its work while its rows are read.
+                rows = cursor.execute(f"PRAGMA {text}").fetchall()
+                return int(rows[0][0]) if rows else 0
+
+            if pragma("auto_vacuum") != _INCREMENTAL:
+                with self._write_lock:
+                    if 2 * pragma("freelist_count") > pragma("page_count"):
+                        cursor.execute("VACUUM")
+            while pragma("auto_vacuum") == _INCREMENTAL:
+                with self._write_lock:
+                    before = pragma("freelist_count")
+                    pragma(f"incremental_vacuum({_PAGES_AT_ONCE})")
+                    if pragma("freelist_count") in (0, before):
+                        break
+            # Readers of the log delay this; the next call tries again.
+            pragma("busy_timeout=100")
+            pragma("wal_checkpoint(TRUNCATE)")
+            pragma(f"busy_timeout={_BUSY_MS}")
+        finally:
+            connection.close()
+            self._reclaiming.release()
 
     # Metrics
 
@@ -420,7 +499,7 @@ class Store:
             for start in range(0, len(owners), _MANY):
                 part = owners[start : start + _MANY]
                 rows = session.execute(query.where(Metric.owner.in_(part)).order_by(Metric.name))
-                counts.update({(owner, metric): count for owner, metric, count in rows})
+                counts.update({(owner, metric): count for owner, metric, count in rows if isinstance(metric, str)})
         # A database sorts owners by its own rules, so their order is restored here.
         place = {owner: index for index, owner in enumerate(owners)}
         return dict(sorted(counts.items(), key=lambda item: place[item[0][0]]))
@@ -478,7 +557,7 @@ class Store:
         with self._reading() as session:
             rows = session.execute(sa.text(text).columns(sa.column("part"), *_POINT), values).all()
         for index, group in itertools.groupby(rows, key=lambda row: row[0]):
-            yield *metrics[index], [Point(*row[1:]) for row in group]
+            yield *metrics[index], [_point(row[1:]) for row in group]
 
     def points(self, owner: str, name: str, since: int | None = None, skip: int = 0) -> Iterator[Point]:
         """Yield the entries of one metric by date; entries of the same date come in the order of their arrival.
@@ -499,7 +578,7 @@ class Store:
         query = page.offset(skip)
         while True:
             with self._reading() as session:
-                rows = [Point(*row) for row in session.execute(query)]
+                rows = [_point(row) for row in session.execute(query)]
             yield from rows
             if len(rows) < _PAGE:
                 return
@@ -515,7 +594,8 @@ class Store:
         newest = newest.order_by(entry.date.desc(), entry.id.desc()).limit(1)
         query = sa.select(Metric.name, *_POINT).join_from(names, Metric, Metric.id == newest.scalar_subquery())
         with self._reading() as session:
-            return [(row[0], Point(*row[1:])) for row in session.execute(query.order_by(Metric.name))]
+            rows = session.execute(query.order_by(Metric.name)).all()
+        return [(row[0], _point(row[1:])) for row in rows if isinstance(row[0], str)]
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Session]:
@@ -561,8 +641,12 @@ def _make_engine(database_url: str) -> sa.Engine:
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    # By default, one text that is not UTF-8 makes a whole statement fail.
+    connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
     cursor = connection.cursor()
     # In WAL mode, readers continue while one connection writes.
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000", "foreign_keys=ON"):
+    # The first one must precede everything that writes into a new file; see Store.reclaim.
+    settings = ("auto_vacuum=INCREMENTAL", "journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON")
+    for pragma in (*settings, f"busy_timeout={_BUSY_MS}"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()

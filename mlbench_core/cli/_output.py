@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,14 +18,18 @@ __all__ = [
     "json_option",
     "log_line",
     "number",
+    "print_field",
     "print_json",
     "print_table",
     "remark",
     "seconds",
+    "terminal_width",
 ]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+# A column of a table is not cut below this width.
+_NARROWEST = 8
 # Escape sequences of a terminal, then single control characters except tab and newline.
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")
 
@@ -97,8 +104,22 @@ def seconds(value: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def terminal_width() -> int | None:
+    """Return the width of the terminal, or None if standard output is not one: a file or a pipe gets everything."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def print_field(name: str, value: object, indent: int = 14) -> None:
+    """Write a name and its value, which continues below itself on a terminal that is too narrow for it."""
+    line = f"{name + ':':{indent}}{clean(value)}"
+    width = terminal_width()
+    if width is not None:
+        line = textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    click.echo(line)
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> None:
-    """Write a table with aligned columns.
+    """Write a table with aligned columns, of which the widest ones are cut to the width of a terminal.
 
     Args:
         header: Titles of the columns.
@@ -108,7 +129,11 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]], right: 
     # A line break in a cell would break the table.
     cells = [[clean(cell).replace("\n", " ") for cell in row] for row in [header, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    most = terminal_width()
+    while most is not None and sum(widths) + 2 * (len(widths) - 1) > most and max(widths) > _NARROWEST:
+        widths[widths.index(max(widths))] -= 1
     for index, row in enumerate(cells):
+        row = [cell if len(cell) <= w else f"{cell[: w - 3]}..." for cell, w in zip(row, widths, strict=True)]
         parts = [
             cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]

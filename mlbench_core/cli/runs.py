@@ -15,7 +15,16 @@ import click
 
 from mlbench_core.cli._client import FINAL_STATES, MasterClient
 from mlbench_core.cli._embedded import connect
-from mlbench_core.cli._output import clean, dashboard_option, json_option, log_line, print_json, print_table, remark
+from mlbench_core.cli._output import (
+    clean,
+    dashboard_option,
+    json_option,
+    log_line,
+    print_field,
+    print_json,
+    print_table,
+    remark,
+)
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.files import replacing
 
@@ -62,7 +71,7 @@ def _show_run(run: Mapping[str, Any], metrics: Mapping[str, Sequence[Mapping[str
         return
     for key in ("name", "id", "state", "num_workers", "backend", "image", "command", "created_at", "finished_at"):
         if run.get(key) is not None:
-            click.echo(f"{key + ':':14}{clean(run[key])}")
+            print_field(key, run[key])
     if latest:
         click.echo()
         # The value comes last, because a text such as the summary may be longer than a line.

@@ -144,6 +144,14 @@ class Launcher(ABC):
             The lines; none for a job without a log.
         """
 
+    def log_end(self, job_id: str) -> int:
+        """Return the number of the line after the last one of a job's log."""
+        page = LogPage([], 0)
+        while True:
+            page = self.logs(job_id, page.next)
+            if not page.lines:
+                return page.next
+
     @abstractmethod
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[LogLine]:
         """Return the lines in the last ``max_bytes`` bytes of a job's log."""

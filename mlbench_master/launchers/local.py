@@ -177,6 +177,10 @@ class LocalLauncher(Launcher):
         reader = self._readers.setdefault(job_id, LogReader(self._job_folder(job_id)))
         return reader.read(since_line, limit)
 
+    def log_end(self, job_id: str) -> int:
+        """Return the number of the line after the last one of a job's log; see :meth:`Launcher.log_end`."""
+        return self._readers.setdefault(job_id, LogReader(self._job_folder(job_id))).end()
+
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[LogLine]:
         """Return the last lines of a job's log; see :meth:`Launcher.log_tail`."""
         return LogReader(self._job_folder(job_id)).tail(max_bytes)

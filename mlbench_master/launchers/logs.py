@@ -178,6 +178,12 @@ class LogReader:
                     following = next_first
         return LogPage(lines, following if lines else since_line)
 
+    def end(self) -> int:
+        """Return the number of the line after the last one, without decoding lines."""
+        with self._lock:
+            first, path = _files(self._folder)[-1]
+            return self._read_file(path, first, since_line=sys.maxsize, limit=1, left_bytes=1)[1]
+
     def tail(self, max_bytes: int) -> list[LogLine]:
         """Return the lines in the last ``max_bytes`` bytes, or the last line if it is longer."""
         wanted = max_bytes

@@ -51,19 +51,24 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 @contextmanager
 def server(
-    data_dir: Path, *options: str, token: Sequence[str] | None = None, verify: ssl.SSLContext | bool = True
+    data_dir: Path,
+    *options: str,
+    setup: str = "",
+    token: Sequence[str] | None = None,
+    verify: ssl.SSLContext | bool = True,
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A master in a process of its own; its URL and the process. It is asked to end at the end.
 
-    ``token`` are the options that say who may use it: ``()`` for a random token; by
-    default everybody here, unless the other options name a token.
+    ``setup`` is Python that runs before it, for example to shorten its time limits. ``token`` are the options that say
+    who may use it: ``()`` for a random token; by default everybody here, unless the other options name a token.
     """
+    start = ["-c", f"{setup}\nfrom mlbench_core.cli import main\nmain()"] if setup else ["-m", "mlbench_core.cli"]
     if token is None:
         token = () if "--token" in options else ("--no-token",)
     log = data_dir.parent / "master.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [PYTHON, "-m", "mlbench_core.cli", "master", "--port", "0", "--data-dir", str(data_dir), *options, *token],
+            [PYTHON, *start, "master", "--port", "0", "--data-dir", str(data_dir), *options, *token],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stderr=output,

@@ -1,0 +1,267 @@
+"""Put a load on the master: posts of many clients, event streams, a long list of runs, and clients that are slow.
+
+python benchmarks/micro/master_load.py [--save]
+
+The master is a process of its own with SQLite on disk; all clients share this process and the machine with it. Its
+largest resident memory so far is in the column "memory MB".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import psutil
+from _bench import Subject, Timed, finish, make_parser, measure, parse
+
+from mlbench_master.store import Store, new_run
+
+TOKEN = "load"
+HEADERS = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+HALF_A_HEADER = b"POST /api/metrics/ HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+EVENTS = f"GET /api/events/ HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+SUBJECT = Subject(
+    "master_load",
+    "The master under load (`master_load.py`)",
+    "ms",
+    (),
+    ("Limits: 1 s for a bulk of 10,000 metrics with 50 event streams, 0.3 s and 1 MB for a list of 1,000 runs,",
+     "200 ms as the 99th percentile of a post during 500 half requests, and 300 MB of memory at any time."),
+)  # fmt: skip
+
+
+class Master:
+    """A master on this machine.
+
+    Attributes:
+        address: Its host and port.
+        run_id: A run that takes the metrics.
+    """
+
+    def __init__(self, port: int, pid: int, run_id: int) -> None:
+        self.address = ("127.0.0.1", port)
+        self.run_id = run_id
+        self._process = psutil.Process(pid)
+        self._most_memory = 0.0
+
+    def connect(self) -> http.client.HTTPConnection:
+        """Return a connection that stays open."""
+        return http.client.HTTPConnection(*self.address, timeout=60)
+
+    def memory(self) -> float:
+        """Return the largest resident memory seen so far, in MB."""
+        self._most_memory = max(self._most_memory, self._process.memory_info().rss / 1e6)
+        return self._most_memory
+
+
+@contextlib.contextmanager
+def running(folder: Path, runs: int) -> Iterator[Master]:
+    """Start a master whose database has runs with the longest output that it keeps."""
+    store = Store(f"sqlite:///{folder / 'master.db'}")
+    output = ["x" * 100] * 160
+    details = {"stdout": output, "stderr": output, "reason": "", "returncode": 0}
+    for number in range(runs):
+        name = f"run-{number}"
+        run = new_run(
+            name=name, num_workers=2, num_cpus=1.0, max_bandwidth=1000.0, image="task1a", backend="gloo", command="true"
+        )
+        store.update_run(store.add_run(run).id, details, state="finished")
+    store.close()
+    command = [sys.executable, "-m", "mlbench_core.cli", "master", "--port", "0", "--data-dir", str(folder)]
+    environment = {**os.environ, "MLBENCH_TOKEN": TOKEN, "MLBENCH_HOME": str(folder)}
+    log = folder / "benchmark.log"
+    with log.open("wb") as output_file:
+        process = subprocess.Popen(command, env=environment, stdout=output_file, stderr=output_file)
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"MLBench master on http://127.0.0.1:(\d+)", log.read_text())):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the master did not start: {log.read_text()}")
+            time.sleep(0.1)
+        yield Master(int(found[1]), process.pid, 1)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def request(connection: http.client.HTTPConnection, method: str, path: str, body: Any = None) -> bytes:
+    """Send a request that must succeed and return the answer."""
+    for attempt in (1, 2):
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), HEADERS)
+            answer = connection.getresponse()
+            break
+        except (http.client.HTTPException, ConnectionError):
+            # As every client does: the server may have closed a connection that was idle.
+            connection.close()
+            if attempt == 2:
+                raise
+    content = answer.read()
+    if answer.status >= 300:
+        raise SystemExit(f"{method} {path} must succeed, not answer {answer.status}: {content[:200]!r}")
+    return content
+
+
+def timed(master: Master, seconds: Sequence[float], **extra: float) -> Timed:
+    """Summarize single requests."""
+    return Timed(
+        median(seconds),
+        {"99th percentile ms": 1e3 * quantiles(seconds, n=100)[98], **extra, "memory MB": master.memory()},
+    )
+
+
+def posts(master: Master, clients: int, count: int) -> Timed:
+    """Let clients post single metrics at the same time."""
+    seconds: list[float] = []
+
+    def client() -> None:
+        with contextlib.closing(master.connect()) as connection:
+            for _ in range(count // clients):
+                start = time.perf_counter()
+                request(
+                    connection, "POST", "/api/metrics/", {"run_id": master.run_id, "name": "loss @ 0", "value": 0.5}
+                )
+                seconds.append(time.perf_counter() - start)
+
+    threads = [threading.Thread(target=client) for _ in range(clients)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return timed(master, seconds, **{"posts/s": len(seconds) / (time.perf_counter() - start)})
+
+
+def bulk(master: Master, streams: int, size: int) -> Timed:
+    """Post many metrics at once, while event streams are read; the time is that of the post."""
+    body = [{"run_id": master.run_id, "name": f"m{n % 20} @ 0", "value": n * 0.5} for n in range(size)]
+    with (
+        sockets(master, streams, EVENTS) as opened,
+        reading(opened) as counts,
+        contextlib.closing(master.connect()) as c,
+    ):
+        while streams and min(counts.values(), default=0) < 1:
+            time.sleep(0.01)
+        start = time.perf_counter()
+        request(c, "POST", "/api/metrics/", body)
+        seconds = time.perf_counter() - start
+        # Each stream has the beginning of its answer, and then all events.
+        while any(count < 1 + size for count in counts.values()):
+            if time.perf_counter() - start > 60:
+                raise SystemExit("every event must reach every stream within a minute")
+            time.sleep(0.01)
+        delivered = time.perf_counter() - start
+    return Timed(seconds, {"delivered after ms": 1e3 * delivered, "memory MB": master.memory()})
+
+
+@contextlib.contextmanager
+def sockets(master: Master, number: int, data: bytes) -> Iterator[list[socket.socket]]:
+    """Open connections that have sent these bytes."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(number):
+            opened.append(stack.enter_context(socket.create_connection(master.address)))
+            opened[-1].sendall(data)
+        yield opened
+
+
+@contextlib.contextmanager
+def reading(opened: Sequence[socket.socket]) -> Iterator[dict[socket.socket, int]]:
+    """Read connections in a thread; the number of events of each, the start of the stream included."""
+    counts = dict.fromkeys(opened, 0)
+    ends = dict.fromkeys(opened, b"")
+    ended = threading.Event()
+    with selectors.DefaultSelector() as selector:
+        for connection in opened:
+            selector.register(connection, selectors.EVENT_READ)
+
+        def read() -> None:
+            while not ended.is_set():
+                for key, _ in selector.select(0.05):
+                    connection: Any = key.fileobj
+                    data = ends[connection] + connection.recv(2**20)
+                    counts[connection] += data.count(b": connected") + data.count(b"event: metric")
+                    ends[connection] = data[data.rfind(b"\n") :][-20:]
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        try:
+            yield counts
+        finally:
+            ended.set()
+            thread.join()
+
+
+def listed(master: Master, path: str) -> Timed:
+    """Read all runs."""
+    with contextlib.closing(master.connect()) as connection:
+        start = time.perf_counter()
+        content = request(connection, "GET", path)
+        return Timed(time.perf_counter() - start, {"answer MB": len(content) / 1e6, "memory MB": master.memory()})
+
+
+def posts_among(master: Master, slow: int, count: int) -> Timed:
+    """Post single metrics while other clients have sent half a request, and send a byte now and then."""
+    with sockets(master, slow, HALF_A_HEADER) as opened:
+        ended = threading.Event()
+
+        def trickle() -> None:
+            while not ended.wait(1):
+                for connection in opened:
+                    with contextlib.suppress(OSError):  # the master has closed it
+                        connection.send(b"X")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        try:
+            return posts(master, 1, count)
+        finally:
+            ended.set()
+            thread.join()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    parser = make_parser(__doc__, blocks=5)
+    parser.add_argument("--count", type=int, default=1000, help="single posts in a block")
+    parser.add_argument("--size", type=int, default=10_000, help="metrics in a bulk")
+    parser.add_argument("--runs", type=int, default=1000, help="runs in the list")
+    parser.add_argument("--slow", type=int, default=500, help="half requests")
+    parser.add_argument("--streams", type=int, default=50, help="event streams")
+    arguments = parse(parser, argv, count=32, size=100, runs=10, slow=20, streams=3)
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder), arguments.runs) as master:
+        cases: dict[str, dict[str, Callable[[], Timed]]] = {
+            "a post": {
+                f"{n} client{'s' if n > 1 else ''}": partial(posts, master, n, arguments.count) for n in (1, 8, 16)
+            },
+            f"a bulk of {arguments.size:,} metrics": {
+                f"{n} event streams": partial(bulk, master, n, arguments.size) for n in (0, arguments.streams)
+            },
+            f"a list of {arguments.runs:,} runs": {
+                path: partial(listed, master, path) for path in ("/api/runs/", "/api/pods/", "/")
+            },
+            "a post of one client": {
+                f"{n} half requests": partial(posts_among, master, n, arguments.count) for n in (0, arguments.slow)
+            },
+        }
+        rows = [row for case, variants in cases.items() for row in measure(SUBJECT, case, variants, arguments.blocks)]
+    finish(SUBJECT, rows, arguments, f"{arguments.blocks} blocks; {arguments.count} posts in a block; SQLite on disk.")
+
+
+if __name__ == "__main__":
+    main()

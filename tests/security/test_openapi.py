@@ -1,0 +1,139 @@
+"""The description of the API is what is served."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+pytest.importorskip("fastapi", reason="needs the [master] extra")
+
+from mlbench_master import create_app
+from mlbench_master import openapi as described
+from tests.master.helpers import TestClient
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Any]:
+    app = create_app(data_dir=tmp_path, token="sesame")
+    app.state.scheduler.start = lambda: None
+    headers = {"Authorization": "Bearer sesame"}
+    with TestClient(app, base_url="http://127.0.0.1:5080", headers=headers) as test_client:
+        yield test_client
+
+
+@pytest.fixture
+def run(client: Any) -> dict[str, Any]:
+    made: dict[str, Any] = client.post("/api/runs/", json={"name": "r", "num_workers": 1, "command": "true"}).json()
+    return made
+
+
+ERRORS = {
+    ("get", "/api/health/"): set(),
+    ("get", "/api/pods/"): set(),
+    ("get", "/api/events/"): set(),
+    ("get", "/api/metrics/"): set(),
+    ("get", "/api/metrics/{owner_id}/"): {400, 404},
+    ("post", "/api/metrics/"): {400, 404, 408, 413, 415},
+    ("get", "/api/runs/"): {400},
+    ("post", "/api/runs/"): {400, 408, 409, 413, 415},
+    ("get", "/api/runs/{run_id}/"): {404},
+    ("delete", "/api/runs/{run_id}/"): {404},
+    ("post", "/api/runs/{run_id}/stop/"): {404},
+    ("get", "/api/runs/{run_id}/logs/"): {400, 404},
+}
+
+
+def test_every_operation_names_its_statuses_and_its_authentication(client: Any) -> None:
+    schema = client.get("/openapi.json").json()
+    found = {}
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            found[method, path] = {int(status) for status in operation["responses"] if int(status) >= 400}
+            is_open = path == "/api/health/"
+            assert found[method, path] >= {403, 503} | (set() if is_open else {401, 429})
+            assert operation.get("security", schema["security"]) == ([] if is_open else [{"token": []}])
+            for status, answer in operation["responses"].items():
+                if int(status) >= 400:
+                    reference = answer["content"]["application/json"]["schema"]["$ref"]
+                    assert reference == "#/components/schemas/Error"
+    assert {key: errors - {401, 403, 429, 503} for key, errors in found.items()} == ERRORS
+    assert schema["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
+
+
+def test_parameters_and_bodies_are_described(client: Any) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+
+    def query(path: str) -> dict[str, Any]:
+        parameters = paths[path]["get"]["parameters"]
+        return {item["name"]: item["schema"] for item in parameters if item["in"] == "query"}
+
+    of_metrics = query("/api/metrics/{owner_id}/")
+    assert set(of_metrics) == {"metric_type", "since", "summarize", "metric_filter", "last_n", "format"}
+    assert of_metrics["since"] == {"type": "string", "format": "date-time"}
+    assert set(query("/api/runs/")) == {"limit", "after"}
+    assert query("/api/runs/{run_id}/logs/")["since_line"]["type"] == "integer"
+    body = paths["/api/metrics/"]["post"]["requestBody"]["content"]
+    one, many = body["application/json"]["schema"]["oneOf"]
+    assert (many["type"], many["items"], many["maxItems"]) == ("array", one, 10_000)
+    assert body["application/x-www-form-urlencoded"]["schema"] == one
+    assert one["properties"]["date"]["anyOf"][0] == {"type": "string", "format": "date-time"}
+    media = {
+        path: set(paths[path]["get"]["responses"]["200"]["content"])
+        for path in ("/api/events/", "/api/metrics/{owner_id}/", "/api/runs/")
+    }
+    assert list(media.values()) == [
+        {"text/event-stream"},
+        {"application/json", "application/zip"},
+        {"application/json"},
+    ]
+
+
+def test_the_answers_are_those_described(client: Any, run: dict[str, Any]) -> None:
+    def check(model: Any, answer: Any) -> None:
+        TypeAdapter(model).validate_json(answer.content, strict=True)
+
+    metric = {"run_id": run["id"], "name": "m", "value": 1, "metadata": {"a": [1]}}
+    assert set(run) == set(described.RunOut.model_fields)
+    check(described.Entry, client.post("/api/metrics/", json=metric))
+    check(described.Added, client.post("/api/metrics/", json=[metric, {**metric, "id": "x"}]))
+    check(described.Health, client.get("/api/health/"))
+    check(list[described.Pod], client.get("/api/pods/"))
+    check(described.MetricsOfAll, client.get("/api/metrics/"))
+    check(described.Metrics, client.get(f"/api/metrics/{run['id']}/?metric_type=run"))
+    check(list[described.RunOut], client.get("/api/runs/"))
+    check(described.RunOut, client.get(f"/api/runs/{run['id']}/"))
+    check(described.Logs, client.get(f"/api/runs/{run['id']}/logs/"))
+    check(described.RunOut, client.post(f"/api/runs/{run['id']}/stop/"))
+    check(described.Error, client.get("/api/runs/77/"))
+    packed = client.get(f"/api/metrics/{run['id']}/?metric_type=run&format=zip")
+    assert packed.headers["content-type"] == "application/zip" and zipfile.is_zipfile(BytesIO(packed.content))
+
+
+def test_every_path_of_get_answers_head_and_refusals_name_the_methods(client: Any, run: dict[str, Any]) -> None:
+    for path, methods in (
+        ("/api/health/", "GET, HEAD"),
+        ("/api/pods/", "GET, HEAD"),
+        ("/api/events/", "GET, HEAD"),
+        ("/api/metrics/", "GET, HEAD, POST"),
+        (f"/api/metrics/{run['id']}/?metric_type=run", "GET, HEAD"),
+        ("/api/runs/", "GET, HEAD, POST"),
+        (f"/api/runs/{run['id']}/", "DELETE, GET, HEAD"),
+        (f"/api/runs/{run['id']}/logs/", "GET, HEAD"),
+        ("/", "GET, HEAD"),
+        (f"/runs/{run['id']}/", "GET, HEAD"),
+        ("/static/app.js", "GET, HEAD"),
+    ):
+        answer = client.head(path)
+        assert (answer.status_code, answer.content) == (200, b""), path
+        if path != "/api/events/":
+            assert answer.headers.get("content-type") == client.get(path).headers["content-type"]
+        refused = client.put(path)
+        assert (refused.status_code, refused.headers["allow"]) == (405, methods), path
+    assert client.get(f"/api/runs/{run['id']}/stop/").headers["allow"] == "POST"
+    assert client.head("/api/runs/77/").status_code == 404
