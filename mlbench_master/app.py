@@ -80,15 +80,10 @@ def create_app(
     launcher = launcher or make_launcher("local", folder)
     # Event streams stay open, and they must leave connections for other requests.
     events = EventBus(max_streams=min(256, max_connections() // 2))
-    worker_env = {"MLBENCH_MASTER_URL": master_url, **({"MLBENCH_TOKEN": token} if token else {})}
-    # The token is for this master alone, not for a program that has its port after its end. Behind a name there may
-    # be a proxy, whose address the master cannot prove.
-    if token and is_loopback(urlsplit(master_url).hostname or ""):
-        worker_env[KEY_VARIABLE] = access.key
     # Before the first look at a run: another master may be looking after them.
     lease = Lease(store)
     lease.acquire()
-    scheduler = Scheduler(store, launcher, events, worker_env, lease=lease)
+    scheduler = Scheduler(store, launcher, events, _worker_variables(master_url, access), lease=lease)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -117,15 +112,31 @@ def create_app(
     app.include_router(make_pages(store, launcher, token is not None))
     add_login(app, access)
     app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
-    app.add_exception_handler(StarletteHTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(SQLAlchemyError, _database_error)
-    app.add_exception_handler(TooManyStreamsError, _too_many_streams)
+    _add_error_handlers(app)
     set_description(app)
     app.add_middleware(GuardMiddleware, access=access)
     # The middleware that is added last runs first, so the guard sees only normalized paths.
     app.add_middleware(_PathMiddleware)
     return app
+
+
+def _worker_variables(master_url: str, access: Access) -> dict[str, str]:
+    """Return the environment variables by which workers find the master and may use it."""
+    variables = {"MLBENCH_MASTER_URL": master_url}
+    if access.token:
+        variables["MLBENCH_TOKEN"] = access.token
+        # The token is for this master alone, not for a program that has its port after its end. Behind a name there may
+        # be a proxy, whose address the master cannot prove.
+        if is_loopback(urlsplit(master_url).hostname or ""):
+            variables[KEY_VARIABLE] = access.key
+    return variables
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(StarletteHTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(SQLAlchemyError, _database_error)
+    app.add_exception_handler(TooManyStreamsError, _too_many_streams)
 
 
 class _PathMiddleware:

@@ -72,7 +72,6 @@ def serve(
     from mlbench_master.app import create_app
     from mlbench_master.connections import ACCEPTED_AT_ONCE, LISTEN_BACKLOG, Connection, LogLimit
     from mlbench_master.events import EventBus
-    from mlbench_master.login import login_path
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -100,24 +99,12 @@ def serve(
             raise ConfigurationError(
                 f"another master uses the folder {folder}; choose another with --data-dir"
             ) from None
-        # A worker on this machine cannot connect to the address that stands for all addresses.
-        host = listen.host.strip("[]")
-        name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        scheme = "https" if listen.certificate else "http"
-        url = f"{scheme}://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
+        url = _url(listen, listener.getsockname()[1])
         token = None if no_token else token or random_token(folder)
         app = create_app(database_url, folder, token, make_launcher(launcher, folder), url)
         started(url, app.state.access)
         _log.info("MLBench master on %s (data in %s)", url, folder)
-        if token is None:
-            _log.warning("no token is needed: every program and user of this machine can run commands as you")
-        else:
-            path = login_path(app.state.access)
-            _log.info("open it in a browser: %s%s (works once, within %d minutes)", url, path, CODE_S // 60)
-            if scheme == "http" and not is_loopback(host):
-                _log.warning("the network can read the token: use --certificate, or a proxy with https on this machine")
-            if len(token) < _SHORT_TOKEN:
-                _log.warning("the token can be guessed: use at least %d random characters", _SHORT_TOKEN)
+        _say_who_has_access(url, app.state.access, listen)
         config = uvicorn.Config(
             app,
             http=Connection,
@@ -134,6 +121,28 @@ def serve(
             ssl_keyfile=listen.key,
         )
         Server(config).run(sockets=[listener])
+
+
+def _url(listen: Listen, port: int) -> str:
+    """Return the URL under which workers on this machine reach the master."""
+    # They cannot connect to the address that stands for all addresses.
+    host = listen.host.strip("[]")
+    name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{'https' if listen.certificate else 'http'}://{f'[{name}]' if ':' in name else name}:{port}"
+
+
+def _say_who_has_access(url: str, access: Access, listen: Listen) -> None:
+    from mlbench_master.login import login_path
+
+    if access.token is None:
+        _log.warning("no token is needed: every program and user of this machine can run commands as you")
+        return
+    path = login_path(access)
+    _log.info("open it in a browser: %s%s (works once, within %d minutes)", url, path, CODE_S // 60)
+    if listen.certificate is None and not is_loopback(listen.host):
+        _log.warning("the network can read the token: use --certificate, or a proxy with https on this machine")
+    if len(access.token) < _SHORT_TOKEN:
+        _log.warning("the token can be guessed: use at least %d random characters", _SHORT_TOKEN)
 
 
 def _check_certificate(listen: Listen) -> None:
