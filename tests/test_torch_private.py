@@ -16,7 +16,7 @@ from mlbench_core.torch_private import PARTS
 LIBRARY = Path(torch_private.__file__).parent
 
 # Private names of the standard library that the library uses.
-OF_PYTHON = {"_exit", "_fields", "_get_option_tuples", "_replace"}
+OF_PYTHON = {"_asdict", "_exit", "_fields", "_get_option_tuples", "_replace"}
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: ",".join(part.names))

@@ -104,7 +104,7 @@ def test_too_many_open_files_are_called_so(results: Results) -> None:
 def test_a_new_process_group_shares_anew(results: Results) -> None:
     for result in results:
         said, average = result["second_group"]
-        assert said.startswith("there is no process group")
+        assert said.startswith("this process has no process group")
         assert average == pytest.approx((len(results) - 1) / 2)
 
 
@@ -164,7 +164,7 @@ def test_memory_grows_and_keeps_what_is_in_it() -> None:
 
 
 def test_one_process_alone_has_nobody_to_share_with() -> None:
-    with pytest.raises(BackendError, match=r"there is no process group, .*: leave shared_memory out"):
+    with pytest.raises(BackendError, match=r"this process has no process group, .*: leave shared_memory out"):
         SharedMemorySum()
 
 

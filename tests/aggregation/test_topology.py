@@ -76,7 +76,7 @@ def test_metropolis_weights_of_a_star() -> None:
         (lambda: torus(6, rows=4), "rows must be a divisor of world_size 6, not 4"),
         (lambda: ring(0), "world_size must be at least 1, not 0"),
         (lambda: ring(3).neighbours(3), "rank must be from 0 to 2, not 3"),
-        (lambda: FCGraph(2, 2), "rank is 2; with world_size 2"),
+        (lambda: FCGraph(2, 2), "rank must be from 0 to 1 with world_size 2, not 2"),
         (lambda: FCGraph(0, 0), "world_size must be at least 1, not 0"),
     ],
 )

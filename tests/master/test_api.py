@@ -236,7 +236,7 @@ def test_refused_runs_say_which_field(client: Any, run: dict[str, Any]) -> None:
         ({"num_cpus": "nan"}, 400, "num_cpus"),
         ({"backend": "carrier-pigeon"}, 400, "known: gloo, nccl, mpi"),
         ({"backend": "custom_backend"}, 400, "custom_backend"),
-        ({"task": "99z"}, 400, "known: 0, 1a"),
+        ({"task": "99z"}, 400, "must be one of 0, 1a"),
         ({"command": "echo 'unclosed"}, 400, "command"),
         ({"command": None}, 400, "task"),
         ({"command": None, "image_name": "custom_image"}, 400, "custom_image_command"),
