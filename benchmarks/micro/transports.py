@@ -35,7 +35,7 @@ SUBJECT = Subject(
     "Steps per second over Gloo, MPI and shared memory (`transports.py`)",
     "steps/s",
     (SHARED, SHARED_OVERLAP),
-    ("With overlap, MPI needs more time and more processor time than shared memory, because it waits actively.",
+    ("With overlap and 2 workers, MPI takes 0.82 (MLP) and 0.80 (ResNet-18) of the steps per second of shared memory.",
      "Limit: shared memory would go if MPI were within 15 % of it everywhere."),
 )  # fmt: skip
 
