@@ -1,4 +1,4 @@
-"""Limit what connections can cost the master: their number, their time, and the lines that they cause in its log.
+"""Limit the number and the time of connections, and the lines that they cause in the master's log.
 
 A connection goes through these states, each with its own limit::
 

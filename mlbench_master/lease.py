@@ -2,7 +2,7 @@
 
 A lock of the data folder is not enough, because two masters can use one database from different folders or machines.
 The database has one row, the lease, with a counter that its holder increases every few seconds. Another master that
-sees the counter stand still for longer takes the lease over. So no clock of a machine matters::
+sees the same count for longer takes the lease over. So no clock of a machine matters::
 
     no lease, or its holder is dead -- acquire --> held -- release --> no lease
     held by another -- its counter grows ----> refused

@@ -220,7 +220,7 @@ def parameters(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def set_description(app: FastAPI) -> None:
-    """Let an application serve a description that has what FastAPI cannot know, and nothing that is never sent."""
+    """Let an application serve a description with the facts that FastAPI cannot know, and without unsent answers."""
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -288,7 +288,7 @@ class Store:
             row: The new lease.
 
         Returns:
-            Whether it was written.
+            True if it was written.
         """
         try:
             with self._writing() as session:

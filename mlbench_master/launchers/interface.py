@@ -94,7 +94,7 @@ class Launcher(ABC):
 
     Attributes:
         name: Short name for messages.
-        place: Where the launcher keeps the state of its jobs, as text; another launcher of this place sees them.
+        place: The place of the state of its jobs, as text; another launcher of this place sees them.
         limits_bandwidth: True if it can limit the bandwidth of a worker.
         starts_containers: True if workers run in a container of the run's image.
     """

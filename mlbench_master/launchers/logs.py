@@ -101,7 +101,7 @@ class LogWriter:
             try:
                 line = _line(rank, stream, text)
                 if self._gap:
-                    # In one piece: a short mark alone would fit again and again into what is left of a block.
+                    # In one piece: a short mark alone would fit again and again into the rest of a block.
                     mark = _line(None, "system", f"{self._gap} lines were dropped here: {self.problem}")
                     self._append(mark + line, 2)
                     self._gap = 0

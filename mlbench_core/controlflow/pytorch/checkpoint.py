@@ -83,7 +83,7 @@ class Checkpointer:
     On a CPU, a run that continues from it gives bit by bit the results of an uninterrupted run.
 
     A run that was killed while it saved continues from the previous save. Each worker takes its own file, or rank 0's
-    if it has none, in two cases: parts are missing and there is no previous save, or the number of workers differs.
+    if it has none, in two cases: parts are missing without a previous save, or the number of workers differs.
     The memory of its optimizer's aggregation is then reset, with one warning.
 
     With ``save_stats``, each worker also writes the records of its tracker to ``{epoch}_{rank}.json`` at every save.

@@ -168,7 +168,7 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: The file is damaged or not a checkpoint.
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
     """
     try:
         # torch.load does not verify the checksums of the archive.
@@ -209,7 +209,7 @@ def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, 
         The save and the state. The state is that of rank 0, with its ``"rank"``, if the save has none of this worker.
 
     Raises:
-        CheckpointError: There is no save, or none that can be read.
+        CheckpointError: No save exists, or none can be read.
     """
     failures: list[str] = []
     for candidate in find(folder, rank, epoch):
@@ -217,7 +217,7 @@ def read_newest(folder: Path, rank: int, epoch: int | None) -> tuple[Candidate, 
             if failures:
                 _log.warning("%s; trying the one before it", failures[-1])
             return candidate, candidate.read()
-        except FileNotFoundError:  # there is no file of rank 0, or a worker deleted one in the meantime
+        except FileNotFoundError:  # rank 0 has no file, or a worker deleted one in the meantime
             continue
         except CheckpointError as error:
             # The save before this one is tried next; if there is none, all failures are reported.

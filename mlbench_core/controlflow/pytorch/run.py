@@ -160,7 +160,7 @@ class Run:
             The epoch's number, from 0. A resumed run continues after the last epoch of its checkpoint.
 
         Raises:
-            CheckpointNotFoundError: The run is to resume or to validate only, and there is no checkpoint.
+            CheckpointNotFoundError: The run is to resume or to validate only, and no checkpoint exists.
             CheckpointError: A checkpoint cannot be read or written, or does not fit the objects given.
         """
         args, tracker = self.args, self.tracker
