@@ -18,8 +18,7 @@ from mlbench_master.lease import Lease
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.store import Store
 from tests.faults.helpers import add_run
-from tests.master.helpers import TestClient, server, wait_for
-from tests.master.test_api import IdleLauncher
+from tests.master.helpers import IdleLauncher, TestClient, server, wait_for
 from tests.master.test_server import master
 
 

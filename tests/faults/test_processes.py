@@ -19,8 +19,7 @@ from mlbench_master.launchers.local import LocalLauncher
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.store import Run, Store
 from tests.faults.helpers import add_run
-from tests.master.helpers import TestClient, processes_of, server, wait_for
-from tests.master.test_api import IdleLauncher
+from tests.master.helpers import IdleLauncher, TestClient, processes_of, server, wait_for
 
 
 def test_a_clock_that_is_set_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,36 @@ with warnings.catch_warnings():  # newer Starlette would rather have a successor
     warnings.simplefilter("ignore")
     from starlette.testclient import TestClient
 
-__all__ = ["TestClient", "answers", "processes_of", "server", "wait_for"]
+from mlbench_master.launchers import Job, JobStatus, Launcher, LogPage
+
+__all__ = ["IdleLauncher", "TestClient", "answers", "processes_of", "server", "wait_for"]
 
 PYTHON = sys.executable
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class IdleLauncher(Launcher):
+    """Starts nothing, and says that it runs."""
+
+    name = "idle"
+    capacity = 0.0  # type: ignore[assignment]
+
+    def start(self, job: Job) -> str:
+        return f"idle-{job.run_id}"
+
+    def poll(self, job_id: str) -> JobStatus:
+        return JobStatus("running")
+
+    def stop(self, job_id: str) -> None: ...
+    def note(self, job_id: str, text: str) -> None: ...
+    def remove(self, job_id: str) -> None: ...
+    def close(self) -> None: ...
+
+    def logs(self, job_id: str, since_line: int = 0, limit: int = 5000) -> LogPage:
+        return LogPage(self.log_tail(job_id)[since_line : since_line + limit], 1)  # type: ignore[arg-type]
+
+    def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:
+        return [{"rank": 0, "stream": "stdout", "text": "<b>log</b>", "date": ""}]
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0, what: str = "the condition") -> Any:

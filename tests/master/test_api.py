@@ -19,34 +19,9 @@ from mlbench_core.cli._results import Setup, load_folder
 from mlbench_core.client.api import MLBENCH_IMAGES
 from mlbench_core.tasks import get_task
 from mlbench_master import create_app, pages
-from mlbench_master.launchers import Job, JobStatus, Launcher, LogPage
 from mlbench_master.schemas import MAX_BATCH
 from mlbench_master.store import NewMetric
-from tests.master.helpers import TestClient, wait_for
-
-
-class IdleLauncher(Launcher):
-    """Starts nothing, and says that it runs."""
-
-    name = "idle"
-    capacity = 0.0  # type: ignore[assignment]
-
-    def start(self, job: Job) -> str:
-        return f"idle-{job.run_id}"
-
-    def poll(self, job_id: str) -> JobStatus:
-        return JobStatus("running")
-
-    def stop(self, job_id: str) -> None: ...
-    def note(self, job_id: str, text: str) -> None: ...
-    def remove(self, job_id: str) -> None: ...
-    def close(self) -> None: ...
-
-    def logs(self, job_id: str, since_line: int = 0, limit: int = 5000) -> LogPage:
-        return LogPage(self.log_tail(job_id)[since_line : since_line + limit], 1)  # type: ignore[arg-type]
-
-    def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:
-        return [{"rank": 0, "stream": "stdout", "text": "<b>log</b>", "date": ""}]
+from tests.master.helpers import IdleLauncher, TestClient, wait_for
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from mlbench_master.events import EventBus
 from mlbench_master.launchers import Job, JobStatus
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.store import Run, Store, new_run
-from tests.master.test_api import IdleLauncher
+from tests.master.helpers import IdleLauncher
 
 
 class FaultyLauncher(IdleLauncher):

@@ -31,38 +31,13 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from mlbench_master import create_app
-from mlbench_master.launchers import Job, JobStatus, Launcher, LogPage
-from tests.master.helpers import TestClient
+from tests.master.helpers import IdleLauncher, TestClient
 
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
     "response_schema_conformance,unsupported_method,allow_header_conformance,ignored_auth,use_after_free"
 )
 TOKEN = "sesame"
-
-
-class IdleLauncher(Launcher):
-    """Starts nothing, and says that it runs."""
-
-    name = "idle"
-    capacity = 0.0  # type: ignore[assignment]
-
-    def start(self, job: Job) -> str:
-        return f"idle-{job.run_id}"
-
-    def poll(self, job_id: str) -> JobStatus:
-        return JobStatus("running")
-
-    def stop(self, job_id: str) -> None: ...
-    def note(self, job_id: str, text: str) -> None: ...
-    def remove(self, job_id: str) -> None: ...
-    def close(self) -> None: ...
-
-    def logs(self, job_id: str, since_line: int = 0, limit: int = 5000) -> LogPage:
-        return LogPage([], since_line)
-
-    def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[Any]:
-        return []
 
 
 class Values:
