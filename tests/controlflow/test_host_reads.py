@@ -226,3 +226,21 @@ def test_no_metric_copies_a_number_from_the_host(metric: MLBenchMetric) -> None:
     output, target = torch.rand(6, 2), torch.arange(6) % 2
     with Copies():
         metric(output, target)
+
+
+def test_a_number_that_is_no_tensor_is_recorded_exactly() -> None:
+    class Share(MLBenchMetric):
+        name = "share"  # type: ignore[assignment]
+
+        def __call__(self, output: Tensor, target: Tensor) -> Any:
+            return 0.1
+
+    tracker = Tracker([], "run", 0)
+    record_train_batch_stats(0, 0.1, torch.zeros(4, 1), {Share(): 0.7}, tracker, None)
+    model = model_of()
+    train_round(
+        batches_of(2), model, SGD(model.parameters(), 0.1), F.cross_entropy, [Share()], None, "fp32", tracker=tracker
+    )
+    values = [entry[1:3] for entry in recorded(tracker)]
+    assert values[:2] == [("train_loss", 0.1), ("train_share", 0.7)]
+    assert [value for name, value in values[2:] if name == "train_share"] == [0.1, 0.1]

@@ -219,7 +219,10 @@ class BatchRecords:
 
 def _copied(value: float | Tensor) -> Tensor:
     """Return a float64 copy without dimensions: a function may return a view of a large tensor, or reuse its result."""
-    return torch.as_tensor(value).detach().to(torch.float64, copy=True).reshape(())
+    if not isinstance(value, Tensor):
+        # Without the dtype, torch would round a Python float to float32.
+        return torch.tensor(value, dtype=torch.float64).reshape(())
+    return value.detach().to(torch.float64, copy=True).reshape(())
 
 
 def _read(tensors: Sequence[Tensor]) -> list[float]:
