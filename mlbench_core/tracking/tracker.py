@@ -238,6 +238,16 @@ class Tracker:
     def goal(self, goal: Goal | Callable[[], Goal] | None) -> None:
         self._goal = _as_goal(goal)
 
+    def goal_watches_training(self) -> bool:
+        """Return True if a training statistic may reach the goal.
+
+        It is False without a goal, after it was reached, and for a goal whose attribute ``metric`` names a validation
+        statistic, as that of each goal of the tasks does. Of another function it is not known, so it is True.
+        """
+        if self._goal is None or self.goal_reached:
+            return False
+        return not str(getattr(self._goal, "metric", "")).startswith(self.val_prefix)
+
     def start(self) -> None:
         """Start the run's wall clock.
 

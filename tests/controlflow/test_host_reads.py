@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mlbench_core.controlflow.pytorch import compute_train_batch_metrics, record_train_batch_stats, train_round
 from mlbench_core.controlflow.pytorch.controlflow import LOG_EVERY_N_BATCHES
 from mlbench_core.controlflow.pytorch.translation import train_round_by_tokens
+from mlbench_core.evaluation.goals import task1_time_to_accuracy_goal
 from mlbench_core.evaluation.pytorch.criterion import LabelSmoothing
 from mlbench_core.evaluation.pytorch.metrics import DiceCoefficient, F1Score, MLBenchMetric, Perplexity, TopKAccuracy
 from mlbench_core.optim.pytorch.centralized import CentralizedSGD
@@ -226,3 +227,59 @@ def test_no_metric_copies_a_number_from_the_host(metric: MLBenchMetric) -> None:
     output, target = torch.rand(6, 2), torch.arange(6) % 2
     with Copies():
         metric(output, target)
+
+
+def test_a_number_that_is_no_tensor_is_recorded_exactly() -> None:
+    class Share(MLBenchMetric):
+        name = "share"  # type: ignore[assignment]
+
+        def __call__(self, output: Tensor, target: Tensor) -> Any:
+            return 0.1
+
+    tracker = Tracker([], "run", 0)
+    record_train_batch_stats(0, 0.1, torch.zeros(4, 1), {Share(): 0.7}, tracker, None)
+    model = model_of()
+    train_round(
+        batches_of(2), model, SGD(model.parameters(), 0.1), F.cross_entropy, [Share()], None, "fp32", tracker=tracker
+    )
+    values = [entry[1:3] for entry in recorded(tracker)]
+    assert values[:2] == [("train_loss", 0.1), ("train_share", 0.7)]
+    assert [value for name, value in values[2:] if name == "train_share"] == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("has_metric", [True, False])
+def test_a_goal_on_a_training_statistic_is_reached_at_its_batch(has_metric: bool) -> None:
+    class Goal:
+        """Is reached at the fourth batch."""
+
+        def __call__(self, name: str, value: float, tracker: Any) -> str | None:
+            if name != "train_loss" or value < 3:
+                return None
+            return f"{tracker.summary().batches} batches, {tracker.get_total_train_time()} s"
+
+    goal = Goal()
+    if has_metric:
+        goal.metric = "train_loss"  # type: ignore[attr-defined]
+    tracker, model = Tracker([], "run", 0, goal=goal), model_of()
+    batch_idx = iter(range(20))
+    train_round(
+        batches_of(20), model, SGD(model.parameters(), 0.0), lambda output, _: output.sum() * 0 + next(batch_idx), [],
+        None, "fp32", tracker=tracker,
+    )  # fmt: skip
+    assert tracker.time_to_goal_s == sum(tracker.batch_times[:4])
+    assert tracker.goal_text == f"4 batches, {tracker.time_to_goal_s} s"
+
+
+def test_a_goal_on_a_validation_statistic_waits_for_no_batch() -> None:
+    def waits(goal: Any) -> int:
+        model = model_of()
+        tracker = Tracker([], "run", 0, goal=goal)
+        with HostReads() as reads:
+            train_round(
+                batches_of(LOG_EVERY_N_BATCHES), model, SGD(model.parameters(), 0.1), F.cross_entropy, [], None, "fp32",
+                tracker=tracker,
+            )  # fmt: skip
+        return reads.waits
+
+    waits(None)
+    assert waits(task1_time_to_accuracy_goal) == waits(None) <= 2

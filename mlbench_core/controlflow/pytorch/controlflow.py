@@ -103,7 +103,9 @@ class BatchRecords:
     stay on the device up to batch 0, 25, 50 and so on, and to the end of the round. One transfer then brings them all.
 
     The tracker records each value with the batch and the time that it belongs to. Its goal and its sinks receive the
-    values when they are read. As a context manager, it also reads the remaining values after an exception.
+    values when they are read. A goal that a training statistic may reach needs them after every batch, so that its
+    time is that of the batch; see :meth:`~mlbench_core.tracking.tracker.Tracker.goal_watches_training`. As a context
+    manager, it also reads the remaining values after an exception.
 
     Args:
         tracker: The tracker; None records nothing.
@@ -169,7 +171,7 @@ class BatchRecords:
         samples: int,
         results: Mapping[MLBenchMetric, float | Tensor] | None = None,
     ) -> None:
-        """Add a batch, and read the values if an interval ends with it.
+        """Add a batch, and read the values if an interval ends with it or the goal needs them.
 
         Args:
             batch_idx: Number of the batch in the round, from 0.
@@ -192,7 +194,7 @@ class BatchRecords:
             )
         )
         # The last batch is read together with the mean loss of the round, in one transfer.
-        if ends_interval and not is_last:
+        if not is_last and (ends_interval or self.tracker.goal_watches_training()):
             self.read()
 
     def read(self, *others: float | Tensor) -> list[float]:
@@ -219,7 +221,10 @@ class BatchRecords:
 
 def _copied(value: float | Tensor) -> Tensor:
     """Return a float64 copy without dimensions: a function may return a view of a large tensor, or reuse its result."""
-    return torch.as_tensor(value).detach().to(torch.float64, copy=True).reshape(())
+    if not isinstance(value, Tensor):
+        # Without the dtype, torch would round a Python float to float32.
+        return torch.tensor(value, dtype=torch.float64).reshape(())
+    return value.detach().to(torch.float64, copy=True).reshape(())
 
 
 def _read(tensors: Sequence[Tensor]) -> list[float]:

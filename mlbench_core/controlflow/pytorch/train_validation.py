@@ -55,7 +55,8 @@ def train_round(
     takes a tracker.
 
     Losses and metrics stay on the device. They are read every 25 batches and after the last one, in one transfer each
-    time, so the host does not wait for the device in between. The tracker's goal and its sinks receive them then.
+    time, so the host does not wait for the device in between. The tracker's goal and its sinks receive them then. If
+    the goal does not name a validation statistic, they are read after every batch, for the exact time to the goal.
 
     All workers train on the same number of batches, that of the worker with the fewest. Parts of a data set that differ
     by one sample can differ by one batch, and the worker with an extra batch would wait indefinitely. The workers agree
