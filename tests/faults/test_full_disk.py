@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,27 @@ def test_the_end_of_a_run_is_recorded_on_a_full_disk(small_disk: Path, tmp_path:
     with full(small_disk), pytest.raises(Exception, match="No space left on device"):
         launcher.start(Job(run_id=2, name="b", command="sleep 100", num_workers=1))
     assert processes_of(small_disk) == []
+
+
+def test_the_end_of_a_run_is_recorded_when_there_is_room_again(small_disk: Path, tmp_path: Path) -> None:
+    """The worker has deleted the file that reserves the room."""
+    launcher = LocalLauncher(small_disk)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "pathlib.Path('../status.json.part').unlink()\n"
+        "print('deleted', flush=True)\n"
+        "while not pathlib.Path(sys.argv[1]).exists():\n"
+        "    time.sleep(0.01)\n"
+    )
+    job = launcher.start(Job(run_id=1, name="a", command=f"{script} {tmp_path / 'go-on'}", num_workers=1))
+    wait_for(lambda: any(line["text"] == "deleted" for line in launcher.log_tail(job)))
+    with full(small_disk):
+        (tmp_path / "go-on").touch()
+        wait_for(lambda: len(processes_of(small_disk)) == 1, what="the end of the worker")
+        time.sleep(0.5)
+        assert launcher.poll(job).state == "running"
+    wait_for(lambda: launcher.poll(job).state == "finished")
 
 
 def test_a_log_has_a_limit_and_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
