@@ -207,7 +207,7 @@ def _allowed_methods(request: Request) -> list[str]:
         for method in ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
         if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
     }
-    # Files below /static are no routes.
+    # Files below /static do not have a route of their own, and allow only reading.
     return sorted({*found, "HEAD"}) if "GET" in found else sorted(found or {"GET", "HEAD"})
 
 

@@ -41,7 +41,7 @@ SUBJECT = Subject(
     "loss per token",
     (" and ".join(TORCHS),),
     ("A value is the largest difference of two curves of the loss.",
-     "Limit: the kernels are no further from torch's backends than these are from one another."),
+     "Limit: the kernels differ from each torch backend by at most as much as the two torch backends from each other."),
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ SUBJECT = Subject(
     "steps/s",
     (SHARED, SHARED_OVERLAP),
     ("With overlap and 2 workers, MPI takes 0.82 (MLP) and 0.80 (ResNet-18) of the steps per second of shared memory.",
-     "Limit: shared memory would go if MPI were within 15 % of it everywhere."),
+     "Limit: the code for shared memory stays unless MPI is within 15 % of it in every case."),
 )  # fmt: skip
 
 

@@ -42,18 +42,18 @@ def load_data(run: Run, batch_size: int) -> tuple[ImageBatches, ImageBatches]:
     train, validation = (DATASETS[args.dataset](folder, train=is_train, **source) for is_train in (True, False))
     if run.gpu and fits_on_gpu(train.size_bytes + validation.size_bytes):
         train, validation = train.to("cuda"), validation.to("cuda")
-    # With --deal-anew, each worker reads the whole set and selects its share of every step in the epoch's order.
+    # With --repartition, each worker reads the whole set and selects its share of every step in the epoch's order.
     memory_format = channels_last if args.channels_last else contiguous_format
     return (
         ImageBatches(
-            train if args.deal_anew else partition_dataset_by_rank(train, rank, world_size),
+            train if args.repartition else partition_dataset_by_rank(train, rank, world_size),
             batch_size,
             augment=not args.no_augment,
             shuffle=True,
             seed=args.seed,
             rank=rank,
             memory_format=memory_format,
-            world_size=world_size if args.deal_anew else 1,
+            world_size=world_size if args.repartition else 1,
         ),
         ImageBatches(
             partition_dataset_by_rank(validation, rank, world_size, shuffle=False),

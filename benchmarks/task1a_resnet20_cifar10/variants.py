@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:
     group.add_argument("--settings", choices=("reference", "2018"), default="reference", help="batch size and schedule")
     group.add_argument("--batch-size", type=count, metavar="N", help="images a worker; the rates grow with it")
     switch("--no-augment", help="train on the images as they are")
-    switch("--deal-anew", help="distribute the training set to the workers again in each epoch")
+    switch("--repartition", help="partition the training set among the workers again in each epoch")
     switch("--sync-batch-norm", help="normalize over the batches of all workers together")
     group.add_argument(
         "--precision", choices=("fp32", "bf16", "fp16"), default="fp32",

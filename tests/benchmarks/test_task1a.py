@@ -26,7 +26,7 @@ SCRIPT = str(get_task("1a").script)
 DDP_SCRIPT = str(get_task("1a").script.with_name("ddp.py"))
 SMALL_DIGITS = small_digits.__file__
 SHORT = ["--epochs", "1", "--no-augment"]
-ONE_CURVE = [*SHORT, "--deal-anew", "--sync-batch-norm"]
+ONE_CURVE = [*SHORT, "--repartition", "--sync-batch-norm"]
 
 
 def run_task(tmp_path: Path, *arguments: str, run_id: str = "1") -> subprocess.CompletedProcess[str]:
