@@ -215,16 +215,20 @@ def verify_folder(folder: Path) -> list[str]:
     if not lines.paths:
         return [*problems, f"{LINES} is missing: the result cannot be recomputed"]
     try:
-        environment = _read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
-        again = summarize(lines, environment)
-        texts = _texts(again, environment, lines)
-    # Damaged lines can lack any field, or have one of another type.
-    except (ConfigurationError, ValueError, TypeError, KeyError, AttributeError) as error:
-        return [*problems, f"the result cannot be recomputed from the raw lines: {type(error).__name__}: {error}"]
-    problems += [f"{LINES} has a damaged line: {line}" for line in lines.skipped]
+        problems += _recompute(folder, result, lines)
+    # Changed lines can lack any field, or have one of another type.
+    except (ConfigurationError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        problems.append(f"the result cannot be recomputed from the raw lines: {type(error).__name__}: {error}")
+    return [*problems, *(f"{LINES} has a line that cannot be read: {line}" for line in lines.skipped)]
+
+
+def _recompute(folder: Path, result: Mapping[str, Any], lines: RawLines) -> list[str]:
+    """Compute the result and the files that follow from the raw lines, and name the differences."""
+    environment = _read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    again = summarize(lines, environment)
     written = {name: value for name, value in result.items() if name != "files"}
-    problems += _differences(written, json.loads(json.dumps(again)))
-    for name, text in texts.items():
+    problems = _differences(written, json.loads(json.dumps(again)))
+    for name, text in _texts(again, environment, lines).items():
         path = folder / name
         if name not in result["files"] or (path.is_file() and path.read_text(encoding="utf-8") != text):
             problems.append(f"{name} does not follow from the raw lines")

@@ -57,6 +57,8 @@ def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
         _validator()(result)
     except fastjsonschema.JsonSchemaValueException as error:
         place = ".".join(error.path[1:]) or "the whole file"
-        raise ConfigurationError(f"{name} must follow its schema, but {place} {error.message.partition(' ')[2]}") from error
+        raise ConfigurationError(
+            f"{name} must follow its schema, but {place} {error.message.partition(' ')[2]}"
+        ) from error
     checked: Mapping[str, Any] = result
     return checked

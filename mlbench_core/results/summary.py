@@ -173,7 +173,14 @@ def _goal(ranks: list[_Worker], configuration: Mapping[str, Any]) -> dict[str, A
     names = ("metric", "threshold", "minimize")
     if not reached:
         empty: dict[str, Any] = {"value": None, "text": None, "epochs": None, "step": None}
-        return {**dict.fromkeys(names), **(wanted or {}), "reached": False, **empty, "time_to_goal_s": None, "times": None}
+        return {
+            **dict.fromkeys(names),
+            **(wanted or {}),
+            "reached": False,
+            **empty,
+            "time_to_goal_s": None,
+            "times": None,
+        }
     first = reached[0]
     seconds = [line["time_to_goal_s"] for line in reached]
     return {
