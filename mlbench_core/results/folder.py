@@ -119,13 +119,12 @@ def _join(folder: Path) -> None:
     sources = read_lines(folder).paths
     if sources in ([], [folder / LINES]):
         return
-    with replacing(folder / LINES) as temporary:
-        with temporary.open("wb") as joined:
-            for path in sources:
-                with path.open("rb") as part:
-                    shutil.copyfileobj(part, joined)
-                if not _ends_line(path):
-                    joined.write(b"\n")
+    with replacing(folder / LINES) as temporary, temporary.open("wb") as joined:
+        for path in sources:
+            with path.open("rb") as part:
+                shutil.copyfileobj(part, joined)
+            if not _ends_line(path):
+                joined.write(b"\n")
     for path in sources:
         if path.name != LINES:
             path.unlink()

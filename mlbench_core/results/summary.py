@@ -76,8 +76,8 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
     start, first, ranks = starts[0] or {}, workers[min(workers)], [workers[rank] for rank in sorted(workers)]
     configuration = dict(start.get("configuration") or {})
     number = configuration.get("workers") or len(ranks)
-    times = _slowest_and_first(ranks, [worker.totals for worker in ranks])
-    train_s = times["slowest"]["train_s"] if times else 0.0
+    times = _slowest_and_first([worker.totals for worker in ranks])
+    train_s = times["slowest"]["train_s"]
     samples, tokens = (sum(worker.totals.get(name, 0) for worker in ranks) for name in ("samples", "tokens"))
     ends = [worker.end or {} for worker in ranks]
     hosts = {worker.start.get("host") for worker in ranks if worker.start is not None}
@@ -110,8 +110,8 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
             "rank_0": ranks[0].totals.get("communication_size_bytes", 0),
         },
         "best": _best(ends[0], configuration),
-        "memory_peak_bytes": max((end["memory_peak_bytes"] for end in ends if end.get("memory_peak_bytes")), default=None),
-        "energy_j": _sum_if_known([end.get("energy_j") for end in ends]),
+        "memory_peak_bytes": max(_known(ends, "memory_peak_bytes"), default=None),
+        "energy_j": sum(_known(ends, "energy_j")) if _known(ends, "energy_j") else None,
     }  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def _times(totals: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _slowest_and_first(ranks: list[_Worker], totals: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def _slowest_and_first(totals: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Return the times of the slowest worker in each phase, and those of the first worker."""
     times = [_times(of_worker) for of_worker in totals]
     return {"slowest": {name: max(t[name] for t in times) for name in times[0]}, "rank_0": times[0]}
@@ -193,7 +193,7 @@ def _goal(ranks: list[_Worker], configuration: Mapping[str, Any]) -> dict[str, A
         "epochs": int(first.get("epoch") or 0) + 1,
         "step": first.get("step"),
         "time_to_goal_s": {"slowest": max(seconds), "rank_0": seconds[0]},
-        "times": _slowest_and_first(ranks, [line.get("totals", {}) for line in reached]),
+        "times": _slowest_and_first([line.get("totals", {}) for line in reached]),
     }  # fmt: skip
 
 
@@ -218,6 +218,5 @@ def _best(end: Mapping[str, Any], configuration: Mapping[str, Any]) -> dict[str,
     return {"metric": metric, "value": end["best_metric_value"], "epoch": end.get("best_epoch")}
 
 
-def _sum_if_known(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+def _known(ends: list[dict[str, Any]], name: str) -> list[Any]:
+    return [end[name] for end in ends if end.get(name) is not None]

@@ -37,73 +37,76 @@ logger = logging.getLogger(__name__)
 
 Validate = Callable[[], tuple[Mapping[MLBenchMetric, float], float]]
 
+# Arguments that are not settings of the training, or have a field of their own in the configuration.
 _NOT_OPTIONS = frozenset(
-    "run_id root_dataset root_checkpoint root_output data rank hosts timeout resume checkpoint validation_only "
-    "gpu backend light_target seed dataset preset optimizer".split()
+    (
+        *("run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts", "timeout", "resume"),
+        *("checkpoint", "validation_only", "gpu", "backend", "light_target", "seed", "dataset", "preset", "optimizer"),
+    )
 )
-"""Arguments that are not settings of the training, or have a field of their own in the configuration."""
-
+# Options that the closed division leaves free: how numbers are computed and sent, and when a run ends.
 _FREE_OPTIONS = frozenset(
-    "overlap shared_memory compile channels_last precision autocast bf16 epochs past_goal full_train".split()
+    (
+        *("overlap", "shared_memory", "compile", "channels_last", "precision", "autocast", "bf16"),
+        *("epochs", "past_goal", "full_train"),
+    )
 )
-"""Options that the closed division leaves free: how numbers are computed and sent, and when a run ends."""
 
 
 class Run:
     """The arguments of a task on one worker, and the work around epochs that all tasks share.
 
-        A task makes its data, model, optimizer and scheduler, calls :meth:`track` with its metrics and its goal, and trains
-        one epoch in the body of ``for epoch in run.epochs(...)``. Start it with :func:`run_task`.
+    A task makes its data, model, optimizer and scheduler, calls :meth:`track` with its metrics and its goal, and trains
+    one epoch in the body of ``for epoch in run.epochs(...)``. Start it with :func:`run_task`.
 
-        Use it as a context manager: the tracker is closed at the end, also after an exception.
+    Use it as a context manager: the tracker is closed at the end, also after an exception.
 
-        Attributes:
-            args: The command line: the arguments of all tasks and those of this one.
-            rank: This worker's rank.
-            world_size: Number of workers.
-            run_id: Id of the run.
-            gpu: True to train on the GPU.
-            light: True if the light goal ends the run.
-            validation_only: True if the run only validates its last checkpoint.
-            dataset_dir: Folder of the task's data.
-            ckpt_run_dir: Folder of the run's checkpoints.
-            tracker: The tracker that :meth:`track` made.
+    Attributes:
+        args: The command line: the arguments of all tasks and those of this one.
+        rank: This worker's rank.
+        world_size: Number of workers.
+        run_id: Id of the run.
+        gpu: True to train on the GPU.
+        light: True if the light goal ends the run.
+        validation_only: True if the run only validates its last checkpoint.
+        dataset_dir: Folder of the task's data.
+        ckpt_run_dir: Folder of the run's checkpoints.
+        tracker: The tracker that :meth:`track` made.
 
-        Args:
-            args: As above. It has ``run_id``, ``gpu``, ``light_target`` and ``validation_only``, which every command line
-                of a task has, and the arguments of :func:`~mlbench_core.controlflow.task_arguments.add_run_arguments`.
-            rank: As above.
-            world_size: As above.
-            dataset_dir: As above.
-            ckpt_run_dir: As above.
-            open_results: Return the result folder of a run with the given goal; None for a run that leaves none.
+    Args:
+        args: As above. It has ``run_id``, ``gpu``, ``light_target`` and ``validation_only``, which every command line
+            of a task has, and the arguments of :func:`~mlbench_core.controlflow.task_arguments.add_run_arguments`.
+        rank: As above.
+        world_size: As above.
+        dataset_dir: As above.
+        ckpt_run_dir: As above.
+        open_results: Return the result folder of a run with the given goal; None for a run that leaves none.
 
-        Example:
-            >>> import tempfile
-            >>> from functools import partial
-            >>> import torch
-            >>> import torch
-    from torch import nn
-            >>> from mlbench_core.controlflow.pytorch import train_round, validation_round
-            >>> from mlbench_core.controlflow.task_arguments import add_run_arguments
-            >>> from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
-            >>> from mlbench_core.optim.pytorch import CentralizedSGD
-            >>> def train(run):
-            ...     batches = [(torch.eye(2), torch.tensor([0, 1]))]
-            ...     model, loss_function, metrics = nn.Linear(2, 2), nn.CrossEntropyLoss(), [TopKAccuracy(topk=1)]
-            ...     optimizer = CentralizedSGD(world_size=run.world_size, model=model, lr=1.0)
-            ...     tracker = run.track(metrics)
-            ...
-            ...     def validate():
-            ...         return validation_round(batches, model, loss_function, metrics, "fp32", tracker=tracker)
-            ...
-            ...     for epoch in run.epochs(model, optimizer, None, validate):
-            ...         train_round(batches, model, optimizer, loss_function, metrics, None, "fp32", tracker=tracker)
-            ...     print(tracker.current_epoch, tracker.best_metric_value)
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     roots = [f"--root-{name}={folder}" for name in ("dataset", "checkpoint", "output")]
-            ...     run_task(train, "my_task", partial(add_run_arguments, epochs=5), keep_memory=False, argv=roots)
-            5 100.0
+    Example:
+        >>> import tempfile
+        >>> from functools import partial
+        >>> import torch
+        >>> from torch import nn
+        >>> from mlbench_core.controlflow.pytorch import train_round, validation_round
+        >>> from mlbench_core.controlflow.task_arguments import add_run_arguments
+        >>> from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
+        >>> from mlbench_core.optim.pytorch import CentralizedSGD
+        >>> def train(run):
+        ...     batches = [(torch.eye(2), torch.tensor([0, 1]))]
+        ...     model, loss_function, metrics = nn.Linear(2, 2), nn.CrossEntropyLoss(), [TopKAccuracy(topk=1)]
+        ...     optimizer = CentralizedSGD(world_size=run.world_size, model=model, lr=1.0)
+        ...     tracker = run.track(metrics)
+        ...
+        ...     def validate():
+        ...         return validation_round(batches, model, loss_function, metrics, "fp32", tracker=tracker)
+        ...
+        ...     for epoch in run.epochs(model, optimizer, None, validate):
+        ...         train_round(batches, model, optimizer, loss_function, metrics, None, "fp32", tracker=tracker)
+        ...     print(tracker.current_epoch, tracker.best_metric_value)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     roots = [f"--root-{name}={folder}" for name in ("dataset", "checkpoint", "output")]
+        ...     run_task(train, "my_task", partial(add_run_arguments, epochs=5), keep_memory=False, argv=roots)
+        5 100.0
     """
 
     tracker: Tracker
@@ -264,8 +267,8 @@ def run_task(
     """Read a task's command line, connect the workers and train.
 
     The global random generators are seeded with ``--seed``, the same on every worker. The run leaves a result folder,
-    ``<root-output>/<uid>/<run_id>``, see :mod:`mlbench_core.results.folder`. A run that only validates leaves none. After
-    the training, rank 0 logs if the goal was reached. For folders, launchers and errors see
+    ``<root-output>/<uid>/<run_id>``, see :mod:`mlbench_core.results.folder`. A run that only validates leaves none.
+    After the training, rank 0 logs if the goal was reached. For folders, launchers and errors see
     :func:`~mlbench_core.controlflow.task_arguments.task_main`, for an example see :class:`Run`.
 
     By default, settings of the C library's ``malloc`` are changed for the whole process, for its whole life: freed

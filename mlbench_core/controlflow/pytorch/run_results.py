@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.distributed.pytorch.process_groups import get_backend_tensor, is_distributed
-from mlbench_core.errors import ConfigurationError, MLBenchError
+from mlbench_core.errors import MLBenchError
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.folder import finish_folder, lines_path, prepare_folder, write_environment
 from mlbench_core.results.lines import LinesSink
