@@ -55,6 +55,7 @@ class LinesSink:
         self.path = path
         self._rank = rank
         self._start = {"run_id": run_id, "host": socket.gethostname(), "configuration": dict(configuration)}
+        self._has_started = False
         self._end: Mapping[str, Any] = {}
         self._pending: list[tuple[float, int, int, float, str, float | str]] = []
         self._last_write_s = time.monotonic()
@@ -72,9 +73,12 @@ class LinesSink:
         """Write a line of another kind than ``stat``; the line ``end`` waits for :meth:`finish`."""
         if kind == "end":
             self._end = dict(content)
-        else:
-            added = {"schema_version": SCHEMA_VERSION, **self._start} if kind == "start" else {}
-            self._write([self._line(kind, {**added, **content})])
+            return
+        added = {}
+        if kind == "start":
+            added = {"schema_version": SCHEMA_VERSION, **self._start}
+            self._has_started = True
+        self._write([self._line(kind, {**added, **content})])
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Write the line ``end``.
@@ -85,6 +89,9 @@ class LinesSink:
             state: ``"finished"`` or ``"failed"``.
             reason: The reason of a failure, in one line.
         """
+        # A run that fails before its first batch has not started its tracker.
+        if not self._has_started:
+            self.event("start", {"resumed": False, "epoch": 0, "step": 0})
         self._write([self._line("end", {"state": state, "reason": reason, **self._end})])
 
     def _line(self, kind: str, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def test_half_a_line_does_not_swallow_the_next_one(tmp_path: Path) -> None:
     sink = LinesSink(path, 0, "1", {})
     sink.finish("failed", "it was full")
     lines = read_lines(tmp_path)
-    assert [(line["kind"], line["reason"]) for line in lines] == [("end", "it was full")]
+    assert [(line["kind"], line.get("reason")) for line in lines] == [("start", None), ("end", "it was full")]
     assert lines.skipped == ["metrics.rank-0.jsonl:1: damaged line"]
 
 

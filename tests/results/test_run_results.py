@@ -23,18 +23,20 @@ def reach(name: str, value: float, tracker: Tracker) -> str | None:
 
 def train(rank: int, world_size: int, folders: list[str]) -> bool:
     configuration = Configuration(workers=world_size, goal=GOAL)
-    with RunResults(Path(folders[rank]), configuration, "7", rank, environment=ENVIRONMENT) as results:
-        with Tracker([], "7", rank, reach, sinks=[results.sink]) as tracker:
-            tracker.start()
-            for epoch in range(2):
-                for _ in range(3):
-                    tracker.batch_start()
-                    tracker.record_batch_fwd_pass()
-                    tracker.batch_end(samples=10 * (rank + 1))
-                tracker.validation()
-                tracker.record_stat("global_Prec@1", 85 + 5 * epoch)
-                tracker.train()
-                tracker.epoch_end()
+    with (
+        RunResults(Path(folders[rank]), configuration, "7", rank, environment=ENVIRONMENT) as results,
+        Tracker([], "7", rank, reach, sinks=[results.sink]) as tracker,
+    ):
+        tracker.start()
+        for epoch in range(2):
+            for _ in range(3):
+                tracker.batch_start()
+                tracker.record_batch_fwd_pass()
+                tracker.batch_end(samples=10 * (rank + 1))
+            tracker.validation()
+            tracker.record_stat("global_Prec@1", 85 + 5 * epoch)
+            tracker.train()
+            tracker.epoch_end()
     return results.result is not None
 
 

@@ -28,8 +28,8 @@ from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
 from mlbench_core.results.configuration import Configuration, goal_of
 from mlbench_core.results.environment import describe_environment
 from mlbench_core.tasks import TASKS
+from mlbench_core.tracking.goal import as_goal
 from mlbench_core.tracking.tracker import Goal, Tracker
-from mlbench_core.tracking.tracker import _as_goal as as_goal
 
 __all__ = ["Run", "run_task"]
 

@@ -87,9 +87,11 @@ class RunResults:
             prepare_folder(folder, resume=resume)
             write_environment(folder, environment or {})
         self._sharing = self._who_shares_the_folder()
-        if not self._sharing[rank]:
-            prepare_folder(folder, resume=resume)
-        self.sink = LinesSink(lines_path(folder, rank), rank, run_id, configuration.to_dict())
+        path = lines_path(folder, rank)
+        if not self._sharing[rank] and not resume and path.exists():
+            # Left by a killed run. Only this worker's file is moved, because others of this host write now, too.
+            path.replace(path.with_name(f"earlier-{path.name}"))
+        self.sink = LinesSink(path, rank, run_id, configuration.to_dict())
 
     def __enter__(self) -> RunResults:
         return self
