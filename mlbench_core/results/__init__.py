@@ -1,0 +1,1 @@
+"""Record, verify and compare the results of runs."""
