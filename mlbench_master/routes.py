@@ -195,7 +195,7 @@ def create_run(
         command=command,
         backend=backend,
         run_all_nodes=all_nodes,
-        job_metadata=json.dumps({"notes": notes}),
+        job_metadata=json.dumps({"notes": notes, **({"exclusive": True} if wanted.exclusive else {})}),
         **wanted.model_dump(include=_RUN_FIELDS),
     )
     try:
