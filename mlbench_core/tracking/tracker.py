@@ -908,7 +908,9 @@ class Tracker(PhaseTimes):
         if self._start_s is None:
             self._start_s = time.perf_counter()
         if is_first:
-            self._sinks.event("start", lambda: {"resumed": self._is_resumed})
+            batches = self._counters.batches
+            start = {"resumed": self._is_resumed, "epoch": self.current_epoch, "step": batches}
+            self._sinks.event("start", lambda: start)
 
     def _moment(self) -> dict[str, Any]:
         totals = self.totals()
