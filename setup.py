@@ -100,7 +100,7 @@ setup(
     ],
     package_dir={"mlbench_benchmarks": "benchmarks"},
     package_data={
-        "mlbench_core": ["py.typed"],
+        "mlbench_core": ["py.typed", "results/*.json", "results/*.toml", "results/references/*.json"],
         "mlbench_master": ["py.typed", "static/*", "templates/*"],
         "": ["README.md", "Dockerfile"],
     },
