@@ -28,7 +28,8 @@ from mlbench_core.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "mlbench_core" / "results" / "references"
-TASK = get_task("1a")
+# The script of this checkout, even if another one is installed.
+SCRIPT = ROOT / "benchmarks" / get_task("1a").folder / "main.py"
 # Images of all workers in a step: one worker with the batch size of the task.
 BATCH_SIZE = 128
 DATASETS = ("digits", "mnist")
@@ -45,12 +46,13 @@ def run_seed(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     path = folder / "result.json"
     if not (args.keep and path.is_file() and read_result(path)["run"]["state"] == "finished"):
         shutil.rmtree(folder, ignore_errors=True)
-        command = [sys.executable, str(TASK.script), "--dataset", args.dataset, "--seed", str(seed), "--channels-last"]
+        command = [sys.executable, str(SCRIPT), "--dataset", args.dataset, "--seed", str(seed), "--channels-last"]
         command += ["--run-id", run_id, "--root-output", str(args.runs), "--root-checkpoint", str(args.runs / "saved")]
         if args.data is not None:
             command += ["--data", str(args.data)]
         # One thread: the time of a run does not matter, and the workers of --jobs share the cores.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"error: the run with seed {seed} failed:\n{done.stderr[-4000:]}")
