@@ -28,7 +28,7 @@ from mlbench_core.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "mlbench_core" / "results" / "references"
-# The script of this checkout, even if another one is installed.
+# The script and the library of this checkout, even if another one is installed.
 SCRIPT = ROOT / "benchmarks" / get_task("1a").folder / "main.py"
 # Images of all workers in a step: one worker with the batch size of the task.
 BATCH_SIZE = 128
@@ -51,8 +51,8 @@ def run_seed(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         if args.data is not None:
             command += ["--data", str(args.data)]
         # One thread: the time of a run does not matter, and the workers of --jobs share the cores.
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        libraries = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": libraries}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"error: the run with seed {seed} failed:\n{done.stderr[-4000:]}")

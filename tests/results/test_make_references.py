@@ -51,6 +51,8 @@ def started(make: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         commands.append(command)
         assert options["env"]["OMP_NUM_THREADS"] == "1"
+        assert options["env"]["PYTHONPATH"].startswith(str(SCRIPT.parents[2]))
+        assert Path(command[1]).is_relative_to(SCRIPT.parents[1])
         given = dict(itertools.pairwise(command))
         folder = Path(given["--root-output"]) / "task1a" / given["--run-id"]
         assert not folder.exists()
