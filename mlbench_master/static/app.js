@@ -45,6 +45,7 @@
     deleted: (data) => { if (!run || data.id === id) refresh(); },
     state: (data) => { if (!run || data.id === id) refresh(); },
     metric: (data) => {
+      if (data.name === "goal @ 0" && (!run || data.run_id === id)) refresh(); // it changes the record of the run
       if (!run || data.run_id !== id) return;
       const body = document.querySelector("#metrics tbody");
       let row = [...body.rows].find((row) => row.dataset.name === data.name);
