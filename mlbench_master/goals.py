@@ -12,7 +12,6 @@ GOAL_METRIC = "goal @ 0"
 """The metric of the first worker; its value is JSON text with the fields of :class:`Goal`."""
 
 _MOST_CHARACTERS = 8192
-_Seconds = Annotated[float, Field(ge=0)]
 
 
 class Goal(BaseModel):
@@ -34,21 +33,24 @@ class Goal(BaseModel):
     threshold: float | None = None
     minimize: bool | None = None
     reached: bool
-    time_to_goal_s: _Seconds | None = None
+    time_to_goal_s: Annotated[float, Field(ge=0)] | None = None
     epochs: Annotated[int, Field(ge=0, lt=2**53)] | None = None
-    phases_s: Annotated[dict[str, _Seconds], Field(max_length=16)] = {}
+    # The remainder of rounded times can be a negative number.
+    phases_s: Annotated[dict[str, float], Field(max_length=16)] = {}
 
     @property
     def aim(self) -> str:
         """Return the goal as text, empty for a plain function.
 
         Example:
-            >>> Goal(metric="Prec@1", threshold=95, reached=False).aim
+            >>> Goal(metric="val_global_Prec@1", threshold=95, reached=False).aim
             'Prec@1 >= 95'
         """
-        if self.metric is None or self.threshold is None:
-            return self.metric or ""
-        return f"{self.metric} {'<=' if self.minimize else '>='} {self.threshold:g}"
+        # The prefix says that the value is one of the validation, over the data of all workers.
+        name = (self.metric or "").removeprefix("val_").removeprefix("global_")
+        if not name or self.threshold is None:
+            return name
+        return f"{name} {'<=' if self.minimize else '>='} {self.threshold:g}"
 
     @property
     def outcome(self) -> str:

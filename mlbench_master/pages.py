@@ -14,7 +14,7 @@ from fastapi.responses import HTMLResponse
 from mlbench_master.dates import format_date
 from mlbench_master.export import result_json
 from mlbench_master.launchers.interface import Launcher, LogLine
-from mlbench_master.results import ResultFolder
+from mlbench_master.results import RESULT_METRIC, ResultFolder
 from mlbench_master.routes import results_of, run_or_404
 from mlbench_master.store import Run, Store, run_owner
 
@@ -58,7 +58,8 @@ def make_pages(store: Store, launcher: Launcher, can_log_out: bool) -> APIRouter
             run=run,
             facts=_facts(run, launcher),
             has_result=result_json(store, run, results_of(run, launcher)) is not None,
-            metrics=store.latest(run_owner(run.id)),
+            # The page has a link to the result, which is a text of several kilobytes.
+            metrics=[item for item in store.latest(run_owner(run.id)) if item[0] != RESULT_METRIC],
             log="".join(f"{_log_line(line)}\n" for line in lines),
             next_line=next_line,
         )

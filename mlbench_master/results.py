@@ -33,7 +33,6 @@ FILES: dict[str, int] = {
 }
 """The result files that the master passes on, with the largest size of each in bytes."""
 
-_RAW_LINES = "metrics.jsonl"
 # A job has one result folder unless its command starts several programs, and a worker can make any number of folders.
 _MOST_FOLDERS = 100
 # Systems without these flags (Windows) cannot open a file by its name in an open folder either; see ResultFolder.find.
@@ -76,7 +75,7 @@ class ResultFolder:
             root: The folder of :meth:`~mlbench_master.launchers.Launcher.results`.
 
         Returns:
-            The folder with the newest ``result.json``, or without any, the one with the newest ``metrics.jsonl``. None
+            The folder with the newest ``result.json``, or without any, the one with the newest of :data:`FILES`. None
             if there is no folder with one of them.
         """
         if root is None or os.open not in os.supports_dir_fd:
@@ -171,9 +170,9 @@ def _dated_runs(top: int, task: str) -> Iterator[tuple[tuple[bool, int], str]]:
     with contextlib.suppress(OSError), _opened(task, top) as middle:
         for run in _names(middle):
             with contextlib.suppress(OSError), _opened(run, middle) as folder:
-                dates = [_date(folder, name) for name in (RESULT_FILE, _RAW_LINES)]
-                if any(dates):
-                    yield (dates[0] > 0, dates[0] or dates[1]), run
+                dates = {name: _date(folder, name) for name in FILES}
+                if any(dates.values()):
+                    yield (dates[RESULT_FILE] > 0, dates[RESULT_FILE] or max(dates.values())), run
 
 
 def _date(folder: int, name: str) -> int:

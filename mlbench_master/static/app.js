@@ -45,7 +45,8 @@
     deleted: (data) => { if (!run || data.id === id) refresh(); },
     state: (data) => { if (!run || data.id === id) refresh(); },
     metric: (data) => {
-      if (data.name === "goal @ 0" && (!run || data.run_id === id)) refresh(); // it changes the record of the run
+      // These change the record of the run, or its links.
+      if (["goal @ 0", "result @ 0"].includes(data.name) && (!run || data.run_id === id)) refresh();
       if (!run || data.run_id !== id) return;
       const body = document.querySelector("#metrics tbody");
       let row = [...body.rows].find((row) => row.dataset.name === data.name);

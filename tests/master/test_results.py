@@ -21,7 +21,7 @@ from tests.master.helpers import IdleLauncher, TestClient
 from tests.master.test_launcher import create, wait_state
 
 GOAL = {
-    "metric": "Prec@1",
+    "metric": "val_global_Prec@1",
     "threshold": 95.0,
     "minimize": False,
     "reached": True,
@@ -105,15 +105,15 @@ def test_the_newest_result_counts(client: Any, run: Run, folder: Path) -> None:
     for index, name in enumerate(("8", "9", "10")):
         other = folder.with_name(name)
         other.mkdir()
-        file = other / ("metrics.jsonl" if name == "10" else "result.json")
+        file = other / ("environment.json" if name == "10" else "result.json")
         file.write_text(f'{{"of": {name}}}')
         os.utime(file, (2e9 + index, 2e9 + index))
     assert client.get(f"/api/runs/{run.id}/result/").json() == {"of": 9}
-    assert "metrics.jsonl" not in archive(client, run).namelist()
+    assert "environment.json" not in archive(client, run).namelist()
     for name in ("7", "8", "9"):
         (folder.with_name(name) / "result.json").unlink()
-    # Raw lines alone are those of a run that continues, or was killed.
-    assert archive(client, run).read("metrics.jsonl") == b'{"of": 10}'
+    # A run that continues or was killed has some of the files, but no result.
+    assert archive(client, run).read("environment.json") == b'{"of": 10}'
     assert client.get(f"/api/runs/{run.id}/result/").status_code == 404
 
 
@@ -155,6 +155,8 @@ def test_without_a_folder_the_metric_has_the_result(client: Any, run: Run) -> No
         assert archive(client, run).namelist() == ["run.json", "result_result @ 0.json"]
     send(client, run, "result @ 0", '{"schema_version": 1}', 30)
     assert client.get(address).content == archive(client, run).read("result.json") == b'{"schema_version": 1}'
+    page = client.get(f"/runs/{run.id}/").text
+    assert f'href="/api/runs/{run.id}/result/"' in page and "schema_version" not in page
 
 
 def test_a_damaged_file_gives_way_to_the_metric(client: Any, run: Run, folder: Path) -> None:
