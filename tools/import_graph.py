@@ -22,16 +22,17 @@ SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "networ
 LAYERS: dict[str, set[str]] = {
     **{name: set() for name in GROUND},
     "distributed": set(),
+    "results": set(),
     "aggregation": {"distributed"},
     "optim": {"aggregation", "distributed"},
     "lr_scheduler": {"optim"},
     **{name: {"distributed"} for name in SIDE_BY_SIDE},
     "models": {"distributed", "ops"},  # a model calls operators, which know no models
     "tracking": {"distributed", "client"},  # as in version 3.0, a Tracker reports to the master by itself
-    "controlflow": {"distributed", "aggregation", "optim", "lr_scheduler", *SIDE_BY_SIDE},
+    "controlflow": {"distributed", "aggregation", "optim", "lr_scheduler", "results", *SIDE_BY_SIDE},
     # It reads the outboxes of workers that have ended, and proves its identity to clients.
-    "mlbench_master": {"client"},
-    "cli": {"client", "mlbench_master"},  # `mlbench master` runs the master in its own process
+    "mlbench_master": {"client", "results"},
+    "cli": {"client", "results", "mlbench_master"},  # `mlbench master` runs the master in its own process
 }
 LAYERS["benchmarks"] = set(LAYERS)
 LAYERS["csrc"] = set()  # the compiler driver, which setup.py runs before anything is installed
