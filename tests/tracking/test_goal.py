@@ -199,8 +199,12 @@ def test_a_checkpoint_of_an_earlier_version_only_knows_that_the_goal_was_reached
     state = tracker.state_dict()
     del state["goal_result"]
     log.reset_mock()
+    with Tracker([], "7", 0, goal=task1_time_to_accuracy_goal) as validating:
+        validating.load_state_dict(state)
+    assert goals_sent(log) == []
     with Tracker([], "7", 0, goal=task1_time_to_accuracy_goal) as resumed:
         resumed.load_state_dict(state)
+        resumed.start()
     (last,) = goals_sent(log)
     assert (last["reached"], last["time_to_goal_s"], last["threshold"]) == (True, 31, 80)
     assert (last["value"], last["epochs"], last["phases_s"]) == (None, None, {})
