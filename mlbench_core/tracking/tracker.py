@@ -326,10 +326,9 @@ class Tracker(PhaseTimes):
             numbers = {name: now.of([name]) - before.of([name]) for name in now.steps_s}
             numbers["CumulativeTrainTimeEpoch"] = now.train_s - before.train_s
             numbers.update({f"cum_{name}": total for name, total in now.steps_s.items()})
-            position = self.position()
             for name, value in numbers.items():
                 self._send(name, value)
-                self._sinks.record(name, value, self.current_epoch, *position)
+                self._sinks.call("__call__", name, value, self.current_epoch, self._counters.batches)
             self.batches_per_epoch = self._batches_in_epoch
         self._batches_in_epoch = 0
         if self._progress is not None:
@@ -945,11 +944,10 @@ class Tracker(PhaseTimes):
         }
         known = [*self.preprocess_steps, *self.compute_steps, *self.communication_steps, *self.metrics_steps]
         result.update({f"global_cum_{step}": self._step_s.get(step, 0.0) for step in [*known, *self._step_s]})
-        position = self.position()
         for key, entry in result.items():
             if self.rank == 0:
                 self._send(key, entry)
-            self._sinks.record(key, entry, self.current_epoch, *position)
+            self._sinks.call("__call__", key, entry, self.current_epoch, self._counters.batches)
         self._report_goal()
         self._sinks.event("goal", lambda: self.goal_result or {})
 

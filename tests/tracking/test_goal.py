@@ -38,10 +38,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.records: list[Any] = []
+        self.derived: list[str] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
 
-    def __call__(self, *_: Any) -> None:
-        raise AssertionError("record() is called instead")
+    def __call__(self, name: str, *_: Any) -> None:
+        self.derived.append(name)
 
     def record(self, *record: Any) -> None:
         self.records.append(record)
@@ -90,6 +91,10 @@ def test_sinks_learn_the_course_of_a_run(clock: Clock, log: MagicMock) -> None:
         run_epoch(tracker, clock, 79.0)
         run_epoch(tracker, clock, 80.5)
     assert [kind for kind, _ in sink.events] == ["start", "epoch", "goal", "epoch", "end"]
+    # The numbers of the events come to the sink itself, and statistics to its method.
+    assert {name.partition("_")[0] for name, *_ in sink.records} <= {"train", "val"}
+    assert {"agg", "cum_agg", "TaskResult", "global_cum_agg"} <= set(sink.derived)
+    assert not {name.partition("_")[0] for name in sink.derived} & {"train", "val"}
     (_, start), (_, epoch), (_, goal), _, (_, end) = sink.events
     assert start == {"resumed": False, "epoch": 0, "step": 0}
     assert set(epoch) == {"epoch", "step", "time_s", "totals"}
