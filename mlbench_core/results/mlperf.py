@@ -186,9 +186,8 @@ class _Log:
         # A line may be written later than at its own time on the clock, but never earlier.
         start_ms = min((_milliseconds(line) - line["time_s"] * 1e3 for line in times_s), default=None)
         if start_ms is not None:
-            start_ms = max(_milliseconds(lines[0]), round(start_ms))
-            self._write(start_ms, _END, "init_stop")
-            self._write(start_ms, _START, "run_start")
+            self._write(round(start_ms), _END, "init_stop")
+            self._write(round(start_ms), _START, "run_start")
 
     def add(self, line: Mapping[str, Any], before_ms: int) -> None:
         """Write the events that a line shows.

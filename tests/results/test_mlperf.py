@@ -177,10 +177,11 @@ def test_a_killed_run_has_no_end(parsed: Any) -> None:
 
 def test_the_parts_of_an_epoch_are_blocks(parsed: Any) -> None:
     first = [line("start", 0), stat("train_loss", 4, 0, 50), stat(ACCURACY, 5, 0, 50, 95.0)]
-    found = events(parsed([*first, *epoch_of(0, 60.0, 2, 3.0), end(20)]))
+    # 6 s are the time of both validations.
+    found = events(parsed([*first, *epoch_of(0, 60.0, 2, 6.0), end(20)]))
     assert found[3:] == [
-        ("block_start", 0 + 2), ("epoch_start", 2), ("block_stop", 4), ("eval_start", 4), ("eval_stop", 5),
-        ("eval_accuracy", 5), ("block_start", 5), ("epoch_stop", 9), ("block_stop", 9), ("eval_start", 9),
+        ("block_start", 2), ("epoch_start", 2), ("block_stop", 4), ("eval_start", 4), ("eval_stop", 5),
+        ("eval_accuracy", 5), ("block_start", 5), ("epoch_stop", 8), ("block_stop", 8), ("eval_start", 8),
         ("eval_stop", 12), ("eval_accuracy", 12), ("tracked_stats", 20), ("run_stop", 20),
     ]  # fmt: skip
     # The run ends at its goal, even if it continues.
@@ -198,7 +199,8 @@ def test_a_goal_of_the_training_ends_the_block(parsed: Any) -> None:
 
 def test_a_resumed_run_starts_once_and_ends_once(parsed: Any) -> None:
     cut = [stat("train_loss", 15, 1, 130), end(16, "failed"), line("start", 40, resumed=True)]
-    found = parsed([*TWO_EPOCHS[:5], *cut, *epoch_of(1, 95.0, 41, 4.0), end(60)])
+    again = stat("train_loss", 41, 1, 110)
+    found = parsed([*TWO_EPOCHS[:5], *cut, again, *epoch_of(1, 95.0, 41, 4.0), end(60)])
     keys = events(found)
     assert [key for key, _ in keys].count("run_start") == 1
     assert [key for key, _ in keys].count("run_stop") == 1
