@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -20,6 +17,17 @@ from mlbench_core.errors import CheckpointError
 from mlbench_core.statistics import AverageMeter, QuantileSketch
 from mlbench_core.tracking.clock import DeviceClock, cuda_in_use
 from mlbench_core.tracking.energy import energy_counter
+from mlbench_core.tracking.goal import (
+    Goal,
+    as_goal,
+    describe_goal,
+    end_at_exit,
+    finite,
+    goal_metric,
+    send_at_exit,
+)
+from mlbench_core.tracking.memory import memory_peak_bytes
+from mlbench_core.tracking.phase_times import PhaseTimes
 from mlbench_core.tracking.progress import ProgressBar, wants_progress
 from mlbench_core.tracking.sinks import Sink, SinkList
 from mlbench_core.tracking.summary import Counters, Totals, TrackerSummary
@@ -27,8 +35,6 @@ from mlbench_core.tracking.summary import Counters, Totals, TrackerSummary
 __all__ = ["AverageMeter", "Goal", "Tracker"]
 
 logger = logging.getLogger(__name__)
-
-Goal = Callable[[str, float, "Tracker"], "str | None"]
 
 TRAIN_PREFIX = "train_"
 VALIDATION_PREFIX = "val_"
@@ -82,7 +88,7 @@ def _step_method(name: str) -> Callable[[Tracker], None]:
     return record
 
 
-class Tracker:
+class Tracker(PhaseTimes):
     """A tracker of times, statistics and metrics of one worker.
 
     A batch runs from :meth:`batch_start` to :meth:`batch_end`. Within it, each ``record_batch_...`` call sets a mark:
@@ -115,6 +121,9 @@ class Tracker:
         use_cuda: True to time steps on the CUDA device. None does so if CUDA is in use at the first batch.
         history_size: Number of recent batches and statistics in ``history``, and of epochs in each entry of
             ``records``.
+        check_times: True to compare times at the end of the run: the sum of the steps with the time inside batches,
+            and training and validation with the wall clock. A difference of more than 1 % is logged as a warning. The
+            summary has both differences in any case, as ``other_s`` and ``outside_s``.
 
     Attributes:
         current_epoch: Current epoch, from 0.
@@ -128,6 +137,9 @@ class Tracker:
         goal_reached: True after the goal was reached.
         goal_text: The text that the goal returned, or None before the goal is reached.
         time_to_goal_s: Training seconds until the goal was reached, or None before.
+        goal_result: The content of the sinks' event ``"goal"``: the goal, the value that reached it, and the position
+            and the :meth:`totals` at that moment. None before, and if a checkpoint that lacks it resumes a run after
+            its goal.
         epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch. The meters of the loss and the
             metrics exist before the first value.
         is_training: True if statistics are recorded as training statistics.
@@ -172,6 +184,7 @@ class Tracker:
         progress: bool | None = None,
         use_cuda: bool | None = None,
         history_size: int = 1000,
+        check_times: bool = False,
     ) -> None:
         check_at_least("history_size", history_size, 1)
         self.metrics = list(metrics or ())
@@ -192,6 +205,7 @@ class Tracker:
         self.goal_reached = False
         self.goal_text: str | None = None
         self.time_to_goal_s: float | None = None
+        self.goal_result: dict[str, Any] | None = None
         self.start_time: float | None = None
         self.train_prefix = TRAIN_PREFIX
         self.val_prefix = VALIDATION_PREFIX
@@ -222,10 +236,18 @@ class Tracker:
         self._device: DeviceClock | None = None
         self._joules: Callable[[], float] | None = None
         self._earlier_energy_j: float | None = None
+        self._earlier_memory_peak_bytes: int | None = None
+        self._check_times = check_times
         self._wanted_progress = progress
         self._progress: ProgressBar | None = None
         self._prepared = False
+        self._is_resumed = False
+        self._has_started = False
         self._closed = False
+        self._exit_key = object()
+        # The end of the run, as far as it was published: totals of the slowest worker, and the number of batches then.
+        self._slowest: Mapping[str, Any] | None = None
+        self._published: int | None = None
 
     # ------------------------------------------------------------------ phases of a run
 
@@ -236,7 +258,7 @@ class Tracker:
 
     @goal.setter
     def goal(self, goal: Goal | Callable[[], Goal] | None) -> None:
-        self._goal = _as_goal(goal)
+        self._goal = as_goal(goal)
 
     def goal_watches_training(self) -> bool:
         """Return True if a training statistic may reach the goal.
@@ -256,7 +278,7 @@ class Tracker:
         """
         if self._start_s is not None:
             raise RuntimeError("the tracker was started before; start() is called once, before the first epoch")
-        self._start_s = time.perf_counter()
+        self._begin()
         self.start_time = time.time()
 
     def train(self) -> None:
@@ -304,17 +326,20 @@ class Tracker:
             numbers = {name: now.of([name]) - before.of([name]) for name in now.steps_s}
             numbers["CumulativeTrainTimeEpoch"] = now.train_s - before.train_s
             numbers.update({f"cum_{name}": total for name, total in now.steps_s.items()})
+            position = self.position()
             for name, value in numbers.items():
                 self._send(name, value)
-                self._sinks.record(name, value, self.current_epoch, self._counters.batches)
+                self._sinks.record(name, value, self.current_epoch, *position)
             self.batches_per_epoch = self._batches_in_epoch
         self._batches_in_epoch = 0
         if self._progress is not None:
             self._progress.clear()
+        self._sinks.event("epoch", self._moment)
         self._sinks.call("flush")
         self.reset_epoch_stats()
         self._validation = _Validation()
         self.current_epoch += 1
+        self._report_goal(sends=False)
 
     def epochs(self, most: int, past_goal: bool = False) -> Iterator[int]:
         """Yield the epochs to train: from the current one until the goal is reached or the budget is spent.
@@ -543,7 +568,7 @@ class Tracker:
         if log_to_api:
             self._send(name, value)
         if self._sinks:
-            self._sinks.record(name, value, self.current_epoch, batch)
+            self._sinks.record(name, value, self.current_epoch, batch, time_s)
         if self._goal is not None and not self.goal_reached:
             self._check_goal(name, value)
 
@@ -602,87 +627,44 @@ class Tracker:
         """Return the seconds of validation."""
         return self._counters.validation_s
 
-    def get_total_compute_time(self) -> float:
-        """Return the seconds of the compute steps."""
-        return self._total_of(self.compute_steps)
-
-    def get_total_communication_time(self) -> float:
-        """Return the seconds of the communication steps, which are exposed communication."""
-        return self._total_of(self.communication_steps)
-
-    def get_total_metrics_time(self) -> float:
-        """Return the seconds of the metrics steps."""
-        return self._total_of(self.metrics_steps)
-
-    def get_total_preprocess_time(self) -> float:
-        """Return the seconds of the preprocess steps."""
-        return self._total_of(self.preprocess_steps)
-
-    @property
-    def epoch_metrics(self) -> dict[str, list[float]]:
-        """Return the seconds of each step in each epoch. The current epoch is last if it has any time.
-
-        In a long run each of the last ``history_size`` epochs has an entry. The first entry then also includes all
-        epochs before it.
-        """
-        return {name: self._by_epoch(partial(Totals.of, steps=[name])) for name in self._step_s}
-
-    @property
-    def cumulative_train_time(self) -> list[float]:
-        """Return the seconds inside training batches in each epoch, see :attr:`epoch_metrics`. The sum is the total."""
-        return self._by_epoch(lambda totals: totals.train_s)
-
-    @property
-    def cumulative_val_time(self) -> list[float]:
-        """Return the seconds of validation in each epoch."""
-        return self._by_epoch(lambda totals: totals.validation_s)
-
-    @property
-    def cumulative_compute_time(self) -> list[float]:
-        """Return the seconds of the compute steps in each epoch."""
-        return self._by_epoch(lambda totals: totals.of(self.compute_steps))
-
-    @property
-    def cumulative_communication_time(self) -> list[float]:
-        """Return the seconds of the communication steps in each epoch."""
-        return self._by_epoch(lambda totals: totals.of(self.communication_steps))
-
-    @property
-    def cumulative_metrics_time(self) -> list[float]:
-        """Return the seconds of the metrics steps in each epoch."""
-        return self._by_epoch(lambda totals: totals.of(self.metrics_steps))
-
-    @property
-    def cumulative_preprocess_time(self) -> list[float]:
-        """Return the seconds of the preprocess steps in each epoch."""
-        return self._by_epoch(lambda totals: totals.of(self.preprocess_steps))
-
     @property
     def batch_times(self) -> list[float]:
         """Return the seconds of the most recent batches, those in ``history``."""
         self._drain()
         return [entry[2] for entry in self.history if entry[1] == "batch_time_s"]
 
-    def summary(self) -> TrackerSummary:
-        """Return the totals of the run so far; on CUDA without the batches that the device has not finished."""
-        now, has_best = self._totals(), self._has_best
-        phases: dict[str, Any] = {
+    def totals(self) -> dict[str, Any]:
+        """Return seconds and counts since the start of the run; on CUDA without the batches that are not finished.
+
+        Returns:
+            ``wall_s``, ``train_s``, ``validation_s``, ``compute_s``, ``communication_s``, ``metrics_s``,
+            ``preprocess_s``, ``steps_s`` (by name), ``batches``, ``samples``, ``tokens``, ``communication_total_s``,
+            ``communication_exposed_s`` and ``communication_size_bytes``, see
+            :class:`~mlbench_core.tracking.summary.TrackerSummary`. Parts before a resumption count.
+        """
+        now = self._totals()
+        return {
+            "wall_s": self._wall_s(),
             "compute_s": now.of(self.compute_steps),
             "communication_s": now.of(self.communication_steps),
             "metrics_s": now.of(self.metrics_steps),
             "preprocess_s": now.of(self.preprocess_steps),
+            "steps_s": dict(now.steps_s),
+            **asdict(self._counters),
         }
+
+    def summary(self) -> TrackerSummary:
+        """Return the totals of the run so far; on CUDA without the batches that the device has not finished."""
+        has_best = self._has_best
         return TrackerSummary(
             run_id=str(self.run_id),
             rank=self.rank,
             epochs=self.current_epoch,
-            wall_s=self._wall_s(),
-            **phases,
-            **asdict(self._counters),
-            steps_s=dict(now.steps_s),
+            **self.totals(),
             batch_p50_s=self._batch_times.quantile(0.5),
             batch_p90_s=self._batch_times.quantile(0.9),
             batch_p99_s=self._batch_times.quantile(0.99),
+            memory_peak_bytes=self._memory_peak_bytes(),
             energy_j=self._energy_j(),
             best_metric_value=self.best_metric_value if has_best else None,
             best_epoch=self.best_epoch if has_best else None,
@@ -691,17 +673,25 @@ class Tracker:
             time_to_goal_s=self.time_to_goal_s,
         )
 
-    def publish_summary(self, world_size: int = 1) -> None:
+    def publish_summary(self, world_size: int = 1, slowest: Mapping[str, Any] | None = None) -> None:
         """Send the totals of the run to the master as one metric ``summary``, a JSON text. Only rank 0 sends.
 
-        ``mlbench run --wait`` and ``mlbench charts`` draw their tables and charts from it.
+        ``mlbench run --wait`` and ``mlbench charts`` draw their tables and charts from it. The metric ``goal`` is sent
+        again, see :meth:`close`.
 
         Args:
             world_size: Number of workers. The throughput of the run is this worker's throughput times this number,
                 since all workers have parts of equal size and wait for one another in every step.
+            slowest: The :meth:`totals` of the slowest worker, which the caller reduced. Both metrics have them as
+                ``slowest``, in addition to the times of rank 0.
         """
         if self.rank == 0:
-            self._send("summary", json.dumps(self.summary().report(world_size)))
+            extra = {} if slowest is None else {"slowest": dict(slowest)}
+            self._send("summary", json.dumps(self.summary().report(world_size) | extra))
+        self._slowest = slowest
+        self._report_goal()
+        send_at_exit(self._exit_key, None)
+        self._published = self._counters.batches
 
     def __str__(self) -> str:
         """Return one line: the epoch, the means of its statistics, the best value and the training time."""
@@ -725,7 +715,18 @@ class Tracker:
     def close(self) -> None:
         """End the run: remove the progress bar, flush and close the sinks, send the remaining numbers to the master.
 
-        The call waits for the device, and at most 5 seconds for the master. A second call does nothing.
+        Rank 0 sends the metric ``goal`` again, also if the goal was missed. The call waits for the device, and at most
+        5 seconds for the master. A second call does nothing. A tracker that is not closed is ended when the interpreter
+        exits.
+        """
+        self.end()
+
+    def end(self, at_exit: bool = False) -> None:
+        """Do the work of :meth:`close`.
+
+        Args:
+            at_exit: True to wait neither for the device nor for the master. A device that has failed may never finish
+                its last batch, and the client of the master delivers its numbers at the exit itself.
         """
         if self._closed:
             return
@@ -734,12 +735,19 @@ class Tracker:
             self._progress.clear()
             self._progress = None
         if self._device is not None:
-            self._device.drain(wait=True)
+            self._device.drain(wait=not at_exit)
+        for gap in self.summary().gaps() if self._check_times else ():
+            logger.warning("run %s: %s", self.run_id, gap)
+        if self._published != self._counters.batches:
+            self._report_goal()
+        send_at_exit(self._exit_key, None)
         if self._sinks:
+            self._sinks.event("end", self._end_event)
             self._sinks.call("write_summary", self.summary().to_dict())
             self._sinks.call("flush")
             self._sinks.call("close")
-        LogMetrics.flush(_FLUSH_TIMEOUT_S)
+        if not at_exit:
+            LogMetrics.flush(_FLUSH_TIMEOUT_S)
 
     def __enter__(self) -> Tracker:
         return self
@@ -763,9 +771,11 @@ class Tracker:
         state["metrics"] = [str(metric.name) for metric in self.metrics]
         # JSON has no infinities, so None stands for "no value yet".
         state["best_metric_value"] = self.best_metric_value if self._has_best else None
+        state["goal_result"] = self.goal_result
         state["steps_s"] = dict(self._step_s)
         state["wall_s"] = self._wall_s()
         state["energy_j"] = self._energy_j()
+        state["memory_peak_bytes"] = self._memory_peak_bytes()
         state["batch_times"] = self._batch_times.state()
         state["epoch_stats"] = {name: [m.val, m.sum, m.count] for name, m in self.epoch_stats.items() if m.count}
         state["epoch_ends"] = [asdict(totals) for totals in self._epoch_ends]
@@ -798,6 +808,7 @@ class Tracker:
         self._batch_start = self._mark = self._validation_start = None
         self._device = None
         self._prepared = False
+        self._is_resumed = True
         # The restored wall time covers everything before now.
         if self._start_s is not None:
             self._start_s = time.perf_counter()
@@ -822,7 +833,9 @@ class Tracker:
         new["epoch_stats"] = meters
         new["records"] = {name: {int(e): v for e, v in values} for name, values in state["records"].items()}
         new["history"] = deque(map(tuple, state["history"]), maxlen=self.history.maxlen)
-        # Checkpoints that were written before this entry existed lack it.
+        # Checkpoints that were written before these entries existed lack them.
+        new["goal_result"] = state.get("goal_result")
+        new["_earlier_memory_peak_bytes"] = state.get("memory_peak_bytes")
         new["_epoch_ends"] = deque(
             (Totals(**ends) for ends in state.get("epoch_ends", ())), maxlen=self._epoch_ends.maxlen
         )
@@ -854,8 +867,7 @@ class Tracker:
         if self._prepared:
             return
         self._prepared = True
-        if self._start_s is None:
-            self._start_s = time.perf_counter()
+        self._begin()
         # Checked here and not in the constructor, because a script may initialize CUDA after it creates the tracker.
         if cuda_in_use() if self._use_cuda is None else self._use_cuda:
             self._device = DeviceClock(self._book_step, self._book_batch)
@@ -880,16 +892,6 @@ class Tracker:
         self._drain()
         return Totals(self._counters.train_s, self._counters.validation_s, dict(self._step_s))
 
-    def _total_of(self, steps: Iterable[str]) -> float:
-        return self._totals().of(steps)
-
-    def _by_epoch(self, pick: Callable[[Totals], float]) -> list[float]:
-        """Return the growth of one of the totals in each epoch."""
-        totals, now = list(self._epoch_ends), self._totals()
-        if now != (totals[-1] if totals else Totals()):
-            totals.append(now)
-        return [pick(after) - pick(before) for before, after in pairwise([Totals(), *totals])]
-
     def _wall_s(self) -> float:
         return self._earlier_wall_s + (0.0 if self._start_s is None else time.perf_counter() - self._start_s)
 
@@ -897,6 +899,33 @@ class Tracker:
         if self._joules is None:
             return self._earlier_energy_j
         return (self._earlier_energy_j or 0.0) + self._joules()
+
+    def _begin(self) -> None:
+        """Start the wall clock, and tell the sinks about the start; a second call does nothing."""
+        is_first, self._has_started = not self._has_started, True
+        if is_first:
+            end_at_exit(self)
+        if self._start_s is None:
+            self._start_s = time.perf_counter()
+        if is_first:
+            batches = self._counters.batches
+            start = {"resumed": self._is_resumed, "epoch": self.current_epoch, "step": batches}
+            self._sinks.event("start", lambda: start)
+
+    def _moment(self) -> dict[str, Any]:
+        totals = self.totals()
+        return {"epoch": self.current_epoch, "step": totals["batches"], "time_s": totals["wall_s"], "totals": totals}
+
+    def _end_event(self) -> dict[str, Any]:
+        """Return the content of the event ``"end"``."""
+        totals, summary = self.totals(), self.summary()
+        names = ("epochs", "best_metric_value", "best_epoch", "memory_peak_bytes", "energy_j")
+        numbers = {name: getattr(summary, name) for name in names}
+        return {"time_s": totals["wall_s"], "totals": totals, "batch_times": self._batch_times.state(), **numbers}
+
+    def _memory_peak_bytes(self) -> int | None:
+        peaks = [peak for peak in (self._earlier_memory_peak_bytes, memory_peak_bytes()) if peak is not None]
+        return max(peaks, default=None)
 
     def _check_goal(self, name: str, value: float) -> None:
         """Call the goal. If it is reached, record that; rank 0 sends the result."""
@@ -906,6 +935,8 @@ class Tracker:
         self.goal_reached = True
         self.goal_text = str(text)
         self.time_to_goal_s = self.get_total_train_time()
+        others = {"value": finite(value), "text": self.goal_text, "time_to_goal_s": self.time_to_goal_s}
+        self.goal_result = {**self._moment(), **describe_goal(self._goal), **others}
         logger.info("goal reached: %s", text)
         result: dict[str, float | str] = {
             "TaskResult": self.goal_text,
@@ -913,10 +944,27 @@ class Tracker:
         }
         known = [*self.preprocess_steps, *self.compute_steps, *self.communication_steps, *self.metrics_steps]
         result.update({f"global_cum_{step}": self._step_s.get(step, 0.0) for step in [*known, *self._step_s]})
+        position = self.position()
         for key, entry in result.items():
             if self.rank == 0:
                 self._send(key, entry)
-            self._sinks.record(key, entry, self.current_epoch, self._counters.batches)
+            self._sinks.record(key, entry, self.current_epoch, *position)
+        self._report_goal()
+        self._sinks.event("goal", lambda: self.goal_result or {})
+
+    def _report_goal(self, sends: bool = True) -> None:
+        """Send the metric ``goal``, and keep it for the end of the process in case this tracker is deleted before.
+
+        Args:
+            sends: False to keep it only.
+        """
+        metric = goal_metric(self, self._slowest) if self.rank == 0 else None
+        if metric is None:
+            return
+        text = json.dumps(metric)
+        if sends:
+            self._send("goal", text)
+        send_at_exit(self._exit_key, (self.run_id, self.rank, self.current_epoch, "goal", text))
 
     def _send(self, name: str, value: float | str) -> None:
         LogMetrics.log(self.run_id, self.rank, self.current_epoch, name, value)
@@ -939,35 +987,3 @@ def _number(name: str, value: Any) -> float:
         return value if type(value) in (int, float) else float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be a number or a tensor of one element, not {value!r}") from error
-
-
-def _as_goal(goal: Any) -> Goal | None:
-    """Return the goal; a function without required arguments is called to create it.
-
-    Raises:
-        TypeError: ``goal`` is neither a goal nor a function that creates one.
-    """
-    if goal is None or _accepts(goal, 3):
-        return goal
-    if callable(goal) and _accepts(goal, 0):
-        made = goal()
-        if made is not None and _accepts(made, 3):
-            return made
-    raise TypeError(
-        f"goal must be callable as (metric_name, value, tracker), not {goal!r}: pass such a function, or one without "
-        "required arguments that returns it"
-    )
-
-
-def _accepts(function: Any, arguments: int) -> bool:
-    """Return True if the function can be called with this number of positional arguments."""
-    if not callable(function):
-        return False
-    try:
-        inspect.signature(function).bind(*range(arguments))
-    except TypeError:
-        return False
-    # A builtin without a signature counts as a goal, not as a factory.
-    except ValueError:
-        return arguments > 0
-    return True

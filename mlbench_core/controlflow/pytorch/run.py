@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,11 +14,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.controlflow.pytorch.controlflow import record_validation_stats
+from mlbench_core.controlflow.pytorch.run_results import RunResults, task_results
 from mlbench_core.controlflow.pytorch.translation import EpochPart, epoch_parts
 from mlbench_core.controlflow.task_arguments import task_main
 from mlbench_core.distributed.pytorch.initialize import initialize_backends
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
+from mlbench_core.tracking.goal import as_goal
 from mlbench_core.tracking.tracker import Goal, Tracker
 
 __all__ = ["Run", "run_task"]
@@ -57,6 +57,7 @@ class Run:
         world_size: As above.
         dataset_dir: As above.
         ckpt_run_dir: As above.
+        open_results: Return the result folder of a run with the given goal; None for a run that leaves none.
 
     Example:
         >>> import tempfile
@@ -88,7 +89,13 @@ class Run:
     tracker: Tracker
 
     def __init__(
-        self, args: argparse.Namespace, rank: int, world_size: int, dataset_dir: str, ckpt_run_dir: str
+        self,
+        args: argparse.Namespace,
+        rank: int,
+        world_size: int,
+        dataset_dir: str,
+        ckpt_run_dir: str,
+        open_results: Callable[[Any], RunResults] | None = None,
     ) -> None:
         self.args = args
         self.rank = rank
@@ -99,19 +106,20 @@ class Run:
         self.validation_only: bool = args.validation_only
         self.dataset_dir = dataset_dir
         self.ckpt_run_dir = ckpt_run_dir
+        self._open_results = open_results
         self._open = contextlib.ExitStack()
         self._is_best: bool | None = None
 
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
     def track(
         self, metrics: Iterable[MLBenchMetric], goal: Goal | Callable[[], Goal] | None = None, **options: Any
     ) -> Tracker:
-        """Make the run's tracker; call it before :meth:`epochs`.
+        """Make the run's tracker and its result folder; every worker calls it once, before :meth:`epochs`.
 
         Args:
             metrics: The run's metrics; the first is the primary one, which decides about the best checkpoint.
@@ -122,8 +130,13 @@ class Run:
         Returns:
             The tracker, which is ``run.tracker`` from now on.
         """
-        self.tracker = self._open.enter_context(Tracker(metrics, self.run_id, self.rank, goal, **options))
-        return self.tracker
+        sinks, goal = list(options.pop("sinks", ())), as_goal(goal)
+        if self._open_results is not None and not self.validation_only:
+            # Entered before the tracker, so that it ends after the tracker has written its last numbers.
+            results = self._open.enter_context(self._open_results(goal))
+            sinks.append(results.sink)
+        self.tracker = Tracker(metrics, self.run_id, self.rank, goal, sinks=sinks, **options)
+        return self._open.enter_context(self.tracker)
 
     def epochs(
         self,
@@ -230,9 +243,9 @@ def run_task(
 ) -> None:
     """Read a task's command line, connect the workers and train.
 
-    The global random generators are seeded with ``--seed``, the same on every worker. After the training, rank 0 logs
-    if the goal was reached, and writes the tracker's summary to ``summary.json`` in the task's output folder. A run
-    that only validates writes none. For folders, launchers and errors see
+    The global random generators are seeded with ``--seed``, the same on every worker. The run leaves a result folder,
+    ``<root-output>/<uid>/<run_id>``, see :mod:`mlbench_core.results.folder`. A run that only validates leaves none.
+    After the training, rank 0 logs if the goal was reached. For folders, launchers and errors see
     :func:`~mlbench_core.controlflow.task_arguments.task_main`, for an example see :class:`Run`.
 
     By default, settings of the C library's ``malloc`` are changed for the whole process, for its whole life: freed
@@ -267,11 +280,12 @@ def run_task(
             ckpt_run_dir=ckpt_run_dir,
             timeout_s=args.timeout,
         ) as (rank, world_size, _):
-            with Run(args, rank, world_size, dataset_dir, ckpt_run_dir) as run:
+            open_results = partial(
+                task_results, args, uid, rank, world_size, backend, output_dir=output_dir, dataset_dir=dataset_dir
+            )
+            with Run(args, rank, world_size, dataset_dir, ckpt_run_dir, open_results) as run:
                 train(run)
             if rank == 0 and not args.validation_only:
-                summary = json.dumps(run.tracker.summary().to_dict(), indent=2)
-                Path(output_dir, "summary.json").write_text(summary + "\n", encoding="utf-8")
                 logger.info("%s", "goal reached" if run.tracker.goal_reached else "goal not reached")
 
     task_main(main, uid, argv=argv, add_arguments=add_arguments)
