@@ -1,0 +1,1 @@
+"""Write, read, verify and compare the results of runs."""
