@@ -19,6 +19,11 @@ __all__ = ["Group", "Series", "check_comparable", "differences", "pool", "series
 
 # Repeats of each other may differ in these.
 _OF_ONE_RUN = ("seed", "repeat")
+# These options say which run it is, and where its files are.
+_NEUTRAL_OPTIONS = {"hosts", "rank", "repeat", "resume", "run_id", "seed"}
+_NEUTRAL_OPTIONS |= {"root_checkpoint", "root_dataset", "root_output"}
+# The configuration has fields of their own for these options.
+_SAME_AS = {"optimizer": "algorithm", "light_target": "light", "gpu": "device"}
 # With more workers, a run may use more machines and GPUs.
 _OF_THE_SIZE = ("workers", "machine.hosts", "machine.gpus")
 
@@ -180,7 +185,11 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
 def _properties(record: RunRecord) -> dict[str, Any]:
     """Return everything in which two runs can differ, in the order in which labels name it."""
     found = {key: value for key, value in record.configuration.items() if key not in _OF_ONE_RUN and key != "options"}
-    options = record.configuration.get("options") or {}
+    options = {
+        option: value
+        for option, value in (record.configuration.get("options") or {}).items()
+        if option.replace("-", "_") not in _NEUTRAL_OPTIONS and found.get(_SAME_AS.get(option, option)) is None
+    }
     # The options of a program follow its algorithm, as in "PowerSGD, rank 2".
     place = list(found).index("algorithm") + 1 if "algorithm" in found else len(found)
     items = list(found.items())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlbench_core.results.lines import read_lines, statistics
 from mlbench_core.results.published import PHASES, STEPS, UNKNOWN, Metrics, latest_json, number, read_fields
+from mlbench_core.results.schema import check_result
 
 __all__ = ["PHASES", "STEPS", "UNKNOWN", "CurvePoint", "RunRecord", "goal_text"]
 
@@ -57,6 +58,7 @@ class RunRecord:
         communication_hidden_s: The part of the communication time during which training continued.
         steps_s: Training time by step, see :data:`STEPS`.
         epochs_to_goal: Number of epochs until the goal was reached.
+        steps_to_goal: Number of training batches until the goal was reached.
         epochs: Number of epochs.
         samples_per_s: Training samples per second, all workers together.
         tokens_per_s: Training tokens per second, all workers together.
@@ -82,6 +84,7 @@ class RunRecord:
     communication_hidden_s: float | None = None
     steps_s: Mapping[str, float] = field(default_factory=dict)
     epochs_to_goal: int | None = None
+    steps_to_goal: int | None = None
     epochs: int | None = None
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
@@ -143,20 +146,17 @@ class RunRecord:
         Returns:
             The points, without values that are not finite; an empty list without raw lines.
         """
-        path = self.folder / "metrics.jsonl" if self.folder else None
-        if path is None or not path.is_file():
+        if self.folder is None:
             return []
-        lines = _raw_lines(path)
+        lines = read_lines(self.folder)
         sent = _bytes_by_step(lines)
-        points: dict[tuple[int, int], CurvePoint] = {}
-        for line in lines:
-            if (line.get("kind"), line.get("rank"), line.get("name")) == ("stat", 0, name):
-                value, step, epoch = number(line.get("value")), int(line["step"]), int(line["epoch"])
-                if value is not None:
-                    so_far = sum(_at(step, known) for known in sent.values()) if sent else None
-                    # A resumed run repeats the steps after its checkpoint; the later values count.
-                    points[epoch, step] = CurvePoint(epoch, step, float(line["time_s"]), so_far, value)
-        return sorted(points.values(), key=lambda point: (point.step, point.epoch))
+        points = []
+        for line in statistics(lines, name):
+            value, step = number(line.get("value")), int(line["step"])
+            if value is not None:
+                so_far = sum(_at(step, known) for known in sent.values()) if sent else None
+                points.append(CurvePoint(int(line["epoch"]), step, float(line["time_s"]), so_far, value))
+        return points
 
     @classmethod
     def from_result(
@@ -179,11 +179,14 @@ class RunRecord:
         reached = goal.get("reached")
         to_goal = _slowest(goal.get("times")) if reached else {}
         at = {**times, **to_goal}
+        configuration = dict(result.get("configuration") or {})
+        if goal and not configuration.get("goal"):
+            configuration["goal"] = {name: goal.get(name) for name in ("metric", "threshold", "minimize")}
         return cls(
             name=str(run.get("name") or run.get("id") or "run"),
             source=source,
             state=str(run.get("state") or UNKNOWN),
-            configuration=result.get("configuration") or {},
+            configuration=configuration,
             machine=result.get("machine") or {},
             software=result.get("software") or {},
             reached=reached if isinstance(reached, bool) else None,
@@ -196,6 +199,7 @@ class RunRecord:
             communication_hidden_s=number(at.get("communication_hidden_s")),
             steps_s=_slowest(result.get("steps_s")),
             epochs_to_goal=goal.get("epochs") if reached else None,
+            steps_to_goal=goal.get("step") if reached else None,
             epochs=result.get("epochs"),
             samples_per_s=number(result.get("samples_per_s")),
             tokens_per_s=number(result.get("tokens_per_s")),
@@ -216,9 +220,13 @@ class RunRecord:
             metrics: Entries of every metric, oldest first: ``{name: [{"date", "value", ...}, ...]}``.
             run: The run as the master describes it: ``name``, ``num_workers``, ``state``, ``command`` and so on.
             source: Where the metrics are from.
+
+        Raises:
+            ConfigurationError: The metric ``result @ 0`` does not follow its schema, or has an unknown version.
         """
         result = latest_json(metrics, "result @ 0")
-        if isinstance(result.get("times"), Mapping):
+        if result:
+            check_result(result, f"the result of run {run.get('name')}")
             found = cls.from_result(result, source=source)
             # The master knows the name under which the run was started, and if one of its workers failed.
             state = str(run.get("state") or found.state)
@@ -242,8 +250,11 @@ def goal_text(goal: Mapping[str, Any] | None) -> str:
         >>> goal_text({"metric": "Prec@1", "threshold": 95.0, "minimize": False})
         'Prec@1 >= 95'
     """
-    if not goal or goal.get("metric") is None:
+    if not goal:
         return "no goal"
+    if goal.get("metric") is None:
+        budget_s = number(goal.get("budget_s"))
+        return "a goal of the script" if budget_s is None else f"{budget_s:g} s of training"
     threshold = number(goal.get("threshold"))
     shown = "?" if threshold is None else f"{threshold:g}"
     return f"{goal['metric']} {'<=' if goal.get('minimize') else '>='} {shown}"
@@ -254,20 +265,7 @@ def _slowest(value: Any) -> Any:
     return (value.get("slowest") if isinstance(value, Mapping) else value) or {}
 
 
-def _raw_lines(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            # The last line of a killed run may be incomplete.
-            continue
-        if isinstance(line, dict):
-            lines.append(line)
-    return lines
-
-
-def _bytes_by_step(lines: list[dict[str, Any]]) -> dict[int, list[tuple[int, float]]]:
+def _bytes_by_step(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[tuple[int, float]]]:
     """Return for each rank the steps at which it wrote its totals, and the bytes that it had sent by then."""
     found: dict[int, dict[int, float]] = {}
     for line in lines:
