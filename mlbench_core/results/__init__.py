@@ -1,1 +1,1 @@
-"""Write, read, verify and compare the results of runs."""
+"""Results of runs: the folder that every run leaves, statistics over repeats, tables and figures."""
