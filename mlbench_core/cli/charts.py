@@ -23,12 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlbench_core.cli import _results
 from mlbench_core.cli._embedded import connect
-from mlbench_core.cli._output import dashboard_option, json_option, print_json
-from mlbench_core.cli._results import PHASES, STEPS, RunResult, labels
+from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, remark
+from mlbench_core.cli._records import from_master, matches, print_records
 from mlbench_core.errors import ConfigurationError, MasterNotFoundError, require
 from mlbench_core.files import replacing
+from mlbench_core.results.load import load
+from mlbench_core.results.pool import Group, pool, usable
+from mlbench_core.results.pool import series as group_by_workers
+from mlbench_core.results.record import PHASES, STEPS, RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["charts", "draw_all", "draw_overview"]
 
-COLORS = {"compute": "#3569a8", "communication": "#e0862b", "metrics": "#6ea15a", "data": "#8a6bb0"}
+COLORS = {"compute": "#3569a8", "communication": "#e0862b", "metrics": "#6ea15a", "data": "#8a6bb0", "other": "#9ca3af"}
 STEP_LABELS = {
     "batch_load": "data loading",
     "fwd_pass": "forward",
@@ -88,25 +91,28 @@ def charts(
     every step, and the price index (price increase divided by performance increase; below 1, more workers pay for
     themselves). The first two are also drawn side by side in overview.png.
     """
-    found = [] if dashboard_url else _results.load_folder(folder)
+    found = load([folder], empty_is_error=False) if folder.is_dir() and not dashboard_url else []
     if found:
-        results = [result for result in found if _results.matches(result.name, pattern)]
+        results = [result for result in found if matches(result.name, pattern)]
     else:
         results = _from_master(folder, dashboard_url, pattern)
     if not results:
         which = f" that matches {pattern!r}" if pattern else ""
         where = f"in {folder}" if found else "at the master has finished"
         raise ConfigurationError(f"no run{which} {where}: nothing to draw")
-    written = draw_all(_results.comparable(results), output or folder, price_per_hour)
+    kept, left_out = usable(results)
+    for reason in left_out:
+        remark(f"{clean(reason)} of the charts")
+    written = draw_all(pool(kept), output or folder, price_per_hour)
     if as_json:
         print_json({"results": [result.as_json() for result in results], "files": [str(path) for path in written]})
         return
-    _results.print_results(results)
+    print_records(results)
     for path in written:
         click.echo(path)
 
 
-def _from_master(folder: Path, dashboard_url: str | None, pattern: str | None) -> list[RunResult]:
+def _from_master(folder: Path, dashboard_url: str | None, pattern: str | None) -> list[RunRecord]:
     """Read the results of the master's finished runs."""
     try:
         client = connect(dashboard_url)
@@ -115,10 +121,8 @@ def _from_master(folder: Path, dashboard_url: str | None, pattern: str | None) -
             f"no result in {folder} (files of 'mlbench run --wait' or 'mlbench download'), and {error}"
         ) from None
     with client:
-        runs = [run for run in client.runs() if _results.matches(str(run.get("name")), pattern)]
-        finished = [run for run in runs if run.get("state") == "finished"]
-        results = [RunResult.from_metrics(client.metrics(run["id"], last_n=1), run) for run in finished]
-    return sorted(results, key=lambda result: (result.workers or 0, result.name))
+        runs = [run for run in client.runs() if matches(str(run.get("name")), pattern)]
+        return from_master(client, [run for run in runs if run.get("state") == "finished"])
 
 
 @dataclass(frozen=True)
@@ -159,47 +163,22 @@ class Series:
     points: tuple[Point, ...]
 
 
-def in_series(results: Sequence[RunResult]) -> list[Series]:
-    """Divide results into one series for each setup.
-
-    Args:
-        results: Runs whose number of workers is known.
-
-    Example:
-        >>> [(series.label, len(series.points)) for series in in_series([RunResult("a", 1), RunResult("b", 2)])]
-        [('default', 2)]
-    """
-    named = labels(result.setup for result in results)
-    return [
-        Series(label, str(setup), tuple(summarize([result for result in results if result.setup == setup])))
-        for setup, label in named.items()
-    ]
+def in_series(groups: Sequence[Group]) -> list[Series]:
+    """Divide groups into one series for each configuration."""
+    return [Series(each.label, each.label, tuple(map(_point, each.groups))) for each in group_by_workers(groups)]
 
 
-def summarize(results: Sequence[RunResult]) -> list[Point]:
-    """Average the runs of one setup for each number of workers, fewest workers first.
-
-    Example:
-        >>> a, b = RunResult("a-1", 1, train_s=8.0), RunResult("b-1", 1, train_s=10.0)
-        >>> summarize([a, b])[0].total_s
-        9.0
-    """
-    points = []
-    for workers in sorted({result.workers for result in results if result.workers is not None}):
-        same = [result for result in results if result.workers == workers]
-        points.append(
-            Point(
-                workers=workers,
-                runs=len(same),
-                total_s=_mean([result.total_s for result in same]),
-                without_communication_s=_mean([result.without_communication_s for result in same]),
-                phases_s=_means([result.phases_s for result in same], PHASES),
-                steps_s=_means([result.steps_s for result in same], tuple(STEPS)),
-                # Unknown counts as reached, because a program may have no goal.
-                reached=all(result.goal_reached is not False for result in same),
-            )
-        )
-    return points
+def _point(group: Group) -> Point:
+    return Point(
+        workers=group.workers,
+        runs=len(group.records),
+        total_s=_mean([record.total_s for record in group.records]),
+        without_communication_s=_mean([record.without_communication_s for record in group.records]),
+        phases_s=_means([record.phases_s for record in group.records], PHASES),
+        steps_s=_means([record.steps_s for record in group.records], tuple(STEPS)),
+        # Unknown counts as reached, because a program may have no goal.
+        reached=len(group.reached) == len(group.records),
+    )
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -227,11 +206,11 @@ def price_index(points: Sequence[Point]) -> list[float | None]:
     return [None if gain is None else point.workers / points[0].workers / gain**2 for point, gain in gains]
 
 
-def draw_overview(results: Sequence[RunResult], path: Path) -> Path:
+def draw_overview(groups: Sequence[Group], path: Path) -> Path:
     """Draw time by phase and speed-up side by side.
 
     Args:
-        results: Runs to compare.
+        groups: Runs to compare.
         path: The PNG file.
 
     Returns:
@@ -240,7 +219,7 @@ def draw_overview(results: Sequence[RunResult], path: Path) -> Path:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    all_series = in_series(results)
+    all_series = in_series(groups)
     figure = _figure(2 * _width(all_series))
     left, right = figure.subplots(1, 2)
     _draw_phases(left, all_series)
@@ -248,11 +227,11 @@ def draw_overview(results: Sequence[RunResult], path: Path) -> Path:
     return _save(figure, path, all_series)
 
 
-def draw_all(results: Sequence[RunResult], folder: Path, price_per_hour: float | None = None) -> list[Path]:
+def draw_all(groups: Sequence[Group], folder: Path, price_per_hour: float | None = None) -> list[Path]:
     """Draw every chart as PNG and write its numbers as CSV.
 
     Args:
-        results: Runs to compare.
+        groups: Runs to compare.
         folder: The folder to write to.
         price_per_hour: Price of one worker for an hour.
 
@@ -263,11 +242,11 @@ def draw_all(results: Sequence[RunResult], folder: Path, price_per_hour: float |
         ConfigurationError: No run reported any time.
         MissingDependencyError: matplotlib is not installed.
     """
-    all_series = in_series(results)
+    all_series = in_series(groups)
     # Checked first, so that no file is written if there is nothing to draw.
     if not any(point.total_s for series in all_series for point in series.points):
         raise ConfigurationError("none of the runs reported a time: nothing to draw")
-    written = [draw_overview(results, folder / "overview.png")]
+    written = [draw_overview(groups, folder / "overview.png")]
     charts: dict[str, tuple[Callable[[Axes, Sequence[Series]], None], list[list[Any]]]] = {
         "total_time_by_phase": (
             _draw_phases,

@@ -46,6 +46,7 @@ class RunRecord:
             run's record.
         configuration: Task, program, options, backend, workers, goal, seed and so on, as in a result file. An entry
             that is unknown is missing.
+        started_at: Date and time of the start (ISO 8601, UTC).
         machine: The machine, as in a result file; empty if unknown.
         software: Versions of the software, as in a result file; empty if unknown.
         reached: True if the run reached its goal.
@@ -72,6 +73,7 @@ class RunRecord:
     source: str = "master"
     state: str = "finished"
     configuration: Mapping[str, Any] = field(default_factory=dict)
+    started_at: str | None = None
     machine: Mapping[str, Any] = field(default_factory=dict)
     software: Mapping[str, Any] = field(default_factory=dict)
     reached: bool | None = None
@@ -187,6 +189,7 @@ class RunRecord:
             source=source,
             state=str(run.get("state") or UNKNOWN),
             configuration=configuration,
+            started_at=run.get("started_at"),
             machine=result.get("machine") or {},
             software=result.get("software") or {},
             reached=reached if isinstance(reached, bool) else None,
