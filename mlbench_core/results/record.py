@@ -181,6 +181,10 @@ class RunRecord:
         reached = goal.get("reached")
         to_goal = _slowest(goal.get("times")) if reached else {}
         at = {**times, **to_goal}
+        exposed_s, hidden_s = (number(at.get(f"communication_{part}_s")) for part in ("exposed", "hidden"))
+        # An optimizer that does not report when it communicates leaves zeros.
+        if not at.get("communication_total_s") and at.get("communication_s"):
+            exposed_s = hidden_s = None
         configuration = dict(result.get("configuration") or {})
         if goal and not configuration.get("goal"):
             configuration["goal"] = {name: goal.get(name) for name in ("metric", "threshold", "minimize")}
@@ -198,8 +202,8 @@ class RunRecord:
             validation_s=number(at.get("validation_s")),
             wall_s=number(at.get("wall_s")),
             phases_s={phase: s for phase in PHASES if (s := number(at.get(f"{phase}_s"))) is not None},
-            communication_exposed_s=number(at.get("communication_exposed_s")),
-            communication_hidden_s=number(at.get("communication_hidden_s")),
+            communication_exposed_s=exposed_s,
+            communication_hidden_s=hidden_s,
             steps_s=_slowest(result.get("steps_s")),
             epochs_to_goal=goal.get("epochs") if reached else None,
             steps_to_goal=goal.get("step") if reached else None,

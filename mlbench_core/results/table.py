@@ -73,7 +73,7 @@ COLUMNS = (
     Column("efficiency", "EFFICIENCY", 2, "scaling"),
     Column("communication_exposed_s", "EXPOSED (s)", 2, "scaling"),
     Column("communication_hidden_s", "HIDDEN (s)", 2, "scaling"),
-    Column("bytes_sent_mb", "SENT (MB)", 1, "scaling"),
+    Column("bytes_sent_mb", "SENT (MB)", 2, "scaling"),
     Column("samples_per_s", "SAMPLES/S", 0, "scaling"),
     Column("best", "BEST", 2, "scaling"),
     Column("price", "PRICE", 4, "scaling"),
@@ -345,6 +345,8 @@ def cell(column: Column, value: Any) -> str:
     """Return a value as a cell for people; ``-`` if it is unknown."""
     if value is None:
         return "-"
+    if column.key == "p" and value < 1e-4:
+        return "< 0.0001"
     return f"{value:,.{column.digits}f}" if column.digits is not None else str(value)
 
 
