@@ -23,6 +23,8 @@ _OF_ONE_RUN = ("seed", "repeat")
 _NEUTRAL_OPTIONS = {"repeat", "resume", "run_id", "seed", "root_checkpoint", "root_dataset", "root_output"}
 # The configuration has fields of their own for these options.
 _SAME_AS = {"optimizer": "algorithm", "light_target": "light", "gpu": "device"}
+# A label begins with these, and the options follow, as in "power_sgd, rank 2".
+_FIRST = ("task", "program", "series", "dataset", "preset", "algorithm")
 # With more workers, a run may use more machines and GPUs.
 _OF_THE_SIZE = ("workers", "machine.hosts", "machine.gpus")
 
@@ -189,10 +191,9 @@ def _properties(record: RunRecord) -> dict[str, Any]:
         for option, value in (record.configuration.get("options") or {}).items()
         if option.replace("-", "_") not in _NEUTRAL_OPTIONS and found.get(_SAME_AS.get(option, option)) is None
     }
-    # The options of a program follow its algorithm, as in "PowerSGD, rank 2".
-    place = list(found).index("algorithm") + 1 if "algorithm" in found else len(found)
-    items = list(found.items())
-    items[place:place] = [(f"options.{key}", value) for key, value in sorted(options.items())]
+    items = [(name, found.pop(name)) for name in _FIRST if name in found]
+    items += [(f"options.{name}", value) for name, value in sorted(options.items())]
+    items += found.items()
     items += [(f"machine.{key}", value) for key, value in record.machine.items()]
     items += [(f"software.{key}", value) for key, value in record.software.items()]
     return {key: value for key, value in items if value is not None}
