@@ -101,6 +101,7 @@ setup(
     package_dir={"mlbench_benchmarks": "benchmarks"},
     package_data={
         "mlbench_core": ["py.typed"],
+        "mlbench_core.results": ["*.json", "*.mplstyle", "*.toml", "references/*.json"],
         "mlbench_master": ["py.typed", "static/*", "templates/*"],
         "": ["README.md", "Dockerfile"],
     },

@@ -22,6 +22,7 @@ SIDE_BY_SIDE = {"tracking", "client", "dataset", "evaluation", "models", "networ
 LAYERS: dict[str, set[str]] = {
     **{name: set() for name in GROUND},
     "distributed": set(),
+    "results": set(),
     "aggregation": {"distributed"},
     "optim": {"aggregation", "distributed"},
     "lr_scheduler": {"optim"},
@@ -31,7 +32,7 @@ LAYERS: dict[str, set[str]] = {
     "controlflow": {"distributed", "aggregation", "optim", "lr_scheduler", *SIDE_BY_SIDE},
     # It reads the outboxes of workers that have ended, and proves its identity to clients.
     "mlbench_master": {"client"},
-    "cli": {"client", "mlbench_master"},  # `mlbench master` runs the master in its own process
+    "cli": {"client", "results", "mlbench_master"},  # `mlbench master` runs the master in its own process
 }
 LAYERS["benchmarks"] = set(LAYERS)
 LAYERS["csrc"] = set()  # the compiler driver, which setup.py runs before anything is installed

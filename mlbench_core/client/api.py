@@ -31,7 +31,7 @@ from mlbench_core.client.delivery import MetricDelivery
 from mlbench_core.client.kubernetes import find_master
 from mlbench_core.client.outbox import Outbox
 from mlbench_core.client.rest import RestClient, base_url, message_of, path_part
-from mlbench_core.errors import MasterAddressError, MasterRequestError
+from mlbench_core.errors import MasterAddressError, MasterError, MasterRequestError
 from mlbench_core.paths import user_folder
 from mlbench_core.tasks import TASKS, find_image
 
@@ -421,7 +421,16 @@ class ApiClient:
 
     def _post(self, lines: list[str]) -> Answer:
         receipts = [self._delivery.put(line) for line in lines]
-        return self._metric_executor.submit(self._delivery.settle, receipts[-1])
+        try:
+            return self._metric_executor.submit(self._delivery.settle, receipts[-1])
+        except RuntimeError:
+            # The interpreter is exiting, and executors accept no more work: this thread sends the metric.
+            answer: Answer = concurrent.futures.Future()
+            try:
+                answer.set_result(self._delivery.settle(receipts[-1]))
+            except MasterError as error:
+                answer.set_exception(error)
+            return answer
 
     def _get(self, path: str, **params: Any) -> Answer:
         return self._request("GET", path, params=params)  # requests leaves out parameters that are None

@@ -52,8 +52,12 @@ class _SharedClient:
         self._key = None
         self._lost = 0
 
-    def get(self) -> ApiClient | None:
-        """Return the client, or None if the environment names no master or the master cannot be found."""
+    def get(self, counts_lost: bool = True) -> ApiClient | None:
+        """Return the client, or None if the environment names no master or the master cannot be found.
+
+        Args:
+            counts_lost: True if a metric is lost without a client.
+        """
         url = os.environ.get("MLBENCH_MASTER_URL") or None
         if url is None and not os.environ.get("KUBERNETES_SERVICE_HOST"):
             return None
@@ -64,7 +68,7 @@ class _SharedClient:
                     self._client.close()
                 # A failure is remembered, too, because a search of the cluster for each metric would slow training.
                 self._client, self._key = self._make(url), key
-            self._lost += self._client is None
+            self._lost += counts_lost and self._client is None
             return self._client
 
     def _make(self, url: str | None) -> ApiClient | None:
@@ -147,6 +151,14 @@ class LogMetrics:
         # For example a tensor of several elements. Training must not end because a metric cannot be sent.
         except Exception as error:
             logger.warning("metric %r = %r of run %r could not be sent: %s", metric_name, value, run_id, error)
+
+    @staticmethod
+    def connect() -> None:
+        """Create the client now, without a request; otherwise the first :meth:`log` does.
+
+        Call it before the interpreter exits in order to log metrics while it does: then no client can be created.
+        """
+        _shared.get(counts_lost=False)
 
     @staticmethod
     def flush(timeout_s: float = _FLUSH_AT_CLOSE_S) -> bool:

@@ -60,6 +60,7 @@ def task_main(
         argv: Arguments to read instead of those of the process.
         add_arguments: Function that adds the task's own arguments to the parser. ``main_func`` is then also called with
             ``args=``, the namespace of all arguments; pass its ``timeout`` to ``initialize_backends(timeout_s=...)``.
+            Its attribute ``options`` is a dictionary of the options that differ from their defaults.
 
     Raises:
         TypeError: ``main_func`` cannot be called.
@@ -95,6 +96,7 @@ def task_main(
         rank, hosts = _rank_and_hosts(args.rank, args.hosts, os.environ)
     except (ValueError, ConfigurationError) as error:
         parser.error(str(error))
+    args.options = _options(parser, args)
     extra = {} if add_arguments is None else {"args": args}
     try:
         main_func(
@@ -117,6 +119,12 @@ def task_main(
         message = " ".join(str(error).split())
         sys.stderr.write(f"{parser.prog}: error: {message}\n")
         raise SystemExit(1) from error
+
+
+def _options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that differ from their defaults, as values that can be written as JSON."""
+    given = {name: value for name, value in vars(args).items() if value != parser.get_default(name)}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None) -> None:
@@ -205,7 +213,8 @@ def _make_parser() -> argparse.ArgumentParser:
 
     add("run_id", default=os.environ.get("MLBENCH_RUN_ID") or "1", metavar="ID", help="id of the run [%(default)s]")
     for name, folder in (("dataset", "datasets"), ("checkpoint", "checkpoints"), ("output", "output")):
-        default = str(user_folder(folder))
+        # A launcher sets MLBENCH_OUTPUT, so that it can read what the run leaves.
+        default = (os.environ.get("MLBENCH_OUTPUT") if name == "output" else None) or str(user_folder(folder))
         # argparse formats help texts with %, and the name of a folder may contain %.
         shown = default.replace("%", "%%")
         add(f"root-{name}", default=default, metavar="DIR", help=f"folder of the {folder} [{shown}]")

@@ -1,8 +1,14 @@
 """Write the numbers of a tracker to files, TensorBoard, or any function, in addition to the master.
 
-A sink is called ``sink(name, value, epoch, step)``. It may also have ``flush()``, ``close()`` and
-``write_summary(summary)``. The tracker calls ``flush()`` after each epoch. When the tracker is closed, it calls all
-three.
+A sink is called ``sink(name, value, epoch, step)``. It may also have these methods:
+
+* ``record(name, value, epoch, step, time_s)`` is called instead of the sink itself. ``time_s`` is the time that the
+  number belongs to, in seconds since ``Tracker.start()``.
+* ``event(kind, content)`` receives the events of the run, see :meth:`SinkList.event`.
+* ``flush()`` is called after each epoch and at the end.
+* ``write_summary(summary)`` and ``close()`` are called at the end.
+
+A sink that raises an exception receives nothing more. The tracker names it once in a warning, and the run continues.
 
 Example:
     >>> from mlbench_core.tracking.tracker import Tracker
@@ -20,7 +26,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -47,7 +53,7 @@ class Sink(Protocol):
 
 
 class SinkList(list[Sink]):
-    """The sinks of a tracker. A sink that can no longer write (a full disk) is removed, and the run continues.
+    """The sinks of a tracker. A sink that raises an exception (a full disk) is removed, and the run continues.
 
     Raises:
         TypeError: A sink is not callable.
@@ -59,20 +65,46 @@ class SinkList(list[Sink]):
             if not callable(sink):
                 raise TypeError(f"sinks must be callable, not {sink!r}: a sink is called (name, value, epoch, step)")
 
-    def record(self, *record: Any) -> None:
-        """Pass ``(name, value, epoch, step)`` to every sink."""
-        self.call("__call__", *record)
+    def record(self, name: str, value: float | str, epoch: int, step: int, time_s: float) -> None:
+        """Pass a number to every sink; without ``time_s`` to those that have no method ``record``."""
+        # A copy, because a sink that fails is removed while the loop runs.
+        for sink in tuple(self):
+            record = getattr(sink, "record", None)
+            if record is None:
+                self._try(sink, sink, name, value, epoch, step)
+            else:
+                self._try(sink, record, name, value, epoch, step, time_s)
+
+    def event(self, kind: str, content: Callable[[], Mapping[str, Any]]) -> None:
+        """Pass an event of the run to every sink that has a method ``event``.
+
+        Args:
+            kind: ``"start"`` when the run starts, ``"epoch"`` at the end of an epoch, ``"goal"`` when the goal is
+                reached, or ``"end"`` when the tracker is closed.
+            content: Return the content of the event as plain containers. It is called only if a sink wants it.
+        """
+        receivers = [sink for sink in self if hasattr(sink, "event")]
+        if receivers:
+            made = content()
+            for sink in receivers:
+                self._try(sink, sink.event, kind, made)
 
     def call(self, method: str, *arguments: Any) -> None:
         """Call a method of every sink that has it."""
-        # A copy, because a sink that fails is removed while the loop runs.
         for sink in tuple(self):
-            try:
-                getattr(sink, method, lambda *_: None)(*arguments)
-            except OSError as error:
-                # Not self.remove(sink), which compares with ==: a sink may define its own equality.
-                self[:] = [other for other in self if other is not sink]
-                logger.warning("%r failed and receives no more numbers; the run continues: %s", sink, error)
+            self._try(sink, getattr(sink, method, lambda *_: None), *arguments)
+
+    def _try(self, sink: Sink, function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        # All errors, because a sink may be anybody's code and training must not end because of it.
+        except Exception as error:
+            # Not self.remove(sink), which compares with ==: a sink may define its own equality.
+            self[:] = [other for other in self if other is not sink]
+            logger.warning(
+                "sink %r failed and receives no more numbers; the run continues: %s: %s",
+                sink, type(error).__name__, error,
+            )  # fmt: skip
 
 
 class _FileSink:
@@ -81,6 +113,9 @@ class _FileSink:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file: TextIO | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({os.fspath(self.path)!r})"
 
     def _open(self) -> TextIO:
         if self._file is None:

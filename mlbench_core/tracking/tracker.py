@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import time
@@ -20,6 +19,16 @@ from mlbench_core.errors import CheckpointError
 from mlbench_core.statistics import AverageMeter, QuantileSketch
 from mlbench_core.tracking.clock import DeviceClock, cuda_in_use
 from mlbench_core.tracking.energy import energy_counter
+from mlbench_core.tracking.goal import (
+    FLUSH_TIMEOUT_S,
+    Goal,
+    as_goal,
+    describe_goal,
+    end_at_exit,
+    finite,
+    goal_metric,
+    send_at_exit,
+)
 from mlbench_core.tracking.progress import ProgressBar, wants_progress
 from mlbench_core.tracking.sinks import Sink, SinkList
 from mlbench_core.tracking.summary import Counters, Totals, TrackerSummary
@@ -28,12 +37,9 @@ __all__ = ["AverageMeter", "Goal", "Tracker"]
 
 logger = logging.getLogger(__name__)
 
-Goal = Callable[[str, float, "Tracker"], "str | None"]
-
 TRAIN_PREFIX = "train_"
 VALIDATION_PREFIX = "val_"
 _STATE_VERSION = 1
-_FLUSH_TIMEOUT_S = 5.0
 
 _STATE_ATTRIBUTES = (
     "current_epoch",
@@ -128,6 +134,9 @@ class Tracker:
         goal_reached: True after the goal was reached.
         goal_text: The text that the goal returned, or None before the goal is reached.
         time_to_goal_s: Training seconds until the goal was reached, or None before.
+        goal_result: The content of the sinks' event ``"goal"``: the goal, the value that reached it, and the position
+            and the :meth:`totals` at that moment. None before, and if a checkpoint that lacks it resumes a run after
+            its goal.
         epoch_stats: Prefixed name to :class:`AverageMeter`, of the current epoch. The meters of the loss and the
             metrics exist before the first value.
         is_training: True if statistics are recorded as training statistics.
@@ -192,6 +201,7 @@ class Tracker:
         self.goal_reached = False
         self.goal_text: str | None = None
         self.time_to_goal_s: float | None = None
+        self.goal_result: dict[str, Any] | None = None
         self.start_time: float | None = None
         self.train_prefix = TRAIN_PREFIX
         self.val_prefix = VALIDATION_PREFIX
@@ -225,7 +235,13 @@ class Tracker:
         self._wanted_progress = progress
         self._progress: ProgressBar | None = None
         self._prepared = False
+        self._is_resumed = False
+        self._has_started = False
         self._closed = False
+        self._exit_key = object()
+        # The end of the run, as far as it was published: totals of the slowest worker, and the number of batches then.
+        self._slowest: Mapping[str, Any] | None = None
+        self._published: int | None = None
 
     # ------------------------------------------------------------------ phases of a run
 
@@ -236,7 +252,7 @@ class Tracker:
 
     @goal.setter
     def goal(self, goal: Goal | Callable[[], Goal] | None) -> None:
-        self._goal = _as_goal(goal)
+        self._goal = as_goal(goal)
 
     def goal_watches_training(self) -> bool:
         """Return True if a training statistic may reach the goal.
@@ -256,7 +272,7 @@ class Tracker:
         """
         if self._start_s is not None:
             raise RuntimeError("the tracker was started before; start() is called once, before the first epoch")
-        self._start_s = time.perf_counter()
+        self._begin()
         self.start_time = time.time()
 
     def train(self) -> None:
@@ -304,17 +320,20 @@ class Tracker:
             numbers = {name: now.of([name]) - before.of([name]) for name in now.steps_s}
             numbers["CumulativeTrainTimeEpoch"] = now.train_s - before.train_s
             numbers.update({f"cum_{name}": total for name, total in now.steps_s.items()})
+            position = self.position()
             for name, value in numbers.items():
                 self._send(name, value)
-                self._sinks.record(name, value, self.current_epoch, self._counters.batches)
+                self._sinks.record(name, value, self.current_epoch, *position)
             self.batches_per_epoch = self._batches_in_epoch
         self._batches_in_epoch = 0
         if self._progress is not None:
             self._progress.clear()
+        self._sinks.event("epoch", self._moment)
         self._sinks.call("flush")
         self.reset_epoch_stats()
         self._validation = _Validation()
         self.current_epoch += 1
+        self._keep_goal_metric()
 
     def epochs(self, most: int, past_goal: bool = False) -> Iterator[int]:
         """Yield the epochs to train: from the current one until the goal is reached or the budget is spent.
@@ -543,7 +562,7 @@ class Tracker:
         if log_to_api:
             self._send(name, value)
         if self._sinks:
-            self._sinks.record(name, value, self.current_epoch, batch)
+            self._sinks.record(name, value, self.current_epoch, batch, time_s)
         if self._goal is not None and not self.goal_reached:
             self._check_goal(name, value)
 
@@ -663,23 +682,34 @@ class Tracker:
         self._drain()
         return [entry[2] for entry in self.history if entry[1] == "batch_time_s"]
 
-    def summary(self) -> TrackerSummary:
-        """Return the totals of the run so far; on CUDA without the batches that the device has not finished."""
-        now, has_best = self._totals(), self._has_best
-        phases: dict[str, Any] = {
+    def totals(self) -> dict[str, Any]:
+        """Return seconds and counts since the start of the run; on CUDA without the batches that are not finished.
+
+        Returns:
+            ``wall_s``, ``train_s``, ``validation_s``, ``compute_s``, ``communication_s``, ``metrics_s``,
+            ``preprocess_s``, ``steps_s`` (by name), ``batches``, ``samples``, ``tokens``, ``communication_total_s``,
+            ``communication_exposed_s`` and ``communication_size_bytes``, see
+            :class:`~mlbench_core.tracking.summary.TrackerSummary`. Parts before a resumption count.
+        """
+        now = self._totals()
+        return {
+            "wall_s": self._wall_s(),
             "compute_s": now.of(self.compute_steps),
             "communication_s": now.of(self.communication_steps),
             "metrics_s": now.of(self.metrics_steps),
             "preprocess_s": now.of(self.preprocess_steps),
+            "steps_s": dict(now.steps_s),
+            **asdict(self._counters),
         }
+
+    def summary(self) -> TrackerSummary:
+        """Return the totals of the run so far; on CUDA without the batches that the device has not finished."""
+        has_best = self._has_best
         return TrackerSummary(
             run_id=str(self.run_id),
             rank=self.rank,
             epochs=self.current_epoch,
-            wall_s=self._wall_s(),
-            **phases,
-            **asdict(self._counters),
-            steps_s=dict(now.steps_s),
+            **self.totals(),
             batch_p50_s=self._batch_times.quantile(0.5),
             batch_p90_s=self._batch_times.quantile(0.9),
             batch_p99_s=self._batch_times.quantile(0.99),
@@ -691,17 +721,25 @@ class Tracker:
             time_to_goal_s=self.time_to_goal_s,
         )
 
-    def publish_summary(self, world_size: int = 1) -> None:
+    def publish_summary(self, world_size: int = 1, slowest: Mapping[str, Any] | None = None) -> None:
         """Send the totals of the run to the master as one metric ``summary``, a JSON text. Only rank 0 sends.
 
-        ``mlbench run --wait`` and ``mlbench charts`` draw their tables and charts from it.
+        ``mlbench run --wait`` and ``mlbench charts`` draw their tables and charts from it. The metric ``goal`` is sent
+        again, see :meth:`close`.
 
         Args:
             world_size: Number of workers. The throughput of the run is this worker's throughput times this number,
                 since all workers have parts of equal size and wait for one another in every step.
+            slowest: The :meth:`totals` of the slowest worker, which the caller reduced. Both metrics have them as
+                ``slowest``, in addition to the times of rank 0.
         """
         if self.rank == 0:
-            self._send("summary", json.dumps(self.summary().report(world_size)))
+            extra = {} if slowest is None else {"slowest": dict(slowest)}
+            self._send("summary", json.dumps(self.summary().report(world_size) | extra))
+        self._slowest = slowest
+        self._send_goal_metric()
+        send_at_exit(self._exit_key, None)
+        self._published = self._counters.batches
 
     def __str__(self) -> str:
         """Return one line: the epoch, the means of its statistics, the best value and the training time."""
@@ -725,7 +763,17 @@ class Tracker:
     def close(self) -> None:
         """End the run: remove the progress bar, flush and close the sinks, send the remaining numbers to the master.
 
-        The call waits for the device, and at most 5 seconds for the master. A second call does nothing.
+        Rank 0 sends the metric ``goal`` again, also if the goal was missed. The call waits for the device, and at most
+        5 seconds for the master. A second call does nothing. A tracker that is not closed is ended when the interpreter
+        exits.
+        """
+        self.end()
+
+    def end(self, wait: bool = True) -> None:
+        """Do the work of :meth:`close`.
+
+        Args:
+            wait: True to wait for the device.
         """
         if self._closed:
             return
@@ -734,12 +782,16 @@ class Tracker:
             self._progress.clear()
             self._progress = None
         if self._device is not None:
-            self._device.drain(wait=True)
+            self._device.drain(wait=wait)
+        if self._published != self._counters.batches:
+            self._send_goal_metric()
+        send_at_exit(self._exit_key, None)
         if self._sinks:
+            self._sinks.event("end", self._end_event)
             self._sinks.call("write_summary", self.summary().to_dict())
             self._sinks.call("flush")
             self._sinks.call("close")
-        LogMetrics.flush(_FLUSH_TIMEOUT_S)
+        LogMetrics.flush(FLUSH_TIMEOUT_S)
 
     def __enter__(self) -> Tracker:
         return self
@@ -763,6 +815,7 @@ class Tracker:
         state["metrics"] = [str(metric.name) for metric in self.metrics]
         # JSON has no infinities, so None stands for "no value yet".
         state["best_metric_value"] = self.best_metric_value if self._has_best else None
+        state["goal_result"] = self.goal_result
         state["steps_s"] = dict(self._step_s)
         state["wall_s"] = self._wall_s()
         state["energy_j"] = self._energy_j()
@@ -798,6 +851,7 @@ class Tracker:
         self._batch_start = self._mark = self._validation_start = None
         self._device = None
         self._prepared = False
+        self._is_resumed = True
         # The restored wall time covers everything before now.
         if self._start_s is not None:
             self._start_s = time.perf_counter()
@@ -822,7 +876,8 @@ class Tracker:
         new["epoch_stats"] = meters
         new["records"] = {name: {int(e): v for e, v in values} for name, values in state["records"].items()}
         new["history"] = deque(map(tuple, state["history"]), maxlen=self.history.maxlen)
-        # Checkpoints that were written before this entry existed lack it.
+        # Checkpoints that were written before these entries existed lack them.
+        new["goal_result"] = state.get("goal_result")
         new["_epoch_ends"] = deque(
             (Totals(**ends) for ends in state.get("epoch_ends", ())), maxlen=self._epoch_ends.maxlen
         )
@@ -854,8 +909,7 @@ class Tracker:
         if self._prepared:
             return
         self._prepared = True
-        if self._start_s is None:
-            self._start_s = time.perf_counter()
+        self._begin()
         # Checked here and not in the constructor, because a script may initialize CUDA after it creates the tracker.
         if cuda_in_use() if self._use_cuda is None else self._use_cuda:
             self._device = DeviceClock(self._book_step, self._book_batch)
@@ -898,6 +952,33 @@ class Tracker:
             return self._earlier_energy_j
         return (self._earlier_energy_j or 0.0) + self._joules()
 
+    def _begin(self) -> None:
+        """Start the wall clock, and tell the sinks about the start; a second call does nothing."""
+        is_first, self._has_started = not self._has_started, True
+        if is_first:
+            end_at_exit(self)
+        if self._start_s is None:
+            self._start_s = time.perf_counter()
+        if is_first:
+            batches = self._counters.batches
+            start = {"resumed": self._is_resumed, "epoch": self.current_epoch, "step": batches}
+            self._sinks.event("start", lambda: start)
+
+    def _moment(self) -> dict[str, Any]:
+        step, time_s = self.position()
+        return {"epoch": self.current_epoch, "step": step, "time_s": time_s, "totals": self.totals()}
+
+    def _end_event(self) -> dict[str, Any]:
+        summary = self.summary()
+        names = ("epochs", "best_metric_value", "best_epoch", "energy_j")
+        return {
+            "time_s": self._wall_s(),
+            "totals": self.totals(),
+            "batch_times": self._batch_times.state(),
+            "memory_peak_bytes": None,
+            **{name: getattr(summary, name) for name in names},
+        }
+
     def _check_goal(self, name: str, value: float) -> None:
         """Call the goal. If it is reached, record that; rank 0 sends the result."""
         text = self._goal(name, value, self) if self._goal is not None else None
@@ -906,6 +987,8 @@ class Tracker:
         self.goal_reached = True
         self.goal_text = str(text)
         self.time_to_goal_s = self.get_total_train_time()
+        others = {"value": finite(value), "text": self.goal_text, "time_to_goal_s": self.time_to_goal_s}
+        self.goal_result = {**self._moment(), **describe_goal(self._goal), **others}
         logger.info("goal reached: %s", text)
         result: dict[str, float | str] = {
             "TaskResult": self.goal_text,
@@ -913,10 +996,30 @@ class Tracker:
         }
         known = [*self.preprocess_steps, *self.compute_steps, *self.communication_steps, *self.metrics_steps]
         result.update({f"global_cum_{step}": self._step_s.get(step, 0.0) for step in [*known, *self._step_s]})
+        position = self.position()
         for key, entry in result.items():
             if self.rank == 0:
                 self._send(key, entry)
-            self._sinks.record(key, entry, self.current_epoch, self._counters.batches)
+            self._sinks.record(key, entry, self.current_epoch, *position)
+        self._send_goal_metric()
+        self._sinks.event("goal", lambda: self.goal_result or {})
+
+    def _goal_text_of_metric(self) -> str | None:
+        """Return the metric ``goal``, which only rank 0 sends, as JSON text."""
+        metric = goal_metric(self, self._slowest) if self.rank == 0 else None
+        return None if metric is None else json.dumps(metric)
+
+    def _send_goal_metric(self) -> None:
+        text = self._goal_text_of_metric()
+        if text is not None:
+            self._send("goal", text)
+            self._keep_goal_metric()
+
+    def _keep_goal_metric(self) -> None:
+        """Keep the metric ``goal`` for the end of the process, in case this tracker is deleted without an end."""
+        text = None if self._closed else self._goal_text_of_metric()
+        if text is not None:
+            send_at_exit(self._exit_key, (self.run_id, self.rank, self.current_epoch, "goal", text))
 
     def _send(self, name: str, value: float | str) -> None:
         LogMetrics.log(self.run_id, self.rank, self.current_epoch, name, value)
@@ -939,35 +1042,3 @@ def _number(name: str, value: Any) -> float:
         return value if type(value) in (int, float) else float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be a number or a tensor of one element, not {value!r}") from error
-
-
-def _as_goal(goal: Any) -> Goal | None:
-    """Return the goal; a function without required arguments is called to create it.
-
-    Raises:
-        TypeError: ``goal`` is neither a goal nor a function that creates one.
-    """
-    if goal is None or _accepts(goal, 3):
-        return goal
-    if callable(goal) and _accepts(goal, 0):
-        made = goal()
-        if made is not None and _accepts(made, 3):
-            return made
-    raise TypeError(
-        f"goal must be callable as (metric_name, value, tracker), not {goal!r}: pass such a function, or one without "
-        "required arguments that returns it"
-    )
-
-
-def _accepts(function: Any, arguments: int) -> bool:
-    """Return True if the function can be called with this number of positional arguments."""
-    if not callable(function):
-        return False
-    try:
-        inspect.signature(function).bind(*range(arguments))
-    except TypeError:
-        return False
-    # A builtin without a signature counts as a goal, not as a factory.
-    except ValueError:
-        return arguments > 0
-    return True

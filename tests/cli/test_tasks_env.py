@@ -39,7 +39,6 @@ def test_env_asks_torch_in_a_process_of_its_own(call: Call, patch: pytest.Monkey
     ],
 )
 def test_env_says_why_torch_does_not_load(code: str, problem: str, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(env_module, "_version", lambda _: "2")
     patch.setattr(env_module, "_ASK_TORCH", code)
     assert problem in env_module._torch()["problem"]
     patch.setattr(env_module, "_ASK_TORCH", "while True: pass")

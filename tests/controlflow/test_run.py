@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from mlbench_core.controlflow.pytorch import run as run_module
 from mlbench_core.controlflow.pytorch.run import Run, run_task
 from mlbench_core.controlflow.task_arguments import add_run_arguments
 from mlbench_core.evaluation.pytorch.metrics import TopKAccuracy
+from mlbench_core.results.folder import read_result
 from mlbench_core.tracking.tracker import Tracker
 
 
@@ -60,19 +60,23 @@ def test_arguments_reach_backend_and_training(tmp_path: Path, monkeypatch: pytes
     )  # fmt: skip
     assert (run.dataset_dir, run.ckpt_run_dir) == (str(tmp_path / "torch" / "task9z"), str(tmp_path / "task9z" / "7"))
     assert run.args.prepared
-    assert not (tmp_path / "task9z" / "7" / "summary.json").exists()  # rank 0 writes it
+    assert not (tmp_path / "task9z" / "7" / "result.json").exists()  # rank 0 writes it
 
 
 @pytest.mark.parametrize(("argv", "is_written"), [((), True), (("--validation_only",), False)])
-def test_the_output_folder_gets_the_summary(
+def test_the_output_folder_gets_the_result(
     argv: tuple[str, ...], is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    FakeWorker(monkeypatch, rank=0).run(tmp_path, *argv)
-    path = tmp_path / "task9z" / "7" / "summary.json"
-    assert path.exists() == is_written
+    FakeWorker(monkeypatch, rank=0).run(tmp_path, "--seed", "3", "--epochs", "2", *argv)
+    folder = tmp_path / "task9z" / "7"
+    assert (folder / "result.json").exists() == is_written
     if is_written:
-        summary = json.loads(path.read_text())
-        assert (summary["run_id"], summary["rank"], summary["goal_reached"]) == ("7", 0, False)
+        result = read_result(folder)
+        configuration = result["configuration"]
+        # The other two workers of this run do not exist.
+        assert (result["run"]["id"], result["run"]["state"], result["goal"]) == ("7", "unfinished", None)
+        assert (configuration["workers"], configuration["seed"], configuration["division"]) == (3, 3, "open")
+        assert (configuration["options"], configuration["changed"]) == ({"epochs": 2}, [])
 
 
 def test_malloc_is_left_alone_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

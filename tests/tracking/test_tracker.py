@@ -466,6 +466,8 @@ def test_rank_0_sends_the_result_once(
         tracker.record_stat("global_Prec@1", 80)
         tracker.record_stat("global_Prec@1", 81)
     sent = {entry.args[3]: entry.args[4] for entry in log.call_args_list}
+    assert json.loads(sent.pop("goal"))["time_to_goal_s"] == 3
+    assert log.call_count == len(sent) + 1
     assert sent == {
         "TaskResult": "80% in 3 seconds",
         "TotalCumulativeTrainTime": 3,
@@ -477,7 +479,6 @@ def test_rank_0_sends_the_result_once(
         "global_cum_agg": 1,
         "global_cum_comp_metrics": 0,
     }
-    assert log.call_count == len(sent)
     assert all(entry.args[:3] == ("7", 0, 0) for entry in log.call_args_list)
     assert tracker.goal_reached and tracker.time_to_goal_s == 3
     assert capsys.readouterr() == ("", "")
@@ -675,20 +676,55 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [path for path in tmp_path.iterdir() if path.stat().st_size > 0]
 
 
-def test_a_sink_that_cannot_write_is_dropped_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    calls = []
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("No space left")])
+def test_a_sink_that_fails_is_named_once_and_the_run_goes_on(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full:
+        calls = 0
 
-    def full_disk(*record: Any) -> None:
-        calls.append(record)
-        raise OSError(28, "No space left on device")
+        def __call__(self, *record: Any) -> None:
+            self.calls += 1
+            raise error
 
-    tracker = make(sinks=[full_disk])
+        def __repr__(self) -> str:
+            return "Full('disk')"
+
+    full, seen = Full(), []
+    tracker = make(sinks=[full, lambda *record: seen.append(record)])
     tracker.record_loss(1.0)
-    tracker.record_loss(1.0)
-    assert len(calls) == 1
-    assert "No space left" in caplog.text
+    tracker.record_loss(2.0)
+    tracker.close()
+    assert full.calls == 1
+    assert [value for _, value, *_ in seen] == [1.0, 2.0]
+    (message,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert "Full('disk')" in message and type(error).__name__ in message and "No space left" in message
     with pytest.raises(TypeError, match="sinks must be callable"):
         make(sinks=["file.csv"])
+
+
+@pytest.mark.parametrize("method", ["record", "event", "flush", "write_summary", "close"])
+def test_any_method_of_a_sink_may_fail(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("broken")
+
+    class Broken:
+        def __call__(self, *_: Any) -> None: ...
+
+    setattr(Broken, method, fail)
+    with make(sinks=[Broken()]) as tracker:
+        tracker.record_loss(1.0)
+        run_quick_batches(tracker, 1)
+        tracker.epoch_end()
+    assert "ArithmeticError: broken" in caplog.text
+
+
+def test_a_sink_may_end_the_process() -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(sinks=[interrupt]).record_loss(1.0)
 
 
 def test_progress_shows_on_a_terminal_on_rank_0_alone() -> None:

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
+import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.controlflow.pytorch.controlflow import record_validation_stats
+from mlbench_core.controlflow.pytorch.run_results import RunResults
 from mlbench_core.controlflow.pytorch.translation import EpochPart, epoch_parts
 from mlbench_core.controlflow.task_arguments import task_main
 from mlbench_core.distributed.pytorch.initialize import initialize_backends
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
+from mlbench_core.results.configuration import Configuration, goal_of
+from mlbench_core.results.environment import describe_environment
+from mlbench_core.tasks import TASKS
+from mlbench_core.tracking.goal import as_goal
 from mlbench_core.tracking.tracker import Goal, Tracker
 
 __all__ = ["Run", "run_task"]
@@ -28,6 +36,21 @@ __all__ = ["Run", "run_task"]
 logger = logging.getLogger(__name__)
 
 Validate = Callable[[], tuple[Mapping[MLBenchMetric, float], float]]
+
+# Arguments that are not settings of the training, or have a field of their own in the configuration.
+_NOT_OPTIONS = frozenset(
+    (
+        *("run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts", "timeout", "resume"),
+        *("checkpoint", "validation_only", "gpu", "backend", "light_target", "seed", "dataset", "preset", "optimizer"),
+    )
+)
+# Options that the closed division leaves free: how numbers are computed and sent, and when a run ends.
+_FREE_OPTIONS = frozenset(
+    (
+        *("overlap", "shared_memory", "compile", "channels_last", "precision", "autocast", "bf16"),
+        *("epochs", "past_goal", "full_train"),
+    )
+)
 
 
 class Run:
@@ -57,6 +80,7 @@ class Run:
         world_size: As above.
         dataset_dir: As above.
         ckpt_run_dir: As above.
+        open_results: Return the result folder of a run with the given goal; None for a run that leaves none.
 
     Example:
         >>> import tempfile
@@ -88,7 +112,13 @@ class Run:
     tracker: Tracker
 
     def __init__(
-        self, args: argparse.Namespace, rank: int, world_size: int, dataset_dir: str, ckpt_run_dir: str
+        self,
+        args: argparse.Namespace,
+        rank: int,
+        world_size: int,
+        dataset_dir: str,
+        ckpt_run_dir: str,
+        open_results: Callable[[Any], RunResults] | None = None,
     ) -> None:
         self.args = args
         self.rank = rank
@@ -99,19 +129,20 @@ class Run:
         self.validation_only: bool = args.validation_only
         self.dataset_dir = dataset_dir
         self.ckpt_run_dir = ckpt_run_dir
+        self._open_results = open_results
         self._open = contextlib.ExitStack()
         self._is_best: bool | None = None
 
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
     def track(
         self, metrics: Iterable[MLBenchMetric], goal: Goal | Callable[[], Goal] | None = None, **options: Any
     ) -> Tracker:
-        """Make the run's tracker; call it before :meth:`epochs`.
+        """Make the run's tracker and its result folder; every worker calls it once, before :meth:`epochs`.
 
         Args:
             metrics: The run's metrics; the first is the primary one, which decides about the best checkpoint.
@@ -122,8 +153,13 @@ class Run:
         Returns:
             The tracker, which is ``run.tracker`` from now on.
         """
-        self.tracker = self._open.enter_context(Tracker(metrics, self.run_id, self.rank, goal, **options))
-        return self.tracker
+        sinks, goal = list(options.pop("sinks", ())), as_goal(goal)
+        if self._open_results is not None and not self.validation_only:
+            # Entered before the tracker, so that it ends after the tracker has written its last numbers.
+            results = self._open.enter_context(self._open_results(goal))
+            sinks.append(results.sink)
+        self.tracker = Tracker(metrics, self.run_id, self.rank, goal, sinks=sinks, **options)
+        return self._open.enter_context(self.tracker)
 
     def epochs(
         self,
@@ -230,9 +266,9 @@ def run_task(
 ) -> None:
     """Read a task's command line, connect the workers and train.
 
-    The global random generators are seeded with ``--seed``, the same on every worker. After the training, rank 0 logs
-    if the goal was reached, and writes the tracker's summary to ``summary.json`` in the task's output folder. A run
-    that only validates writes none. For folders, launchers and errors see
+    The global random generators are seeded with ``--seed``, the same on every worker. The run leaves a result folder,
+    ``<root-output>/<uid>/<run_id>``, see :mod:`mlbench_core.results.folder`. A run that only validates leaves none.
+    After the training, rank 0 logs if the goal was reached. For folders, launchers and errors see
     :func:`~mlbench_core.controlflow.task_arguments.task_main`, for an example see :class:`Run`.
 
     By default, settings of the C library's ``malloc`` are changed for the whole process, for its whole life: freed
@@ -267,11 +303,51 @@ def run_task(
             ckpt_run_dir=ckpt_run_dir,
             timeout_s=args.timeout,
         ) as (rank, world_size, _):
-            with Run(args, rank, world_size, dataset_dir, ckpt_run_dir) as run:
+            configuration = _configuration(args, uid, world_size, backend)
+
+            def open_results(goal: Goal | None) -> RunResults:
+                return RunResults(
+                    Path(output_dir),
+                    replace(configuration, goal=goal_of(goal)),
+                    args.run_id,
+                    rank,
+                    environment=_environment(args, dataset_dir) if rank == 0 else None,
+                    resume=args.resume,
+                )
+
+            with Run(args, rank, world_size, dataset_dir, ckpt_run_dir, open_results) as run:
                 train(run)
             if rank == 0 and not args.validation_only:
-                summary = json.dumps(run.tracker.summary().to_dict(), indent=2)
-                Path(output_dir, "summary.json").write_text(summary + "\n", encoding="utf-8")
                 logger.info("%s", "goal reached" if run.tracker.goal_reached else "goal not reached")
 
     task_main(main, uid, argv=argv, add_arguments=add_arguments)
+
+
+def _configuration(args: argparse.Namespace, uid: str, workers: int, backend: str) -> Configuration:
+    """Return the configuration of a run from its command line, without its goal."""
+    task = TASKS.get(uid.removeprefix("task"))
+    options = {name: value for name, value in args.options.items() if name not in _NOT_OPTIONS}
+    dataset = getattr(args, "dataset", None)
+    return Configuration(
+        workers=workers,
+        task=task.key if task else None,
+        program=Path(sys.argv[0]).name or None,
+        dataset=dataset or (task.dataset if task else None),
+        preset=getattr(args, "preset", None),
+        algorithm=getattr(args, "optimizer", None),
+        options=options,
+        backend=backend,
+        threads=torch.get_num_threads(),
+        device="cuda" if args.gpu else "cpu",
+        network=os.environ.get("MLBENCH_NETWORK") or None,
+        light=args.light_target,
+        changed=tuple(sorted(set(options) - _FREE_OPTIONS)),
+        seed=args.seed,
+    )
+
+
+def _environment(args: argparse.Namespace, dataset_dir: str) -> dict[str, Any]:
+    """Return the content of ``environment.json``."""
+    folder = Path(getattr(args, "data", None) or dataset_dir)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return describe_environment(seeds={"seed": args.seed}, data_files=files, program=Path(sys.argv[0]))

@@ -1,0 +1,182 @@
+"""Write the result folder of a run, together with all of its workers.
+
+Each worker writes its raw lines to a file of its own. At the end rank 0 joins them and writes the result. Workers on
+hosts that do not share the folder with rank 0 send their lines to it::
+
+    rank 0: prepare the folder, put a mark into it    other ranks: is the mark there?
+                                ... training ...
+    all: write the last line; ranks that did not see the mark send their file; rank 0 joins the files
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mlbench_core.client.log_metrics import LogMetrics
+from mlbench_core.distributed.pytorch.process_groups import get_backend_tensor, is_distributed
+from mlbench_core.errors import MLBenchError
+from mlbench_core.results.configuration import Configuration
+from mlbench_core.results.folder import finish_folder, lines_path, prepare_folder, write_environment
+from mlbench_core.results.lines import LinesSink
+
+__all__ = ["RunResults"]
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 16 << 20
+_FLUSH_TIMEOUT_S = 5.0
+
+
+class RunResults:
+    """The result folder of a run; every worker makes one at the same time, after the process group exists.
+
+    Pass :attr:`sink` to the tracker. Use it as a context manager around the tracker: at its end the result is written,
+    also after an exception. The tasks do this through :class:`~mlbench_core.controlflow.pytorch.run.Run`.
+
+    Args:
+        folder: The result folder. Files of an earlier run in it are moved to ``earlier-1`` and so on.
+        configuration: The program of the run and its settings.
+        run_id: Id of the run.
+        rank: Rank of this worker.
+        environment: Content of ``environment.json``, see
+            :func:`~mlbench_core.results.environment.describe_environment`; used on rank 0.
+        resume: True to continue the run in this folder.
+
+    Attributes:
+        sink: Writes the raw lines of this worker.
+        result: On rank 0, the content of ``result.json`` after the end; None before and on other ranks.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from mlbench_core.tracking.tracker import Tracker
+        >>> folder = pathlib.Path(tempfile.mkdtemp()) / "my-run"
+        >>> with RunResults(folder, Configuration(workers=1), "my-run") as results:
+        ...     with Tracker([], "my-run", 0, sinks=[results.sink]) as tracker:
+        ...         tracker.batch_start()
+        ...         tracker.batch_end(samples=32)
+        ...         tracker.epoch_end()
+        >>> results.result["run"]["state"], results.result["samples"]
+        ('finished', 32)
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        configuration: Configuration,
+        run_id: str,
+        rank: int = 0,
+        *,
+        environment: Mapping[str, Any] | None = None,
+        resume: bool = False,
+    ) -> None:
+        self.folder = folder
+        self.result: dict[str, Any] | None = None
+        self._run_id = run_id
+        self._rank = rank
+        if rank == 0:
+            prepare_folder(folder, resume=resume)
+            write_environment(folder, environment or {})
+        self._sharing = self._who_shares_the_folder()
+        path = lines_path(folder, rank)
+        if not self._sharing[rank] and not resume and path.exists():
+            # Left by a killed run. Only this worker's file is moved, because others of this host write now, too.
+            path.replace(path.with_name(f"earlier-{path.name}"))
+        self.sink = LinesSink(path, rank, run_id, configuration.to_dict())
+
+    def __enter__(self) -> RunResults:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        reason = None if error is None else " ".join(f"{type(error).__name__}: {error}".split())
+        try:
+            self.sink.finish("finished" if error is None else "failed", reason)
+            # After an error other workers may be gone, so nothing is received from them.
+            if error is None:
+                self._bring_lines()
+            if self._rank == 0:
+                self.result = finish_folder(self.folder)
+        # The training is done or has failed for another reason; a full disk must not replace that.
+        except (OSError, ValueError, RuntimeError, MLBenchError) as problem:
+            logger.error("the result in %s is incomplete: %s: %s", self.folder, type(problem).__name__, problem)
+        if self.result is not None:
+            self._send(self.result)
+
+    def _who_shares_the_folder(self) -> list[bool]:
+        """Return for each rank if its folder is that of rank 0, the same on all workers."""
+        if not is_distributed() or dist.get_world_size() == 1:
+            return [True] * (self._rank + 1)
+        # 62 bits, because the number travels as int64.
+        number = get_backend_tensor(torch.tensor([int.from_bytes(os.urandom(8), "big") >> 2]))
+        mark_of = ".shared-{:x}".format
+        if self._rank == 0:
+            mark = self.folder / mark_of(int(number.item()))
+            mark.touch()
+        dist.broadcast(number, src=0)
+        seen = get_backend_tensor(torch.zeros(dist.get_world_size(), dtype=torch.int64))
+        seen[self._rank] = (self.folder / mark_of(int(number.item()))).exists()
+        dist.all_reduce(seen)
+        if self._rank == 0:
+            mark.unlink()
+        return [bool(shares) for shares in seen.tolist()]
+
+    def _bring_lines(self) -> None:
+        """Copy the raw lines of workers on other hosts to rank 0; after the call every worker's file is there."""
+        if len(self._sharing) == 1 or not is_distributed():
+            return
+        dist.barrier()
+        for sender, shares in enumerate(self._sharing):
+            if shares:
+                continue
+            path = lines_path(self.folder, sender)
+            content = zlib.compress(path.read_bytes()) if self._rank == sender else b""
+            size = get_backend_tensor(torch.tensor([len(content)]))
+            dist.broadcast(size, src=sender)
+            received = bytearray()
+            # Broadcast and not send, because every backend has it; a file has a few megabytes.
+            for start in range(0, int(size.item()), _CHUNK_BYTES):
+                length = min(_CHUNK_BYTES, int(size.item()) - start)
+                chunk = torch.zeros(length, dtype=torch.uint8)
+                if self._rank == sender:
+                    chunk = torch.frombuffer(bytearray(content[start : start + length]), dtype=torch.uint8)
+                chunk = get_backend_tensor(chunk)
+                dist.broadcast(chunk, src=sender)
+                if self._rank == 0:
+                    received += chunk.cpu().numpy().tobytes()
+            if self._rank == 0:
+                path.write_bytes(zlib.decompress(bytes(received)))
+            elif self._rank == sender:
+                path.unlink()
+
+    def _send(self, result: Mapping[str, Any]) -> None:
+        """Send the result to the master, and the goal with the times of the slowest worker."""
+        log = (self._run_id, 0, result["epochs"])
+        if result["goal"] is not None:
+            LogMetrics.log(*log, "goal", json.dumps(goal_message(result)))
+        LogMetrics.log(*log, "result", json.dumps(result))
+        LogMetrics.flush(_FLUSH_TIMEOUT_S)
+
+
+def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the goal of a result as the metric ``goal`` carries it: times of the slowest worker, and of rank 0."""
+    goal = result["goal"]
+
+    def times_of(worker: str) -> dict[str, Any]:
+        times = (goal["times"] or result["times"])[worker]
+        phases = {phase: times[f"{phase}_s"] for phase in ("compute", "communication", "metrics", "data")}
+        reached_s = goal["time_to_goal_s"]
+        return {"time_to_goal_s": None if reached_s is None else reached_s[worker], "phases_s": phases}
+
+    names = ("metric", "threshold", "minimize", "reached", "value", "epochs")
+    return {**{name: goal[name] for name in names}, **times_of("slowest"), "rank_0": times_of("rank_0")}

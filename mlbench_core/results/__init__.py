@@ -1,0 +1,1 @@
+"""Results of runs: the folder that every run leaves, statistics over repeats, tables and figures."""

@@ -1,0 +1,132 @@
+"""Identify the source code of a run: the commit of its checkout, and the local changes since that commit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from mlbench_core.files import digest
+
+__all__ = ["describe_checkout"]
+
+_TIMEOUT_S = 10.0
+# Hashing more than this would delay the run.
+_MOST_CHANGED_BYTES = 256 << 20
+# Other new files may be data, or the results of earlier runs: with them, no two runs would have the same difference.
+_CODE = (
+    ".c",
+    ".cc",
+    ".cfg",
+    ".cpp",
+    ".cu",
+    ".cuh",
+    ".h",
+    ".hpp",
+    ".ini",
+    ".py",
+    ".pyx",
+    ".sh",
+    ".toml",
+    ".yaml",
+    ".yml",
+)
+# Git sets these for its hooks. A run that such a hook starts would otherwise describe the hook's repository.
+_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
+
+
+def describe_checkout(path: Path, *, accept_new: bool = False) -> dict[str, Any] | None:
+    """Describe the checkout to which a file or folder belongs.
+
+    The local difference consists of the files that differ from the commit: changed and removed files, and new files of
+    code or settings (such as ``.py``, ``.cu`` or ``.yaml``) that Git does not ignore. Its hash depends only on their
+    names and contents, and not on the version or the settings of Git. Submodules count with their name only.
+
+    Git runs no hook, no external program that displays differences, and no file system monitor. It gets at most 10
+    seconds for each of five questions and writes nothing to the repository.
+
+    Args:
+        path: A file or folder.
+        accept_new: True to accept a path that Git does not track yet, unless it ignores it. False suits an installed
+            package, whose folder may happen to lie inside the checkout of another project.
+
+    Returns:
+        ``commit`` in hexadecimal digits; ``changed_files``, the number of files that differ; and
+        ``difference_sha256``, None without a difference. If the difference cannot be read or has more than 256 MiB,
+        ``difference_sha256`` and possibly ``changed_files`` are None. The whole result is None if the path is not in a
+        repository, Git is not installed, or Git refuses the repository because another user owns it.
+
+    Example:
+        >>> import tempfile
+        >>> describe_checkout(Path(tempfile.mkdtemp())) is None
+        True
+    """
+    try:
+        path = path.resolve()
+        folder = path if path.is_dir() else path.parent
+        top, commit = (os.fsdecode(line) for line in _git(folder, "rev-parse", "--show-toplevel", "HEAD").splitlines())
+        root = Path(top)
+        kinds = ("--cached", "--others", "--exclude-standard") if accept_new else ("--cached",)
+        # Fails if no such file is known to Git.
+        _git(root, "ls-files", "--error-unmatch", *kinds, "--", str(path))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    found: dict[str, Any] = {"commit": commit, "changed_files": None, "difference_sha256": None}
+    try:
+        names = _changed_files(root)
+        found["changed_files"] = len(names)
+        found["difference_sha256"] = _hash_files(root, names) if names else None
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return found
+
+
+def _changed_files(root: Path) -> list[bytes]:
+    """Return the names of all files that differ from the commit, relative to the root of the checkout."""
+    # A dirty submodule would be inspected by a Git process of its own, with the submodule's settings.
+    options = ("--name-only", "-z", "--no-renames", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty")
+    changed = _git(root, "diff", "HEAD", *options)
+    new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *(f"*{suffix}" for suffix in _CODE))
+    return sorted({name for name in (changed + new).split(b"\0") if name})
+
+
+def _hash_files(root: Path, names: list[bytes]) -> str | None:
+    """Return the hash over names and contents of files; None if they are too large."""
+    found = hashlib.sha256()
+    left = _MOST_CHANGED_BYTES
+    for name in names:
+        path = root / os.fsdecode(name)
+        mode = os.lstat(path).st_mode if os.path.lexists(path) else 0
+        if stat.S_ISREG(mode):
+            left -= path.stat().st_size
+            if left < 0:
+                return None
+            kind, content = "executable" if mode & stat.S_IXUSR else "file", digest(path)
+        elif stat.S_ISLNK(mode):
+            kind, content = "link", digest(os.fsencode(os.readlink(path)))
+        else:
+            kind, content = "other" if mode else "removed", ""
+        # No name contains a zero byte, so two different lists of files never give the same bytes.
+        found.update(b"\0".join([name, kind.encode(), content.encode(), b""]))
+    return found.hexdigest()
+
+
+def _git(folder: Path, command: str, *arguments: str) -> bytes:
+    """Return the output of a Git command that only reads.
+
+    Raises:
+        OSError: Git is not installed.
+        subprocess.SubprocessError: The command failed or took too long.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
+    # Without optional locks, Git does not store the refreshed index, which another process may be changing.
+    environment.update(GIT_OPTIONAL_LOCKS="0", GIT_TERMINAL_PROMPT="0", LC_ALL="C")
+    safe = ("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}")
+    return subprocess.run(
+        ["git", *safe, "-C", str(folder), command, *arguments],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env=environment, timeout=_TIMEOUT_S, check=True,
+    ).stdout  # fmt: skip

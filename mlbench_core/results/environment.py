@@ -1,0 +1,496 @@
+"""Describe the machine, the software and the settings of a run, for ``environment.json`` and ``mlbench env``.
+
+Nothing here raises an exception because something cannot be read: the value is then None. Secrets are left out or
+replaced by ``***``. torch is described only if the process has imported it; this module does not import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from mlbench_core.files import digest
+from mlbench_core.results.checkout import describe_checkout
+
+__all__ = [
+    "describe_environment",
+    "describe_gpus",
+    "describe_packages",
+    "describe_system",
+    "describe_torch",
+    "driver_version",
+    "machine_of",
+    "mask_command_line",
+    "software_of",
+]
+
+_SCHEMA_VERSION = 1
+
+# Tests replace these.
+_PROC = Path("/proc")
+_SYS = Path("/sys")
+
+_VARIABLE_PREFIXES = (
+    "CUBLAS_",
+    "CUDA_",
+    "CUDNN_",
+    "GLOO_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "MLBENCH_",
+    "NCCL_",
+    "OMPI_COMM_WORLD_",
+    "OMPI_MCA_",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTORCH_",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
+    "TORCH_",
+    "UCX_",
+)
+# Of SLURM, only the place of the process and its resources: other variables name users and accounts.
+_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS"),
+    *("SLURM_NNODES", "SLURM_JOB_PARTITION", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND", "SLURM_GPUS_ON_NODE"),
+    *("LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_CONF", "NVIDIA_TF32_OVERRIDE", "PYTHONHASHSEED"),
+}
+
+_SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+# A word of the name must end so: --api-key and --apikey match, --max-tokens and --tokenizer do not.
+_SECRET_NAME = r"[\w.+-]*(?:token|key|secret|password|passwd|passphrase|credentials?|auth)(?![a-z0-9])[\w.-]*"
+# A flag such as --no-token has no value.
+_SECRET_OPTION = re.compile(f"(?!--no-)-{_SECRET_NAME}", re.IGNORECASE)
+# Also within a command that is one argument.
+_SECRET_SETTING = re.compile(
+    rf"(?<!\S)({_SECRET_OPTION.pattern}(?:=|\s+)|{_SECRET_NAME}=)(?:'[^']*'|\"[^\"]*\"|\S+)", re.IGNORECASE
+)
+# Up to the last @, because a password may contain one.
+_URL_USER = re.compile(r"(?<=://)\S*@")
+_URL_PARAMETER = re.compile(r"([?&;#][^=&;#\s]*=)[^&;#\s]*")
+_BEARER = re.compile(r"(?<=\bbearer )\S+", re.IGNORECASE)
+_MASK = "***"
+
+_MOST_DATA_FILES = 1000
+_MOST_HASHED_BYTES = 1 << 30
+_PART_BYTES = 1 << 20
+
+_T = TypeVar("_T")
+
+
+def describe_environment(
+    *, seeds: Mapping[str, int] | None = None, data_files: Iterable[Path] = (), program: Path | None = None
+) -> dict[str, Any]:
+    """Return the content of ``environment.json``: all that may influence a run, apart from its own options.
+
+    Args:
+        seeds: Seeds of the run by name, for example ``{"global": 42}``.
+        data_files: Files of the data set. At most 1,000 of them are described; folders are left out. Each file has its
+            size and its SHA-256. Files beyond the first GiB in total are not read as a whole: they have the time of
+            their last change instead, and ``sha256_of_parts``, the SHA-256 of their first, middle and last MiB.
+        program: The script or program of the run; None for that of this process.
+
+    Returns:
+        Values that can be written as JSON:
+
+        * ``schema_version``: 1.
+        * ``host``: Name of the machine.
+        * ``system``: See :func:`describe_system`.
+        * ``gpus``, ``driver``: See :func:`describe_gpus` and :func:`driver_version`.
+        * ``torch``: See :func:`describe_torch`.
+        * ``packages``: All installed distributions with their versions.
+        * ``checkouts``: Commit and local changes of ``program`` and of ``mlbench_core``, see
+          :func:`~mlbench_core.results.checkout.describe_checkout`.
+        * ``variables``: Environment variables that libraries and launchers read, without secrets.
+        * ``command_line``: The arguments of this process, beginning with those of Python, without secrets.
+        * ``seeds``: As given.
+        * ``data_files``: As described above, and ``data_files_left_out``: the number of further paths.
+
+    Example:
+        >>> environment = describe_environment(seeds={"global": 42})
+        >>> environment["seeds"]
+        {'global': 42}
+    """
+    if program is None:
+        file = getattr(sys.modules.get("__main__"), "__file__", None)
+        program = None if file is None else Path(file)
+    files, left_out = _describe_files(data_files)
+    return {
+        "schema_version": _SCHEMA_VERSION,
+        "host": _read(platform.node) or None,
+        "system": describe_system(),
+        "gpus": describe_gpus(),
+        "driver": driver_version(),
+        "torch": describe_torch(),
+        "packages": describe_packages(),
+        "checkouts": {
+            "program": None if program is None else describe_checkout(program, accept_new=True),
+            "mlbench_core": describe_checkout(Path(__file__).parents[1] / "__init__.py"),
+        },
+        "variables": _variables(),
+        "command_line": mask_command_line(sys.orig_argv),
+        "seeds": dict(seeds or {}),
+        "data_files": files,
+        "data_files_left_out": left_out,
+    }
+
+
+def describe_system() -> dict[str, Any]:
+    """Describe processor, memory, operating system and Python.
+
+    Returns:
+        ``platform``, ``os``, ``kernel``, ``libc``, ``python``, ``executable``, ``cpu`` (the model), ``sockets``, and
+
+        * ``cores``: Logical cores of the machine.
+        * ``cores_physical``: Cores without those of simultaneous multithreading.
+        * ``cores_usable``: Logical cores on which this process may run. A launcher may bind each worker to a few.
+        * ``cores_limit``: Cores that the control groups of a container or a batch system allow, possibly a fraction;
+          None without a limit.
+        * ``frequency_mhz``: ``current``, ``min`` and ``max`` frequency in MHz.
+        * ``memory_bytes``: Memory of the machine, and ``memory_limit_bytes``: the limit of the control groups.
+
+        A value that cannot be read is None.
+    """
+    readers: dict[str, Callable[[], Any]] = {
+        "platform": platform.platform,
+        "os": _os_name,
+        "kernel": platform.release,
+        "libc": lambda: " ".join(platform.libc_ver()).strip() or None,
+        "python": lambda: f"{platform.python_implementation()} {platform.python_version()}",
+        "executable": lambda: _text(sys.executable),
+        "cpu": _cpu_name,
+        "sockets": _sockets,
+        "cores": os.cpu_count,
+        "cores_physical": lambda: _psutil().cpu_count(logical=False),
+        # macOS has no such function.
+        "cores_usable": lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores_limit": _cores_limit,
+        # psutil gives 0 for a frequency that it does not know.
+        "frequency_mhz": lambda: {name: value or None for name, value in _psutil().cpu_freq()._asdict().items()},
+        "memory_bytes": lambda: _psutil().virtual_memory().total,
+        "memory_limit_bytes": _memory_limit,
+    }
+    return {name: _read(reader) for name, reader in readers.items()}
+
+
+def describe_packages() -> dict[str, str]:
+    """Return the versions of all installed distributions, by normalized name such as ``"scikit-learn"``."""
+    from mlbench_core import __version__
+
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        # A damaged installation has no name or no version.
+        name, version = _read(partial(getattr, distribution, "name")), _read(partial(getattr, distribution, "version"))
+        if name and version:
+            # Python imports the first of several installations.
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
+    # From the code itself, because the metadata of an editable installation may be older.
+    found["mlbench-core"] = __version__
+    return dict(sorted(found.items()))
+
+
+def describe_torch() -> dict[str, Any] | None:
+    """Describe the torch that this process has imported; None if it has not.
+
+    Returns:
+        ``version``, ``cuda``, ``cudnn``, ``nccl`` (their versions) and ``threads``, the threads of an operator. The
+        versions of cuDNN and NCCL are None if no GPU can be used.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    cuda = _can_use_cuda(torch)
+    return {
+        "version": _read(lambda: str(torch.__version__)),
+        "cuda": _read(lambda: torch.version.cuda),
+        "cudnn": _read(torch.backends.cudnn.version) if cuda else None,
+        "nccl": _read(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if cuda else None,
+        "threads": _read(torch.get_num_threads),
+    }
+
+
+def describe_gpus() -> list[dict[str, Any]]:
+    """Describe the GPUs that this process can use.
+
+    Without torch in the process, they are all GPUs of the machine as NVML (the package ``nvidia-ml-py``) lists them.
+
+    Returns:
+        ``name``, ``memory_bytes`` and ``capability`` (for example ``"9.0"``) of each GPU; empty if none is found.
+    """
+    torch = sys.modules.get("torch")
+    found = _read(_nvml_gpus) if torch is None else _read(lambda: _torch_gpus(torch)) if _can_use_cuda(torch) else None
+    return found or []
+
+
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver, or None if there is none."""
+
+    def ask_nvml() -> str:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+
+    return _read_file(_SYS / "module/nvidia/version") or _read(ask_nvml)
+
+
+def machine_of(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part ``machine`` of ``result.json``, without the number of hosts.
+
+    Args:
+        environment: The result of :func:`describe_environment`, or of reading ``environment.json``.
+
+    Returns:
+        ``cpu``, ``cores`` and ``memory_bytes`` within the limits of the container, ``gpu`` (the models, or None) and
+        ``gpus``, their number.
+
+    Example:
+        >>> machine_of({"system": {"cpu": "A", "cores": 8, "cores_limit": 1.5, "memory_bytes": 100}, "gpus": []})
+        {'cpu': 'A', 'cores': 2, 'memory_bytes': 100, 'gpu': None, 'gpus': 0}
+    """
+    system, gpus = environment.get("system") or {}, environment.get("gpus") or []
+    cores = [system.get("cores"), system.get("cores_limit")]
+    memory = [system.get("memory_bytes"), system.get("memory_limit_bytes")]
+    models = sorted({str(gpu.get("name")) for gpu in gpus})
+    return {
+        "cpu": system.get("cpu"),
+        "cores": min((math.ceil(value) for value in cores if value), default=None),
+        "memory_bytes": min((value for value in memory if value), default=None),
+        "gpu": ", ".join(models) or None,
+        "gpus": len(gpus),
+    }
+
+
+def software_of(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part ``software`` of ``result.json``.
+
+    Args:
+        environment: The result of :func:`describe_environment`, or of reading ``environment.json``.
+
+    Returns:
+        ``mlbench_core``, ``python``, ``torch``, ``os``, ``nccl`` and ``driver``, and the ``commit`` and the
+        ``difference_sha256`` of the checkout of the program, or else of that of ``mlbench_core``. If both are in
+        different checkouts, the version of ``mlbench_core`` names its own commit and difference: ``4.0+g0123.d4567``.
+    """
+    system, torch = environment.get("system") or {}, environment.get("torch") or {}
+    checkouts = environment.get("checkouts") or {}
+    library = checkouts.get("mlbench_core") or {}
+    program = checkouts.get("program") or library
+    version = (environment.get("packages") or {}).get("mlbench-core")
+    if version and library and library != program:
+        version = f"{version}+g{library['commit'][:12]}"
+        if library["changed_files"] != 0:
+            version += f".d{(library['difference_sha256'] or 'unknown')[:12]}"
+    return {
+        "mlbench_core": version,
+        "python": system.get("python"),
+        "torch": torch.get("version"),
+        "os": system.get("os"),
+        "nccl": torch.get("nccl"),
+        "driver": environment.get("driver"),
+        "commit": program.get("commit"),
+        "difference_sha256": program.get("difference_sha256"),
+    }
+
+
+def mask_command_line(arguments: Sequence[str]) -> list[str]:
+    """Replace the secrets in a command line by ``***``.
+
+    Secrets are the values of options and assignments such as ``--token``, ``--api-key`` or ``MLBENCH_TOKEN=``, user
+    names and passwords in URLs, such parameters of URLs, and bearer tokens.
+
+    Args:
+        arguments: The command line.
+
+    Example:
+        >>> mask_command_line(["run", "--token", "abc", "--max-tokens=5", "--url=http://me:pw@host/?key=abc"])
+        ['run', '--token', '***', '--max-tokens=5', '--url=http://***@host/?key=***']
+    """
+    masked: list[str] = []
+    is_value = False
+    for argument in arguments:
+        masked.append(_MASK if is_value else _mask(argument))
+        is_value = not is_value and _SECRET_OPTION.fullmatch(argument) is not None
+    return masked
+
+
+def _mask(text: str) -> str:
+    """Replace the secrets within one text."""
+
+    def parameter(found: re.Match[str]) -> str:
+        return f"{found[1]}{_MASK}" if _SECRET_VARIABLE.search(found[1]) else found[0]
+
+    text = _SECRET_SETTING.sub(rf"\1{_MASK}", _text(text))
+    return _URL_PARAMETER.sub(parameter, _BEARER.sub(_MASK, _URL_USER.sub(f"{_MASK}@", text)))
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment variables that may influence a run."""
+    return {
+        name: _mask(value)
+        for name, value in sorted(os.environ.items())
+        if (name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES)) and not _SECRET_VARIABLE.search(name)
+    }
+
+
+def _describe_files(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], int]:
+    """Describe the first files, and return the number of the remaining paths."""
+    found: list[dict[str, Any]] = []
+    left_bytes = _MOST_HASHED_BYTES
+    rest = iter(paths)
+    while len(found) < _MOST_DATA_FILES and (path := next(rest, None)) is not None:
+        status = _read(path.stat)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            continue
+        entry: dict[str, Any] = {"path": _text(str(path)), "bytes": None, "sha256": None}
+        # Anything but a file, for example a pipe, could be read without end.
+        if status is not None and stat.S_ISREG(status.st_mode):
+            entry["bytes"] = status.st_size
+            if status.st_size <= left_bytes:
+                left_bytes -= status.st_size
+                entry["sha256"] = _read(partial(digest, path))
+            else:
+                entry["modified_at"] = datetime.fromtimestamp(status.st_mtime, timezone.utc).isoformat()
+                entry["sha256_of_parts"] = _read(partial(_hash_parts, path, status.st_size))
+        found.append(entry)
+    return found, sum(1 for _ in rest)
+
+
+def _hash_parts(path: Path, size: int) -> str:
+    """Return the SHA-256 of the first, the middle and the last MiB of a file."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        for offset in (0, (size - _PART_BYTES) // 2, size - _PART_BYTES):
+            file.seek(max(0, offset))
+            found.update(file.read(_PART_BYTES))
+    return found.hexdigest()
+
+
+def _psutil() -> Any:
+    # Imported on first use, because `mlbench --help` should start fast.
+    import psutil
+
+    return psutil
+
+
+def _os_name() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    # Only Linux has such a file.
+    except OSError:
+        return f"{platform.system()} {platform.release()}"
+
+
+def _cpu_name() -> str:
+    # On Linux platform.processor() is empty or names only the architecture.
+    model = re.search(r"^model name\s*: (.+)$", _read_file(_PROC / "cpuinfo") or "", re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or platform.machine()
+
+
+def _sockets() -> int | None:
+    packages = {_read_file(path) for path in _SYS.glob("devices/system/cpu/cpu*/topology/physical_package_id")}
+    return len(packages - {None, "-1"}) or None
+
+
+def _cores_limit() -> float | None:
+    """Return the number of cores that the control groups allow, if it is below that of the machine."""
+    limits: list[float] = [os.cpu_count() or math.inf]
+    for folder in _control_groups("cpu"):
+        # Version 2 has both numbers in one file; "max" and -1 mean no limit.
+        quota, period = [
+            *(_read_file(folder / "cpu.max") or "").split(),
+            *(_read_file(folder / name) or "-1" for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+        ][:2]
+        if quota.isdecimal() and period.isdecimal():
+            limits.append(int(quota) / int(period))
+    for folder in _control_groups("cpuset"):
+        cores = _read_file(folder / "cpuset.cpus.effective") or _read_file(folder / "cpuset.cpus")
+        if cores:
+            ends = [[int(end) for end in part.split("-")] for part in cores.split(",")]
+            limits.append(sum(end[-1] - end[0] + 1 for end in ends))
+    return min(limits) if min(limits) < limits[0] else None
+
+
+def _memory_limit() -> int | None:
+    """Return the bytes of memory that the control groups allow, if they are below those of the machine."""
+    total = int(_psutil().virtual_memory().total)
+    files = [folder / name for folder in _control_groups("memory") for name in ("memory.max", "memory.limit_in_bytes")]
+    limits = [int(text) for text in map(_read_file, files) if text is not None and text.isdecimal()]
+    return min((limit for limit in limits if limit < total), default=None)
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's control groups (Linux) for a resource, of both versions.
+
+    A limit of any of them holds. Inside a container, the folder of a group may be missing, and the root is the group of
+    the container.
+    """
+    for line in (_read_file(_PROC / "self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        # The line of version 2 names no controllers.
+        if not controllers or controller in controllers.split(","):
+            root = _SYS / "fs/cgroup" / (controller if controllers else "")
+            parts = [part for part in path.split("/") if part]
+            yield from (root.joinpath(*parts[:length]) for length in range(len(parts), -1, -1))
+
+
+def _can_use_cuda(torch: ModuleType) -> bool:
+    return bool(_read(torch.cuda.is_available))
+
+
+def _torch_gpus(torch: ModuleType) -> list[dict[str, Any]]:
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        {"name": each.name, "memory_bytes": each.total_memory, "capability": f"{each.major}.{each.minor}"}
+        for each in devices
+    ]
+
+
+def _nvml_gpus() -> list[dict[str, Any]]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    return [
+        {
+            "name": str(pynvml.nvmlDeviceGetName(handle)),
+            "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+            "capability": ".".join(map(str, pynvml.nvmlDeviceGetCudaComputeCapability(handle))),
+        }
+        for handle in handles
+    ]
+
+
+def _read(reader: Callable[[], _T]) -> _T | None:
+    """Return the result of a function, or None if it raises an exception.
+
+    All exceptions count: a description of the machine must not end a run, whatever a library or a driver raises.
+    """
+    try:
+        return reader()
+    except Exception:
+        return None
+
+
+def _read_file(path: Path) -> str | None:
+    """Return the text of a small file of the system without surrounding space, or None if it cannot be read."""
+    return _read(lambda: path.read_text(encoding="utf-8", errors="replace").strip())
+
+
+def _text(text: str) -> str:
+    """Return a text that can be written as UTF-8: names of files and arguments may contain other bytes."""
+    return text.encode("utf-8", "replace").decode()

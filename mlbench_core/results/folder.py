@@ -1,0 +1,305 @@
+"""Write, read and verify the folder that a run leaves.
+
+Files in a result folder::
+
+    metrics.jsonl        raw lines of every worker; during the run one file for each, metrics.rank-R.jsonl
+    environment.json     machine, software, command line, seeds, checksums of data files
+    official_result.txt  text of the reached goal; missing if it was not reached
+    mlperf.log           the run in the format of MLPerf
+    result.json          the result, computed from the first two files, and checksums of the other files
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.files import digest, replacing
+from mlbench_core.results.lines import RawLines, read_lines, statistics
+from mlbench_core.results.mlperf import mlperf_lines
+from mlbench_core.results.schema import check_result
+from mlbench_core.results.summary import summarize
+
+__all__ = [
+    "FILES",
+    "RESULT",
+    "find_folders",
+    "finish_folder",
+    "lines_path",
+    "prepare_folder",
+    "read_result",
+    "verify_folder",
+    "write_environment",
+]
+
+RESULT = "result.json"
+LINES = "metrics.jsonl"
+ENVIRONMENT = "environment.json"
+OFFICIAL = "official_result.txt"
+MLPERF = "mlperf.log"
+
+FILES = (RESULT, LINES, ENVIRONMENT, OFFICIAL, MLPERF)
+"""Names of the files in a result folder."""
+
+# A result has about 5 KB and an environment 20 KB. A larger file is not one of ours.
+_MOST_BYTES = 16 << 20
+
+
+def lines_path(folder: Path, rank: int) -> Path:
+    """Return the path of one worker's raw lines during the run."""
+    return folder / f"metrics.rank-{rank}.jsonl"
+
+
+def prepare_folder(folder: Path, *, resume: bool = False) -> None:
+    """Make the folder ready for a run; only one worker calls it, before the others write.
+
+    Args:
+        folder: The result folder.
+        resume: True to continue an earlier run, whose lines stay. Otherwise the files of an earlier run in this folder
+            are moved to ``earlier-1``, ``earlier-2`` and so on below it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    found = [path for path in folder.iterdir() if path.name in FILES or path.match("metrics.rank-*.jsonl")]
+    if resume:
+        # The result is written again at the end. Until then, none is better than one of the earlier part.
+        for name in (RESULT, OFFICIAL, MLPERF):
+            (folder / name).unlink(missing_ok=True)
+    elif found:
+        number = 1
+        while (earlier := folder / f"earlier-{number}").exists():
+            number += 1
+        earlier.mkdir()
+        for path in found:
+            path.rename(earlier / path.name)
+
+
+def write_environment(folder: Path, environment: Mapping[str, Any]) -> None:
+    """Write ``environment.json``."""
+    _write(folder / ENVIRONMENT, json.dumps(environment, indent=1) + "\n")
+
+
+def finish_folder(folder: Path) -> dict[str, Any]:
+    """Write the result of a run that has ended, and the files beside it.
+
+    The raw lines of all workers are joined in ``metrics.jsonl``.
+
+    Args:
+        folder: The result folder, with the raw lines of all workers and ``environment.json``.
+
+    Returns:
+        The content of ``result.json``.
+
+    Raises:
+        ConfigurationError: The result does not follow its schema, for example because a raw line was changed.
+        ValueError: There are no raw lines.
+    """
+    _join(folder)
+    environment = _read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    lines = read_lines(folder)
+    result = summarize(lines, environment)
+    texts = _texts(result, environment, lines)
+    for name, text in texts.items():
+        _write(folder / name, text)
+    result["files"] = {
+        name: {"sha256": digest(folder / name), "bytes": (folder / name).stat().st_size}
+        for name in FILES
+        if name != RESULT and (folder / name).exists()
+    }
+    check_result(result)
+    _write(folder / RESULT, json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _join(folder: Path) -> None:
+    """Move the lines of all workers to ``metrics.jsonl``, after the lines that it has from an earlier part."""
+    sources = read_lines(folder).paths
+    if sources in ([], [folder / LINES]):
+        return
+    with replacing(folder / LINES) as temporary, temporary.open("wb") as joined:
+        for path in sources:
+            with path.open("rb") as part:
+                shutil.copyfileobj(part, joined)
+            if not _ends_line(path):
+                joined.write(b"\n")
+    for path in sources:
+        if path.name != LINES:
+            path.unlink()
+
+
+def _ends_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if not file.seek(0, 2):
+            return True
+        file.seek(-1, 2)
+        return file.read(1) == b"\n"
+
+
+def _texts(result: Mapping[str, Any], environment: Mapping[str, Any], lines: RawLines) -> dict[str, str]:
+    """Return the content of the files that follow from the others."""
+    texts = {MLPERF: "".join(line + "\n" for line in mlperf_lines(result, environment, lines))}
+    goal = result["goal"]
+    if goal is not None and goal["reached"] and goal["text"]:
+        texts[OFFICIAL] = goal["text"]
+    return texts
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """Return the result of a run, also of one that was killed.
+
+    Args:
+        folder: The result folder. Without ``result.json``, the result is computed from the raw lines, and its state is
+            ``"unfinished"``.
+
+    Raises:
+        ConfigurationError: The folder has neither a result nor raw lines, or its ``result.json`` is damaged or has an
+            unknown version.
+    """
+    path = folder / RESULT
+    if path.exists():
+        return dict(check_result(_read_json(path), str(path)))
+    lines = read_lines(folder)
+    environment = _read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    try:
+        result = summarize(lines, environment)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{folder} must be a result folder, but it has no {RESULT} and {error}: give the folder of a run"
+        ) from error
+    if result["run"]["state"] == "finished":
+        result["run"].update(state="unfinished", reason=f"no {RESULT} was written")
+    return {**result, "files": {}}
+
+
+def find_folders(path: Path) -> Iterator[Path]:
+    """Yield every result folder at or below a path, in order; earlier runs in ``earlier-N`` are left out.
+
+    Args:
+        path: A result folder, or a folder with result folders at any depth.
+    """
+    if (path / RESULT).is_file() or read_lines(path).paths:
+        yield path
+        return
+    for child in sorted(path.iterdir()):
+        if child.is_dir() and not child.is_symlink() and not child.name.startswith((".", "earlier-")):
+            yield from find_folders(child)
+
+
+def verify_folder(folder: Path) -> list[str]:
+    """Recompute a result from the raw lines, and check the schema and the checksums.
+
+    Args:
+        folder: The result folder.
+
+    Returns:
+        The problems, each in one sentence; empty if the folder is sound.
+    """
+    if not (folder / RESULT).exists():
+        return [f"{RESULT} is missing: the run did not end, or this is not a result folder"]
+    try:
+        result = read_result(folder)
+    except ConfigurationError as error:
+        return [str(error)]
+    problems = []
+    for name, expected in result["files"].items():
+        path = folder / name
+        if name not in FILES or not path.is_file():
+            problems.append(f"{name} is missing")
+        elif digest(path) != expected["sha256"]:
+            problems.append(f"{name} was changed: its SHA-256 is not the one in {RESULT}")
+    lines = read_lines(folder)
+    if not lines.paths:
+        return [*problems, f"{LINES} is missing: the result cannot be recomputed"]
+    try:
+        problems += _recompute(folder, result, lines)
+    # Changed lines can lack any field, or have one of another type.
+    except (ConfigurationError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        problems.append(f"the result cannot be recomputed from the raw lines: {type(error).__name__}: {error}")
+    return [*problems, *(f"{LINES} has a line that cannot be read: {line}" for line in lines.skipped)]
+
+
+def _recompute(folder: Path, result: Mapping[str, Any], lines: RawLines) -> list[str]:
+    """Compute the result and the files that follow from the raw lines, and name the differences."""
+    environment = _read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    again = summarize(lines, environment)
+    written = {name: value for name, value in result.items() if name != "files"}
+    problems = _differences(written, json.loads(json.dumps(again)))
+    for name, text in _texts(again, environment, lines).items():
+        path = folder / name
+        if name not in result["files"] or (path.is_file() and path.read_text(encoding="utf-8") != text):
+            problems.append(f"{name} does not follow from the raw lines")
+    return problems + _check_goal(again, lines) + _check_times(lines)
+
+
+def _differences(written: Any, computed: Any, place: str = "") -> list[str]:
+    """Name the fields in which the written result differs from the recomputed one."""
+    if isinstance(written, dict) and isinstance(computed, dict):
+        found = []
+        for name in dict.fromkeys([*written, *computed]):
+            found += _differences(written.get(name), computed.get(name), f"{place}.{name}" if place else name)
+        return found
+    if written == computed:
+        return []
+    return [f"{place} of {RESULT} is {written!r}, and {computed!r} by the raw lines"]
+
+
+def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
+    """Check that the goal was reached at the first statistic that reaches it, and not elsewhere."""
+    goal = result["goal"]
+    if goal is None or goal["metric"] is None or goal["threshold"] is None:
+        return []
+    for line in statistics(lines, goal["metric"]):
+        value = line["value"]
+        if value is not None and (value <= goal["threshold"] if goal["minimize"] else value >= goal["threshold"]):
+            if not goal["reached"]:
+                return [f"{goal['metric']} reached the goal at step {line['step']}, but the result says it did not"]
+            if line["step"] != goal["step"] or value != goal["value"]:
+                return [f"the goal was reached at step {line['step']} with {value}, not as the result says"]
+            return []
+    return ["the result says that the goal was reached, but no statistic reached it"] if goal["reached"] else []
+
+
+def _check_times(lines: RawLines) -> list[str]:
+    """Check that times only grow, and that the steps of a worker take no longer than its training."""
+    problems: dict[str, None] = {}
+    last: dict[int, float] = {}
+    for line in lines:
+        totals, rank = line.get("totals"), line["rank"]
+        if line["kind"] == "start":
+            # A resumed run continues from its checkpoint, which can be older than the last line.
+            last.pop(rank, None)
+        if totals is None:
+            continue
+        train_s, steps_s = totals.get("train_s", 0.0), sum(totals.get("steps_s", {}).values())
+        if train_s < last.get(rank, 0.0):
+            problems[f"the training time of rank {rank} becomes smaller"] = None
+        # 1 % and 1 ms allow for the rounding of CUDA events.
+        if steps_s > train_s * 1.01 + 0.001:
+            problems[f"the steps of rank {rank} take {steps_s:.3f} s of {train_s:.3f} s of training"] = None
+        last[rank] = train_s
+    return list(problems)
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
+
+    Raises:
+        ConfigurationError: The file is too large, or holds something else.
+    """
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path} must hold a JSON object, but {error}: restore it from a copy") from error
+    return content

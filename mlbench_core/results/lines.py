@@ -1,0 +1,218 @@
+r"""Write and read the raw lines of a run: what each worker recorded, one JSON object per line.
+
+Every line has the fields ``rank``, ``kind`` and ``time`` (ISO 8601, UTC). The kinds, in the order in which a worker
+writes them::
+
+    start   the run begins or is resumed: run_id, host, resumed, epoch, step, configuration, schema_version
+    stat    a recorded statistic: epoch, step, time_s, name, value (null if it is not finite)
+    epoch   an epoch has ended: epoch, step, time_s, totals
+    goal    the goal is reached: metric, threshold, minimize, value, text, time_to_goal_s, totals, epoch, step, time_s
+    end     the run ends: state, reason, totals, epochs, best_metric_value, best_epoch, batch_times, ...
+
+``step`` is the number of finished training batches, ``time_s`` the seconds since the start of the run's clock, and
+``totals`` holds times (seconds) and counts since the start of the run.
+
+A killed worker can leave half a line at the end of its file. :func:`read_lines` skips such a line and counts it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+__all__ = ["SCHEMA_VERSION", "LinesSink", "RawLines", "read_lines", "statistics"]
+
+SCHEMA_VERSION = 1
+"""Version of the format of raw lines and of ``result.json``."""
+
+# Lines are written when this number of records waits, or when the last write is this long ago.
+_MOST_PENDING = 5000
+_WRITE_EVERY_S = 10.0
+
+
+class LinesSink:
+    """A sink that writes the raw lines of one worker; see :mod:`mlbench_core.tracking.sinks`.
+
+    Records are kept in memory and written at the end of an epoch, after 10 seconds, or when 5,000 of them wait. So a
+    record in a training batch costs less than a microsecond in most cases, and a killed worker loses little.
+
+    Args:
+        path: The file to append to; its folder is created.
+        rank: Rank of this worker.
+        run_id: Id of the run.
+        configuration: The program of the run and its settings, see :mod:`mlbench_core.results.configuration`.
+
+    """
+
+    def __init__(self, path: Path, rank: int, run_id: str, configuration: Mapping[str, Any]) -> None:
+        self.path = path
+        self._rank = rank
+        self._start = {"run_id": run_id, "host": socket.gethostname(), "configuration": dict(configuration)}
+        self._has_started = False
+        self._end: Mapping[str, Any] = {}
+        self._pending: list[tuple[float, int, int, float, str, float | str]] = []
+        self._last_write_s = time.monotonic()
+
+    def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
+        """Do nothing: the times of steps, which come this way, are in the totals of the line ``epoch``."""
+
+    def record(self, name: str, value: float | str, epoch: int, step: int, time_s: float) -> None:
+        """Keep one statistic for the next write."""
+        self._pending.append((time.time(), epoch, step, time_s, name, value))
+        if len(self._pending) >= _MOST_PENDING or time.monotonic() - self._last_write_s > _WRITE_EVERY_S:
+            self.flush()
+
+    def event(self, kind: str, content: Mapping[str, Any]) -> None:
+        """Write a line of another kind than ``stat``; the line ``end`` waits for :meth:`finish`."""
+        if kind == "end":
+            self._end = dict(content)
+            return
+        added = {}
+        if kind == "start":
+            added = {"schema_version": SCHEMA_VERSION, **self._start}
+            self._has_started = True
+        self._write([self._line(kind, {**added, **content})])
+
+    def finish(self, state: str, reason: str | None = None) -> None:
+        """Write the line ``end``.
+
+        The tracker is closed before it is known how the run ended, so the line waits for this call.
+
+        Args:
+            state: ``"finished"`` or ``"failed"``.
+            reason: The reason of a failure, in one line.
+        """
+        # A run that fails before its first batch has not started its tracker.
+        if not self._has_started:
+            self.event("start", {"resumed": False, "epoch": 0, "step": 0})
+        self._write([self._line("end", {"state": state, "reason": reason, **self._end})])
+
+    def _line(self, kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rank": self._rank, "kind": kind, "time": _text(time.time()), **content}
+
+    def flush(self) -> None:
+        """Write the statistics that wait."""
+        self._write([])
+
+    def close(self) -> None:
+        """Write the statistics that wait."""
+        self._write([])
+
+    def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        pending, self._pending = self._pending, []
+        self._last_write_s = time.monotonic()
+        records = (
+            {"rank": self._rank, "kind": "stat", "time": _text(now), "epoch": epoch, "step": step, "time_s": time_s}
+            | {"name": name, "value": _finite(value)}
+            for now, epoch, step, time_s, name, value in pending
+        )
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in (*records, *lines))
+        if not text:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b") as file:
+            # A killed process may have left half a line, which must not swallow the next one.
+            if file.tell() and not _ends_line(file):
+                file.write(b"\n")
+            file.write(text.encode())
+
+
+def _ends_line(file: Any) -> bool:
+    """Return True if the last byte of a file is a line feed."""
+    file.seek(-1, 2)
+    return bool(file.read(1) == b"\n")
+
+
+def _finite(value: float | str) -> float | str | None:
+    return value if isinstance(value, str) or math.isfinite(value) else None
+
+
+def _text(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="microseconds")
+
+
+@dataclass
+class RawLines:
+    """The raw lines in some files, read one after the other; iterate over it any number of times.
+
+    Attributes:
+        paths: The files.
+        skipped: After an iteration, the lines that could not be read: ``"FILE:NUMBER: REASON"``.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> _ = path.write_text('{"rank": 0, "kind": "end"}\n{"rank": 0, "ki')
+        >>> lines = RawLines([path])
+        >>> [line["kind"] for line in lines], len(lines.skipped)
+        (['end'], 1)
+    """
+
+    paths: list[Path]
+    skipped: list[str] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.skipped.clear()
+        for path in self.paths:
+            with path.open("rb") as file:
+                for number, text in enumerate(file, 1):
+                    line = _parsed(text)
+                    if line is None:
+                        kind = "half-written" if not text.endswith(b"\n") else "damaged"
+                        self.skipped.append(f"{path.name}:{number}: {kind} line")
+                    else:
+                        yield line
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """Return a line as a dictionary, or None if it is not a raw line."""
+    try:
+        line = json.loads(text)
+    # A line of many nested brackets raises RecursionError.
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str) or type(line.get("rank")) is not int:
+        return None
+    return line
+
+
+def read_lines(folder: Path) -> RawLines:
+    """Return the raw lines of all workers in a result folder.
+
+    A run that ended has them in ``metrics.jsonl``; of a run that was killed, each worker's file is there.
+
+    Args:
+        folder: The result folder.
+    """
+    whole = folder / "metrics.jsonl"
+    # By length first, so that rank 2 comes before rank 10.
+    parts = sorted(folder.glob("metrics.rank-*.jsonl"), key=lambda path: (len(path.name), path.name))
+    return RawLines([*([whole] if whole.exists() else []), *parts])
+
+
+def statistics(lines: Iterable[Mapping[str, Any]], name: str, rank: int = 0) -> list[dict[str, Any]]:
+    """Return the lines of one statistic of one worker, in the order of the training.
+
+    A run that is resumed from a checkpoint repeats the batches after it. Their first lines are left out.
+
+    Args:
+        lines: Raw lines.
+        name: Name of the statistic, for example ``"val_global_Prec@1"``.
+        rank: The worker.
+    """
+    found: list[dict[str, Any]] = []
+    for line in lines:
+        if line["rank"] != rank:
+            continue
+        if line["kind"] == "start" and line.get("resumed"):
+            found = [earlier for earlier in found if earlier["step"] <= line.get("step", 0)]
+        elif line["kind"] == "stat" and line.get("name") == name:
+            found.append(dict(line))
+    return found

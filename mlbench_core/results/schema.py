@@ -1,0 +1,64 @@
+"""Check a result against its published JSON schema, ``result.schema.json`` in this package."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from importlib import resources
+from typing import Any
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.results.lines import SCHEMA_VERSION
+
+__all__ = ["check_result", "result_schema"]
+
+
+@functools.cache
+def result_schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 7) of ``result.json``."""
+    text = resources.files("mlbench_core.results").joinpath("result.schema.json").read_text(encoding="utf-8")
+    schema: dict[str, Any] = json.loads(text)
+    return schema
+
+
+@functools.cache
+def _validator() -> Callable[[Any], object]:
+    import fastjsonschema
+
+    validator: Callable[[Any], object] = fastjsonschema.compile(result_schema())
+    return validator
+
+
+def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
+    """Return a result if it follows the schema.
+
+    Args:
+        result: The parsed content of ``result.json``.
+        name: Name of the file, for the message of an error.
+
+    Raises:
+        ConfigurationError: The version of the schema is unknown, or a field is missing or wrong; the message names it.
+
+    Example:
+        >>> check_result({"schema_version": 9})
+        Traceback (most recent call last):
+        mlbench_core.errors.ConfigurationError: schema_version of result.json must be 1, not 9: read it with the ...
+    """
+    import fastjsonschema
+
+    version = result.get("schema_version") if isinstance(result, dict) else None
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise ConfigurationError(
+            f"schema_version of {name} must be {SCHEMA_VERSION}, not {version!r}: read it with the version of "
+            "mlbench-core that wrote it, or with a later one"
+        )
+    try:
+        _validator()(result)
+    except fastjsonschema.JsonSchemaValueException as error:
+        place = ".".join(error.path[1:]) or "the whole file"
+        raise ConfigurationError(
+            f"{name} must follow its schema, but {place} {error.message.partition(' ')[2]}"
+        ) from error
+    checked: Mapping[str, Any] = result
+    return checked

@@ -1,0 +1,205 @@
+"""Describe the goal of a run as data, and report it at the end of a process.
+
+A :class:`~mlbench_core.tracking.tracker.Tracker` sends the metric ``goal`` at the goal and when it is closed. A script
+of version 3.0 does not close its tracker, and its tracker often lives in a function that returns before the end. So
+:func:`end_at_exit` ends the trackers that are alive when the interpreter exits, and :func:`send_at_exit` keeps the last
+message of the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import logging
+import math
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from mlbench_core.client.log_metrics import LogMetrics
+
+__all__ = [
+    "FLUSH_TIMEOUT_S",
+    "Goal",
+    "as_goal",
+    "describe_goal",
+    "end_at_exit",
+    "finite",
+    "goal_metric",
+    "send_at_exit",
+]
+
+logger = logging.getLogger(__name__)
+
+FLUSH_TIMEOUT_S = 5.0
+"""Longest time that the end of a run waits for the master, in seconds."""
+
+Goal = Callable[[str, float, Any], "str | None"]
+"""A goal is called ``(metric_name, value, tracker)``, see :class:`~mlbench_core.tracking.tracker.Tracker`."""
+
+_PHASES = {"compute": "compute_s", "communication": "communication_s", "metrics": "metrics_s", "data": "preprocess_s"}
+
+
+class TrackedRun(Protocol):
+    """The part of a :class:`~mlbench_core.tracking.tracker.Tracker` that this module uses."""
+
+    run_id: str | int
+    current_epoch: int
+    goal_reached: bool
+    goal_result: dict[str, Any] | None
+    time_to_goal_s: float | None
+
+    @property
+    def goal(self) -> Goal | None:
+        """Return the goal."""
+
+    def totals(self) -> dict[str, Any]:
+        """Return the totals of the run so far."""
+
+    def end(self, wait: bool = True) -> None:
+        """End the run; wait for the device or not."""
+
+
+def as_goal(goal: Any) -> Goal | None:
+    """Return the goal; a function without required arguments is called to create it.
+
+    Raises:
+        TypeError: ``goal`` is neither a goal nor a function that creates one.
+    """
+    if goal is None or _accepts(goal, 3):
+        return goal
+    if callable(goal) and _accepts(goal, 0):
+        made = goal()
+        if made is not None and _accepts(made, 3):
+            return made
+    raise TypeError(
+        f"goal must be callable as (metric_name, value, tracker), not {goal!r}: pass such a function, or one without "
+        "required arguments that returns it"
+    )
+
+
+def _accepts(function: Any, arguments: int) -> bool:
+    """Return True if the function can be called with this number of positional arguments."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    # A builtin without a signature counts as a goal, not as a factory.
+    except ValueError:
+        return arguments > 0
+    return True
+
+
+def finite(value: Any) -> float | None:
+    """Return a number that JSON can hold, or None if ``value`` is not a finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def describe_goal(goal: Any) -> dict[str, Any]:
+    """Return the attributes of a goal that define it.
+
+    Args:
+        goal: The goal; may be None.
+
+    Returns:
+        ``metric`` (text), ``threshold`` (number) and ``minimize`` (bool). An attribute that the goal lacks is None, so
+        all are None for a plain function. A goal of a fixed training time also has ``budget_s``.
+
+    Example:
+        >>> from mlbench_core.evaluation.goals import time_to_accuracy_goal
+        >>> describe_goal(time_to_accuracy_goal(80))
+        {'metric': 'val_global_Prec@1', 'threshold': 80.0, 'minimize': False}
+    """
+    metric, minimize = getattr(goal, "metric", None), getattr(goal, "minimize", None)
+    described: dict[str, Any] = {
+        "metric": metric if isinstance(metric, str) else None,
+        "threshold": finite(getattr(goal, "threshold", None)),
+        "minimize": minimize if isinstance(minimize, bool) else None,
+    }
+    budget_s = finite(getattr(goal, "budget_s", None))
+    return described if budget_s is None else {**described, "budget_s": budget_s}
+
+
+def goal_metric(tracker: TrackedRun, slowest: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return the metric ``goal`` as the master receives it.
+
+    Args:
+        tracker: The tracker.
+        slowest: Totals of the slowest worker, if they are known.
+
+    Returns:
+        The goal as :func:`describe_goal` returns it, with ``reached``, ``value``, ``time_to_goal_s``, ``epochs`` and
+        ``phases_s``. If it was reached, these belong to that moment, and ``epochs`` counts the epoch that ran then.
+        Otherwise ``epochs`` and ``phases_s`` are those of the run so far. None if there is no goal.
+    """
+    if tracker.goal is None and not tracker.goal_reached:
+        return None
+    result, goal = tracker.goal_result, describe_goal(tracker.goal)
+    if result is not None:
+        goal.update({name: result[name] for name in (*goal, "budget_s") if name in result})
+    # Checkpoints of earlier versions say that the goal was reached, but not when.
+    is_known = result is not None or not tracker.goal_reached
+    totals = tracker.totals() if result is None else result["totals"]
+    epochs = tracker.current_epoch if result is None else result["epoch"] + 1
+    metric = {
+        **goal,
+        "reached": tracker.goal_reached,
+        "value": None if result is None else result["value"],
+        "time_to_goal_s": tracker.time_to_goal_s,
+        "epochs": epochs if is_known else None,
+        "phases_s": {phase: totals[name] for phase, name in _PHASES.items()} if is_known else {},
+    }
+    return metric if slowest is None else {**metric, "slowest": dict(slowest)}
+
+
+# ---------------------------------------------------------------------- the end of the process
+
+_open_trackers: weakref.WeakSet[TrackedRun] = weakref.WeakSet()
+_last_metrics: dict[object, tuple[Any, ...]] = {}
+
+
+def end_at_exit(tracker: TrackedRun) -> None:
+    """Close a tracker when the interpreter exits, if it is alive and open then."""
+    _open_trackers.add(tracker)
+    # Handlers run in the reverse order of their registration. The client of the master registers one when it is
+    # created, and delivers nothing after that has run.
+    LogMetrics.connect()
+    atexit.unregister(_end_all)
+    atexit.register(_end_all)
+
+
+def send_at_exit(key: object, metric: tuple[Any, ...] | None) -> None:
+    """Keep the arguments of ``LogMetrics.log`` until the interpreter exits; None forgets those of this key."""
+    if metric is None:
+        _last_metrics.pop(key, None)
+    else:
+        _last_metrics[key] = metric
+
+
+def _end_all() -> None:
+    for tracker in list(_open_trackers):
+        try:
+            # Without a wait for the device: a device that has failed may never finish its last batch.
+            tracker.end(wait=False)
+        except Exception as error:
+            logger.warning("the tracker of run %s could not be closed: %s", tracker.run_id, error)
+    for metric in list(_last_metrics.values()):
+        LogMetrics.log(*metric)
+    LogMetrics.flush(FLUSH_TIMEOUT_S)
+
+
+def _forget_all() -> None:
+    _open_trackers.clear()
+    _last_metrics.clear()
+
+
+# A forked child has copies of the parent's trackers, which the parent ends.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,271 @@
+"""What a tracker tells its sinks and the master about the goal and the course of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import pytest
+from freezegun import freeze_time
+
+from mlbench_core.evaluation.goals import (
+    accuracy_after_time_goal,
+    task1_time_to_accuracy_goal,
+    task3_time_to_perplexity_goal,
+)
+from mlbench_core.tracking.goal import describe_goal
+from mlbench_core.tracking.tracker import Tracker
+from tests.client.stub_master import StubMaster
+
+Clock = Any
+TOTALS = {
+    "wall_s", "train_s", "validation_s", "compute_s", "communication_s", "metrics_s", "preprocess_s", "steps_s",
+    "batches", "samples", "tokens", "communication_total_s", "communication_exposed_s", "communication_size_bytes",
+}  # fmt: skip
+
+
+class Recorder:
+    """A sink that keeps everything it receives."""
+
+    def __init__(self) -> None:
+        self.records: list[Any] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def __call__(self, *_: Any) -> None:
+        raise AssertionError("record() is called instead")
+
+    def record(self, *record: Any) -> None:
+        self.records.append(record)
+
+    def event(self, kind: str, content: dict[str, Any]) -> None:
+        # The raw lines of a run are JSON.
+        self.events.append((kind, json.loads(json.dumps(content, allow_nan=False))))
+
+
+@pytest.fixture
+def log() -> Iterator[MagicMock]:
+    with patch("mlbench_core.tracking.tracker.LogMetrics") as log_metrics:
+        yield log_metrics.log
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    with freeze_time("2026-01-01") as frozen, patch("mlbench_core.tracking.tracker.cuda_in_use", return_value=False):
+        yield frozen
+
+
+def goals_sent(log: MagicMock) -> list[dict[str, Any]]:
+    return [json.loads(entry.args[4]) for entry in log.call_args_list if entry.args[3] == "goal"]
+
+
+def run_epoch(tracker: Tracker, clock: Clock, accuracy: float) -> None:
+    tracker.train()
+    tracker.batch_start()
+    for step, seconds in {"load": 1, "fwd_pass": 2, "agg": 4, "comp_metrics": 8, "init": 16}.items():
+        clock.tick(seconds)
+        getattr(tracker, f"record_batch_{step}")()
+    tracker.batch_end(samples=8, tokens=80)
+    tracker.validation_start()
+    clock.tick(32)
+    tracker.validation_end()
+    tracker.validation()
+    tracker.record_stat("global_Prec@1", accuracy)
+    tracker.epoch_end()
+
+
+def test_sinks_learn_the_course_of_a_run(clock: Clock, log: MagicMock) -> None:
+    sink = Recorder()
+    with Tracker([], "7", 1, goal=task1_time_to_accuracy_goal, sinks=[sink, lambda *record: None]) as tracker:
+        tracker.start()
+        clock.tick(64)
+        run_epoch(tracker, clock, 79.0)
+        run_epoch(tracker, clock, 80.5)
+    assert [kind for kind, _ in sink.events] == ["start", "epoch", "goal", "epoch", "end"]
+    (_, start), (_, epoch), (_, goal), _, (_, end) = sink.events
+    assert start == {"resumed": False}
+    assert set(epoch) == {"epoch", "step", "time_s", "totals"}
+    assert (epoch["epoch"], epoch["step"], epoch["time_s"]) == (0, 1, 64 + 63)
+    assert set(epoch["totals"]) == TOTALS
+    phases = {"preprocess_s": 2, "compute_s": 4, "communication_s": 8, "metrics_s": 16}
+    assert goal["totals"].items() >= {"wall_s": 190, "train_s": 62, "validation_s": 64, **phases}.items()
+    assert goal["totals"].items() >= {"batches": 2, "samples": 16, "tokens": 160}.items()
+    assert goal["totals"]["steps_s"]["init"] == 32
+    del goal["totals"]
+    text = goal.pop("text")
+    assert text.startswith("80% Top 1 Validation Accuracy reached in 62.000 seconds")
+    assert goal == {
+        "epoch": 1, "step": 2, "time_s": 190, "metric": "val_global_Prec@1", "threshold": 80, "minimize": False,
+        "value": 80.5, "time_to_goal_s": 62,
+    }  # fmt: skip
+    assert set(end) == {
+        "time_s", "totals", "epochs", "best_metric_value", "best_epoch", "batch_times", "memory_peak_bytes", "energy_j",
+    }  # fmt: skip
+    assert (end["time_s"], end["epochs"], end["totals"]["train_s"]) == (190, 2, 62)
+
+
+def test_a_record_has_the_time_it_belongs_to(clock: Clock) -> None:
+    sink, plain = Recorder(), []
+    tracker = Tracker([], "7", 0, sinks=[sink, lambda *record: plain.append(record)])
+    tracker.start()
+    clock.tick(5)
+    tracker.record_loss(0.5)
+    tracker.record_stat("late", 2.0, at=(3, 1.5))
+    assert sink.records == [("train_loss", 0.5, 0, 0, 5), ("train_late", 2.0, 0, 3, 1.5)]
+    assert plain == [record[:4] for record in sink.records]
+
+
+def test_a_run_starts_with_its_first_batch_and_a_resumed_one_says_so(clock: Clock, log: MagicMock) -> None:
+    sink = Recorder()
+    tracker = Tracker([], "7", 0, sinks=[sink])
+    tracker.load_state_dict(json.loads(json.dumps(Tracker([], "7", 0).state_dict())))
+    run_epoch(tracker, clock, 1.0)
+    run_epoch(tracker, clock, 1.0)
+    assert [content for kind, content in sink.events if kind == "start"] == [{"resumed": True}]
+    assert sink.events[0][0] == "start"
+
+
+def test_the_master_gets_the_goal_as_data_when_it_is_reached_and_at_the_end(clock: Clock, log: MagicMock) -> None:
+    tracker = Tracker([], "7", 0, goal=task1_time_to_accuracy_goal)
+    run_epoch(tracker, clock, 79.0)
+    assert goals_sent(log) == []
+    run_epoch(tracker, clock, 80.5)
+    expected = {
+        "metric": "val_global_Prec@1", "threshold": 80, "minimize": False, "reached": True, "value": 80.5,
+        "time_to_goal_s": 62, "epochs": 2, "phases_s": {"compute": 4, "communication": 8, "metrics": 16, "data": 2},
+    }  # fmt: skip
+    assert goals_sent(log) == [expected]
+    run_epoch(tracker, clock, 99.0)  # past the goal
+    tracker.close()
+    tracker.close()
+    assert goals_sent(log) == [expected, expected]
+
+
+def test_a_missed_goal_is_reported_at_the_end(clock: Clock, log: MagicMock) -> None:
+    with Tracker([], "7", 0, goal=task3_time_to_perplexity_goal) as tracker:
+        run_epoch(tracker, clock, 1.0)
+    assert goals_sent(log) == [{
+        "metric": "val_global_Perplexity", "threshold": 70, "minimize": True, "reached": False, "value": None,
+        "time_to_goal_s": None, "epochs": 1,
+        "phases_s": {"compute": 2, "communication": 4, "metrics": 8, "data": 1},
+    }]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rank", "goal"), [(0, None), (1, task1_time_to_accuracy_goal)])
+def test_nothing_is_said_about_no_goal_nor_by_other_ranks(rank: int, goal: Any, clock: Clock, log: MagicMock) -> None:
+    with Tracker([], "7", rank, goal=goal) as tracker:
+        run_epoch(tracker, clock, 99.0)
+        tracker.publish_summary()
+    assert goals_sent(log) == []
+
+
+def test_the_slowest_worker_is_published_beside_rank_0_and_the_end_says_nothing_else(
+    clock: Clock, log: MagicMock
+) -> None:
+    tracker = Tracker([], "7", 0, goal=task1_time_to_accuracy_goal)
+    run_epoch(tracker, clock, 81.0)
+    slowest = {**tracker.totals(), "train_s": 99.0}
+    tracker.publish_summary(2, slowest)
+    tracker.close()
+    first, last = goals_sent(log)
+    assert last == {**first, "slowest": slowest}
+    (summary,) = (json.loads(entry.args[4]) for entry in log.call_args_list if entry.args[3] == "summary")
+    assert (summary["slowest"], summary["total_s"]["train"]) == (slowest, 31)
+
+
+def test_a_run_resumed_after_its_goal_reports_the_same(clock: Clock, log: MagicMock) -> None:
+    tracker = Tracker([], "7", 0, goal=task1_time_to_accuracy_goal)
+    run_epoch(tracker, clock, 81.0)
+    state = json.loads(json.dumps(tracker.state_dict()))
+    with Tracker([], "7", 0, goal=task1_time_to_accuracy_goal) as resumed:
+        resumed.load_state_dict(state)
+        assert resumed.goal_result == tracker.goal_result
+        run_epoch(resumed, clock, 99.0)
+    first, last = goals_sent(log)
+    assert first == last
+
+
+def test_a_checkpoint_of_an_earlier_version_only_knows_that_the_goal_was_reached(clock: Clock, log: MagicMock) -> None:
+    tracker = Tracker([], "7", 0, goal=task1_time_to_accuracy_goal)
+    run_epoch(tracker, clock, 81.0)
+    state = tracker.state_dict()
+    del state["goal_result"]
+    log.reset_mock()
+    with Tracker([], "7", 0, goal=task1_time_to_accuracy_goal) as resumed:
+        resumed.load_state_dict(state)
+    (last,) = goals_sent(log)
+    assert (last["reached"], last["time_to_goal_s"], last["threshold"]) == (True, 31, 80)
+    assert (last["value"], last["epochs"], last["phases_s"]) == (None, None, {})
+
+
+def test_goals_are_described_by_their_attributes() -> None:
+    nothing = {"metric": None, "threshold": None, "minimize": None}
+    assert describe_goal(None) == describe_goal(lambda name, value, tracker: None) == nothing
+    described = {"metric": "val_global_Prec@1", "threshold": None, "minimize": None, "budget_s": 60.0}
+    assert describe_goal(accuracy_after_time_goal(60)) == described
+
+    class Strange:
+        metric, threshold, minimize = 3, math.inf, "yes"
+
+    assert describe_goal(Strange()) == nothing
+
+
+# ---------------------------------------------------------------------- the end of a process
+
+SCRIPT = """
+import sys
+from mlbench_core.evaluation.goals import task1_time_to_accuracy_goal
+from mlbench_core.tracking.tracker import Tracker
+
+class Sink:
+    def __call__(self, *record): pass
+    def event(self, kind, content): print(kind, flush=True)
+
+def train(scope, first):
+    tracker = Tracker([], "7", 0, goal=task1_time_to_accuracy_goal, sinks=[Sink()], progress=False)
+    scope["tracker"] = tracker
+    tracker.batch_start()
+    tracker.batch_end()
+    if first == "epoch":
+        tracker.epoch_end()
+        tracker.record_loss(1.0, log_to_api=True)
+    if first == "raise":
+        raise SystemExit(3)
+
+train(globals() if sys.argv[1] == "alive" else {}, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("life", "first", "events"),
+    [
+        ("alive", "epoch", ["start", "epoch", "end"]),
+        # The client of the master does not exist before the exit.
+        ("alive", "nothing", ["start", "end"]),
+        ("alive", "raise", ["start", "end"]),
+        ("deleted", "epoch", ["start", "epoch"]),
+    ],
+)
+def test_a_script_that_never_closes_its_tracker_reports_its_goal_at_exit(
+    life: str, first: str, events: list[str]
+) -> None:
+    master = StubMaster()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, life, first],
+            env={**os.environ, "MLBENCH_MASTER_URL": master.url},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        master.stop()
+    assert (done.returncode, done.stderr) == (3 if first == "raise" else 0, "")
+    assert done.stdout.split() == events
+    (goal,) = (json.loads(metric["value"]) for metric in master.metrics if metric["name"] == "goal @ 0")
+    assert (goal["reached"], goal["threshold"]) == (False, 80)
