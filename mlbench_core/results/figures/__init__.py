@@ -26,6 +26,7 @@ from mlbench_core.results.figures.scaling import (
     speed_up_panels,
 )
 from mlbench_core.results.figures.tradeoff import draw_performance_profile, draw_time_against_price
+from mlbench_core.results.pool import workload
 
 if TYPE_CHECKING:
     from mlbench_core.results.pool import Group
@@ -112,9 +113,12 @@ def drawings(
         "price_index": lambda: draw_price_index(groups, price),
         "communication_share": lambda: draw_communication_share(groups),
         **{f"learning_curves_{x}": lambda x=x: draw_learning_curves(groups, x) for x in AGAINST},  # type: ignore[misc]
-        "time_to_goal_against_price": lambda: draw_time_against_price(groups, price),
-        "performance_profile": lambda: draw_performance_profile(groups),
     }
+    # Nobody expects these two without prices, or of a single task.
+    if prices is not None:
+        makers["time_to_goal_against_price"] = lambda: draw_time_against_price(groups, price)
+    if len({workload(group) for group in groups}) > 1:
+        makers["performance_profile"] = lambda: draw_performance_profile(groups)
     for name, make in makers.items():
         try:
             with style():

@@ -38,13 +38,18 @@ class Axis:
 
 
 AGAINST: dict[str, Axis] = {
-    "epochs": Axis("epochs", "epochs", True, lambda point: point.epoch),
+    "epochs": Axis("epochs", "epochs", True, lambda point: _epochs(point)),
     "time": Axis("training time", "training time in seconds", False, lambda point: point.train_s),
     "bytes": Axis(
         "bytes sent", "MB sent by all workers", False, lambda point: None if point.bytes is None else point.bytes / 1e6
     ),
 }
 """What learning curves can be drawn against."""
+
+
+def _epochs(point: CurvePoint) -> int:
+    """Return the epochs that were trained when a value was recorded; the tracker counts epochs from 0."""
+    return point.epoch + 1 if point.step else 0
 
 
 def draw_learning_curves(groups: Sequence[Group], against: str = "epochs") -> canvas.Drawing:
@@ -84,7 +89,8 @@ def _band(group: Group, metric: str, axis: Axis) -> Band | None:
     curves = []
     for record in group.records:
         points = [(axis.place(point), point.value) for point in record.curve(metric)]
-        curves.append([(float(x), value) for x, value in points if x is not None])
+        # A metric that is recorded several times in an epoch has several values at one place: the last one counts.
+        curves.append(list({float(x): value for x, value in points if x is not None}.items()))
     # All points are at one place if a single worker sends nothing.
     return band([curve for curve in curves if curve and (curve[-1][0] > 0 or len(curve) == 1)])
 

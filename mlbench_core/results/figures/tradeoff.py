@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures import canvas
-from mlbench_core.results.figures.captions import INTERVAL, caption, goal_of, name_of, plural
+from mlbench_core.results.figures.captions import INTERVAL, caption, goal_of, name_of
 from mlbench_core.results.figures.numbers import Estimate, mean, pareto_front
 from mlbench_core.results.pool import Group, series, workload
 from mlbench_core.results.stats import performance_profile
+from mlbench_core.results.table import times_to_goal
 
 __all__ = ["draw_performance_profile", "draw_time_against_price"]
 
@@ -123,9 +123,7 @@ def _price_caption(groups: Sequence[Group], points: Sequence[tuple[Group, Estima
 def draw_performance_profile(groups: Sequence[Group], largest_ratio: float = 4.0) -> canvas.Drawing:
     """Draw AlgoPerf's performance profile: the share of tasks that an algorithm solves within a ratio of the best time.
 
-    A workload is a task with its data set and number of workers. An algorithm is what the configuration names, with
-    its options. The time is the mean time to the goal. A group of which a run missed the goal has not solved its
-    workload.
+    The times are those of :func:`mlbench_core.results.table.times_to_goal`.
 
     Args:
         groups: Groups of runs of several tasks.
@@ -140,19 +138,12 @@ def draw_performance_profile(groups: Sequence[Group], largest_ratio: float = 4.0
     References:
         Dahl et al., Benchmarking Neural Network Training Algorithms, arXiv:2306.07179.
     """
-    times: dict[str, dict[str, float | None]] = {}
-    for group in groups:
-        solved = len(group.reached) == len(group.records)
-        time = mean(group.values("time_to_goal_s")) if solved else None
-        place = f"{', '.join(workload(group))}, {plural(group.workers, 'worker')}"
-        times.setdefault(_algorithm(group), {}).setdefault(place, time.value if time else None)
-    tasks = {workload(group) for group in groups}
+    times = times_to_goal(groups)
+    tasks = {task for row in times.values() for task in row}
     if len(tasks) < 2 or len(times) < 2:
         raise ConfigurationError("a performance profile needs at least two tasks and two algorithms")
-    places = sorted({place for row in times.values() for place in row})
-    whole = {name: {place: row.get(place) for place in places} for name, row in times.items()}
     ratios = [1 + (largest_ratio - 1) * index / 200 for index in range(201)]
-    profile = performance_profile(whole, ratios)
+    profile = performance_profile(times, ratios)
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.3)
     axes = figure.subplots()
     for look, (name, shares) in zip(canvas.series_looks(len(profile)), profile.items(), strict=True):
@@ -160,18 +151,12 @@ def draw_performance_profile(groups: Sequence[Group], largest_ratio: float = 4.0
     axes.set_ylim(0, 1.05)
     axes.set_xlim(1, largest_ratio)
     axes.set_xlabel("time to goal / best time to goal")
-    axes.set_ylabel("share of workloads")
+    axes.set_ylabel("share of tasks")
     canvas.title(axes, "Performance profile", groups)
     text = (
-        f"{caption(groups)} Share of the {len(places)} workloads (task, data set and workers) on which an algorithm "
-        "reached the goal within a ratio of the fastest one. Mean time; a workload is missed if one run missed the goal."
+        f"{caption(groups)} Share of the {len(tasks)} tasks that an algorithm solves within a ratio of the best time, "
+        "by mean times. A task is solved if more than half of the runs reached the goal."
     )
     canvas.finish(figure, text, *axes.get_legend_handles_labels())
     rows = [["ratio", *profile], *([ratio, *shares] for ratio, *shares in zip(ratios, *profile.values(), strict=True))]
     return canvas.Drawing("performance_profile", figure, text, rows)
-
-
-def _algorithm(group: Group) -> str:
-    options = group.configuration.get("options") or {}
-    name = str(group.configuration.get("algorithm") or group.label)
-    return ", ".join([name, *(f"{key} {json.dumps(value)}" for key, value in sorted(options.items()))])
