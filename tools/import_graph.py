@@ -29,9 +29,9 @@ LAYERS: dict[str, set[str]] = {
     **{name: {"distributed"} for name in SIDE_BY_SIDE},
     "models": {"distributed", "ops"},  # a model calls operators, which know no models
     "tracking": {"distributed", "client"},  # as in version 3.0, a Tracker reports to the master by itself
-    "controlflow": {"distributed", "aggregation", "optim", "lr_scheduler", *SIDE_BY_SIDE},
+    "controlflow": {"distributed", "aggregation", "optim", "lr_scheduler", "results", *SIDE_BY_SIDE},
     # It reads the outboxes of workers that have ended, and proves its identity to clients.
-    "mlbench_master": {"client"},
+    "mlbench_master": {"client", "results"},
     "cli": {"client", "results", "mlbench_master"},  # `mlbench master` runs the master in its own process
 }
 LAYERS["benchmarks"] = set(LAYERS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -29,10 +29,12 @@ __all__ = [
     "compare_records",
     "find_records",
     "from_master",
+    "matches",
     "price_options",
     "print_comparison",
     "print_records",
     "write_comparison",
+    "write_texts",
 ]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -144,6 +146,13 @@ def from_master(client: MasterClient, runs: Sequence[dict[str, Any]]) -> list[Ru
     return sorted(records, key=lambda record: (record.workers or 0, record.name))
 
 
+def matches(name: str, pattern: str | None) -> bool:
+    """Return whether a name matches a shell pattern or contains a text; without a pattern every name matches."""
+    if not pattern:
+        return True
+    return fnmatch.fnmatchcase(name, pattern) if any(c in pattern for c in "*?[") else pattern in name
+
+
 def compare_records(
     records: Sequence[RunRecord], pricing: Pricing | None = None, baseline: str | None = None
 ) -> tuple[list[Group], Comparison]:
@@ -201,18 +210,19 @@ def write_comparison(
     """
     from mlbench_core.results.figures import draw_all
 
-    contents = {
-        "table.csv": comparison.as_csv(),
-        "table.md": comparison.as_markdown(),
-        "results.json": json.dumps(comparison.as_json(), indent=2, ensure_ascii=False) + "\n",
-    }
-    for name, text in contents.items():
+    contents = {"table.csv": comparison.as_csv(), "table.md": comparison.as_markdown()}
+    written = write_texts(folder, {**contents, "results.json": comparison.as_json()})
+    per_hour = (pricing or Pricing()).per_hour
+    return [*written, *draw_all(groups, folder, per_hour, lambda text: remark(clean(text)))]
+
+
+def write_texts(folder: Path, contents: Mapping[str, Any]) -> list[Path]:
+    """Write files of text, or of JSON if the content is not a text, and return their paths."""
+    for name, content in contents.items():
         with replacing(folder / name) as temporary:
+            text = content if isinstance(content, str) else json.dumps(content, indent=2, ensure_ascii=False) + "\n"
             temporary.write_text(text, encoding="utf-8")
-    return [
-        *(folder / name for name in contents),
-        *draw_all(groups, folder, (pricing or Pricing()).per_hour, lambda text: remark(clean(text))),
-    ]
+    return [folder / name for name in contents]
 
 
 def print_records(records: Sequence[RunRecord]) -> None:

@@ -27,12 +27,13 @@ _NAME_IN_ZIP = re.compile(r"(?:^|/)result_(.+)\.json$")
 _WORKER_IN_ZIP = re.compile(r"(?:pod_)?(.+-worker-\d+)(?:_.*)?\.json$")
 
 
-def load(paths: Iterable[str | os.PathLike[str]]) -> list[RunRecord]:
+def load(paths: Iterable[str | os.PathLike[str]], *, empty_is_error: bool = True) -> list[RunRecord]:
     """Read all results at some paths.
 
     Args:
         paths: Each is a result folder, a folder with results at any depth, a zip file of the master, or a JSON file of
             ``mlbench run --wait``.
+        empty_is_error: False to accept a path that has no result.
 
     Returns:
         One record for each run, fewest workers first, then by name. A run that is found twice counts once, and its
@@ -44,7 +45,7 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> list[RunRecord]:
     records: dict[str, RunRecord] = {}
     for path in map(Path, paths):
         found = list(_load(path))
-        if not found:
+        if not found and empty_is_error:
             raise ConfigurationError(
                 f"no result in {path}: name a result folder, or a file of 'mlbench run --wait' or 'mlbench download'"
             )

@@ -20,8 +20,7 @@ __all__ = ["Group", "Series", "check_comparable", "differences", "pool", "series
 # Repeats of each other may differ in these.
 _OF_ONE_RUN = ("seed", "repeat")
 # These options say which run it is, and where its files are.
-_NEUTRAL_OPTIONS = {"hosts", "rank", "repeat", "resume", "run_id", "seed"}
-_NEUTRAL_OPTIONS |= {"root_checkpoint", "root_dataset", "root_output"}
+_NEUTRAL_OPTIONS = {"repeat", "resume", "run_id", "seed", "root_checkpoint", "root_dataset", "root_output"}
 # The configuration has fields of their own for these options.
 _SAME_AS = {"optimizer": "algorithm", "light_target": "light", "gpu": "device"}
 # With more workers, a run may use more machines and GPUs.

@@ -174,6 +174,7 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         "name": str(run.get("name") or "run"),
         "state": str(run.get("state") or UNKNOWN),
         "configuration": configuration,
+        "started_at": run.get("started_at") or run.get("created_at"),
         "reached": reached,
         "time_to_goal_s": _time_to_goal([goal, summary], result, metrics) if reached else None,
         "train_s": number(times.get("train"), _latest(metrics, "TotalCumulativeTrainTime @ 0")),

@@ -48,6 +48,7 @@ class RunRecord:
             run's record.
         configuration: Task, program, options, backend, workers, goal, seed and so on, as in a result file. An entry
             that is unknown is missing.
+        started_at: Date and time of the start (ISO 8601, UTC).
         machine: The machine, as in a result file; empty if unknown.
         software: Versions of the software, as in a result file; empty if unknown.
         reached: True if the run reached its goal.
@@ -74,6 +75,7 @@ class RunRecord:
     source: str = "master"
     state: str = "finished"
     configuration: Mapping[str, Any] = field(default_factory=dict)
+    started_at: str | None = None
     machine: Mapping[str, Any] = field(default_factory=dict)
     software: Mapping[str, Any] = field(default_factory=dict)
     reached: bool | None = None
@@ -183,6 +185,10 @@ class RunRecord:
         reached = goal.get("reached")
         to_goal = _slowest(goal.get("times")) if reached else {}
         at = {**times, **to_goal}
+        exposed_s, hidden_s = (number(at.get(f"communication_{part}_s")) for part in ("exposed", "hidden"))
+        # An optimizer that does not report when it communicates leaves zeros.
+        if not at.get("communication_total_s") and at.get("communication_s"):
+            exposed_s = hidden_s = None
         configuration = dict(result.get("configuration") or {})
         if goal and not configuration.get("goal"):
             configuration["goal"] = {name: goal.get(name) for name in ("metric", "threshold", "minimize")}
@@ -191,6 +197,7 @@ class RunRecord:
             source=source,
             state=str(run.get("state") or UNKNOWN),
             configuration=configuration,
+            started_at=run.get("started_at"),
             machine=result.get("machine") or {},
             software=result.get("software") or {},
             reached=reached if isinstance(reached, bool) else None,
@@ -199,8 +206,8 @@ class RunRecord:
             validation_s=number(at.get("validation_s")),
             wall_s=number(at.get("wall_s")),
             phases_s={phase: s for phase in PHASES if (s := number(at.get(f"{phase}_s"))) is not None},
-            communication_exposed_s=number(at.get("communication_exposed_s")),
-            communication_hidden_s=number(at.get("communication_hidden_s")),
+            communication_exposed_s=exposed_s,
+            communication_hidden_s=hidden_s,
             steps_s=_slowest(result.get("steps_s")),
             epochs_to_goal=goal.get("epochs") if reached else None,
             steps_to_goal=goal.get("step") if reached else None,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlbench_core.results.environment import machine_of, software_of
 from mlbench_core.results.lines import SCHEMA_VERSION
 from mlbench_core.statistics import QuantileSketch
 
@@ -85,15 +86,15 @@ def summarize(lines: Iterable[Mapping[str, Any]], environment: Mapping[str, Any]
         "schema_version": SCHEMA_VERSION,
         "run": {
             "id": start.get("run_id"),
-            "name": environment.get("run_name") or start.get("run_id"),
+            "name": (environment.get("variables") or {}).get("MLBENCH_RUN_NAME") or start.get("run_id"),
             **_state(ranks, number),
             "started_at": (first.first_start or start).get("time"),
             "ended_at": max((end["time"] for end in ends if "time" in end), default=None),
             "times_resumed": first.resumed,
         },
         "configuration": configuration,
-        "machine": {**environment.get("machine", {}), "hosts": len(hosts)},
-        "software": dict(environment.get("software", {})),
+        "machine": {**machine_of(environment), "hosts": len(hosts)},
+        "software": software_of(environment),
         "goal": _goal(ranks, configuration),
         "times": times,
         "steps_s": _steps(ranks),

@@ -21,7 +21,18 @@ from mlbench_core.results.pool import Group, Series, differences, series, worklo
 from mlbench_core.results.prices import price_index
 from mlbench_core.results.stats import describe, performance_profile, performance_score, welch_test
 
-__all__ = ["COLUMNS", "RATIOS", "Column", "Comparison", "Price", "cell", "compare_groups", "times_to_goal"]
+__all__ = [
+    "COLUMNS",
+    "RATIOS",
+    "Column",
+    "Comparison",
+    "Price",
+    "cell",
+    "compare_groups",
+    "escape",
+    "safe_cell",
+    "times_to_goal",
+]
 
 Price = Callable[[float, int], "float | None"]
 """Function that returns the price of a run from its seconds and its number of workers; None if it is unknown."""
@@ -73,7 +84,7 @@ COLUMNS = (
     Column("efficiency", "EFFICIENCY", 2, "scaling"),
     Column("communication_exposed_s", "EXPOSED (s)", 2, "scaling"),
     Column("communication_hidden_s", "HIDDEN (s)", 2, "scaling"),
-    Column("bytes_sent_mb", "SENT (MB)", 1, "scaling"),
+    Column("bytes_sent_mb", "SENT (MB)", 2, "scaling"),
     Column("samples_per_s", "SAMPLES/S", 0, "scaling"),
     Column("best", "BEST", 2, "scaling"),
     Column("price", "PRICE", 4, "scaling"),
@@ -149,7 +160,7 @@ class Comparison:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(column.key for column in COLUMNS)
-        writer.writerows([_safe_cell(row[column.key]) for column in COLUMNS] for row in self.rows)
+        writer.writerows([safe_cell(row[column.key]) for column in COLUMNS] for row in self.rows)
         return text.getvalue()
 
     def as_json(self) -> dict[str, Any]:
@@ -167,7 +178,7 @@ class Comparison:
     def as_markdown(self) -> str:
         """Return the tables for people and the notes as Markdown."""
         parts = [_markdown_table(columns, rows) for columns, rows in self.tables()]
-        return "\n\n".join([*parts, *(_escape(note) for note in self.notes())]) + "\n"
+        return "\n\n".join([*parts, *(escape(note) for note in self.notes())]) + "\n"
 
 
 def compare_groups(
@@ -359,6 +370,8 @@ def cell(column: Column, value: Any) -> str:
     """Return a value as a cell for people; ``-`` if it is unknown."""
     if value is None:
         return "-"
+    if column.key == "p" and value < 1e-4:
+        return "< 0.0001"
     return f"{value:,.{column.digits}f}" if column.digits is not None else str(value)
 
 
@@ -368,7 +381,8 @@ def _value_text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _safe_cell(value: Any) -> Any:
+def safe_cell(value: Any) -> Any:
+    """Return a value for a CSV file that people may open in a spreadsheet."""
     # A spreadsheet would run a text that begins with one of these as a formula.
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
 
@@ -386,11 +400,11 @@ def _finite(value: Any) -> Any:
 def _markdown_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [" | ".join(column.header for column in columns)]
     lines.append(" | ".join("---" if column.digits is None else "---:" for column in columns))
-    lines += [" | ".join(_escape(cell(column, row[column.key])) for column in columns) for row in rows]
+    lines += [" | ".join(escape(cell(column, row[column.key])) for column in columns) for row in rows]
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Escape the characters of a text that Markdown or HTML would interpret."""
     for character in "\\|`*_<>[]":
         text = text.replace(character, f"\\{character}")

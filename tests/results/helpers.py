@@ -13,8 +13,12 @@ from mlbench_core.results.lines import LinesSink
 
 GOAL = {"metric": "val_global_Prec@1", "threshold": 90.0, "minimize": False}
 ENVIRONMENT = {
-    "machine": {"cpu": "Model 7", "cores": 2, "memory_bytes": 1 << 34, "gpu": None, "gpus": 0},
-    "software": {"mlbench_core": "4.0", "python": "3.11.2", "torch": "2.13.0", "commit": "ab" * 20},
+    "system": {"cpu": "Model 7", "cores": 2, "memory_bytes": 1 << 34, "python": "3.11.2", "os": "Linux"},
+    "gpus": [],
+    "driver": None,
+    "torch": {"version": "2.13.0", "nccl": None},
+    "packages": {"mlbench-core": "4.0"},
+    "checkouts": {"program": {"commit": "ab" * 20, "changed_files": 0, "difference_sha256": None}},
 }
 
 

@@ -88,7 +88,7 @@ def test_sinks_learn_the_course_of_a_run(clock: Clock, log: MagicMock) -> None:
         run_epoch(tracker, clock, 80.5)
     assert [kind for kind, _ in sink.events] == ["start", "epoch", "goal", "epoch", "end"]
     (_, start), (_, epoch), (_, goal), _, (_, end) = sink.events
-    assert start == {"resumed": False}
+    assert start == {"resumed": False, "epoch": 0, "step": 0}
     assert set(epoch) == {"epoch", "step", "time_s", "totals"}
     assert (epoch["epoch"], epoch["step"], epoch["time_s"]) == (0, 1, 64 + 63)
     assert set(epoch["totals"]) == TOTALS
@@ -126,7 +126,7 @@ def test_a_run_starts_with_its_first_batch_and_a_resumed_one_says_so(clock: Cloc
     tracker.load_state_dict(json.loads(json.dumps(Tracker([], "7", 0).state_dict())))
     run_epoch(tracker, clock, 1.0)
     run_epoch(tracker, clock, 1.0)
-    assert [content for kind, content in sink.events if kind == "start"] == [{"resumed": True}]
+    assert [content for kind, content in sink.events if kind == "start"] == [{"resumed": True, "epoch": 0, "step": 0}]
     assert sink.events[0][0] == "start"
 
 

@@ -91,8 +91,8 @@ def _band(group: Group, metric: str, axis: Axis) -> Band | None:
         points = [(axis.place(point), point.value) for point in record.curve(metric)]
         # A metric that is recorded several times in an epoch has several values at one place: the last one counts.
         curves.append(list({float(x): value for x, value in points if x is not None}.items()))
-    # All points are at one place if a single worker sends nothing.
-    return band([curve for curve in curves if curve and (curve[-1][0] > 0 or len(curve) == 1)])
+    # All points are at 0 bytes if a single worker sends nothing.
+    return band([curve for curve in curves if curve and curve[-1][0] > 0])
 
 
 def _draw(

@@ -236,8 +236,10 @@ def _prepare(axes: Axes, every: Sequence[Series]) -> None:
 def _lines(axes: Axes, every: Sequence[Series], rows: Sequence[Estimates]) -> None:
     """Draw a line with error bars for each series, slightly shifted so that error bars do not hide one another."""
     low, high = axes.get_xlim()
+    # With a single number of workers, the points have the whole width.
+    step = min(0.02, 0.1 / len(every)) if len(axes.get_xticks()) > 1 else 0.9 / len(every)
     for index, (one, look, values) in enumerate(zip(every, canvas.series_looks(len(every)), rows, strict=True)):
-        shift = (index - (len(every) - 1) / 2) * min(0.02, 0.1 / len(every))
+        shift = (index - (len(every) - 1) / 2) * step
         known = [(group, value) for group, value in zip(one.groups, values, strict=True) if value is not None]
         if not known:
             continue
