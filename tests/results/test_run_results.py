@@ -80,3 +80,14 @@ def test_a_lost_folder_does_not_replace_the_end_of_the_training(
         f"the result in {tmp_path / 'run'} is incomplete"
     ]
     assert not (tmp_path / "run" / RESULT).exists()
+
+
+def test_the_example_of_the_documentation_leaves_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[2] / "docs" / "result_folder.md"
+    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, str(page), "exec"), {})
+    folder = tmp_path / "results" / "run-1"
+    assert verify_folder(folder) == []
+    result = read_result(folder)
+    assert (result["goal"]["reached"], result["goal"]["epochs"], result["samples"]) == (True, 2, 64)

@@ -1,0 +1,150 @@
+"""Make a convergence reference: epochs to the goal of a task over at least 10 seeds.
+
+    python benchmarks/references/make.py digits
+    python benchmarks/references/make.py mnist --data FOLDER
+
+Each seed is one run of task 1a with one worker and one thread, until the goal is reached. The results stay in the
+folder of --runs. With --keep, finished runs in this folder are not repeated, so an interrupted command can continue.
+The reference is written to mlbench_core/results/references/. It depends on the task's program and settings; make it
+again when one of them changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlbench_core.results.convergence import LEAST_SEEDS, Reference, deciding_options
+from mlbench_core.tasks import get_task
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "mlbench_core" / "results" / "references"
+# The script and the library of this checkout, even if another one is installed.
+SCRIPT = ROOT / "benchmarks" / get_task("1a").folder / "main.py"
+# Images of all workers in a step: one worker with the batch size of the task.
+BATCH_SIZE = 128
+DATASETS = ("digits", "mnist")
+
+
+def run_seed(args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Train with one seed, and return the result of the run.
+
+    Raises:
+        SystemExit: The run failed; its output is in the message.
+    """
+    run_id = f"reference-{args.dataset}-{seed}"
+    folder = args.runs / "task1a" / run_id
+    path = folder / "result.json"
+    if not (args.keep and path.is_file() and read_result(path)["run"]["state"] == "finished"):
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, str(SCRIPT), "--dataset", args.dataset, "--seed", str(seed), "--channels-last"]
+        command += ["--run-id", run_id, "--root-output", str(args.runs), "--root-checkpoint", str(args.runs / "saved")]
+        if args.data is not None:
+            command += ["--data", str(args.data)]
+        # One thread: the time of a run does not matter, and the workers of --jobs share the cores.
+        libraries = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": libraries}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"error: the run with seed {seed} failed:\n{done.stderr[-4000:]}")
+    result = read_result(path)
+    print(f"{args.dataset}, seed {seed}: {epochs_to_goal(result)} epochs", flush=True)
+    return result
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def epochs_to_goal(result: Mapping[str, Any]) -> int:
+    """Return the number of epochs until the goal.
+
+    Raises:
+        SystemExit: The run did not reach it. A reference needs seeds that all reach the goal.
+    """
+    goal = result["goal"]
+    if not goal or not goal["reached"]:
+        raise SystemExit(f"error: run {result['run']['id']} did not reach its goal: no reference can be made of it")
+    return goal["epochs"]
+
+
+def describe_machine(machine: Mapping[str, Any]) -> str:
+    memory = round(machine["memory_bytes"] / 2**30)
+    return ", ".join(filter(None, (machine["cpu"], f"{machine['cores']} cores, {memory} GiB", machine.get("gpu"))))
+
+
+def make_reference(dataset: str, results: Mapping[int, Mapping[str, Any]]) -> Reference:
+    """Combine the results of all seeds.
+
+    Args:
+        dataset: Name of the data set.
+        results: The result of each run, by seed.
+
+    Raises:
+        SystemExit: The runs differ in more than the seed, or a run did not reach its goal.
+    """
+    settings = [
+        {**result["configuration"], "options": deciding_options(result["configuration"]["options"]), "seed": None}
+        for result in results.values()
+    ]
+    if any(each != settings[0] for each in settings):
+        raise SystemExit("error: the runs differ in more than the seed: run again without --keep")
+    first, latest = settings[0], max(results.values(), key=lambda result: result["run"]["ended_at"])
+    return Reference(
+        task=first["task"],
+        dataset=first["dataset"],
+        preset=first["preset"],
+        goal={name: first["goal"][name] for name in ("metric", "threshold", "minimize")},
+        algorithm=first["algorithm"],
+        workers=first["workers"],
+        batch_size=BATCH_SIZE * first["workers"],
+        options=first["options"],
+        values={seed: epochs_to_goal(result) for seed, result in results.items()},
+        unit="epochs",
+        resolution=1.0,  # the task validates at the end of each epoch
+        version=latest["software"]["mlbench_core"],
+        date=latest["run"]["ended_at"][:10],
+        machine=describe_machine(latest["machine"]),
+        command=f"python benchmarks/references/make.py {dataset}",
+    )
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dataset", choices=DATASETS, help="data set of task 1a")
+    parser.add_argument("--seeds", type=int, default=LEAST_SEEDS, metavar="N", help="seeds 1 to N [%(default)s]")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at the same time [%(default)s]")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder of the data set's files")
+    parser.add_argument("--runs", type=Path, default=Path("reference-runs"), help="folder of the runs [%(default)s]")
+    parser.add_argument("--keep", action="store_true", help="do not repeat runs that have finished")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file to write [task1a-DATASET.json]")
+    args = parser.parse_args(arguments)
+    if args.seeds < LEAST_SEEDS:
+        parser.error(f"argument --seeds: must be at least {LEAST_SEEDS}, not {args.seeds}")
+    if args.jobs < 1:
+        parser.error(f"argument --jobs: must be at least 1, not {args.jobs}")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse(arguments)
+    seeds = range(1, args.seeds + 1)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        results = dict(zip(seeds, pool.map(partial(run_seed, args), seeds), strict=True))
+    reference = make_reference(args.dataset, results)
+    path = args.output or FOLDER / f"task1a-{args.dataset}.json"
+    reference.save(path)
+    print(f"{path}: mean {reference.mean:.3g} epochs, standard deviation {reference.standard_deviation:.2g}")
+
+
+if __name__ == "__main__":
+    main()
