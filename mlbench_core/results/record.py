@@ -26,6 +26,7 @@ class CurvePoint:
         time_s: Seconds since the start of the run.
         bytes: Bytes that all workers had sent by then, interpolated between the ends of epochs; None if unknown.
         value: The recorded value.
+        train_s: Training seconds of rank 0 by then, interpolated between the ends of epochs; None if unknown.
     """
 
     epoch: int
@@ -33,6 +34,7 @@ class CurvePoint:
     time_s: float
     bytes: float | None
     value: float
+    train_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -151,13 +153,15 @@ class RunRecord:
         if self.folder is None:
             return []
         lines = read_lines(self.folder)
-        sent = _bytes_by_step(lines)
+        sent = _totals_by_step(lines, "communication_size_bytes")
+        trained = _totals_by_step(lines, "train_s").get(0)
         points = []
         for line in statistics(lines, name):
             value, step = number(line.get("value")), int(line["step"])
             if value is not None:
                 so_far = sum(_at(step, known) for known in sent.values()) if sent else None
-                points.append(CurvePoint(int(line["epoch"]), step, float(line["time_s"]), so_far, value))
+                train_s = _at(step, trained) if trained else None
+                points.append(CurvePoint(int(line["epoch"]), step, float(line["time_s"]), so_far, value, train_s))
         return points
 
     @classmethod
@@ -272,14 +276,14 @@ def _slowest(value: Any) -> Any:
     return (value.get("slowest") if isinstance(value, Mapping) else value) or {}
 
 
-def _bytes_by_step(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[tuple[int, float]]]:
-    """Return for each rank the steps at which it wrote its totals, and the bytes that it had sent by then."""
+def _totals_by_step(lines: Iterable[Mapping[str, Any]], name: str) -> dict[int, list[tuple[int, float]]]:
+    """Return for each rank the steps at which it wrote its totals, and the named one of them by then."""
     found: dict[int, dict[int, float]] = {}
     for line in lines:
         totals = line.get("totals")
-        if isinstance(totals, Mapping) and totals.get("communication_size_bytes") is not None:
+        if isinstance(totals, Mapping) and totals.get(name) is not None:
             step = int(line.get("step") or totals.get("batches") or 0)
-            found.setdefault(int(line["rank"]), {0: 0.0})[step] = float(totals["communication_size_bytes"])
+            found.setdefault(int(line["rank"]), {0: 0.0})[step] = float(totals[name])
     return {rank: sorted(known.items()) for rank, known in found.items()}
 
 

@@ -21,7 +21,18 @@ from mlbench_core.results.pool import Group, Series, differences, series, worklo
 from mlbench_core.results.prices import price_index
 from mlbench_core.results.stats import describe, performance_profile, performance_score, welch_test
 
-__all__ = ["COLUMNS", "RATIOS", "Column", "Comparison", "Price", "cell", "compare_groups", "escape", "safe_cell"]
+__all__ = [
+    "COLUMNS",
+    "RATIOS",
+    "Column",
+    "Comparison",
+    "Price",
+    "cell",
+    "compare_groups",
+    "escape",
+    "safe_cell",
+    "times_to_goal",
+]
 
 Price = Callable[[float, int], "float | None"]
 """Function that returns the price of a run from its seconds and its number of workers; None if it is unknown."""
@@ -316,22 +327,36 @@ def _test(a: Group, b: Group) -> dict[str, Any]:
     }
 
 
-def _profile(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
-    """Return AlgoPerf's performance profiles over the workloads; empty with a single workload."""
+def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]:
+    """Return the mean time to the goal of each algorithm on each workload, for performance profiles.
+
+    Several settings of one algorithm count as one: its fastest counts, as after tuning. A setting of which at most half
+    of the runs reach the goal does not solve the workload.
+
+    Args:
+        groups: Groups of runs.
+
+    Returns:
+        Algorithm with its number of workers to workload to seconds; None if the workload is not solved.
+    """
     times: dict[str, dict[str, float | None]] = {}
     for group in groups:
         algorithm = str(group.configuration.get("algorithm") or "default")
         name = f"{algorithm}, {group.workers} worker{'' if group.workers == 1 else 's'}"
         mean = _mean(group.values("total_s")) or None
-        # A configuration that misses the goal in most runs does not solve the task.
         solved = 2 * len(group.reached) > len(group.records)
         row, task = times.setdefault(name, {}), _workload_text(group)
         known = row.get(task)
         if solved and mean is not None:
-            # Several settings of one algorithm: its best one counts, as in tuning.
             row[task] = mean if known is None else min(known, mean)
         else:
             row.setdefault(task, None)
+    return times
+
+
+def _profile(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
+    """Return AlgoPerf's performance profiles over the workloads; empty with a single workload."""
+    times = times_to_goal(groups)
     if len({task for row in times.values() for task in row}) < 2:
         return {}
     shares, scores = performance_profile(times, RATIOS), performance_score(times)
