@@ -176,7 +176,7 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
     """
     rows = [_properties(group.records[0]) for group in groups]
     found: dict[str, list[Any]] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
+    for name in _names(rows):
         values = list({_text(row.get(name)): row.get(name) for row in rows}.values())
         if len(values) > 1:
             found[name] = values
@@ -184,19 +184,24 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
 
 def _properties(record: RunRecord) -> dict[str, Any]:
-    """Return everything in which two runs can differ, in the order in which labels name it."""
+    """Return everything in which two runs can differ; a property that is unknown is missing."""
     found = {key: value for key, value in record.configuration.items() if key not in _OF_ONE_RUN and key != "options"}
     options = {
         option: value
         for option, value in (record.configuration.get("options") or {}).items()
         if option.replace("-", "_") not in _NEUTRAL_OPTIONS and found.get(_SAME_AS.get(option, option)) is None
     }
-    items = [(name, found.pop(name)) for name in _FIRST if name in found]
-    items += [(f"options.{name}", value) for name, value in sorted(options.items())]
-    items += found.items()
+    items = [*found.items(), *((f"options.{name}", value) for name, value in sorted(options.items()))]
     items += [(f"machine.{key}", value) for key, value in record.machine.items()]
     items += [(f"software.{key}", value) for key, value in record.software.items()]
     return {key: value for key, value in items if value is not None}
+
+
+def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of all properties, in the order in which labels show them."""
+    order = {name: place for place, name in enumerate((*_FIRST, "options", "", "machine", "software"))}
+    names = dict.fromkeys(name for row in rows for name in row)
+    return sorted(names, key=lambda name: order.get(name.partition(".")[0], order[""]))
 
 
 def _of_series(record: RunRecord) -> dict[str, Any]:
@@ -213,8 +218,7 @@ def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     Every part of the configuration that differs is in the label. Machine and software are only if the label would not
     be different otherwise: many of their properties differ together.
     """
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    differing = [name for name in names if len({_text(row.get(name)) for row in rows}) > 1]
+    differing = [name for name in _names(rows) if len({_text(row.get(name)) for row in rows}) > 1]
     chosen = [name for name in differing if not name.startswith(("machine.", "software."))]
     for name in differing:
         if name not in chosen and _distinct(rows, [*chosen, name]) > _distinct(rows, chosen):
