@@ -215,11 +215,11 @@ def _text(value: Any) -> str:
 def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a short label for each row: the values of the properties in which rows differ.
 
-    Every part of the configuration that differs is in the label. Machine and software are only if the label would not
-    be different otherwise: many of their properties differ together.
+    Every part of the configuration that differs is in the label. Goal, machine and software are only if the label would
+    not be different otherwise: the goal follows from the task, and many properties of a machine differ together.
     """
     differing = [name for name in _names(rows) if len({_text(row.get(name)) for row in rows}) > 1]
-    chosen = [name for name in differing if not name.startswith(("machine.", "software."))]
+    chosen = [name for name in differing if not name.startswith(("goal", "machine.", "software."))]
     for name in differing:
         if name not in chosen and _distinct(rows, [*chosen, name]) > _distinct(rows, chosen):
             chosen.append(name)

@@ -145,7 +145,11 @@ def test_a_zip_without_a_record_is_honest(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
         archive.writestr("me.png", "")
     found = [(record.name, record.workers, record.state, record.total_s) for record in load([tmp_path])]
-    assert found == [("none", None, "unknown", 8.0), ("exp-2024", 2, "unknown", 8.0), ("results", 2, "unknown", 407.123)]
+    assert found == [
+        ("none", None, "unknown", 8.0),
+        ("exp-2024", 2, "unknown", 8.0),
+        ("results", 2, "unknown", 407.123),
+    ]
 
 
 def test_a_damaged_zip_is_named(tmp_path: Path) -> None:
