@@ -23,6 +23,8 @@ _OF_ONE_RUN = ("seed", "repeat")
 _NEUTRAL_OPTIONS = {"repeat", "resume", "run_id", "seed", "root_checkpoint", "root_dataset", "root_output"}
 # The configuration has fields of their own for these options.
 _SAME_AS = {"optimizer": "algorithm", "light_target": "light", "gpu": "device"}
+# A label begins with these, and the options follow, as in "power_sgd, rank 2".
+_FIRST = ("task", "program", "series", "dataset", "preset", "algorithm")
 # With more workers, a run may use more machines and GPUs.
 _OF_THE_SIZE = ("workers", "machine.hosts", "machine.gpus")
 
@@ -174,7 +176,7 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
     """
     rows = [_properties(group.records[0]) for group in groups]
     found: dict[str, list[Any]] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
+    for name in _names(rows):
         values = list({_text(row.get(name)): row.get(name) for row in rows}.values())
         if len(values) > 1:
             found[name] = values
@@ -182,20 +184,24 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
 
 def _properties(record: RunRecord) -> dict[str, Any]:
-    """Return everything in which two runs can differ, in the order in which labels name it."""
+    """Return everything in which two runs can differ; a property that is unknown is missing."""
     found = {key: value for key, value in record.configuration.items() if key not in _OF_ONE_RUN and key != "options"}
     options = {
         option: value
         for option, value in (record.configuration.get("options") or {}).items()
         if option.replace("-", "_") not in _NEUTRAL_OPTIONS and found.get(_SAME_AS.get(option, option)) is None
     }
-    # The options of a program follow its algorithm, as in "PowerSGD, rank 2".
-    place = list(found).index("algorithm") + 1 if "algorithm" in found else len(found)
-    items = list(found.items())
-    items[place:place] = [(f"options.{key}", value) for key, value in sorted(options.items())]
+    items = [*found.items(), *((f"options.{name}", value) for name, value in sorted(options.items()))]
     items += [(f"machine.{key}", value) for key, value in record.machine.items()]
     items += [(f"software.{key}", value) for key, value in record.software.items()]
     return {key: value for key, value in items if value is not None}
+
+
+def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of all properties, in the order in which labels show them."""
+    order = {name: place for place, name in enumerate((*_FIRST, "options", "", "machine", "software"))}
+    names = dict.fromkeys(name for row in rows for name in row)
+    return sorted(names, key=lambda name: order.get(name.partition(".")[0], order[""]))
 
 
 def _of_series(record: RunRecord) -> dict[str, Any]:
@@ -209,12 +215,11 @@ def _text(value: Any) -> str:
 def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a short label for each row: the values of the properties in which rows differ.
 
-    Every part of the configuration that differs is in the label. Machine and software are only if the label would not
-    be different otherwise: many of their properties differ together.
+    Every part of the configuration that differs is in the label. Goal, machine and software are only if the label would
+    not be different otherwise: the goal follows from the task, and many properties of a machine differ together.
     """
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    differing = [name for name in names if len({_text(row.get(name)) for row in rows}) > 1]
-    chosen = [name for name in differing if not name.startswith(("machine.", "software."))]
+    differing = [name for name in _names(rows) if len({_text(row.get(name)) for row in rows}) > 1]
+    chosen = [name for name in differing if not name.startswith(("goal", "machine.", "software."))]
     for name in differing:
         if name not in chosen and _distinct(rows, [*chosen, name]) > _distinct(rows, chosen):
             chosen.append(name)
