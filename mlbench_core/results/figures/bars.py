@@ -22,14 +22,14 @@ __all__ = ["draw_phases", "draw_steps", "phase_bars"]
 
 _COMMUNICATION = "#E69F00"
 # In grey print, the hatch distinguishes what the color no longer does.
-_PHASE_LOOKS: dict[str, dict[str, str]] = {
+_PHASE_LOOKS: dict[str, canvas.Look] = {
     "compute": {"facecolor": "#0072B2", "hatch": ""},
     "communication": {"facecolor": _COMMUNICATION, "hatch": ""},
     "metrics": {"facecolor": "#009E73", "hatch": "////"},
     "data": {"facecolor": "#CC79A7", "hatch": "....."},
     "other": {"facecolor": "#DDDDDD", "hatch": ""},
 }
-_STEP_LOOKS: dict[str, dict[str, str]] = {
+_STEP_LOOKS: dict[str, canvas.Look] = {
     "batch_load": {"facecolor": "#CC79A7", "hatch": "....."},
     "fwd_pass": {"facecolor": "#56B4E9", "hatch": ""},
     "comp_loss": {"facecolor": "#56B4E9", "hatch": "xxxx"},
@@ -199,8 +199,8 @@ def _places(axes: Axes, groups: Sequence[Group], width: float) -> list[tuple[flo
             # The axes are narrower than the figure by the numbers of workers.
             lines = canvas.wrap(block.label, width - 0.5, 6).split("\n")[:2]
             top += _HEADING_SHARE * len(lines)
-            style = {"ha": "left", "va": "bottom", "size": 6, "linespacing": 1.0}
-            axes.text(0.0, top - 0.32, "\n".join(lines), transform=axes.get_yaxis_transform(), **style)
+            style: canvas.Look = {"ha": "left", "va": "bottom", "size": 6, "linespacing": 1.0}
+            axes.text(0.005, top - 0.32, "\n".join(lines), transform=axes.get_yaxis_transform(), **style)
         for group in block.groups:
             places.append((top + 0.3, group))
             top += 1.0
@@ -224,7 +224,7 @@ def _stack(
     axes: Axes,
     places: Sequence[tuple[float, Group]],
     parts: Callable[[Group], Mapping[str, float]],
-    looks: Mapping[str, Mapping[str, str]],
+    looks: Mapping[str, canvas.Look],
     names: Mapping[str, str],
 ) -> list[float]:
     """Draw stacked bars and return their ends."""
@@ -248,7 +248,7 @@ def _intervals(axes: Axes, totals: Sequence[tuple[float, Estimate]]) -> bool:
         if total.low is not None and total.high is not None:
             cut = cut or total.high > limit or total.low < 0
             low, end = max(total.low, 0.0), min(total.high, limit)
-            bar = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8}
+            bar: canvas.Look = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8}
             axes.errorbar([total.value], [y], xerr=[[total.value - low], [end - total.value]], **bar)
         ends.append((y, total.value, end))
     _write_values(axes, ends)

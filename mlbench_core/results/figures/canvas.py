@@ -30,6 +30,7 @@ __all__ = [
     "GREY",
     "PAGE_IN",
     "Drawing",
+    "Look",
     "finish",
     "new_figure",
     "number",
@@ -39,6 +40,9 @@ __all__ = [
     "title",
     "wrap",
 ]
+
+Look = dict[str, Any]
+"""Keyword arguments of matplotlib for the look of something."""
 
 COLUMN_IN = 3.15
 """Width in inches of a figure for one column, 8 cm."""
@@ -103,7 +107,7 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def series_looks(count: int) -> list[dict[str, Any]]:
+def series_looks(count: int) -> list[Look]:
     """Return a color, a marker and a dash for each of several series; any two series differ in at least two of them."""
     import matplotlib
 
@@ -147,9 +151,9 @@ def wrap(text: str, width_in: float, size_pt: float) -> str:
 def title(axes: Axes, text: str, groups: Sequence[Group]) -> None:
     """Write a title above the axes, and task and goal in small print below it."""
     axes.set_title(text, pad=11)
-    width = axes.figure.get_size_inches()[0] - 0.45
-    first, *more = wrap(subtitle(groups), width, _NOTE_PT + 0.5).split("\n")
-    look = {"size": _NOTE_PT + 0.5, "color": GREY, "va": "bottom"}
+    # The labels of the vertical axis take the rest of a column.
+    first, *more = wrap(subtitle(groups), COLUMN_IN - 0.5, _NOTE_PT + 0.5).split("\n")
+    look: Look = {"size": _NOTE_PT + 0.5, "color": GREY, "va": "bottom"}
     # The caption has the whole text.
     axes.annotate(first + " ..." * bool(more), (0, 1), (0, 3), "axes fraction", "offset points", **look)
 
@@ -215,7 +219,7 @@ def save(drawing: Drawing, folder: Path) -> list[Path]:
         The files written.
     """
     # Without these values, the files would hold the date and the version of matplotlib.
-    formats: dict[str, dict[str, Any]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
+    formats: dict[str, Look] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
     written = []
     with style():
         for suffix, metadata in formats.items():

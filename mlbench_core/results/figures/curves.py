@@ -115,13 +115,13 @@ def _draw(
         goal_line = axes.axhline(goal["threshold"], linestyle=(0, (4, 2)), color=canvas.GREY, linewidth=0.8)
         axes.set_ylabel(goal["metric"])
         if len(workers) > 1:
-            note = {"ha": "right", "va": "bottom", "size": 6, "style": "italic"}
+            note: canvas.Look = {"ha": "right", "va": "bottom", "size": 6, "style": "italic"}
             axes.annotate(plural(number, "worker"), (1, 0), (-3, 3), "axes fraction", "offset points", **note)
         if uneven:
             _count(counts[index], same, looks)
     entries["goal"] = goal_line
     figure.axes[-1].set_xlabel(axis.label)
-    figure.axes[-1].xaxis.get_major_locator().set_params(integer=axis.shared)
+    figure.axes[-1].locator_params(axis="x", integer=axis.shared)
     figure.align_ylabels()
     canvas.title(curves[0], f"Learning curves against {axis.title}", groups)
     text = _caption(groups, bands, axis)
@@ -144,7 +144,7 @@ def _panels(figure: Figure, rows: int, uneven: bool, shared: bool) -> tuple[list
     return curves, counts
 
 
-def _curve(axes: Axes, found: Band, look: dict[str, Any]) -> Any:
+def _curve(axes: Axes, found: Band, look: canvas.Look) -> Any:
     """Draw mean, band and tails, and return the line of the mean for the legend."""
     every = max(1, len(found.x) // 8)
     (line,) = axes.plot(found.x, found.mean, markevery=every, **look)
@@ -155,7 +155,7 @@ def _curve(axes: Axes, found: Band, look: dict[str, Any]) -> Any:
     return line
 
 
-def _count(axes: Axes, bands: Sequence[tuple[Group, Band]], looks: dict[str, dict[str, Any]]) -> None:
+def _count(axes: Axes, bands: Sequence[tuple[Group, Band]], looks: dict[str, canvas.Look]) -> None:
     """Draw how many runs remain at each place."""
     most = max(len(found.ends) for _, found in bands)
     for index, (group, found) in enumerate(bands):

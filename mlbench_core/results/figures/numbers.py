@@ -35,6 +35,7 @@ __all__ = [
     "pareto_front",
     "price_index",
     "ratio",
+    "scaled",
     "speed_up",
     "timed",
     "with_equal_outcome",
@@ -186,9 +187,14 @@ def price_index(groups: Sequence[Group]) -> list[Estimate | None]:
             found.append(Estimate(1.0, runs=squared.runs))
         else:
             more = group.workers / groups[0].workers
-            ends = [None if end is None else end * more for end in (squared.low, squared.high)]
-            found.append(Estimate(squared.value * more, *ends, squared.runs))
+            found.append(scaled(squared, more))
     return found
+
+
+def scaled(estimate: Estimate, factor: float) -> Estimate:
+    """Multiply an estimate and the ends of its interval by a positive number."""
+    low, high = (None if end is None else end * factor for end in (estimate.low, estimate.high))
+    return Estimate(estimate.value * factor, low, high, estimate.runs)
 
 
 def communication_share(group: Group) -> Estimate | None:

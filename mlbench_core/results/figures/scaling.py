@@ -13,6 +13,7 @@ from mlbench_core.results.figures.numbers import (
     communication_share,
     of_runs,
     price_index,
+    scaled,
     speed_up,
     with_equal_outcome,
 )
@@ -74,7 +75,9 @@ def draw_communication_share(groups: Sequence[Group]) -> canvas.Drawing:
         raise ConfigurationError("no run waited for communication or reported it")
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.2)
     axes = figure.subplots()
-    percent = [[_scaled(shares[id(group)], 100.0) for group in one.groups] for one in every]
+    percent = [
+        [scaled(share, 100.0) if (share := shares[id(group)]) else None for group in one.groups] for one in every
+    ]
     _prepare(axes, every)
     _lines(axes, every, percent)
     axes.set_ylabel("% of the training time")
@@ -160,7 +163,7 @@ def speed_up_panels(panels: Sequence[Axes], groups: Sequence[Group], every: Sequ
     for axes, rows, text in zip(panels, measured, ("as measured", "without communication"), strict=True):
         _prepare(axes, every)
         for index, start in enumerate(starts):
-            ideal = {"linestyle": (0, (4, 2)), "color": canvas.GREY, "linewidth": 0.8}
+            ideal: canvas.Look = {"linestyle": (0, (4, 2)), "color": canvas.GREY, "linewidth": 0.8}
             # One entry in the legend stands for the lines of all starts.
             # With both axes logarithmic, as with both linear, the ideal is a straight line.
             axes.plot([start, largest], [1.0, largest / start], label="_" * bool(index) + "ideal", **ideal)
@@ -211,13 +214,6 @@ def _cells(value: Estimate | None) -> list[float | None]:
     return [None, None, None] if value is None else [value.value, value.low, value.high]
 
 
-def _scaled(value: Estimate | None, factor: float) -> Estimate | None:
-    if value is None:
-        return None
-    low, high = (None if end is None else end * factor for end in (value.low, value.high))
-    return Estimate(value.value * factor, low, high, value.runs)
-
-
 def _prepare(axes: Axes, every: Sequence[Series]) -> None:
     """Make an axis of workers on which the ideal speed-up is a straight line."""
     workers = sorted({group.workers for one in every for group in one.groups})
@@ -257,7 +253,7 @@ def _lines(axes: Axes, every: Sequence[Series], rows: Sequence[Estimates]) -> No
         )
         hollow = [(place, value.value) for place, (group, value) in zip(x, known, strict=True) if _is_partial(group)]
         if hollow:
-            face = {"markerfacecolor": "white", "linestyle": "none", "zorder": 4}
+            face: canvas.Look = {"markerfacecolor": "white", "linestyle": "none", "zorder": 4}
             axes.plot(*zip(*hollow, strict=True), marker=look["marker"], color=look["color"], **face)
 
 

@@ -66,15 +66,16 @@ def _draw_prices(groups: Sequence[Group], points: Sequence[tuple[Group, Estimate
     axes = figure.subplots()
     front = _front(points)
     if front:
-        look = {"color": canvas.GREY, "linestyle": (0, (4, 2)), "linewidth": 0.8, "label": "Pareto front"}
-        axes.step(*zip(*front, strict=True), where="post", zorder=1, **look)
+        dashed: canvas.Look = {"color": canvas.GREY, "linestyle": (0, (4, 2)), "linewidth": 0.8}
+        axes.step(*zip(*front, strict=True), where="post", zorder=1, label="Pareto front", **dashed)
     every = series([group for group, _, _ in points])
     looks = dict(zip((one.label for one in every), canvas.series_looks(len(every)), strict=True))
     limit = 1.5 * max(time.value for _, time, _ in points)
+    width = max(price for _, _, price in points) - min(price for _, _, price in points)
     named: set[str] = set()
     cut = False
     for group, time, price in points:
-        look = {name: looks[group.label][name] for name in ("color", "marker")}
+        look: canvas.Look = {name: looks[group.label][name] for name in ("color", "marker")}
         partial = len(group.reached) < len(group.records)
         errors = None
         if time.low is not None and time.high is not None:
@@ -92,7 +93,12 @@ def _draw_prices(groups: Sequence[Group], points: Sequence[tuple[Group, Estimate
             markerfacecolor="white" if partial else look["color"],
             **look,
         )
-        axes.annotate(str(group.workers), (price, time.value), (4, 2), textcoords="offset points", size=5.5)
+        # The number is on the left if another point is close on the right.
+        left = any(
+            0 < other - price < 0.06 * width and abs(at.value - time.value) < 0.1 * limit for _, at, other in points
+        )
+        place, side = ((-4, 2), "right") if left else ((4, 2), "left")
+        axes.annotate(str(group.workers), (price, time.value), place, textcoords="offset points", size=5.5, ha=side)
         named.add(group.label)
     axes.margins(x=0.12, y=0.08)
     # Times are compared by their ratios, so the axis begins at zero.
