@@ -83,11 +83,13 @@ def test_different_goals_are_refused(folder: Path, call: Call) -> None:
     assert "'val_global_Prec@1 >= 90' (adam-1) and 'val_global_Prec@1 >= 85' (light)" in error
 
 
-def test_a_killed_run_is_named_and_left_out(folder: Path, call: Call) -> None:
-    write_run(folder / "killed", workers=1, algorithm="sgd", seed=3, finish=False)
+def test_a_killed_run_is_named_and_counts_only_if_it_reached_its_goal(folder: Path, call: Call) -> None:
+    write_run(folder / "early", workers=1, algorithm="sgd", seed=3, finish=False, epochs=2)
+    write_run(folder / "late", workers=1, algorithm="sgd", seed=4, finish=False)
     shown = call("compare", str(folder))
-    assert "killed is unfinished and not finished: left out" in shown.stderr
-    assert shown.stdout.splitlines()[2].split()[:3] == ["sgd", "1", "2"]
+    assert "early is unfinished and did not reach its goal (2 epochs, 20.0 s of training): left out" in shown.stderr
+    assert f"late: {folder / 'late'} has no result.json: the run did not end" in shown.stderr
+    assert shown.stdout.splitlines()[2].split()[:4] == ["sgd", "1", "3", "3"]
 
 
 def test_prices(folder: Path, call: Call, tmp_path: Path) -> None:
