@@ -1,4 +1,4 @@
-"""Export metrics, optionally averaged, as JSON or as a zip archive in pieces that fit in memory."""
+"""Export metrics, optionally averaged, and results, as JSON or as a zip archive in pieces that fit in memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,30 @@ import re
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from mlbench_master.dates import format_date
+from mlbench_master.results import FILES, RESULT_FILE, RESULT_METRIC, RefusedFileError, ResultFolder, is_result
 from mlbench_master.store import Point, Run, Store, pod_owner, run_owner
 
-__all__ = ["Selection", "all_metrics_json", "metrics_json", "metrics_zip", "safe_file_name", "summarize"]
+__all__ = [
+    "LEFT_OUT_FILE",
+    "Selection",
+    "all_metrics_json",
+    "metrics_json",
+    "metrics_zip",
+    "result_json",
+    "safe_file_name",
+    "summarize",
+]
+
+LEFT_OUT_FILE = "left_out.txt"
+"""The file of an archive that says which result files are not in it, one line for each."""
 
 _CHUNK_CHARACTERS = 65_536
+_CHUNK_BYTES = 2**20
+_OFFICIAL_RESULT = "official_result.txt"
 
 
 @dataclass(frozen=True)
@@ -105,16 +121,38 @@ def all_metrics_json(store: Store) -> Iterator[str]:
     )
 
 
-def metrics_zip(store: Store, owner: str, run: Run | None, selection: Selection) -> Iterator[bytes]:
-    """Yield a zip archive of metrics in pieces, made while it is sent.
+def result_json(store: Store, run: Run, results: Path | None) -> bytes | None:
+    """Return the ``result.json`` of a run, or None if there is no valid one.
+
+    Args:
+        store: The database.
+        run: The run.
+        results: The folder for the results of its workers. If it has no ``result.json``, because the workers ran
+            elsewhere, the metric that the first worker sent takes its place.
+    """
+    folder = ResultFolder.find(results)
+    content = None
+    if folder is not None:
+        with folder:
+            content = folder.read(RESULT_FILE)
+    return content if is_result(content) else _sent_result(store, run)
+
+
+def metrics_zip(
+    store: Store, owner: str, run: Run | None, selection: Selection, results: Path | None = None
+) -> Iterator[bytes]:
+    """Yield a zip archive of metrics and results in pieces, made while it is sent.
 
     Args:
         store: The database.
         owner: Owner of the metrics.
         run: The run, if the owner is one. Its record (state, number of workers, backend, command, ...) is the file
             ``run.json``, as the API shows it. Each metric of one of its workers has a file ``<worker>_<metric>.json``.
-            ``official_result.txt`` is the value of ``TaskResult @ 0``, which exists if the goal was reached.
+            The result files of its workers follow, see :data:`~mlbench_master.results.FILES`. Without the file,
+            ``official_result.txt`` is the value of ``TaskResult @ 0``, which exists if the goal was reached, and
+            ``result.json`` is the value of ``result @ 0``. Files that were refused are named in ``left_out.txt``.
         selection: The entries to include.
+        results: The folder for the results of the run's workers, which may have any content.
 
     Yields:
         Bytes of the archive.
@@ -132,8 +170,13 @@ def metrics_zip(store: Store, owner: str, run: Run | None, selection: Selection)
                 for text in _in_chunks(_list(map(_short, points))):
                     file.write(text.encode())
                     yield sink.take()
-        if run is not None and run.goal_result is not None:
-            archive.writestr("official_result.txt", run.goal_result)
+        if run is not None:
+            yield from _add_results(archive, sink, results)
+            written = archive.namelist()
+            if _OFFICIAL_RESULT not in written and run.goal_result is not None:
+                archive.writestr(_OFFICIAL_RESULT, run.goal_result)
+            if RESULT_FILE not in written and (sent := _sent_result(store, run)) is not None:
+                archive.writestr(RESULT_FILE, sent)
     yield sink.take()
 
 
@@ -158,6 +201,34 @@ def safe_file_name(name: str, taken: set[str]) -> str:
         unique = f"{base}~{number}"
     taken.add(unique.lower())
     return unique
+
+
+def _sent_result(store: Store, run: Run) -> bytes | None:
+    value = store.newest_value(run_owner(run.id), RESULT_METRIC)
+    return value.encode() if value is not None and is_result(value) else None
+
+
+def _add_results(archive: zipfile.ZipFile, sink: _Sink, results: Path | None) -> Iterator[bytes]:
+    """Add the result files of a run to an archive, and yield its bytes."""
+    folder = ResultFolder.find(results)
+    if folder is None:
+        return
+    left_out = []
+    with folder:
+        for name in FILES:
+            try:
+                file, left = folder.open(name)
+                with file, archive.open(name, "w", force_zip64=True) as target:
+                    while chunk := file.read(min(left, _CHUNK_BYTES)):
+                        target.write(chunk)
+                        left -= len(chunk)
+                        yield sink.take()
+            except FileNotFoundError:
+                continue
+            except (RefusedFileError, OSError) as error:
+                left_out.append(f"{name}: {error}\n")
+    if left_out:
+        archive.writestr(LEFT_OUT_FILE, "".join(left_out))
 
 
 class _Sink:

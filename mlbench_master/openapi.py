@@ -13,11 +13,13 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from mlbench_master.goals import Goal
 from mlbench_master.schemas import MAX_BATCH
 
 __all__ = [
     "Added",
     "Entry",
+    "Goal",
     "Health",
     "Logs",
     "Metrics",
@@ -84,7 +86,10 @@ class JobMetadata(BaseModel):
 
 
 class RunOut(BaseModel):
-    """A run. Dates are ISO 8601 in UTC, with microseconds."""
+    """A run. Dates are ISO 8601 in UTC, with microseconds.
+
+    ``goal`` is null until the workers have sent the result of the goal. ``goal_result`` is its text, as in version 3.0.
+    """
 
     id: int
     name: str
@@ -104,6 +109,7 @@ class RunOut(BaseModel):
     gpu_enabled: bool
     light_target: bool
     goal_result: str | None
+    goal: Goal | None
 
 
 class Point(BaseModel):

@@ -12,8 +12,10 @@ from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
 from mlbench_master.dates import format_date
+from mlbench_master.export import result_json
 from mlbench_master.launchers.interface import Launcher, LogLine
-from mlbench_master.routes import run_or_404
+from mlbench_master.results import RESULT_METRIC, ResultFolder
+from mlbench_master.routes import results_of, run_or_404
 from mlbench_master.store import Run, Store, run_owner
 
 __all__ = ["make_pages", "render"]
@@ -54,8 +56,10 @@ def make_pages(store: Store, launcher: Launcher, can_log_out: bool) -> APIRouter
             "run.html",
             can_log_out=can_log_out,
             run=run,
-            facts=_facts(run),
-            metrics=store.latest(run_owner(run.id)),
+            facts=_facts(run, launcher),
+            has_result=result_json(store, run, results_of(run, launcher)) is not None,
+            # The page has a link to the result, which is a text of several kilobytes.
+            metrics=[item for item in store.latest(run_owner(run.id)) if item[0] != RESULT_METRIC],
             log="".join(f"{_log_line(line)}\n" for line in lines),
             next_line=next_line,
         )
@@ -91,7 +95,14 @@ def _last_lines(launcher: Launcher, run: Run) -> tuple[list[LogLine], int]:
         count //= 2
 
 
-def _facts(run: Run) -> dict[str, str]:
+def _facts(run: Run, launcher: Launcher) -> dict[str, str]:
+    goal = run.goal_record
+    phases = {} if goal is None else goal.phases_s
+    folder = ResultFolder.find(results_of(run, launcher))
+    place = ""
+    if folder is not None:
+        with folder:
+            place = str(folder.path)
     return {
         "Workers": f"{run.num_workers}, cores per worker: {run.num_cpus:g}",
         "Backend": run.backend,
@@ -101,7 +112,10 @@ def _facts(run: Run) -> dict[str, str]:
         "Finished": "" if run.finished_at is None else format_date(run.finished_at),
         "Notes": " ".join(run.metadata_dict().get("notes", ())),
         "Reason": str(run.metadata_dict().get("reason") or ""),
-        "Goal": run.goal_result or "",
+        "Goal": "" if goal is None else goal.aim,
+        "Goal result": (run.goal_result or "") if goal is None else goal.outcome,
+        "Time by phase": ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases.items()),
+        "Result folder": place,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, BackgroundTasks, Depends, HTTPException, Request, Response
@@ -37,7 +38,7 @@ from mlbench_master.scheduler import Scheduler
 from mlbench_master.schemas import MAX_BATCH, MAX_ID, LogsQuery, MetricIn, MetricQuery, RunIn, RunsQuery, describe_error
 from mlbench_master.store import NameInUseError, NewMetric, Run, Store, new_run, pod_owner, run_owner
 
-__all__ = ["router", "run_or_404"]
+__all__ = ["results_of", "router", "run_or_404"]
 
 _PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
 _RUN_FIELDS = {"name", "num_workers", "num_cpus", "max_bandwidth", "gpu_enabled", "light_target"}
@@ -101,7 +102,7 @@ def all_metrics(store: StorePart) -> StreamingResponse:
     openapi_extra=parameters(MetricQuery),
     **documented(Metrics, 400, 404, media=("application/json", "application/zip")),
 )
-def metrics(owner_id: str, request: Request, store: StorePart) -> StreamingResponse:
+def metrics(owner_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> StreamingResponse:
     query = _validated(MetricQuery, dict(request.query_params))
     run: Run | None = None
     if query.metric_type == "run":
@@ -114,7 +115,7 @@ def metrics(owner_id: str, request: Request, store: StorePart) -> StreamingRespo
     selection = export.Selection(since, query.metric_filter, query.last_n, query.summarize)
     if query.format != "zip":
         return _StreamedResponse(export.metrics_json(store, owner, selection), media_type="application/json")
-    archive = export.metrics_zip(store, owner, run, selection)
+    archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
     name = export.safe_file_name(owner.replace(":", "_"), set())
     headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
     return _StreamedResponse(archive, media_type="application/zip", headers=headers)
@@ -195,7 +196,7 @@ def create_run(
         command=command,
         backend=backend,
         run_all_nodes=all_nodes,
-        job_metadata=json.dumps({"notes": notes}),
+        job_metadata=json.dumps({"notes": notes, **({"exclusive": True} if wanted.exclusive else {})}),
         **wanted.model_dump(include=_RUN_FIELDS),
     )
     try:
@@ -248,6 +249,15 @@ def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart
     return {"lines": page.lines, "next": page.next}
 
 
+@runs_router.get("/{run_id}/result/", summary="The result.json of a run", **documented(dict[str, Any], 404))
+def get_result(run_id: str, store: StorePart, launcher: LauncherPart) -> Response:
+    run = run_or_404(store, run_id)
+    content = export.result_json(store, run, results_of(run, launcher))
+    if content is None:
+        raise HTTPException(404, f"id: run {run.id} has no valid result.json; a task of MLBench writes it at its end")
+    return Response(content, media_type="application/json")
+
+
 class _StreamedResponse(StreamingResponse):
     """A response that fetches its first piece before it sends the status, so that an early error is still reported."""
 
@@ -282,6 +292,11 @@ def run_or_404(store: Store, run_id: str) -> Run:
     if run is None:
         raise HTTPException(404, f"id: there is no run {run_id[:80]!r}")
     return run
+
+
+def results_of(run: Run, launcher: Launcher) -> Path | None:
+    """Return the folder for the results of a run's workers, or None if the master cannot read it."""
+    return None if run.job_id is None else launcher.results(run.job_id)
 
 
 def _pod_or_404(store: Store, name: str) -> None:

@@ -149,8 +149,11 @@ class Scheduler:
             used = sum(_cores(run) for run in running)
             for run in sorted(self._store.runs("initialized"), key=lambda run: (_cores(run), run.id)):
                 fits = used + _cores(run) <= self._launcher.capacity
+                # Runs on one machine share its memory bandwidth and its network, so a run that is to be measured runs
+                # alone. While it waits its turn, the runs after it wait, too.
+                alone = any(_is_exclusive(other) for other in (run, *running))
                 # The runs are sorted by their cores, so none of the others fits either.
-                if not fits and running:
+                if running and (alone or not fits):
                     break
                 if self._goes_on(self._launch, run):
                     running.append(run)
@@ -251,7 +254,7 @@ class Scheduler:
             gpu_enabled=run.gpu_enabled,
             all_nodes=run.run_all_nodes,
             image=run.image,
-            env={**self._worker_env, "MLBENCH_RUN_ID": str(run.id)},
+            env={**self._worker_env, "MLBENCH_RUN_ID": str(run.id), "MLBENCH_RUN_NAME": run.name},
             notes=tuple(notes),
         )
         # Record the job before it starts: if the master dies in between, the next master looks for it.
@@ -339,6 +342,10 @@ def _last_lines(lines: list[str]) -> list[str]:
         first -= 1
         size += len(lines[first]) + 1
     return lines[first:] or [line[-_TAIL_CHARACTERS:] for line in lines[-1:]]
+
+
+def _is_exclusive(run: Run) -> bool:
+    return run.metadata_dict().get("exclusive") is True
 
 
 def _cores(run: Run) -> float:

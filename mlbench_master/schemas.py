@@ -168,6 +168,7 @@ class RunIn(_Body):
             and starts the others itself.
         gpu_enabled: True if the workers use GPUs: the command gets ``--gpu``.
         light_target: True for the light goal of the task: the command gets ``--light``.
+        exclusive: True to run it alone: it starts when no other run is running, and no other run starts until it ends.
     """
 
     name: Annotated[
@@ -193,6 +194,7 @@ class RunIn(_Body):
     run_all_nodes: bool = True
     gpu_enabled: bool = False
     light_target: bool = False
+    exclusive: bool = False
 
 
 class MetricQuery(_Body):

@@ -26,10 +26,11 @@ from sqlalchemy.pool import StaticPool
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.dates import format_date, now_us
+from mlbench_master.goals import GOAL_METRIC, Goal, read_goal
 from mlbench_master.migrations import VERSION_TABLE, prepare_database
 
 __all__ = [
-    "GOAL_METRIC",
+    "GOAL_TEXT_METRIC",
     "LeaseRow",
     "Metric",
     "NameInUseError",
@@ -42,7 +43,9 @@ __all__ = [
 ]
 
 # The first worker of a task sends this metric when it reaches the goal.
-GOAL_METRIC = "TaskResult @ 0"
+GOAL_TEXT_METRIC = "TaskResult @ 0"
+# Entries of the goal that are read in the search for the newest valid one.
+_LATEST_GOALS = 10
 # Entries that one statement reads: about 1 MB of memory if values are numbers.
 _PAGE = 2000
 # SQLite joins at most 500 SELECTs by UNION, and old versions of it take 999 parameters in a list.
@@ -87,6 +90,13 @@ class Run(_Base):
     gpu_enabled: Mapped[bool] = mapped_column(default=False)
     light_target: Mapped[bool] = mapped_column(default=False)
     goal_result: Mapped[str | None] = mapped_column(sa.Text)
+    # JSON of a Goal; goal_result is the text that clients of version 3.0 read.
+    goal: Mapped[str | None] = mapped_column(sa.Text)
+
+    @property
+    def goal_record(self) -> Goal | None:
+        """Return the result of the goal, or None if the workers have not sent it."""
+        return read_goal(self.goal)
 
     def metadata_dict(self) -> dict[str, Any]:
         """Return the job's metadata as a dictionary, which is empty if the record is damaged."""
@@ -106,6 +116,8 @@ class Run(_Base):
         for name in ("created_at", "started_at", "finished_at"):
             shown[name] = None if shown[name] is None else format_date(shown[name])
         shown["job_id"] = self.job_id or ""
+        goal = self.goal_record
+        shown["goal"] = None if goal is None else goal.model_dump()
         lists: dict[str, Any] = {"stdout": [], "stderr": [], "notes": []}
         shown["job_metadata"] = {**lists, **self.metadata_dict(), "command": shown["command"]}
         return shown
@@ -453,13 +465,21 @@ class Store:
                 # By default, SQLAlchemy does not keep the row count of an insert of many rows.
                 connection = session.connection(execution_options={"preserve_rowcount": True})
                 added = connection.execute(statement, [vars(metric) for metric in metrics]).rowcount
-            # The pages show whether a run reached its goal, so the result is part of the run's record.
             for metric in metrics:
-                if metric.name == GOAL_METRIC and metric.owner.startswith("run:"):
-                    run = session.get(Run, int(metric.owner[4:]))
-                    if run is not None:
-                        run.goal_result = metric.value
+                if metric.name in (GOAL_METRIC, GOAL_TEXT_METRIC) and metric.owner.startswith("run:"):
+                    _record_goal(session, metric)
         return added
+
+    def newest_value(self, owner: str, name: str) -> str | None:
+        """Return the latest value of a metric, or None without one.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            name: The metric.
+        """
+        with self._reading() as session:
+            value = session.scalar(_newest(owner, name))
+        return None if value is None else _text(value)
 
     def existing_runs(self, ids: Iterable[int]) -> set[int]:
         """Return those of the ids that belong to runs."""
@@ -611,6 +631,27 @@ class Store:
         # expire_on_commit=False: callers read the attributes of a Run after its session has ended.
         with self._write_lock, Session(self._engine, expire_on_commit=False) as session, session.begin():
             yield session
+
+
+def _newest(owner: str, name: str, count: int = 1) -> sa.Select[Any]:
+    """Select the latest values of a metric, the latest one first."""
+    query = sa.select(Metric.value).where(Metric.owner == owner, Metric.name == name)
+    return query.order_by(Metric.date.desc(), Metric.id.desc()).limit(count)
+
+
+def _record_goal(session: Session, metric: NewMetric) -> None:
+    """Add the result of the goal to the record of the run, because pages and lists of runs show it."""
+    run = session.get(Run, int(metric.owner[4:]))
+    if run is None:
+        return
+    if metric.name == GOAL_TEXT_METRIC:
+        run.goal_result = metric.value
+        return
+    # The goal is sent when it is reached and at the end, and the first one may arrive last.
+    goals = map(read_goal, session.scalars(_newest(metric.owner, metric.name, _LATEST_GOALS)))
+    newest = next((goal for goal in goals if goal is not None), None)
+    if newest is not None:
+        run.goal = newest.model_dump_json()
 
 
 def new_run(**values: Any) -> Run:

@@ -12,6 +12,7 @@ import argparse
 import logging
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlbench_core.client.log_metrics import LogMetrics
+from mlbench_core.controlflow.pytorch.run_results import task_results
 from mlbench_core.controlflow.task_arguments import count, seconds, task_main
 from mlbench_core.distributed.pytorch.initialize import initialize_backends
 from mlbench_core.errors import BackendError, ConfigurationError, require
@@ -101,21 +103,22 @@ def measure_all(args: argparse.Namespace, rank: int, world_size: int, device: to
     return report
 
 
-def publish(run_id: str, report: LatencyReport) -> None:
-    """Send all results to the master, with the number of the size in place of the epoch of training tasks."""
+def numbers(report: LatencyReport) -> Iterator[tuple[str, float, int]]:
+    """Yield name, value and number of the size of each result.
+
+    The names begin with the operation and the type, as one run has one operation but several types.
+    """
     for dtype in report.dtypes:
         for number, measurement in enumerate(report.of(dtype)):
             row = measurement.row()
             for name in ("elements", "mean_s", "p50_s", "p99_s", "bus_bandwidth_bytes_per_s"):
-                LogMetrics.log(run_id, 0, number, f"{measurement.collective}_{dtype}_{name}", row[name])
-    # The names begin with the operation and the type, as one run has one operation but several types.
+                yield f"{measurement.collective}_{dtype}_{name}", row[name], number
     for dtype, fit in report.fits().items():
         prefix = f"{report.measurements[0].collective}_{dtype}"
-        LogMetrics.log(run_id, 0, 0, f"{prefix}_alpha_s", fit.alpha_s)
+        yield f"{prefix}_alpha_s", fit.alpha_s, 0
         # An infinite bandwidth, from times that do not grow with the size, is not a number for the master.
         if fit.beta_bytes_per_s < math.inf:
-            LogMetrics.log(run_id, 0, 0, f"{prefix}_beta_bytes_per_s", fit.beta_bytes_per_s)
-    LogMetrics.flush()
+            yield f"{prefix}_beta_bytes_per_s", fit.beta_bytes_per_s, 0
 
 
 def show(report: LatencyReport) -> None:
@@ -147,8 +150,8 @@ def show(report: LatencyReport) -> None:
 
 
 def main(
-    run_id: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str, hosts: str | None, gpu: bool,
-    args: argparse.Namespace, **_: object,
+    run_id: str, dataset_dir: str, ckpt_run_dir: str, output_dir: str, rank: int, backend: str, hosts: str | None,
+    gpu: bool, args: argparse.Namespace, **_: object,
 ) -> None:  # fmt: skip
     """Run the task on this worker. Arguments that come unchanged from the command line are read from ``args``."""
     if args.validation_only:
@@ -162,11 +165,20 @@ def main(
     ) as (rank, world_size, graph):
         if world_size == 1:
             raise ConfigurationError("task 0 needs at least 2 workers, not 1: README.md shows how to start them")
-        report = measure_all(args, rank, world_size, graph.current_device)
+        folders = {"output_dir": output_dir, "dataset_dir": dataset_dir}
+        with task_results(args, "task0", rank, world_size, backend, **folders) as results:
+            start = time.perf_counter()
+            results.sink.event("start", {"resumed": False, "epoch": 0, "step": 0})
+            report = measure_all(args, rank, world_size, graph.current_device)
+            if rank == 0:
+                # The number of the size stands in the place of the epoch of training tasks.
+                for name, value, number in numbers(report):
+                    results.sink.record(name, value, number, number, time.perf_counter() - start)
+                    LogMetrics.log(run_id, 0, number, name, value)
     if rank == 0:
         name = f"{args.collective}-{backend}-{graph.current_device.type}-{world_size}"
         files = list(report.save(Path(output_dir) / name))
-        publish(run_id, report)
+        LogMetrics.flush()
         show(report)
         if args.plot:
             # Imported here, because only this option needs matplotlib.

@@ -227,14 +227,15 @@ def write_texts(folder: Path, contents: Mapping[str, Any]) -> list[Path]:
 
 def print_records(records: Sequence[RunRecord]) -> None:
     """Write a table with one row for each run, ``-`` for a value that it did not report."""
+    known = [phase for phase in PHASES if phase != "other" or any(record.phases_s.get(phase) for record in records)]
     rows = []
     for record in records:
         outcome = {True: "yes", False: "no", None: "-"}[record.reached]
         # If the run's record is missing, only the goal can show how the run ended.
         if record.state != "finished" and not (record.state == UNKNOWN and record.reached is not None):
             outcome = record.state
-        phases = (number(record.phases_s.get(phase)) for phase in PHASES)
+        phases = (number(record.phases_s.get(phase)) for phase in known)
         workers = "-" if record.workers is None else record.workers
         rows.append((record.name, workers, outcome, number(record.total_s), *phases, number(record.samples_per_s, 0)))
-    header = ("RUN", "WORKERS", "REACHED", "SECONDS", *(phase.upper() for phase in PHASES), "SAMPLES/S")
+    header = ("RUN", "WORKERS", "REACHED", "SECONDS", *(phase.upper() for phase in known), "SAMPLES/S")
     print_table(header, rows, right=(1, *range(3, len(header))))

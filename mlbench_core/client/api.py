@@ -31,7 +31,7 @@ from mlbench_core.client.delivery import MetricDelivery
 from mlbench_core.client.kubernetes import find_master
 from mlbench_core.client.outbox import Outbox
 from mlbench_core.client.rest import RestClient, base_url, message_of, path_part
-from mlbench_core.errors import MasterAddressError, MasterError, MasterRequestError
+from mlbench_core.errors import MasterAddressError, MasterNotFoundError, MasterRequestError
 from mlbench_core.paths import user_folder
 from mlbench_core.tasks import TASKS, find_image
 
@@ -424,12 +424,9 @@ class ApiClient:
         try:
             return self._metric_executor.submit(self._delivery.settle, receipts[-1])
         except RuntimeError:
-            # The interpreter is exiting, and executors accept no more work: this thread sends the metric.
+            # The interpreter is exiting, and executors accept no more work. _close_open_clients sends the metric.
             answer: Answer = concurrent.futures.Future()
-            try:
-                answer.set_result(self._delivery.settle(receipts[-1]))
-            except MasterError as error:
-                answer.set_exception(error)
+            answer.set_exception(MasterNotFoundError("the process is exiting: the metric is sent at its end"))
             return answer
 
     def _get(self, path: str, **params: Any) -> Answer:

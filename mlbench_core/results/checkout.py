@@ -45,8 +45,8 @@ def describe_checkout(path: Path, *, accept_new: bool = False) -> dict[str, Any]
     code or settings (such as ``.py``, ``.cu`` or ``.yaml``) that Git does not ignore. Its hash depends only on their
     names and contents, and not on the version or the settings of Git. Submodules count with their name only.
 
-    Git runs no hook, no external program that displays differences, and no file system monitor. It gets at most 10
-    seconds for each of five questions and writes nothing to the repository.
+    Git runs neither a hook nor a file system monitor, and writes nothing to the repository. Each of four commands may
+    take 10 seconds.
 
     Args:
         path: A file or folder.
@@ -86,11 +86,14 @@ def describe_checkout(path: Path, *, accept_new: bool = False) -> dict[str, Any]
 
 def _changed_files(root: Path) -> list[bytes]:
     """Return the names of all files that differ from the commit, relative to the root of the checkout."""
-    # A dirty submodule would be inspected by a Git process of its own, with the submodule's settings.
-    options = ("--name-only", "-z", "--no-renames", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty")
-    changed = _git(root, "diff", "HEAD", *options)
-    new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *(f"*{suffix}" for suffix in _CODE))
-    return sorted({name for name in (changed + new).split(b"\0") if name})
+    # Not `git diff`, which may rewrite the index. A submodule with changes would be inspected by a Git process of its
+    # own, with the settings of the submodule.
+    options = ("-z", "--no-renames", "--untracked-files=no", "--ignore-submodules=dirty")
+    # Two letters and a space precede each name.
+    changed = [line[3:] for line in _git(root, "status", "--porcelain=v1", *options).split(b"\0")]
+    code = (f"*{suffix}" for suffix in _CODE)
+    new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *code).split(b"\0")
+    return sorted({name for name in (*changed, *new) if name})
 
 
 def _hash_files(root: Path, names: list[bytes]) -> str | None:

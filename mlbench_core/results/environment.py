@@ -214,12 +214,13 @@ def describe_torch() -> dict[str, Any] | None:
     if torch is None:
         return None
     cuda = _can_use_cuda(torch)
+    # Functions, because looking a part of torch up may fail, too.
     return {
         "version": _read(lambda: str(torch.__version__)),
         "cuda": _read(lambda: torch.version.cuda),
-        "cudnn": _read(torch.backends.cudnn.version) if cuda else None,
+        "cudnn": _read(lambda: torch.backends.cudnn.version()) if cuda else None,
         "nccl": _read(lambda: ".".join(map(str, torch.cuda.nccl.version()))) if cuda else None,
-        "threads": _read(torch.get_num_threads),
+        "threads": _read(lambda: torch.get_num_threads()),
     }
 
 
@@ -449,7 +450,7 @@ def _control_groups(controller: str) -> Iterator[Path]:
 
 
 def _can_use_cuda(torch: ModuleType) -> bool:
-    return bool(_read(torch.cuda.is_available))
+    return bool(_read(lambda: torch.cuda.is_available()))
 
 
 def _torch_gpus(torch: ModuleType) -> list[dict[str, Any]]:

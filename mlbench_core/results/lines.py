@@ -163,7 +163,7 @@ class RawLines:
     Example:
         >>> import pathlib, tempfile
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
-        >>> _ = path.write_text('{"rank": 0, "kind": "end"}\n{"rank": 0, "ki')
+        >>> _ = path.write_text('{"rank": 0, "kind": "end"}' + chr(10) + '{"rank": 0, "ki')
         >>> lines = RawLines([path])
         >>> [line["kind"] for line in lines], len(lines.skipped)
         (['end'], 1)

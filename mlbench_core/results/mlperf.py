@@ -1,15 +1,306 @@
-"""Write the log of a run in the format of MLPerf."""
+"""Write the log of a run with the keys of MLPerf, as the package ``mlperf-logging`` reads it.
+
+The log is a view of the raw lines of rank 0. Nothing is added to make a log complete that the run does not know. A
+submitter adds ``submission_org`` and ``submission_status``.
+
+===============================  ============================================================================
+key                              value
+===============================  ============================================================================
+``submission_benchmark``         ``mlbench_task1a`` and so on, with ``_digits`` on this stand-in for its data
+                                 and ``_light`` with the light goal; or ``mlbench_`` and the program's name
+``submission_division``          ``closed`` or ``open``, by the rules of MLBench
+``submission_platform``          Hosts, processor and GPUs
+``cache_clear``                  False: MLBench clears no cache
+``seed``, ``opt_name``           Seed and algorithm
+``global_batch_size``, ...       Hyper-parameters, see :func:`mlperf_lines`
+``init_start``                   The run begins to record
+``init_stop``, ``run_start``     The wall clock of the run starts
+``block_start``, ``block_stop``  Training between two validations
+``epoch_start``, ``epoch_stop``  Training of an epoch, without its last validation; epochs count from 1
+``eval_start``, ``eval_stop``    A validation
+``eval_accuracy``                The metric of the goal, in its own unit: accuracies are in percent
+``tracked_stats``                ``throughput``: samples per second of all workers, over the whole run
+``run_stop``                     ``success``: the goal is reached or, without a goal, the run has finished;
+                                 else ``aborted``. Nothing follows.
+===============================  ============================================================================
+
+The end of a validation is the time of its last record. It began earlier by the time of validation that the run counted,
+or, if that is not known, with the last record of training.
+
+The names of MLPerf's own benchmarks are not used, because its current suite has none of the tasks. Tasks 4a and 4b have
+the model, the data and the target of its former ``gnmt`` and ``transformer``, but not their rules.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from datetime import datetime, timedelta, timezone
+from itertools import pairwise, takewhile
+from pathlib import PurePath
 from typing import Any
 
+from mlbench_core.results.environment import machine_of
+from mlbench_core.tasks import get_task
+
 __all__ = ["mlperf_lines"]
+
+_START, _END, _POINT = "INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+# Names of options by the key of MLPerf that they give, the first that is known counts.
+_OPTIONS = {
+    "global_batch_size": ("global_batch_size", "global_batch"),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", "update_freq"),
+    "opt_base_learning_rate": ("learning_rate", "lr"),
+    "train_samples": ("train_samples",),
+    "eval_samples": ("eval_samples",),
+}
+# In these tasks every batch of a worker has --batch-size samples, and every batch is an update. In others it is an
+# upper bound, or several batches are one update.
+_FIXED_BATCH_TASKS = ("1a", "3a")
 
 
 def mlperf_lines(
     result: Mapping[str, Any], environment: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]
 ) -> list[str]:
-    """Return the lines of ``mlperf.log``."""
-    return []
+    """Return the lines of ``mlperf.log``.
+
+    The option ``--lr`` of a program gives ``opt_base_learning_rate``, ``--global-batch-size`` gives
+    ``global_batch_size``, ``--gradient-accumulation-steps``, ``--train-samples`` and ``--eval-samples`` give the keys
+    of their names. The result names only options that differ from their default, so other keys are left out.
+
+    If the wall clock was set back during the run, an event has the time of the event before it.
+
+    Args:
+        result: The content of ``result.json``.
+        environment: The content of ``environment.json``.
+        lines: The raw lines, in the order of ``metrics.jsonl``. Those of other ranks than 0 are ignored.
+
+    Returns:
+        Lines without a line break, each ``:::MLLOG`` and a JSON object. Empty if rank 0 has written no line.
+
+    Raises:
+        KeyError: A line lacks a field that all lines of its kind have.
+        ValueError: A line has no valid time.
+
+    Example:
+        >>> start = {"rank": 0, "kind": "start", "time": "2026-01-01T00:00:00+00:00"}
+        >>> result = {"configuration": {"task": "1a", "seed": 42}, "run": {"state": "unfinished"}}
+        >>> for line in mlperf_lines(result, {}, [start])[:2]:
+        ...     print(line)  # doctest: +ELLIPSIS
+        :::MLLOG {"namespace": "", "time_ms": 1767225600000, ... "value": "mlbench_task1a", "metadata": {}}
+        :::MLLOG {"namespace": "", "time_ms": 1767225600000, ... "key": "cache_clear", "value": false, "metadata": {}}
+    """
+    own = [line for line in lines if line["rank"] == 0]
+    starts = [number for number, line in enumerate(own) if line["kind"] == "start"]
+    # The end of a part of the run that was resumed later is not the end of the run.
+    own = [line for number, line in enumerate(own) if line["kind"] != "end" or number > max(starts, default=0)]
+    if not own:
+        return []
+    log = _Log(result)
+    log.describe(_milliseconds(own[0]), environment)
+    log.start(own)
+    for before, line in pairwise(own):
+        if not log.is_stopped:
+            log.add(line, _milliseconds(before))
+    log.end_validation()
+    return log.lines
+
+
+class _Log:
+    """The log of a run, written while its raw lines are read one after the other.
+
+    A block begins with the first line that has more batches than the line before, and ends with the next validation. A
+    validation consists of all records named ``val_...`` before the next batch or the end of the epoch. They are kept
+    until then, because only the line after them shows if the epoch ends with this validation.
+    """
+
+    def __init__(self, result: Mapping[str, Any]) -> None:
+        self.lines: list[str] = []
+        self.is_stopped = False
+        self._result = result
+        self._configuration: Mapping[str, Any] = result["configuration"]
+        self._goal = self._configuration.get("goal") or result.get("goal") or {}
+        self._goal_ms: int | None = None
+        self._latest_ms = 0
+        self._step = 0
+        self._epoch: int | None = None
+        self._block: int | None = None
+        self._validation: list[Mapping[str, Any]] = []
+        self._trained_ms = 0
+        self._validation_s: float | None = 0.0
+
+    def describe(self, time_ms: int, environment: Mapping[str, Any]) -> None:
+        """Write the events that are known before the run begins."""
+        configuration = self._configuration
+        known = {
+            "submission_benchmark": self._benchmark(),
+            "submission_division": configuration.get("division"),
+            "submission_platform": self._platform(environment),
+            "cache_clear": False,
+            "seed": configuration.get("seed"),
+            "opt_name": configuration.get("algorithm"),
+            **self._hyper_parameters(),
+        }
+        for key, value in known.items():
+            if value is not None:
+                self._write(time_ms, _POINT, key, value)
+        self._write(time_ms, _START, "init_start")
+
+    def _benchmark(self) -> str | None:
+        key, program = self._configuration.get("task"), self._configuration.get("program")
+        if key is None:
+            return f"mlbench_{PurePath(program).stem}" if program else None
+        dataset = self._configuration.get("dataset")
+        # A stand-in for the task's data set or the light goal does not count as a result of the task.
+        stand_in = f"_{dataset}" if dataset not in (None, get_task(key).dataset) else ""
+        return f"mlbench_task{key}{stand_in}{'_light' if self._configuration.get('light') else ''}"
+
+    def _platform(self, environment: Mapping[str, Any]) -> str | None:
+        machine = {**machine_of(environment), **(self._result.get("machine") or {})}
+        parts = [
+            machine.get("hosts") and f"{machine['hosts']} x",
+            machine["cpu"],
+            machine["cores"] and f"({machine['cores']} cores)",
+            machine["gpus"] and f"with {machine['gpus']} x {machine['gpu']}",
+        ]
+        return " ".join(str(part) for part in parts if part) or None
+
+    def _hyper_parameters(self) -> dict[str, Any]:
+        options = {
+            str(name).lstrip("-").replace("-", "_"): value
+            for name, value in (self._configuration.get("options") or {}).items()
+        }
+        batch, workers = options.get("batch_size"), self._configuration.get("workers")
+        if self._configuration.get("task") in _FIXED_BATCH_TASKS and isinstance(batch, int) and workers:
+            options.setdefault("global_batch_size", batch * workers)
+        found = {
+            key: next((options[name] for name in names if name in options), None) for key, names in _OPTIONS.items()
+        }
+        return {key: value for key, value in found.items() if isinstance(value, (int, float))}
+
+    def start(self, lines: list[Mapping[str, Any]]) -> None:
+        """Write the start of the run's wall clock, if a line shows when it was."""
+        times_s = takewhile(lambda line: line["kind"] != "start", lines[1:])
+        # A line may be written later than at its own time on the clock, but never earlier.
+        start_ms = min((_milliseconds(line) - line["time_s"] * 1e3 for line in times_s), default=None)
+        if start_ms is not None:
+            start_ms = max(_milliseconds(lines[0]), round(start_ms))
+            self._write(start_ms, _END, "init_stop")
+            self._write(start_ms, _START, "run_start")
+
+    def add(self, line: Mapping[str, Any], before_ms: int) -> None:
+        """Write the events that a line shows.
+
+        Args:
+            line: The line.
+            before_ms: Time of the line before it, ms since 1970.
+        """
+        kind, time_ms, step = line["kind"], _milliseconds(line), line.get("step", 0)
+        if kind in ("start", "epoch", "end") or step > self._step:
+            self.end_validation(line)
+            if self.is_stopped:
+                return
+        if step > self._step:
+            self._step = step
+            self._start_block(line["epoch"], before_ms)
+        if kind == "stat" and line["name"].startswith("val_"):
+            self._trained_ms = self._trained_ms if self._validation else before_ms
+            self._validation.append(line)
+        elif kind == "goal":
+            self._goal_ms = time_ms
+            # A goal that watches the training is reached without a validation.
+            if not self._validation:
+                self._stop(time_ms, "success")
+        elif kind == "epoch":
+            self._end_block(time_ms, ends_epoch=True)
+            self._validation_s = line["totals"]["validation_s"]
+        elif kind == "start":
+            # The run was interrupted, and continues from the batch of a checkpoint.
+            self._end_block(before_ms, ends_epoch=True, metadata={"status": "aborted"})
+            self._step, self._validation_s = 0, None
+        elif kind == "end":
+            self._stop(time_ms, "success" if line["state"] == "finished" and not self._goal else "aborted")
+
+    def end_validation(self, line: Mapping[str, Any] | None = None) -> None:
+        """Write the validation whose records were kept, and the end of the run if it has reached the goal.
+
+        Args:
+            line: The line after them; None if there is none.
+        """
+        if not self._validation:
+            return
+        last, stop_ms = self._validation[-1], _milliseconds(self._validation[-1])
+        start_ms = self._trained_ms
+        if line is not None and "totals" in line and self._validation_s is not None:
+            # Of several validations in an epoch, this is the time of all. The last began after the last batch anyway.
+            validation_ms = (line["totals"]["validation_s"] - self._validation_s) * 1e3
+            start_ms = max(start_ms, round(stop_ms - validation_ms))
+        continues = line is not None and line["kind"] in ("stat", "goal") and line["epoch"] == self._epoch
+        self._end_block(start_ms, ends_epoch=not continues)
+        metadata = {"epoch_num": last["epoch"] + 1, "step_num": last["step"]}
+        self._write(start_ms, _START, "eval_start", metadata=metadata)
+        self._write(stop_ms, _END, "eval_stop", metadata=metadata)
+        metric = self._metric()
+        values = [each["value"] for each in self._validation if each["name"] == metric and each["value"] is not None]
+        if values:
+            self._write(stop_ms, _POINT, "eval_accuracy", values[-1], {**metadata, "metric": metric})
+        self._validation = []
+        if self._goal_ms is not None:
+            self._stop(self._goal_ms, "success")
+
+    def _metric(self) -> str | None:
+        """Return the name of the statistic that is the accuracy: that of the goal, or else the primary metric."""
+        best = (self._result.get("best") or {}).get("metric")
+        metric: str | None = self._goal.get("metric") or (f"val_global_{best}" if best else None)
+        return metric
+
+    def _start_block(self, epoch: int, time_ms: int) -> None:
+        if self._epoch is not None and self._epoch != epoch:
+            # The script does not report the end of its epochs.
+            self._end_block(time_ms, ends_epoch=True)
+        if self._block is None:
+            self._block = epoch
+            self._write(time_ms, _START, "block_start", metadata={"first_epoch_num": epoch + 1, "epoch_count": 1})
+        if self._epoch is None:
+            self._epoch = epoch
+            self._write(time_ms, _START, "epoch_start", metadata={"epoch_num": epoch + 1})
+
+    def _end_block(self, time_ms: int, *, ends_epoch: bool, metadata: Mapping[str, Any] | None = None) -> None:
+        if ends_epoch and self._epoch is not None:
+            self._write(time_ms, _END, "epoch_stop", metadata={"epoch_num": self._epoch + 1, **(metadata or {})})
+            self._epoch = None
+        if self._block is not None:
+            self._write(time_ms, _END, "block_stop", metadata={"first_epoch_num": self._block + 1, **(metadata or {})})
+            self._block = None
+
+    def _stop(self, time_ms: int, status: str) -> None:
+        self._end_block(time_ms, ends_epoch=True)
+        throughput = self._result.get("samples_per_s")
+        if throughput is not None:
+            self._write(time_ms, _POINT, "tracked_stats", {"throughput": throughput})
+        self._write(time_ms, _END, "run_stop", metadata={"status": status})
+        self.is_stopped = True
+
+    def _write(
+        self, time_ms: int, event: str, key: str, value: Any = None, metadata: Mapping[str, Any] | None = None
+    ) -> None:
+        # The wall clock may be set back during a run.
+        self._latest_ms = max(self._latest_ms, time_ms)
+        content = {
+            "namespace": "",
+            "time_ms": self._latest_ms,
+            "event_type": event,
+            "key": key,
+            "value": value,
+            "metadata": dict(metadata or {}),
+        }
+        self.lines.append(f":::MLLOG {json.dumps(content, allow_nan=False)}")
+
+
+def _milliseconds(line: Mapping[str, Any]) -> int:
+    """Return the time of a line in ms since 1970."""
+    # Python 3.10 does not know the letter for UTC.
+    time = datetime.fromisoformat(line["time"].replace("Z", "+00:00"))
+    return (time - _EPOCH) // timedelta(milliseconds=1)

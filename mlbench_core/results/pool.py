@@ -87,15 +87,20 @@ class Series:
 
 
 def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
-    """Select the runs that can be compared.
+    """Select the runs that can be compared: those that ended, or reached their goal before they were killed.
 
     Returns:
         The runs, and for each run that is left out a sentence with the reason.
     """
     kept, remarks = [], []
     for record in records:
-        if record.state not in ("finished", UNKNOWN):
-            remarks.append(f"{record.name} is {record.state} and not finished: left out")
+        # A run that was killed after it reached its goal has a valid time to the goal.
+        ended = record.state in ("finished", UNKNOWN) or (record.state == "unfinished" and record.reached)
+        if not ended:
+            known = [f"{record.epochs} epochs" if record.epochs else "", f"{record.train_s or 0:.1f} s of training"]
+            after = f" ({', '.join(filter(None, known))})" if record.train_s else ""
+            reason = "did not reach its goal" if record.state == "unfinished" else "not finished"
+            remarks.append(f"{record.name} is {record.state} and {reason}{after}: left out")
         elif record.workers is None:
             remarks.append(f"{record.name} does not say how many workers it had: left out")
         else:

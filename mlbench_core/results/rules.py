@@ -126,11 +126,10 @@ def _check_group(group: Group) -> Iterable[Finding]:
         yield Finding("ok", subject, f"the seeds differ: {', '.join(map(str, seeds))}")
     enough = len(group.records) >= LEAST_REPEATS
     yield Finding("ok" if enough else "fail", subject, f"{len(group.records)} of at least {LEAST_REPEATS} runs")
-    missed = len(group.records) - len(group.reached)
     if group.records[0].goal is not None:
-        yield Finding(
-            "fail" if missed else "ok", subject, f"{len(group.reached)} of {len(group.records)} reached the goal"
-        )
+        missed = ", ".join(record.name for record in group.records if record.reached is False)
+        reason = f"{len(group.reached)} of {len(group.records)} runs reached the goal"
+        yield Finding("ok" if group.reached else "fail", subject, reason + (f", not {missed}" if missed else ""))
     yield _check_epochs(group, subject)
 
 

@@ -41,7 +41,7 @@ def check_result(result: Any, name: str = "result.json") -> Mapping[str, Any]:
         ConfigurationError: The version of the schema is unknown, or a field is missing or wrong; the message names it.
 
     Example:
-        >>> check_result({"schema_version": 9})
+        >>> check_result({"schema_version": 9})  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         mlbench_core.errors.ConfigurationError: schema_version of result.json must be 1, not 9: read it with the ...
     """

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from mlbench_core.client.log_metrics import LogMetrics
 
 __all__ = [
-    "FLUSH_TIMEOUT_S",
     "Goal",
     "as_goal",
     "describe_goal",
@@ -31,9 +30,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-FLUSH_TIMEOUT_S = 5.0
-"""Longest time that the end of a run waits for the master, in seconds."""
 
 Goal = Callable[[str, float, Any], "str | None"]
 """A goal is called ``(metric_name, value, tracker)``, see :class:`~mlbench_core.tracking.tracker.Tracker`."""
@@ -57,8 +53,8 @@ class TrackedRun(Protocol):
     def totals(self) -> dict[str, Any]:
         """Return the totals of the run so far."""
 
-    def end(self, wait: bool = True) -> None:
-        """End the run; wait for the device or not."""
+    def end(self, at_exit: bool = False) -> None:
+        """End the run."""
 
 
 def as_goal(goal: Any) -> Goal | None:
@@ -186,13 +182,12 @@ def send_at_exit(key: object, metric: tuple[Any, ...] | None) -> None:
 def _end_all() -> None:
     for tracker in list(_open_trackers):
         try:
-            # Without a wait for the device: a device that has failed may never finish its last batch.
-            tracker.end(wait=False)
+            tracker.end(at_exit=True)
         except Exception as error:
             logger.warning("the tracker of run %s could not be closed: %s", tracker.run_id, error)
+    # The client's handler, which runs after this one, delivers them.
     for metric in list(_last_metrics.values()):
         LogMetrics.log(*metric)
-    LogMetrics.flush(FLUSH_TIMEOUT_S)
 
 
 def _forget_all() -> None:

@@ -1,4 +1,4 @@
-"""Write the numbers of a tracker to files, TensorBoard, or any function, in addition to the master.
+"""Write the numbers of a tracker to files, TensorBoard, other services or any function, in addition to the master.
 
 A sink is called ``sink(name, value, epoch, step)``. It may also have these methods:
 
@@ -9,6 +9,9 @@ A sink is called ``sink(name, value, epoch, step)``. It may also have these meth
 * ``write_summary(summary)`` and ``close()`` are called at the end.
 
 A sink that raises an exception receives nothing more. The tracker names it once in a warning, and the run continues.
+
+:func:`make_sink` makes a sink of a text, for example of a command line. A package adds sinks with the entry point group
+``mlbench.sinks``: a name, and a function or class that returns a sink. It takes no argument, or one text.
 
 Example:
     >>> from mlbench_core.tracking.tracker import Tracker
@@ -22,18 +25,31 @@ Example:
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import logging
 import math
 import os
+import re
+import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from mlbench_core.errors import require
+from mlbench_core.errors import ConfigurationError, require
 
-__all__ = ["CSVSink", "JSONLSink", "Sink", "SinkList", "TensorBoardSink"]
+__all__ = [
+    "CSVSink",
+    "JSONLSink",
+    "MLflowSink",
+    "Sink",
+    "SinkList",
+    "TensorBoardSink",
+    "WandbSink",
+    "make_sink",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -211,3 +227,147 @@ class TensorBoardSink:
     def close(self) -> None:
         """Write the queued values and end the writer's thread."""
         self._writer.close()
+
+
+class WandbSink:
+    """A sink that writes to a run of Weights & Biases, by the number of finished batches.
+
+    Numbers are rows of the run's history. Texts and the summary of the tracker are entries of the run's summary.
+
+    Args:
+        project: Name of the project; None for the default of ``wandb``.
+        options: Other arguments of ``wandb.init``, for example ``mode="offline"`` or ``name="run 7"``.
+
+    Raises:
+        MissingDependencyError: The package ``wandb`` is not installed.
+    """
+
+    def __init__(self, project: str | None = None, **options: Any) -> None:
+        wandb: Any = require("wandb", "wandb")
+        self._run = wandb.init(project=project, **options)
+        # Not the step of wandb: it must not decrease, but numbers that are read later belong to earlier batches.
+        self._run.define_metric("*", step_metric="batch")
+
+    def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
+        """Write one row of the history, or a text."""
+        if isinstance(value, str):
+            self._run.summary[name] = value
+        else:
+            self._run.log({name: value, "epoch": epoch, "batch": step})
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Add the totals of the run to the run's summary."""
+        self._run.summary.update(summary)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MLflowSink:
+    """A sink that writes to a run of MLflow, by the number of finished batches.
+
+    Numbers are metrics, and characters that MLflow does not allow in their names become ``_``. Texts are tags. The
+    summary is the artifact ``summary.json``. ``MLFLOW_TRACKING_URI`` names the server, file or folder of the runs.
+
+    Args:
+        experiment: Name of the experiment, which is created if it does not exist.
+        run_name: Name of the run; None for one that MLflow chooses.
+
+    Raises:
+        MissingDependencyError: The package ``mlflow`` is not installed.
+    """
+
+    # The largest number of metrics that a server accepts in one request.
+    _MOST = 1000
+
+    def __init__(self, experiment: str = "Default", run_name: str | None = None) -> None:
+        mlflow: Any = require("mlflow", "mlflow")
+        self._metric = mlflow.entities.Metric
+        self._client = mlflow.MlflowClient()
+        found = self._client.get_experiment_by_name(experiment)
+        folder = self._client.create_experiment(experiment) if found is None else found.experiment_id
+        self._run: str = self._client.create_run(folder, run_name=run_name).info.run_id
+        self._metrics: list[Any] = []
+
+    def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
+        """Queue one metric, or write a text."""
+        name = re.sub(r"[^\w./ -]", "_", name)
+        if isinstance(value, str):
+            self._client.set_tag(self._run, name, value)
+            return
+        self._metrics.append(self._metric(name, value, round(time.time() * 1000), step))
+        # A request for each number would slow training down.
+        if len(self._metrics) == self._MOST:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the queued metrics."""
+        if self._metrics:
+            self._client.log_batch(self._run, metrics=self._metrics)
+            self._metrics = []
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write the summary as an artifact."""
+        self._client.log_dict(self._run, summary, "summary.json")
+
+    def close(self) -> None:
+        """End the run."""
+        self._client.set_terminated(self._run)
+
+
+_BUILT_IN: dict[str, Callable[..., Sink]] = {
+    "csv": CSVSink,
+    "jsonl": JSONLSink,
+    "mlflow": MLflowSink,
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+}
+
+
+def make_sink(text: str) -> Sink:
+    """Make a sink of ``NAME`` or ``NAME:ARGUMENT``.
+
+    Args:
+        text: The name is one of
+
+            * ``jsonl:PATH``, ``csv:PATH``, ``tensorboard:FOLDER``: see :class:`JSONLSink`, :class:`CSVSink` and
+              :class:`TensorBoardSink`;
+            * ``wandb`` or ``wandb:PROJECT``, ``mlflow`` or ``mlflow:EXPERIMENT``: see :class:`WandbSink` and
+              :class:`MLflowSink`;
+            * the name of an entry point of the group ``mlbench.sinks``.
+
+    Returns:
+        The sink, for the argument ``sinks`` of a tracker.
+
+    Raises:
+        ConfigurationError: The name is unknown, the argument is missing or too much, or the code of an entry point
+            cannot be imported.
+        MissingDependencyError: The sink needs a package that is not installed.
+
+    Example:
+        >>> make_sink("jsonl:run.jsonl")
+        JSONLSink('run.jsonl')
+    """
+    name, _, argument = text.partition(":")
+    # A package must not replace a sink of this one.
+    makers: dict[str, Callable[..., Sink] | EntryPoint] = {
+        **{entry.name: entry for entry in entry_points(group="mlbench.sinks")},
+        **_BUILT_IN,
+    }
+    if name not in makers:
+        raise ConfigurationError(f"sink must be NAME or NAME:ARGUMENT, not {text!r}: NAME is one of {sorted(makers)}")
+    maker = makers[name]
+    if isinstance(maker, EntryPoint):
+        entry_point = maker
+        try:
+            maker = entry_point.load()
+        # All errors, because the code of another package may raise any while it is imported.
+        except Exception as error:
+            raise ConfigurationError(f"sink {name!r} ({entry_point.value}) cannot be imported: {error}") from error
+    arguments = [argument] if argument else []
+    try:
+        inspect.signature(maker).bind(*arguments)
+    except TypeError as error:
+        raise ConfigurationError(f"sink must be {name!r} with the right argument, not {text!r}: {error}") from error
+    return maker(*arguments)

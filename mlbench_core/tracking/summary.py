@@ -61,6 +61,7 @@ class TrackerSummary:
         communication_total_s: Seconds during which communication ran, as optimizers reported it.
         communication_exposed_s: Seconds of it that training waited for (exposed communication).
         communication_size_bytes: Bytes sent, as optimizers reported it.
+        memory_peak_bytes: Peak of the GPU memory in bytes, or None without a GPU.
         energy_j: Joules used by the GPU, or None if NVML does not count them.
         best_metric_value: Best value of the primary metric, or None.
         best_epoch: Epoch of that value, or None.
@@ -89,6 +90,7 @@ class TrackerSummary:
     communication_total_s: float
     communication_exposed_s: float
     communication_size_bytes: int
+    memory_peak_bytes: int | None
     energy_j: float | None
     best_metric_value: float | None
     best_epoch: int | None
@@ -105,6 +107,39 @@ class TrackerSummary:
         shares = {phase: getattr(self, f"{phase}_s") / self.train_s for phase in phases}
         # A step may belong to two groups. The sum of the shares can then exceed 1, but "other" is never negative.
         return {**shares, "other": max(0.0, 1.0 - sum(shares.values()))}
+
+    @property
+    def other_s(self) -> float:
+        """Return the seconds inside batches that belong to no step."""
+        return self.train_s - sum(self.steps_s.values())
+
+    @property
+    def outside_s(self) -> float:
+        """Return the seconds of ``wall_s`` outside batches and validation, for example of checkpoints."""
+        return self.wall_s - self.train_s - self.validation_s
+
+    def gaps(self, tolerance: float = 0.01) -> list[str]:
+        """Compare the sum of the steps with the time inside batches, and training and validation with the wall clock.
+
+        Args:
+            tolerance: The largest difference that is not named, as a share of the longer time.
+
+        Returns:
+            A sentence with the numbers for each difference that is larger.
+        """
+        found = []
+        if abs(self.other_s) > tolerance * self.train_s:
+            found.append(
+                f"the steps take {self.train_s - self.other_s:.3f} s of {self.train_s:.3f} s inside batches, so "
+                f"{self.other_s:.3f} s belong to no step: call record_batch_step(NAME) after each part of a batch"
+            )
+        if abs(self.outside_s) > tolerance * self.wall_s:
+            found.append(
+                f"training ({self.train_s:.3f} s) and validation ({self.validation_s:.3f} s) take "
+                f"{self.wall_s - self.outside_s:.3f} s of {self.wall_s:.3f} s of wall time, so {self.outside_s:.3f} s "
+                "are outside batches and validation"
+            )
+        return found
 
     @property
     def samples_per_s(self) -> float | None:
@@ -140,7 +175,11 @@ class TrackerSummary:
                 "preprocess": self.preprocess_s,
                 "validation": self.validation_s,
             },
+            "other_s": self.other_s,
+            "outside_s": self.outside_s,
             "samples_per_s": None if rate is None else rate * world_size,
+            "tokens_per_s": None if self.tokens_per_s is None else self.tokens_per_s * world_size,
+            "memory_peak_bytes": self.memory_peak_bytes,
             "epochs": self.epochs,
             "best": self.best_metric_value,
             "bytes_sent": self.communication_size_bytes,
@@ -148,5 +187,5 @@ class TrackerSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the properties as plain containers that can be written as JSON."""
-        derived = {"shares": self.shares, "samples_per_s": self.samples_per_s, "tokens_per_s": self.tokens_per_s}
-        return {**asdict(self), **derived}
+        derived = ("shares", "samples_per_s", "tokens_per_s", "other_s", "outside_s")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}

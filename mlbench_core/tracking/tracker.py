@@ -8,8 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -20,7 +18,6 @@ from mlbench_core.statistics import AverageMeter, QuantileSketch
 from mlbench_core.tracking.clock import DeviceClock, cuda_in_use
 from mlbench_core.tracking.energy import energy_counter
 from mlbench_core.tracking.goal import (
-    FLUSH_TIMEOUT_S,
     Goal,
     as_goal,
     describe_goal,
@@ -29,6 +26,8 @@ from mlbench_core.tracking.goal import (
     goal_metric,
     send_at_exit,
 )
+from mlbench_core.tracking.memory import memory_peak_bytes
+from mlbench_core.tracking.phase_times import PhaseTimes
 from mlbench_core.tracking.progress import ProgressBar, wants_progress
 from mlbench_core.tracking.sinks import Sink, SinkList
 from mlbench_core.tracking.summary import Counters, Totals, TrackerSummary
@@ -40,6 +39,7 @@ logger = logging.getLogger(__name__)
 TRAIN_PREFIX = "train_"
 VALIDATION_PREFIX = "val_"
 _STATE_VERSION = 1
+_FLUSH_TIMEOUT_S = 5.0
 
 _STATE_ATTRIBUTES = (
     "current_epoch",
@@ -88,7 +88,7 @@ def _step_method(name: str) -> Callable[[Tracker], None]:
     return record
 
 
-class Tracker:
+class Tracker(PhaseTimes):
     """A tracker of times, statistics and metrics of one worker.
 
     A batch runs from :meth:`batch_start` to :meth:`batch_end`. Within it, each ``record_batch_...`` call sets a mark:
@@ -121,6 +121,9 @@ class Tracker:
         use_cuda: True to time steps on the CUDA device. None does so if CUDA is in use at the first batch.
         history_size: Number of recent batches and statistics in ``history``, and of epochs in each entry of
             ``records``.
+        check_times: True to compare times at the end of the run: the sum of the steps with the time inside batches,
+            and training and validation with the wall clock. A difference of more than 1 % is logged as a warning. The
+            summary has both differences in any case, as ``other_s`` and ``outside_s``.
 
     Attributes:
         current_epoch: Current epoch, from 0.
@@ -181,6 +184,7 @@ class Tracker:
         progress: bool | None = None,
         use_cuda: bool | None = None,
         history_size: int = 1000,
+        check_times: bool = False,
     ) -> None:
         check_at_least("history_size", history_size, 1)
         self.metrics = list(metrics or ())
@@ -232,6 +236,8 @@ class Tracker:
         self._device: DeviceClock | None = None
         self._joules: Callable[[], float] | None = None
         self._earlier_energy_j: float | None = None
+        self._earlier_memory_peak_bytes: int | None = None
+        self._check_times = check_times
         self._wanted_progress = progress
         self._progress: ProgressBar | None = None
         self._prepared = False
@@ -333,7 +339,7 @@ class Tracker:
         self.reset_epoch_stats()
         self._validation = _Validation()
         self.current_epoch += 1
-        self._keep_goal_metric()
+        self._report_goal(sends=False)
 
     def epochs(self, most: int, past_goal: bool = False) -> Iterator[int]:
         """Yield the epochs to train: from the current one until the goal is reached or the budget is spent.
@@ -621,61 +627,6 @@ class Tracker:
         """Return the seconds of validation."""
         return self._counters.validation_s
 
-    def get_total_compute_time(self) -> float:
-        """Return the seconds of the compute steps."""
-        return self._total_of(self.compute_steps)
-
-    def get_total_communication_time(self) -> float:
-        """Return the seconds of the communication steps, which are exposed communication."""
-        return self._total_of(self.communication_steps)
-
-    def get_total_metrics_time(self) -> float:
-        """Return the seconds of the metrics steps."""
-        return self._total_of(self.metrics_steps)
-
-    def get_total_preprocess_time(self) -> float:
-        """Return the seconds of the preprocess steps."""
-        return self._total_of(self.preprocess_steps)
-
-    @property
-    def epoch_metrics(self) -> dict[str, list[float]]:
-        """Return the seconds of each step in each epoch. The current epoch is last if it has any time.
-
-        In a long run each of the last ``history_size`` epochs has an entry. The first entry then also includes all
-        epochs before it.
-        """
-        return {name: self._by_epoch(partial(Totals.of, steps=[name])) for name in self._step_s}
-
-    @property
-    def cumulative_train_time(self) -> list[float]:
-        """Return the seconds inside training batches in each epoch, see :attr:`epoch_metrics`. The sum is the total."""
-        return self._by_epoch(lambda totals: totals.train_s)
-
-    @property
-    def cumulative_val_time(self) -> list[float]:
-        """Return the seconds of validation in each epoch."""
-        return self._by_epoch(lambda totals: totals.validation_s)
-
-    @property
-    def cumulative_compute_time(self) -> list[float]:
-        """Return the seconds of the compute steps in each epoch."""
-        return self._by_epoch(lambda totals: totals.of(self.compute_steps))
-
-    @property
-    def cumulative_communication_time(self) -> list[float]:
-        """Return the seconds of the communication steps in each epoch."""
-        return self._by_epoch(lambda totals: totals.of(self.communication_steps))
-
-    @property
-    def cumulative_metrics_time(self) -> list[float]:
-        """Return the seconds of the metrics steps in each epoch."""
-        return self._by_epoch(lambda totals: totals.of(self.metrics_steps))
-
-    @property
-    def cumulative_preprocess_time(self) -> list[float]:
-        """Return the seconds of the preprocess steps in each epoch."""
-        return self._by_epoch(lambda totals: totals.of(self.preprocess_steps))
-
     @property
     def batch_times(self) -> list[float]:
         """Return the seconds of the most recent batches, those in ``history``."""
@@ -713,6 +664,7 @@ class Tracker:
             batch_p50_s=self._batch_times.quantile(0.5),
             batch_p90_s=self._batch_times.quantile(0.9),
             batch_p99_s=self._batch_times.quantile(0.99),
+            memory_peak_bytes=self._memory_peak_bytes(),
             energy_j=self._energy_j(),
             best_metric_value=self.best_metric_value if has_best else None,
             best_epoch=self.best_epoch if has_best else None,
@@ -737,7 +689,7 @@ class Tracker:
             extra = {} if slowest is None else {"slowest": dict(slowest)}
             self._send("summary", json.dumps(self.summary().report(world_size) | extra))
         self._slowest = slowest
-        self._send_goal_metric()
+        self._report_goal()
         send_at_exit(self._exit_key, None)
         self._published = self._counters.batches
 
@@ -769,11 +721,12 @@ class Tracker:
         """
         self.end()
 
-    def end(self, wait: bool = True) -> None:
+    def end(self, at_exit: bool = False) -> None:
         """Do the work of :meth:`close`.
 
         Args:
-            wait: True to wait for the device.
+            at_exit: True to wait neither for the device nor for the master. A device that has failed may never finish
+                its last batch, and the client of the master delivers its numbers at the exit itself.
         """
         if self._closed:
             return
@@ -782,16 +735,19 @@ class Tracker:
             self._progress.clear()
             self._progress = None
         if self._device is not None:
-            self._device.drain(wait=wait)
+            self._device.drain(wait=not at_exit)
+        for gap in self.summary().gaps() if self._check_times else ():
+            logger.warning("run %s: %s", self.run_id, gap)
         if self._published != self._counters.batches:
-            self._send_goal_metric()
+            self._report_goal()
         send_at_exit(self._exit_key, None)
         if self._sinks:
             self._sinks.event("end", self._end_event)
             self._sinks.call("write_summary", self.summary().to_dict())
             self._sinks.call("flush")
             self._sinks.call("close")
-        LogMetrics.flush(FLUSH_TIMEOUT_S)
+        if not at_exit:
+            LogMetrics.flush(_FLUSH_TIMEOUT_S)
 
     def __enter__(self) -> Tracker:
         return self
@@ -819,6 +775,7 @@ class Tracker:
         state["steps_s"] = dict(self._step_s)
         state["wall_s"] = self._wall_s()
         state["energy_j"] = self._energy_j()
+        state["memory_peak_bytes"] = self._memory_peak_bytes()
         state["batch_times"] = self._batch_times.state()
         state["epoch_stats"] = {name: [m.val, m.sum, m.count] for name, m in self.epoch_stats.items() if m.count}
         state["epoch_ends"] = [asdict(totals) for totals in self._epoch_ends]
@@ -878,6 +835,7 @@ class Tracker:
         new["history"] = deque(map(tuple, state["history"]), maxlen=self.history.maxlen)
         # Checkpoints that were written before these entries existed lack them.
         new["goal_result"] = state.get("goal_result")
+        new["_earlier_memory_peak_bytes"] = state.get("memory_peak_bytes")
         new["_epoch_ends"] = deque(
             (Totals(**ends) for ends in state.get("epoch_ends", ())), maxlen=self._epoch_ends.maxlen
         )
@@ -934,16 +892,6 @@ class Tracker:
         self._drain()
         return Totals(self._counters.train_s, self._counters.validation_s, dict(self._step_s))
 
-    def _total_of(self, steps: Iterable[str]) -> float:
-        return self._totals().of(steps)
-
-    def _by_epoch(self, pick: Callable[[Totals], float]) -> list[float]:
-        """Return the growth of one of the totals in each epoch."""
-        totals, now = list(self._epoch_ends), self._totals()
-        if now != (totals[-1] if totals else Totals()):
-            totals.append(now)
-        return [pick(after) - pick(before) for before, after in pairwise([Totals(), *totals])]
-
     def _wall_s(self) -> float:
         return self._earlier_wall_s + (0.0 if self._start_s is None else time.perf_counter() - self._start_s)
 
@@ -965,19 +913,19 @@ class Tracker:
             self._sinks.event("start", lambda: start)
 
     def _moment(self) -> dict[str, Any]:
-        step, time_s = self.position()
-        return {"epoch": self.current_epoch, "step": step, "time_s": time_s, "totals": self.totals()}
+        totals = self.totals()
+        return {"epoch": self.current_epoch, "step": totals["batches"], "time_s": totals["wall_s"], "totals": totals}
 
     def _end_event(self) -> dict[str, Any]:
-        summary = self.summary()
-        names = ("epochs", "best_metric_value", "best_epoch", "energy_j")
-        return {
-            "time_s": self._wall_s(),
-            "totals": self.totals(),
-            "batch_times": self._batch_times.state(),
-            "memory_peak_bytes": None,
-            **{name: getattr(summary, name) for name in names},
-        }
+        """Return the content of the event ``"end"``."""
+        totals, summary = self.totals(), self.summary()
+        names = ("epochs", "best_metric_value", "best_epoch", "memory_peak_bytes", "energy_j")
+        numbers = {name: getattr(summary, name) for name in names}
+        return {"time_s": totals["wall_s"], "totals": totals, "batch_times": self._batch_times.state(), **numbers}
+
+    def _memory_peak_bytes(self) -> int | None:
+        peaks = [peak for peak in (self._earlier_memory_peak_bytes, memory_peak_bytes()) if peak is not None]
+        return max(peaks, default=None)
 
     def _check_goal(self, name: str, value: float) -> None:
         """Call the goal. If it is reached, record that; rank 0 sends the result."""
@@ -1001,25 +949,22 @@ class Tracker:
             if self.rank == 0:
                 self._send(key, entry)
             self._sinks.record(key, entry, self.current_epoch, *position)
-        self._send_goal_metric()
+        self._report_goal()
         self._sinks.event("goal", lambda: self.goal_result or {})
 
-    def _goal_text_of_metric(self) -> str | None:
-        """Return the metric ``goal``, which only rank 0 sends, as JSON text."""
+    def _report_goal(self, sends: bool = True) -> None:
+        """Send the metric ``goal``, and keep it for the end of the process in case this tracker is deleted before.
+
+        Args:
+            sends: False to keep it only.
+        """
         metric = goal_metric(self, self._slowest) if self.rank == 0 else None
-        return None if metric is None else json.dumps(metric)
-
-    def _send_goal_metric(self) -> None:
-        text = self._goal_text_of_metric()
-        if text is not None:
+        if metric is None:
+            return
+        text = json.dumps(metric)
+        if sends:
             self._send("goal", text)
-            self._keep_goal_metric()
-
-    def _keep_goal_metric(self) -> None:
-        """Keep the metric ``goal`` for the end of the process, in case this tracker is deleted without an end."""
-        text = None if self._closed else self._goal_text_of_metric()
-        if text is not None:
-            send_at_exit(self._exit_key, (self.run_id, self.rank, self.current_epoch, "goal", text))
+        send_at_exit(self._exit_key, (self.run_id, self.rank, self.current_epoch, "goal", text))
 
     def _send(self, name: str, value: float | str) -> None:
         LogMetrics.log(self.run_id, self.rank, self.current_epoch, name, value)

@@ -164,9 +164,16 @@ class Launcher(ABC):
         """Return the folder with metrics that a job's workers could not deliver, if the master can read it."""
         return None
 
+    def results(self, job_id: str) -> Path | None:
+        """Return the folder for the results of a job's workers, if the master can read it.
+
+        Workers find it in the environment variable ``MLBENCH_OUTPUT``. A task writes into ``<folder>/<task>/<run>``.
+        """
+        return None
+
     @abstractmethod
     def remove(self, job_id: str) -> None:
-        """Delete the logs and states of a job that has ended."""
+        """Delete the logs, states and results of a job that has ended."""
 
     @abstractmethod
     def close(self) -> None:

@@ -14,6 +14,7 @@ Each run has a supervisor process, which outlives the master. The files in the r
     status.json      written by the supervisor at the end; without it and without a supervisor, the run is lost
     spool/           metrics that the workers could not deliver; the master stores them at the end of the run
     work/            the folder in which the workers run
+    output/          the results of the workers, for example output/task1a/7/result.json
 """
 
 from __future__ import annotations
@@ -108,10 +109,16 @@ class LocalLauncher(Launcher):
         limit_mb = _log_limit_mb()
         try:
             (folder / "work").mkdir(parents=True)
+            self.results(job_id).mkdir()
             # More threads than cores slow down all workers, so a run that shares the cores gets fewer per worker.
             threads = max(1, int(min(job.num_cpus, self._cores / min(job.num_workers, self._cores))))
-            # A job may set its own number of threads, but not the folder, by which its processes are found.
-            own = {_FOLDER_VARIABLE: str(folder), "MLBENCH_SPOOL": str(self.spool(job_id))}
+            # A job may set its own number of threads, but not the folder, by which its processes are found, nor those
+            # below it, which the master reads.
+            own = {
+                _FOLDER_VARIABLE: str(folder),
+                "MLBENCH_SPOOL": str(self.spool(job_id)),
+                "MLBENCH_OUTPUT": str(self.results(job_id)),
+            }
             env = {"OMP_NUM_THREADS": str(threads), **job.env, **_python_environment(), **own}
             held = _hold_port()
             commands = worker_commands(job, held.getsockname()[1])
@@ -194,6 +201,10 @@ class LocalLauncher(Launcher):
     def spool(self, job_id: str) -> Path:
         """Return the folder with metrics that workers could not deliver; see :meth:`Launcher.spool`."""
         return self._job_folder(job_id) / "spool"
+
+    def results(self, job_id: str) -> Path:
+        """Return the folder for the results of a job's workers; see :meth:`Launcher.results`."""
+        return self._job_folder(job_id) / "output"
 
     def remove(self, job_id: str) -> None:
         """Delete a job's folder; see :meth:`Launcher.remove`."""

@@ -45,6 +45,8 @@
     deleted: (data) => { if (!run || data.id === id) refresh(); },
     state: (data) => { if (!run || data.id === id) refresh(); },
     metric: (data) => {
+      // These change the record of the run, or its links.
+      if (["goal @ 0", "result @ 0"].includes(data.name) && (!run || data.run_id === id)) refresh();
       if (!run || data.run_id !== id) return;
       const body = document.querySelector("#metrics tbody");
       let row = [...body.rows].find((row) => row.dataset.name === data.name);

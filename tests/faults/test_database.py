@@ -60,7 +60,7 @@ def test_a_database_that_does_not_fit_is_refused(database: Path, statements: lis
 
 
 def test_a_database_from_before_versions_is_brought_to_this_one(database: Path) -> None:
-    run_sql(database, "DROP TABLE schema_version", "DROP TABLE master_lease")
+    run_sql(database, "DROP TABLE schema_version", "DROP TABLE master_lease", "ALTER TABLE runs DROP COLUMN goal")
     store = Store(f"sqlite:///{database}")
     assert [run.name for run in store.runs()] == ["kept"]
     store.close()

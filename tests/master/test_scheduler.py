@@ -91,3 +91,27 @@ def test_a_database_that_is_away_ends_no_run(store: Store) -> None:
         ticks(store, launcher)
     del launcher.poll
     assert [run.state for run in ticks(store, launcher)] == ["finished", "finished"]
+
+
+def test_an_exclusive_run_runs_alone(tmp_path: Path) -> None:
+    made = Store(f"sqlite:///{tmp_path / 'master.db'}")
+    for name, workers, metadata in (("a", 1, "{}"), ("b", 2, '{"exclusive": true}'), ("c", 3, "{}"), ("d", 3, "{}")):
+        made.add_run(
+            new_run(
+                name=name, num_workers=workers, num_cpus=1, max_bandwidth=1000, image="", backend="gloo",
+                command="true", job_metadata=metadata,
+            )
+        )  # fmt: skip
+    launcher = FaultyLauncher(OSError())
+    scheduler = Scheduler(made, launcher, EventBus(), {})
+
+    def states_after(state: str) -> list[str]:
+        launcher.state = state
+        scheduler.tick()
+        return [run.name for run in made.runs("started")]
+
+    assert states_after("running") == ["a"]
+    assert states_after("running") == ["a"]  # the exclusive run waits, and those after it
+    assert states_after("finished") == ["b"]
+    assert states_after("running") == ["b"]
+    assert states_after("finished") == ["c", "d"]

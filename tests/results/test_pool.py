@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,13 @@ def test_different_goals_are_refused_with_both_named() -> None:
 
 def test_runs_that_cannot_be_compared_are_named() -> None:
     failed = RunRecord("bad", state="failed", configuration={"workers": 1})
-    kept, remarks = usable([a_record("a"), failed, RunRecord("b", state="unknown")])
-    assert [record.name for record in kept] == ["a"]
-    assert remarks == ["bad is failed and not finished: left out", "b does not say how many workers it had: left out"]
+    late, early = (
+        replace(a_record(name, time_s=t), state="unfinished") for name, t in (("late", 9.0), ("early", None))
+    )
+    kept, remarks = usable([a_record("a"), failed, RunRecord("b", state="unknown"), late, replace(early, epochs=2)])
+    assert [record.name for record in kept] == ["a", "late"], "late was killed after it reached its goal"
+    assert remarks == [
+        "bad is failed and not finished: left out",
+        "b does not say how many workers it had: left out",
+        "early is unfinished and did not reach its goal (2 epochs, 20.0 s of training): left out",
+    ]

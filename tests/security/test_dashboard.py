@@ -65,6 +65,13 @@ def test_twelve_tabs_share_one_stream_and_follow_a_run(tmp_path: Path, browser: 
         for tab in tabs:
             wait_for(lambda tab=tab: tab.text("#metrics tbody td") == "<b>1", what="the metric in every tab")
             assert tab.text("#metrics tbody th") == "<i>loss" and tab.text("#metrics .empty") == ""
+        sent = (("goal @ 0", '{"reached": true, "time_to_goal_s": 1.5}'), ("result @ 0", '{"schema_version": 1}'))
+        items = [{"run_id": run["id"], "name": name, "value": value} for name, value in sent]
+        httpx.post(f"{base}/api/metrics/", json=items, headers=HEADERS)
+        for tab in (first, *tabs):
+            wait_for(lambda tab=tab: "reached in 1.5 s" in tab.text("table"), what="the goal in every tab")
+        wait_for(lambda: tabs[0].text("#result a") == "result.json", what="the link to the result")
+        assert "schema_version" not in tabs[0].text("#metrics")
         # The connections that are left serve the buttons.
         tabs[10]("window.confirm = () => true; document.querySelector('[data-action=stop]').click()")
         for tab in tabs:

@@ -46,6 +46,7 @@ ERRORS = {
     ("delete", "/api/runs/{run_id}/"): {404},
     ("post", "/api/runs/{run_id}/stop/"): {404},
     ("get", "/api/runs/{run_id}/logs/"): {400, 404},
+    ("get", "/api/runs/{run_id}/result/"): {404},
 }
 
 
@@ -108,6 +109,12 @@ def test_the_answers_are_those_described(client: Any, run: dict[str, Any]) -> No
     check(described.Metrics, client.get(f"/api/metrics/{run['id']}/?metric_type=run"))
     check(list[described.RunOut], client.get("/api/runs/"))
     check(described.RunOut, client.get(f"/api/runs/{run['id']}/"))
+    goal = {**metric, "name": "goal @ 0", "value": '{"reached": true, "epochs": 3, "phases_s": {"compute": 1.5}}'}
+    client.post("/api/metrics/", json=[goal, {**metric, "name": "result @ 0", "value": '{"schema_version": 1}'}])
+    reached = client.get(f"/api/runs/{run['id']}/")
+    check(described.RunOut, reached)
+    assert set(reached.json()["goal"]) == set(described.Goal.model_fields)
+    check(dict[str, Any], client.get(f"/api/runs/{run['id']}/result/"))
     check(described.Logs, client.get(f"/api/runs/{run['id']}/logs/"))
     check(described.RunOut, client.post(f"/api/runs/{run['id']}/stop/"))
     check(described.Error, client.get("/api/runs/77/"))
@@ -116,6 +123,8 @@ def test_the_answers_are_those_described(client: Any, run: dict[str, Any]) -> No
 
 
 def test_every_path_of_get_answers_head_and_refusals_name_the_methods(client: Any, run: dict[str, Any]) -> None:
+    result = {"run_id": run["id"], "name": "result @ 0", "value": "{}"}
+    client.post("/api/metrics/", json=result)
     for path, methods in (
         ("/api/health/", "GET, HEAD"),
         ("/api/pods/", "GET, HEAD"),
@@ -125,6 +134,7 @@ def test_every_path_of_get_answers_head_and_refusals_name_the_methods(client: An
         ("/api/runs/", "GET, HEAD, POST"),
         (f"/api/runs/{run['id']}/", "DELETE, GET, HEAD"),
         (f"/api/runs/{run['id']}/logs/", "GET, HEAD"),
+        (f"/api/runs/{run['id']}/result/", "GET, HEAD"),
         ("/", "GET, HEAD"),
         (f"/runs/{run['id']}/", "GET, HEAD"),
         ("/static/app.js", "GET, HEAD"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -269,3 +272,22 @@ def test_a_script_that_never_closes_its_tracker_reports_its_goal_at_exit(
     assert done.stdout.split() == events
     (goal,) = (json.loads(metric["value"]) for metric in master.metrics if metric["name"] == "goal @ 0")
     assert (goal["reached"], goal["threshold"]) == (False, 80)
+
+
+def test_a_metric_of_a_process_that_exits_while_the_master_is_away_is_kept(tmp_path: Path) -> None:
+    master = StubMaster()
+    master.stop()
+    spool = tmp_path / "spool"
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "alive", "nothing"],
+        env={**os.environ, "MLBENCH_MASTER_URL": master.url, "MLBENCH_SPOOL": str(spool)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    (database,) = spool.glob("*.sqlite3")
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        ((*_, line),) = connection.execute("SELECT * FROM metrics")
+    assert json.loads(line)["name"] == "goal @ 0"

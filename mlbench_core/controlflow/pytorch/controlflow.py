@@ -100,7 +100,7 @@ class BatchRecords:
     """The losses and metrics of a round's training batches, which are read from the device once per interval.
 
     Reading a number makes the host wait for the device, and the device then waits for the next batch. So the values
-    stay on the device up to batch 0, 25, 50 and so on, and to the end of the round. One transfer then brings them all.
+    stay on the device up to batch 25, 50 and so on, and to the end of the round. One transfer then brings them all.
 
     The tracker records each value with the batch and the time that it belongs to. Its goal and its sinks receive the
     values when they are read. A goal that a training statistic may reach needs them after every batch, so that its
@@ -182,14 +182,16 @@ class BatchRecords:
         if self.tracker is None:
             return
         is_last = self.total is not None and batch_idx >= self.total - 1
-        ends_interval = batch_idx % LOG_EVERY_N_BATCHES == 0
+        is_logged = batch_idx % LOG_EVERY_N_BATCHES == 0
+        # Batch 0 is read with batch 25: the read at the end of the round would otherwise make it one more per interval.
+        ends_interval = is_logged and batch_idx > 0
         values = [("loss", loss), *((metric.name, value) for metric, value in (results or {}).items())]
         self._pending.append(
             _Record(
                 batch_idx,
                 self.tracker.position(),
                 samples,
-                is_last or ends_interval,
+                is_last or is_logged,
                 [(name, _copied(value)) for name, value in values],
             )
         )

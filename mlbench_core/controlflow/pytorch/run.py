@@ -5,29 +5,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mlbench_core.controlflow.pytorch.checkpoint import Checkpointer, CheckpointFreq
 from mlbench_core.controlflow.pytorch.controlflow import record_validation_stats
-from mlbench_core.controlflow.pytorch.run_results import RunResults
+from mlbench_core.controlflow.pytorch.run_results import RunResults, task_results
 from mlbench_core.controlflow.pytorch.translation import EpochPart, epoch_parts
 from mlbench_core.controlflow.task_arguments import task_main
 from mlbench_core.distributed.pytorch.initialize import initialize_backends
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
-from mlbench_core.results.configuration import Configuration, goal_of
-from mlbench_core.results.environment import describe_environment
-from mlbench_core.tasks import TASKS
 from mlbench_core.tracking.goal import as_goal
 from mlbench_core.tracking.tracker import Goal, Tracker
 
@@ -36,21 +28,6 @@ __all__ = ["Run", "run_task"]
 logger = logging.getLogger(__name__)
 
 Validate = Callable[[], tuple[Mapping[MLBenchMetric, float], float]]
-
-# Arguments that are not settings of the training, or have a field of their own in the configuration.
-_NOT_OPTIONS = frozenset(
-    (
-        *("run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts", "timeout", "resume"),
-        *("checkpoint", "validation_only", "gpu", "backend", "light_target", "seed", "dataset", "preset", "optimizer"),
-    )
-)
-# Options that the closed division leaves free: how numbers are computed and sent, and when a run ends.
-_FREE_OPTIONS = frozenset(
-    (
-        *("overlap", "shared_memory", "compile", "channels_last", "precision", "autocast", "bf16"),
-        *("epochs", "past_goal", "full_train"),
-    )
-)
 
 
 class Run:
@@ -303,51 +280,12 @@ def run_task(
             ckpt_run_dir=ckpt_run_dir,
             timeout_s=args.timeout,
         ) as (rank, world_size, _):
-            configuration = _configuration(args, uid, world_size, backend)
-
-            def open_results(goal: Goal | None) -> RunResults:
-                return RunResults(
-                    Path(output_dir),
-                    replace(configuration, goal=goal_of(goal)),
-                    args.run_id,
-                    rank,
-                    environment=_environment(args, dataset_dir) if rank == 0 else None,
-                    resume=args.resume,
-                )
-
+            open_results = partial(
+                task_results, args, uid, rank, world_size, backend, output_dir=output_dir, dataset_dir=dataset_dir
+            )
             with Run(args, rank, world_size, dataset_dir, ckpt_run_dir, open_results) as run:
                 train(run)
             if rank == 0 and not args.validation_only:
                 logger.info("%s", "goal reached" if run.tracker.goal_reached else "goal not reached")
 
     task_main(main, uid, argv=argv, add_arguments=add_arguments)
-
-
-def _configuration(args: argparse.Namespace, uid: str, workers: int, backend: str) -> Configuration:
-    """Return the configuration of a run from its command line, without its goal."""
-    task = TASKS.get(uid.removeprefix("task"))
-    options = {name: value for name, value in args.options.items() if name not in _NOT_OPTIONS}
-    dataset = getattr(args, "dataset", None)
-    return Configuration(
-        workers=workers,
-        task=task.key if task else None,
-        program=Path(sys.argv[0]).name or None,
-        dataset=dataset or (task.dataset if task else None),
-        preset=getattr(args, "preset", None),
-        algorithm=getattr(args, "optimizer", None),
-        options=options,
-        backend=backend,
-        threads=torch.get_num_threads(),
-        device="cuda" if args.gpu else "cpu",
-        network=os.environ.get("MLBENCH_NETWORK") or None,
-        light=args.light_target,
-        changed=tuple(sorted(set(options) - _FREE_OPTIONS)),
-        seed=args.seed,
-    )
-
-
-def _environment(args: argparse.Namespace, dataset_dir: str) -> dict[str, Any]:
-    """Return the content of ``environment.json``."""
-    folder = Path(getattr(args, "data", None) or dataset_dir)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return describe_environment(seeds={"seed": args.seed}, data_files=files, program=Path(sys.argv[0]))

@@ -10,9 +10,11 @@ hosts that do not share the folder with rank 0 send their lines to it::
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
+import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,13 +27,30 @@ import torch.distributed as dist
 from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.distributed.pytorch.process_groups import get_backend_tensor, is_distributed
 from mlbench_core.errors import MLBenchError
-from mlbench_core.results.configuration import Configuration
+from mlbench_core.results.configuration import Configuration, goal_of
+from mlbench_core.results.environment import describe_environment
 from mlbench_core.results.folder import finish_folder, lines_path, prepare_folder, write_environment
 from mlbench_core.results.lines import LinesSink
+from mlbench_core.tasks import TASKS
 
-__all__ = ["RunResults"]
+__all__ = ["RunResults", "task_results"]
 
 logger = logging.getLogger(__name__)
+
+# Arguments that are not settings of the training, or have a field of their own in the configuration.
+_NOT_OPTIONS = frozenset(
+    (
+        *("run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts", "timeout", "resume"),
+        *("checkpoint", "validation_only", "gpu", "backend", "light_target", "seed", "dataset", "preset", "optimizer"),
+    )
+)
+# Options that the closed division leaves free: how numbers are computed and sent, and when a run ends.
+_FREE_OPTIONS = frozenset(
+    (
+        *("overlap", "shared_memory", "compile", "channels_last", "precision", "autocast", "bf16"),
+        *("epochs", "past_goal", "full_train"),
+    )
+)
 
 _CHUNK_BYTES = 16 << 20
 _FLUSH_TIMEOUT_S = 5.0
@@ -180,3 +199,65 @@ def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
 
     names = ("metric", "threshold", "minimize", "reached", "value", "epochs")
     return {**{name: goal[name] for name in names}, **times_of("slowest"), "rank_0": times_of("rank_0")}
+
+
+def task_results(
+    args: argparse.Namespace,
+    uid: str,
+    rank: int,
+    world_size: int,
+    backend: str,
+    goal: Any = None,
+    *,
+    output_dir: str,
+    dataset_dir: str,
+) -> RunResults:
+    """Open the result folder of a task from its command line; every worker calls it at the same time.
+
+    Args:
+        args: The command line, as :func:`~mlbench_core.controlflow.task_arguments.task_main` read it.
+        uid: The task's name in paths, such as ``"task1a"``.
+        rank: Rank of this worker.
+        world_size: Number of workers.
+        backend: Communication backend.
+        goal: The goal of the run; None if it has none.
+        output_dir: The result folder.
+        dataset_dir: Folder of the data, unless the command line names another one.
+    """
+    seed = getattr(args, "seed", None)
+    environment = None
+    if rank == 0:
+        folder = Path(getattr(args, "data", None) or dataset_dir)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        seeds = {} if seed is None else {"seed": seed}
+        environment = describe_environment(seeds=seeds, data_files=files, program=Path(sys.argv[0]))
+    return RunResults(
+        Path(output_dir),
+        _configuration(args, uid, world_size, backend, goal),
+        args.run_id,
+        rank,
+        environment=environment,
+        resume=getattr(args, "resume", False),
+    )
+
+
+def _configuration(args: argparse.Namespace, uid: str, workers: int, backend: str, goal: Any) -> Configuration:
+    task = TASKS.get(uid.removeprefix("task"))
+    options = {name: value for name, value in args.options.items() if name not in _NOT_OPTIONS}
+    return Configuration(
+        workers=workers,
+        task=task.key if task else None,
+        program=Path(sys.argv[0]).name or None,
+        dataset=getattr(args, "dataset", None) or (task.dataset if task else None),
+        preset=getattr(args, "preset", None),
+        algorithm=getattr(args, "optimizer", None),
+        options=options,
+        backend=backend,
+        threads=torch.get_num_threads(),
+        device="cuda" if args.gpu else "cpu",
+        network=os.environ.get("MLBENCH_NETWORK") or None,
+        light=args.light_target,
+        changed=tuple(sorted(set(options) - _FREE_OPTIONS)),
+        goal=goal_of(goal),
+        seed=getattr(args, "seed", None),
+    )

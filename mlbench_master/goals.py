@@ -1,0 +1,90 @@
+"""The result of a run's goal, which the Tracker of its first worker sends as the metric ``goal``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+__all__ = ["GOAL_METRIC", "Goal", "read_goal"]
+
+GOAL_METRIC = "goal @ 0"
+"""The metric of the first worker; its value is JSON text with the fields of :class:`Goal`."""
+
+_MOST_CHARACTERS = 8192
+
+
+class Goal(BaseModel):
+    """The goal of a run, and whether the run has reached it. Times are in seconds, by the slowest worker.
+
+    Attributes:
+        metric: Name of the metric of the goal; None if the goal is a plain function.
+        threshold: The value that the metric has to reach.
+        minimize: True if the metric has to become as small as the threshold, False if as large.
+        reached: True if the run has reached its goal.
+        time_to_goal_s: Training time until the goal was reached.
+        epochs: Number of epochs that it took.
+        phases_s: Training time by phase: compute, communication, metrics, data.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, str_max_length=255)
+
+    metric: str | None = None
+    threshold: float | None = None
+    minimize: bool | None = None
+    reached: bool
+    time_to_goal_s: Annotated[float, Field(ge=0)] | None = None
+    epochs: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    # The remainder of rounded times can be a negative number.
+    phases_s: Annotated[dict[str, float], Field(max_length=16)] = {}
+
+    @property
+    def aim(self) -> str:
+        """Return the goal as text, empty for a plain function.
+
+        Example:
+            >>> Goal(metric="val_global_Prec@1", threshold=95, reached=False).aim
+            'Prec@1 >= 95'
+        """
+        # The prefix says that the value is one of the validation, over the data of all workers.
+        name = (self.metric or "").removeprefix("val_").removeprefix("global_")
+        if not name or self.threshold is None:
+            return name
+        return f"{name} {'<=' if self.minimize else '>='} {self.threshold:g}"
+
+    @property
+    def outcome(self) -> str:
+        """Return the outcome as text.
+
+        Example:
+            >>> Goal(reached=True, time_to_goal_s=407.12, epochs=3).outcome
+            'reached in 407.1 s (3 epochs)'
+            >>> Goal(reached=False).outcome
+            'not reached'
+        """
+        if not self.reached:
+            return "not reached"
+        time = "" if self.time_to_goal_s is None else f" in {self.time_to_goal_s:.1f} s"
+        unit = "epoch" if self.epochs == 1 else "epochs"
+        return f"reached{time}" + ("" if self.epochs is None else f" ({self.epochs} {unit})")
+
+
+def read_goal(text: str | bytes | None) -> Goal | None:
+    """Return a goal from the value of its metric, or None if the value is not one.
+
+    Args:
+        text: The value. A script may use the name of the metric for something else.
+
+    Example:
+        >>> read_goal('{"reached": true, "epochs": 3}').epochs
+        3
+        >>> read_goal("0.5") is None
+        True
+    """
+    # A damaged database may hold any type.
+    if not isinstance(text, (str, bytes)) or len(text) > _MOST_CHARACTERS:
+        return None
+    try:
+        return Goal.model_validate_json(text)
+    except ValidationError:
+        return None
