@@ -131,14 +131,14 @@ def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None
     """Add the arguments of every task that trains: epochs, resuming, checkpoints and the seed.
 
     Args:
-        parser: Receives ``--epochs``, ``--past-goal``, ``--resume``, ``--checkpoint`` and ``--seed``.
+        parser: Receives ``--epochs``, ``--past-goal``, ``--resume``, ``--checkpoint``, ``--seed`` and ``--sink``.
         epochs: The task's budget; None if it depends on other arguments.
 
     Example:
         >>> parser = argparse.ArgumentParser()
         >>> add_run_arguments(parser, epochs=8)
         >>> sorted(vars(parser.parse_args(["--resume", "--seed", "0"])).items())
-        [('checkpoint', False), ('epochs', 8), ('past_goal', False), ('resume', True), ('seed', 0)]
+        [('checkpoint', False), ('epochs', 8), ('past_goal', False), ('resume', True), ('seed', 0), ('sink', [])]
     """
     shown = "" if epochs is None else " [%(default)s]"
     parser.add_argument("--epochs", type=count, default=epochs, metavar="N", help="largest number of epochs" + shown)
@@ -151,6 +151,13 @@ def add_run_arguments(parser: argparse.ArgumentParser, epochs: int | None = None
         default=42,
         metavar="N",
         help="seed of weights, dropout and data order [%(default)s]",
+    )
+    parser.add_argument(
+        "--sink",
+        action="append",
+        default=[],
+        metavar="NAME[:ARGUMENT]",
+        help="also write the numbers of rank 0 to jsonl:PATH, csv:PATH, tensorboard:FOLDER, wandb, mlflow or a plug-in",
     )
 
 

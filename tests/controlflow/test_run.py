@@ -79,6 +79,18 @@ def test_the_output_folder_gets_the_result(
         assert (configuration["options"], configuration["changed"]) == ({"epochs": 2}, [])
 
 
+def test_rank_0_writes_to_the_sinks_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (0, 1):
+        path = tmp_path / f"{rank}.csv"
+        fake = FakeWorker(monkeypatch, rank=rank)
+        monkeypatch.setattr(fake, "train", lambda run: run.track([]).record_loss(0.5))
+        fake.run(tmp_path, "--sink", f"csv:{path}", "--sink", f"jsonl:{path}.jsonl")
+        assert path.exists() == Path(f"{path}.jsonl").exists() == (rank == 0)
+    assert (tmp_path / "0.csv").read_text() == "epoch,step,name,value\n0,0,train_loss,0.5\n"
+    with pytest.raises(SystemExit):
+        FakeWorker(monkeypatch, rank=0).run(tmp_path, "--sink", "paper")
+
+
 def test_malloc_is_left_alone_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWorker(monkeypatch)
     fake.run(tmp_path, keep_memory=False)

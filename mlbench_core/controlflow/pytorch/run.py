@@ -21,6 +21,7 @@ from mlbench_core.distributed.pytorch.initialize import initialize_backends
 from mlbench_core.distributed.pytorch.memory import keep_freed_memory
 from mlbench_core.evaluation.pytorch.metrics import MLBenchMetric
 from mlbench_core.tracking.goal import as_goal
+from mlbench_core.tracking.sinks import make_sink
 from mlbench_core.tracking.tracker import Goal, Tracker
 
 __all__ = ["Run", "run_task"]
@@ -121,6 +122,8 @@ class Run:
     ) -> Tracker:
         """Make the run's tracker and its result folder; every worker calls it once, before :meth:`epochs`.
 
+        Rank 0 also writes to the sinks of ``--sink``, see :func:`~mlbench_core.tracking.sinks.make_sink`.
+
         Args:
             metrics: The run's metrics; the first is the primary one, which decides about the best checkpoint.
             goal: The goal that ends the run; None for a run that trains all epochs.
@@ -131,6 +134,8 @@ class Run:
             The tracker, which is ``run.tracker`` from now on.
         """
         sinks, goal = list(options.pop("sinks", ())), as_goal(goal)
+        if self.rank == 0:
+            sinks += map(make_sink, self.args.sink)
         if self._open_results is not None and not self.validation_only:
             # Entered before the tracker, so that it ends after the tracker has written its last numbers.
             results = self._open.enter_context(self._open_results(goal))

@@ -42,6 +42,7 @@ _NOT_OPTIONS = frozenset(
     (
         *("run_id", "root_dataset", "root_checkpoint", "root_output", "data", "rank", "hosts", "timeout", "resume"),
         *("checkpoint", "validation_only", "gpu", "backend", "light_target", "seed", "dataset", "preset", "optimizer"),
+        "sink",
     )
 )
 # Options that the closed division leaves free: how numbers are computed and sent, and when a run ends.
