@@ -264,7 +264,9 @@ def test_learning_curves_have_bands_and_count_the_runs_that_remain(tmp_path: Pat
 def test_learning_curves_against_bytes_have_a_panel_for_each_number_of_workers(tmp_path: Path) -> None:
     runs = [with_curve(tmp_path, [60.0, 95.0], megabytes=3.0, workers=workers) for workers in (2, 4)]
     drawn = drawing(figures.draw_learning_curves, pool([*runs, record(1)]), "bytes")
-    assert [list(axes.lines[0].get_xdata()) for axes in drawn.figure.axes] == [[3.0, 6.0], [3.0, 6.0]]
+    assert [list(axes.lines[0].get_xdata()) for axes in drawn.figure.axes] == [[3e6, 6e6], [3e6, 6e6]]
+    ticks = drawn.figure.axes[-1].xaxis
+    assert (ticks.get_major_formatter()(3e6, 0), ticks.get_label_text()) == ("3", "MB sent by all workers")
     assert "Not drawn, because nothing was sent or there are no raw lines: sgd with 1 worker." in drawn.caption
 
 

@@ -81,8 +81,12 @@ def draw_overview(groups: Sequence[Group]) -> Drawing:
     right = speed_up_panels([parts["measured"], parts["without"]], groups, every)
     handles, labels = parts["phases"].get_legend_handles_labels()
     more = parts["measured"].get_legend_handles_labels()
-    # Both halves have the sentences on task, goal, machine and runs.
-    text = f"{left} {right.removeprefix(caption(groups)).strip()}"
+    common = caption(groups)
+    halves = [
+        f"{side}: {text.removeprefix(caption(shown)).strip()}"
+        for side, shown, text in (("Left", known, left), ("Right", groups, right))
+    ]
+    text = " ".join([common, *halves])
     finish(figure, text, [*handles, *more[0]], [*labels, *more[1]])
     return Drawing("overview", figure, text)
 

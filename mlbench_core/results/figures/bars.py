@@ -149,6 +149,8 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
     totals = [(y, _total(group)) for y, group in places]
     cut = _intervals(axes, totals)
     canvas.title(axes, "Training time by phase", groups)
+    if any(sum(_phases(group).values()) > 1.001 * _total(group).value for group in groups):
+        sentences.append("Each phase is that of the worker that was slowest in it, so the bars can exceed the totals.")
     if any(total.low is not None for _, total in totals):
         sentences.append(f"{INTERVAL}{'; an interval that leaves the axes is cut' if cut else ''}.")
     if any(group.reached and len(group.reached) < len(group.records) for group in groups):

@@ -40,11 +40,12 @@ class Axis:
 AGAINST: dict[str, Axis] = {
     "epochs": Axis("epochs", "epochs", True, lambda point: _epochs(point)),
     "time": Axis("training time", "training time in seconds", False, lambda point: point.train_s),
-    "bytes": Axis(
-        "bytes sent", "MB sent by all workers", False, lambda point: None if point.bytes is None else point.bytes / 1e6
-    ),
+    "bytes": Axis("bytes sent", "sent by all workers", False, lambda point: point.bytes),
 }
 """What learning curves can be drawn against."""
+
+
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
 
 
 def _epochs(point: CurvePoint) -> int:
@@ -120,13 +121,23 @@ def _draw(
         if uneven:
             _count(counts[index], same, looks)
     entries["goal"] = goal_line
-    figure.axes[-1].set_xlabel(axis.label)
-    figure.axes[-1].locator_params(axis="x", integer=axis.shared)
+    _label(curves + counts, axis, max(found.ends[-1] for _, found in bands))
     figure.align_ylabels()
     canvas.title(curves[0], f"Learning curves against {axis.title}", groups)
     text = _caption(groups, bands, axis)
     canvas.finish(figure, text, list(entries.values()), list(entries))
     return figure, text
+
+
+def _label(panels: Sequence[Axes], axis: Axis, largest: float) -> None:
+    """Write the numbers and the label of the horizontal axis, bytes in a readable unit."""
+    unit, size = "", 1.0
+    if axis is AGAINST["bytes"]:
+        unit, size = next((name, size) for name, size in _UNITS if largest >= size or size == 1)
+    for axes in panels:
+        axes.locator_params(axis="x", integer=axis.shared, nbins=6)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / size:g}")
+    panels[0].figure.axes[-1].set_xlabel(f"{unit} {axis.label}".strip())
 
 
 def _panels(figure: Figure, rows: int, uneven: bool, shared: bool) -> tuple[list[Axes], list[Axes]]:
