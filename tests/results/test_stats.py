@@ -29,7 +29,7 @@ from mlbench_core.results.stats import (
 repeatable = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 # Like seconds to a goal. Whole milliseconds: scipy gives up on samples that differ in the last bits only.
 seconds = st.integers(1, 10**7).map(lambda number: number / 1000)
-degrees = st.one_of(st.floats(0.3, 60), st.floats(60, 1e9))
+degrees = st.one_of(st.floats(0.3, 60), st.floats(1, 9).map(lambda exponent: 10**exponent))
 
 
 def samples(least: int) -> st.SearchStrategy[list[float]]:
