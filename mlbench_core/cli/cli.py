@@ -17,13 +17,14 @@ __all__ = ["COMMANDS", "MOVED", "LazyGroup", "cli_group"]
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "charts": ("charts", "Draw charts of downloaded results, or of a master's runs."),
-    "compare": ("compare", "Compare runs: mean, spread, confidence interval."),
+    "compare": ("compare", "Compare runs: mean, spread, confidence interval, tests, prices."),
     "delete": ("runs", "Delete runs and their metrics."),
     "download": ("runs", "Download the metrics of a run as a zip file."),
     "env": ("env", "Describe this machine, as a bug report needs it."),
     "get-dashboard-url": ("master", "Print the address of the dashboard."),
     "logs": ("runs", "Show the output of the workers of a run."),
     "master": ("master", "Start the master in the foreground, or stop it."),
+    "results": ("results", "Verify result folders, check them against the rules, collect them."),
     "run": ("run", "Start runs of a task or of a command of your own."),
     "status": ("runs", "Show all runs, or one with its latest metrics."),
     "stop": ("runs", "Stop runs and keep their metrics."),

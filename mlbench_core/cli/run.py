@@ -12,18 +12,19 @@ from typing import Any
 
 import click
 
-from mlbench_core.cli import _embedded, _results, _wait
+from mlbench_core.cli import _embedded, _follow, _wait
 from mlbench_core.cli._client import MasterClient
-from mlbench_core.cli._output import clean, dashboard_option, json_option, log_line, print_json, print_table, remark
+from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, print_table, remark
 from mlbench_core.client import settings
-from mlbench_core.errors import MasterRequestError, MissingDependencyError, MLBenchError
+from mlbench_core.errors import MasterRequestError, MLBenchError
 from mlbench_core.tasks import BACKENDS, TASKS, Task, get_task, is_run_name
 
 __all__ = ["run"]
 
 CUSTOM_IMAGE = "custom_image"
-# Of a failed run, enough for a traceback.
-LOG_LINES_SHOWN = 20
+SEED = "{seed}"
+# The seed of every task without --seed.
+FIRST_SEED = 42
 
 
 class _TaskType(click.ParamType):
@@ -78,6 +79,8 @@ class _Options:
     gpu: bool
     num_cpus: float | None
     light: bool
+    repeats: int | None
+    seed: int | None
     replace: bool
     wait: bool
     output: Path | None
@@ -101,8 +104,8 @@ class _Options:
         _check_name(self.name)
         # A number that is given twice would start two runs of the same name.
         self.num_workers = tuple(dict.fromkeys(self.num_workers or _ask_workers(last.get("num_workers"))))
-        for workers in self.num_workers:
-            _check_name(f"{self.name}-{workers}")
+        for name, _ in self._names():
+            _check_name(name)
         if asked:
             self.task = _ask_task(ctx, last.get("task"))
         if self.task is None and not self.command:
@@ -113,6 +116,7 @@ class _Options:
             self.backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=default)
         self.backend = self.backend or (self.task.backends if self.task else BACKENDS)[0]
         self._check_backend()
+        self._check_seeds()
         values = {"name": self.name, "num_workers": self.num_workers, "task": self.task.key if self.task else None}
         settings.remember(settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend})
 
@@ -126,14 +130,50 @@ class _Options:
         if self.backend == "nccl" and not self.gpu:
             raise click.BadParameter("nccl needs GPUs: add --gpu, or use --backend gloo", param_hint="--backend")
 
-    def request(self) -> dict[str, Any]:
-        """Return the body of ``POST /api/runs/`` without the name and the number of workers."""
+    def _check_seeds(self) -> None:
+        if self.repeats is None and self.seed is None:
+            return
+        option = "--repeats" if self.repeats is not None else "--seed"
+        if any(word == "--seed" or word.startswith("--seed=") for word in self.arguments):
+            raise click.UsageError(f"--seed after -- cannot be given with {option}: each run gets a seed of its own")
+        if self.task is not None and not self.task.has_goal:
+            raise click.UsageError(
+                f"{option} cannot be given with task {self.task.key}: it only measures, without seed"
+            )
+        if self.task is None and not any(SEED in word for word in (self.command or "", *self.arguments)):
+            raise click.UsageError(
+                f"{option} needs {SEED} in the command, for example --command 'train.py --seed {SEED}': otherwise all "
+                "repeats are the same run"
+            )
+
+    def _names(self) -> list[tuple[str, int]]:
+        """Return the name and the number of workers of each run."""
+        ends = [""] if self.repeats is None else [f"-r{repeat + 1}" for repeat in range(self.repeats)]
+        return [(f"{self.name}-{workers}{end}", workers) for workers in self.num_workers for end in ends]
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Return the bodies of ``POST /api/runs/``, one for each run to start."""
+        wanted = self.repeats is not None or self.seed is not None
+        seeded = wanted or any(SEED in word for word in (self.command or "", *self.arguments))
+        first = FIRST_SEED if self.seed is None else self.seed
+        return [
+            {**self._request(first + place if seeded else None), "name": name, "num_workers": workers}
+            for place, (name, workers) in enumerate(self._names())
+        ]
+
+    def _request(self, seed: int | None = None) -> dict[str, Any]:
+        """Return the body of ``POST /api/runs/`` without the name and the number of workers.
+
+        Args:
+            seed: The seed of the run; None to pass none on.
+        """
         # --gpu and --light are passed on for every kind of run: the master adds them to the workers' command line.
         request: dict[str, Any] = {"backend": self.backend, "gpu_enabled": self.gpu, "light_target": self.light}
         if self.num_cpus is not None:
             request["num_cpus"] = self.num_cpus
         if self.task is not None:
-            return {**request, "task": self.task.key, "arguments": self.arguments}
+            own = [] if seed is None else ["--seed", str(seed)]
+            return {**request, "task": self.task.key, "arguments": [*self.arguments, *own]}
         try:
             words = shlex.split(self.command or "")
         except ValueError as error:
@@ -145,7 +185,10 @@ class _Options:
         for position, word in enumerate(words[:2]):
             if word.endswith(".py") and Path(word).is_file():
                 words[position] = str(Path(word).absolute())
-        line = shlex.join([*words, *self.arguments])
+        words = [*words, *self.arguments]
+        if seed is not None:
+            words = [word.replace(SEED, str(seed)) for word in words]
+        line = shlex.join(words)
         if self.image in (None, CUSTOM_IMAGE):
             return {**request, "command": line}
         return {**request, "image_name": CUSTOM_IMAGE, "custom_image_name": self.image, "custom_image_command": line}
@@ -156,11 +199,20 @@ class _Options:
 @click.argument("num_workers", nargs=-1, type=click.IntRange(min=1))
 @click.option("--task", type=_TaskType(), metavar="TASK", help="A benchmark task; see 'mlbench tasks'.")
 @click.option("--image", help="Container image of a program of your own, for a master that starts containers.")
-@click.option("--command", help="A worker's command line; {run_id} {rank} {hosts} {backend} are filled in.")
+@click.option("--command", help="A worker's command line; {run_id} {rank} {hosts} {backend} {seed} are filled in.")
 @click.option("--backend", type=click.Choice(BACKENDS, case_sensitive=False), help="How workers communicate.")
 @click.option("--gpu", "-g", is_flag=True, help="Give each worker a GPU.")
 @click.option("--num-cpus", "-c", type=_Cores(), help="Cores for each worker.")
 @click.option("--light", "-l", is_flag=True, help="Stop at the task's light goal.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1, max=1000), metavar="N", help="Start each run N times, with different seeds."
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0, max=2**31),
+    metavar="BASE",
+    help=f"Seed of the first run; each further run gets the next one (default with --repeats: {FIRST_SEED}).",
+)
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")
 @click.option(
@@ -180,17 +232,21 @@ def run(ctx: click.Context, **values: Any) -> None:
     \b
         mlbench run demo 1 2 --task 1a --wait -- --dataset digits
 
+    With --repeats N, the runs are named NAME-NUM_WORKERS-r1 to -rN. No two runs of a call have the same seed.
+
     On a terminal, the command asks for missing values. If no master is configured, it starts one on this machine.
     """
     options = _Options(arguments=ctx.obj, **values)
     options.complete(ctx)
     # Before find_or_start, so that a wrong command line starts no master.
-    request = options.request()
+    requests = options.requests()
     location = _embedded.find_or_start(options.dashboard_url)
     with MasterClient(location.url, location.token) as client:
-        started = _start(client, options, request)
+        started = _start(client, requests, options.replace)
         if options.wait:
-            _follow(client, started, options)
+            goal = _goal(options.task, options.light, options.arguments)
+            folder = options.output or Path("mlbench-results") / options.name
+            _follow.follow(client, started, goal, folder, options.as_json, pooled=(options.repeats or 1) > 1)
         elif options.as_json:
             print_json(started)
         else:
@@ -246,21 +302,21 @@ def _check_name(name: str) -> None:
         )
 
 
-def _start(client: MasterClient, options: _Options, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Start all runs, after a check of all names; with ``--replace``, delete earlier runs of the same names."""
-    names = {f"{options.name}-{workers}": workers for workers in options.num_workers}
+def _start(client: MasterClient, requests: Sequence[Mapping[str, Any]], replace: bool) -> list[dict[str, Any]]:
+    """Start all runs, after a check of all names; with ``replace``, delete earlier runs of the same names."""
+    names = {request["name"] for request in requests}
     for item in client.runs():
         if item.get("name") in names:
-            if not options.replace:
+            if not replace:
                 raise MasterRequestError(
                     f"run {item['name']} exists already: choose another NAME, or give --replace to delete it first",
                     409,
                 )
             client.delete(item["id"])
     started: list[dict[str, Any]] = []
-    for run_name, workers in names.items():
+    for request in requests:
         try:
-            item = client.create({**request, "name": run_name, "num_workers": workers})
+            item = client.create(request)
         except MLBenchError:
             if started:
                 remark(f"started before the failure: {', '.join(str(item['name']) for item in started)}")
@@ -295,65 +351,3 @@ def _option(arguments: Sequence[str], option: str) -> str | None:
         if word.startswith(option + "="):
             return word.removeprefix(option + "=")
     return None
-
-
-def _follow(client: MasterClient, started: Sequence[dict[str, Any]], options: _Options) -> None:
-    """Wait for the runs, save and show their results, and fail if one of them failed."""
-    folder = options.output or Path("mlbench-results") / options.name
-    names = " ".join(str(item["name"]) for item in started)
-    try:
-        ended = _wait.wait_for(client, started, _goal(options.task, options.light, options.arguments))
-    except KeyboardInterrupt:
-        raise MLBenchError(f"stopped waiting; the runs continue ('mlbench stop {names}' stops them)") from None
-    results = []
-    # A failed run is saved, too, because its metrics show how far it came.
-    for item in ended:
-        metrics = client.metrics(item["id"])
-        _results.save(folder / f"{item['name']}.json", item, metrics)
-        results.append(_results.RunResult.from_metrics(metrics, item))
-    chart = _draw(folder, results)
-    if options.as_json:
-        places = {"folder": str(folder.absolute()), "chart": str(chart.absolute()) if chart else None}
-        print_json({"results": [result.as_json() for result in results], **places})
-    else:
-        _results.print_results(results)
-        click.echo(f"results: {folder.absolute()}")
-        if chart:
-            click.echo(f"chart: {chart.absolute()}")
-    problems = []
-    for item in ended:
-        # A comparison must not mistake a run without some of its metrics for a complete one.
-        missing = (item.get("job_metadata") or {}).get("missing_metrics")
-        if item.get("state") != "finished":
-            _show_log(client, item)
-            problems.append(f"run {item['name']} {item.get('state')}")
-        if missing:
-            problems.append(f"results of run {item['name']} are incomplete: {clean(str(missing))}")
-    if problems:
-        raise MLBenchError("; ".join(problems))
-
-
-def _draw(folder: Path, results: Sequence[_results.RunResult]) -> Path | None:
-    """Draw the overview of the runs that have results; without matplotlib, write a remark instead."""
-    drawable = [result for result in _results.comparable(results) if result.phases_s]
-    if not drawable:
-        return None
-    try:
-        from mlbench_core.cli.charts import draw_overview
-
-        return draw_overview(drawable, folder / "overview.png")
-    # The runs themselves are done, so a missing package for charts must not make the command fail.
-    except MissingDependencyError as error:
-        remark(f"no chart: {error}")
-        return None
-
-
-def _show_log(client: MasterClient, item: Mapping[str, Any]) -> None:
-    """Write the last lines of the workers, which usually show the cause, and the launcher's final message."""
-    lines, _ = client.logs(item["id"])
-    workers = [line for line in lines if line.get("rank") is not None][-LOG_LINES_SHOWN:]
-    others = [line for line in lines if line.get("rank") is None]
-    verdict = [line for line in others if line.get("stream") == "system"][-1:]
-    remark(f"--- the last lines of {clean(item['name'])} (all lines: mlbench logs {clean(item['name'])})")
-    for line in [*(workers or others[-LOG_LINES_SHOWN:]), *verdict]:
-        remark(log_line(line))

@@ -6,7 +6,9 @@ import io
 import json
 import threading
 import zipfile
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -48,6 +50,7 @@ class FakeMaster:
         runs: Runs by id.
         metrics: Metrics of a run by id.
         lines: Log lines of a run by id.
+        result_folder: Function that returns the folder whose files are in the zip file of a run, from its description.
         states: States that a run goes through, one a question; the last one stays.
         requests: Bodies of ``POST /api/runs/``.
         token: Needed in each request where it is set, except for the health.
@@ -59,6 +62,7 @@ class FakeMaster:
         self.runs: dict[int, dict[str, Any]] = {}
         self.metrics: dict[int, dict[str, list[dict[str, Any]]]] = {}
         self.lines: dict[int, list[dict[str, Any]]] = {}
+        self.result_folder: Callable[[dict[str, Any]], Path] | None = None
         self.states: dict[int, list[str]] = {}
         self.final_state = "finished"
         self.requests: list[dict[str, Any]] = []
@@ -150,7 +154,11 @@ class FakeMaster:
         with zipfile.ZipFile(buffer, "w") as archive:
             for name, entries in found.items():
                 archive.writestr(f"result_{name}.json", json.dumps(entries))
-            archive.writestr("official_result.txt", "")
+            if self.result_folder is None:
+                archive.writestr("official_result.txt", "")
+            else:
+                for file in self.result_folder(self.runs[run_id]).iterdir():
+                    archive.write(file, file.name)
         content = buffer.getvalue()
         return 200, content[: len(content) // 2] if self.cut_download else content
 

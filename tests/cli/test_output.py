@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlbench_core.cli import _output
-from mlbench_core.cli._results import save
+from mlbench_core.results.load import save
 
 LONG = '{"mean": 1.0, "spread": 0.5, "values": [' + ", ".join(map(str, range(100))) + "]}"
 

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.cli import _wait
+from mlbench_core.cli import _follow, _wait
 from mlbench_core.cli import run as run_module
 from mlbench_core.client import settings
 from mlbench_core.errors import MasterRequestError
+from mlbench_core.results.folder import FILES, verify_folder
+from mlbench_core.results.load import load
 from mlbench_core.tasks import get_task
 from tests.cli.conftest import Call
 from tests.cli.fake_master import FakeMaster, entry
+from tests.results.helpers import write_run
 
 
 def test_several_numbers_start_several_runs(fake: FakeMaster, call: Call) -> None:
@@ -55,6 +58,54 @@ def test_custom_command_without_an_image(fake: FakeMaster, call: Call) -> None:
     assert fake.requests == [wanted | {"name": name, "num_cpus": 3.0} for name in ("bare-1", "same-1")]
 
 
+def test_repeats_have_names_and_seeds_of_their_own(fake: FakeMaster, call: Call) -> None:
+    call("run", "demo", "1", "2", "--task", "1a", "--repeats", "3", "--", "--dataset", "digits")
+    assert [(r["name"], r["num_workers"], r["arguments"][2:]) for r in fake.requests] == [
+        (f"demo-{workers}-r{repeat}", workers, ["--seed", str(41 + repeat + 3 * (workers - 1))])
+        for workers in (1, 2)
+        for repeat in (1, 2, 3)
+    ]
+    call("run", "own", "1", "--command", "python x.py", "--repeats", "2", "--seed", "7", "--", "--s={seed}", "{rank}")
+    assert [r["command"] for r in fake.requests[6:]] == [f"python x.py --s={seed} '{{rank}}'" for seed in (7, 8)]
+    call("run", "one", "1", "--task", "1a", "--seed", "5")
+    call("run", "bare", "1", "--command", "x --seed {seed}")
+    assert (fake.requests[-2]["name"], fake.requests[-2]["arguments"]) == ("one-1", ["--seed", "5"])
+    assert fake.requests[-1]["command"] == "x --seed 42"
+
+
+def test_wait_pools_repeats_and_keeps_their_result_folders(
+    fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    # The chart takes a second, and another test has one.
+    patch.setattr(_follow, "_draw", lambda *_: None)
+
+    def run_of(item: dict[str, Any]) -> Path:
+        seed = int(item["name"][-1])
+        return write_run(tmp_path / "master" / item["name"], workers=1, epoch_s=10.0 + seed, seed=seed)
+
+    fake.result_folder = run_of
+    out = tmp_path / "out"
+    arguments = ("run", "demo", "1", "--task", "1a", "--repeats", "2", "--wait", "--output", str(out))
+    shown = call(*arguments).stdout.splitlines()
+    assert shown[0].split()[:5] == ["CONFIGURATION", "WORKERS", "N", "REACHED", "MISSED"]
+    assert shown[1].split()[:6] == ["centralized_sgd", "1", "2", "2", "0", "34.50"]
+    assert {path.name for path in (out / "demo-1-r2").iterdir()} == set(FILES)
+    assert verify_folder(out / "demo-1-r2") == []
+    assert json.loads((out / "demo-1-r2.json").read_text())["run"]["name"] == "demo-1-r2"
+    assert len(load([out])) == 2, "the JSON file of a run is not a second run"
+    content = json.loads(call(*arguments, "--replace", "--json").stdout)
+    assert content["comparison"]["rows"][0]["mean_s"] == 34.5
+    assert [result["folder"] for result in content["results"]] == [str(out / f"demo-1-r{k}") for k in (1, 2)]
+
+
+def test_wait_needs_no_result_folder(fake: FakeMaster, call: Call, tmp_path: Path) -> None:
+    fake.cut_download = True
+    result = call("run", "demo", "1", "--task", "1a", "--repeats", "2", "--wait", "--output", str(tmp_path))
+    assert "no result folder of demo-1-r1: " in result.stderr
+    assert [path.name for path in sorted(tmp_path.glob("demo*"))] == ["demo-1-r1.json", "demo-1-r2.json"]
+    assert "81.50" in result.stdout
+
+
 def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
     create = fake._create
 
@@ -87,6 +138,13 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["demo", "1", "--task", "1a", "--num-cpus", "nan"], "'nan' must be a positive number of cores"),
         (["demo", "1", "--task", "1a", "--num-cpus", "inf"], "'inf' must be a positive number of cores"),
         (["demo", "1", "--command", "'unbalanced"], "the command must be quoted as for a shell"),
+        (["demo", "1", "--task", "1a", "--repeats", "0"], "0 is not in the range"),
+        (["a" * 60, "1", "--task", "1a", "--repeats", "2"], "the name of a run must be"),
+        (["demo", "1", "--command", "x.py", "--repeats", "2"], "--repeats needs {seed} in the command"),
+        (["demo", "1", "--command", "x.py", "--seed", "2"], "--seed needs {seed} in the command"),
+        (["demo", "1", "--task", "1a", "--repeats", "2", "--", "--seed", "3"], "--seed after -- cannot be given with"),
+        (["demo", "1", "--task", "1a", "--seed", "2", "--", "--seed=3"], "--seed after -- cannot be given with --seed"),
+        (["demo", "1", "--task", "0", "--repeats", "2"], "--repeats cannot be given with task 0: it only measures"),
     ],
 )
 def test_wrong_use_is_status_2_and_starts_nothing(
@@ -207,7 +265,7 @@ def test_wait_fails_with_the_end_of_the_log(
     fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
 ) -> None:
     fake.final_state = "failed"
-    patch.setattr(run_module, "LOG_LINES_SHOWN", 2)
+    patch.setattr(_follow, "LOG_LINES_SHOWN", 2)
     create = fake._create
 
     def create_with_log(body: dict[str, Any]) -> tuple[int, Any]:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import mlbench_master
-from mlbench_core.cli._results import Setup, load_folder
 from mlbench_core.client.api import MLBENCH_IMAGES
+from mlbench_core.results.load import load
+from mlbench_core.results.published import describe_run
 from mlbench_core.tasks import get_task
 from mlbench_master import create_app, pages
 from mlbench_master.schemas import MAX_BATCH
@@ -380,11 +381,11 @@ def test_the_command_reads_the_zip(client: Any, run: dict[str, Any], tmp_path: P
         client, run, "TaskResult @ 0", ["80% Top 1 Validation Accuracy reached in 12.500 seconds, Compute: 9.0 seconds"]
     )
     (tmp_path / "exp-2024.zip").write_bytes(client.get(f"/api/metrics/{run['id']}/?metric_type=run&format=zip").content)
-    (result,) = load_folder(tmp_path)
+    (result,) = load([tmp_path])
     shown = client.get(f"/api/runs/{run['id']}/").json()
     assert (result.name, result.workers, result.state) == ("my-run", run["num_workers"], shown["state"])
-    assert (result.goal_reached, result.time_to_goal_s) == (True, 12.5)
-    assert result.setup == Setup.of(shown)
+    assert (result.reached, result.time_to_goal_s) == (True, 12.5)
+    assert result.configuration == describe_run(shown, run["num_workers"])
 
 
 def test_a_format_may_be_the_end_of_a_path(client: Any, run: dict[str, Any]) -> None:

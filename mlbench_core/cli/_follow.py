@@ -1,0 +1,121 @@
+"""Wait for runs, save their results and show them, for ``mlbench run --wait``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlbench_core.cli import _wait
+from mlbench_core.cli._client import MasterClient
+from mlbench_core.cli._output import clean, log_line, print_json, remark
+from mlbench_core.cli._records import compare_records, print_comparison, print_records
+from mlbench_core.errors import ConfigurationError, MasterRequestError, MissingDependencyError, MLBenchError
+from mlbench_core.results.load import load, save, unpack
+from mlbench_core.results.pool import pool, usable
+from mlbench_core.results.record import RunRecord
+
+__all__ = ["LOG_LINES_SHOWN", "follow"]
+
+# Of a failed run, enough for a traceback.
+LOG_LINES_SHOWN = 20
+
+
+def follow(
+    client: MasterClient,
+    started: Sequence[dict[str, Any]],
+    goal: _wait.Goal | None,
+    folder: Path,
+    as_json: bool,
+    pooled: bool,
+) -> None:
+    """Wait for the runs, save and show their results, and fail if one of them failed.
+
+    Args:
+        client: The master of the runs.
+        started: The runs, as the master described them at their start.
+        goal: The value that they should reach, for the display of the progress.
+        folder: The folder for the results.
+        as_json: Show JSON instead of tables.
+        pooled: Show one row for the repeats of a configuration, instead of one for each run.
+
+    Raises:
+        MLBenchError: A run failed, or its metrics are incomplete.
+    """
+    names = " ".join(str(item["name"]) for item in started)
+    try:
+        ended = _wait.wait_for(client, started, goal)
+    except KeyboardInterrupt:
+        raise MLBenchError(f"stopped waiting; the runs continue ('mlbench stop {names}' stops them)") from None
+    # A failed run is saved, too, because its metrics show how far it came.
+    records = [_save(client, item, folder) for item in ended]
+    chart = _draw(folder, records)
+    if as_json:
+        places = {"folder": str(folder.absolute()), "chart": str(chart.absolute()) if chart else None}
+        compared = {"comparison": compare_records(records)[1].as_json()} if pooled else {}
+        print_json({"results": [record.as_json() for record in records], **compared, **places})
+    else:
+        if pooled and usable(records)[0]:
+            print_comparison(compare_records(records)[1], "table")
+        else:
+            print_records(records)
+        click.echo(f"results: {folder.absolute()}")
+        if chart:
+            click.echo(f"chart: {chart.absolute()}")
+    problems = []
+    for item in ended:
+        # A comparison must not mistake a run without some of its metrics for a complete one.
+        missing = (item.get("job_metadata") or {}).get("missing_metrics")
+        if item.get("state") != "finished":
+            _show_log(client, item)
+            problems.append(f"run {item['name']} {item.get('state')}")
+        if missing:
+            problems.append(f"results of run {item['name']} are incomplete: {clean(str(missing))}")
+    if problems:
+        raise MLBenchError("; ".join(problems))
+
+
+def _save(client: MasterClient, item: Mapping[str, Any], folder: Path) -> RunRecord:
+    """Save the metrics of a run as ``NAME.json``, and its result folder beside it if the master has it."""
+    metrics = client.metrics(item["id"])
+    name = str(item["name"])
+    save(folder / f"{name}.json", item, metrics)
+    with tempfile.TemporaryDirectory() as temporary:
+        archive = Path(temporary, "run.zip")
+        try:
+            client.download_metrics(item["id"], archive)
+            if unpack(archive, folder / name):
+                return load([folder / name])[0]
+        # The metrics are saved already, so the result folder is not worth a failure.
+        except (ConfigurationError, MasterRequestError) as error:
+            remark(f"no result folder of {clean(name)}: {clean(error)}")
+    return RunRecord.from_metrics(metrics, item, str(folder / f"{name}.json"))
+
+
+def _draw(folder: Path, records: Sequence[RunRecord]) -> Path | None:
+    """Draw the overview of the runs that have results; without matplotlib, write a remark instead."""
+    drawable = [record for record in usable(records)[0] if record.phases_s]
+    if not drawable:
+        return None
+    try:
+        from mlbench_core.cli.charts import draw_overview
+
+        return draw_overview(pool(drawable), folder / "overview.png")
+    # The runs themselves are done, so a missing package for charts must not make the command fail.
+    except MissingDependencyError as error:
+        remark(f"no chart: {error}")
+        return None
+
+
+def _show_log(client: MasterClient, item: Mapping[str, Any]) -> None:
+    """Write the last lines of the workers, which usually show the cause, and the launcher's final message."""
+    lines, _ = client.logs(item["id"])
+    workers = [line for line in lines if line.get("rank") is not None][-LOG_LINES_SHOWN:]
+    others = [line for line in lines if line.get("rank") is None]
+    verdict = [line for line in others if line.get("stream") == "system"][-1:]
+    remark(f"--- the last lines of {clean(item['name'])} (all lines: mlbench logs {clean(item['name'])})")
+    for line in [*(workers or others[-LOG_LINES_SHOWN:]), *verdict]:
+        remark(log_line(line))

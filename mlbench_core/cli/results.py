@@ -1,0 +1,119 @@
+"""``mlbench results``: verify result folders, check them against the rules, and collect them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from mlbench_core.cli._output import clean, print_json, remark
+from mlbench_core.cli._records import Pricing, compare_records, price_options, write_texts
+from mlbench_core.errors import ConfigurationError, MLBenchError
+from mlbench_core.results.folder import find_folders, verify_folder
+from mlbench_core.results.load import load
+
+__all__ = ["results"]
+
+_FOLDERS = click.argument(
+    "folders", metavar="FOLDER...", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path)
+)
+
+
+@click.group()
+def results() -> None:
+    """Verify result folders, check them against the rules, and collect them."""
+
+
+@results.command()
+@_FOLDERS
+@click.option("--json", "as_json", is_flag=True, help="Write JSON instead of text.")
+def verify(folders: Sequence[Path], as_json: bool) -> None:
+    """Recompute the result of each run in FOLDER... from its raw lines.
+
+    A FOLDER is a result folder, or has result folders at any depth. The schema and the checksums of the files are
+    checked, too. Exit status 1 if something does not match.
+    """
+    places = _result_folders(folders)
+    problems = {str(place): verify_folder(place) for place in places}
+    if as_json:
+        print_json(problems)
+    else:
+        for name, found in problems.items():
+            for problem in found or ["ok"]:
+                click.echo(f"{clean(name)}: {clean(problem)}")
+    wrong = sum(bool(found) for found in problems.values())
+    if wrong:
+        raise MLBenchError(f"{wrong} of {len(problems)} result folders cannot be verified")
+
+
+def _result_folders(folders: Sequence[Path]) -> list[Path]:
+    found = []
+    for folder in folders:
+        inside = list(find_folders(folder)) if folder.is_dir() else []
+        if not inside:
+            raise ConfigurationError(
+                f"{folder} must be a result folder or have result folders below it, and it has none"
+            )
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+@results.command()
+@_FOLDERS
+@click.option("--json", "as_json", is_flag=True, help="Write JSON instead of text.")
+def check(folders: Sequence[Path], as_json: bool) -> None:
+    """Check the runs in FOLDER... against the rules of a submission.
+
+    Each line begins with 'ok', 'fail' or 'cannot be checked'. Exit status 1 if a rule fails. The rules are in the
+    documentation, on the page "Rules".
+    """
+    from mlbench_core.results.rules import check_rules
+
+    findings = check_rules(load(_result_folders(folders)))
+    if as_json:
+        print_json([{"status": each.status, "subject": each.subject, "reason": each.reason} for each in findings])
+    else:
+        for each in findings:
+            click.echo(clean(each))
+    failed = sum(each.status == "fail" for each in findings)
+    if failed:
+        raise MLBenchError(f"{failed} of {len(findings)} checks failed")
+
+
+@results.command()
+@_FOLDERS
+@click.option(
+    "--output",
+    "-o",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Folder for the page (index.md), the tables and the figures.",
+)
+@click.option("--title", default="Results", show_default=True, help="Title of the page.")
+@click.option(
+    "--command",
+    "commands",
+    multiple=True,
+    metavar="COMMAND",
+    help="Command that made the runs, for the page; may be given several times (default: as recorded by the runs).",
+)
+@price_options
+def collect(folders: Sequence[Path], output: Path, title: str, commands: Sequence[str], pricing: Pricing) -> None:
+    """Make one page of all runs in FOLDER...: tables, figures, and links to the result folders."""
+    from mlbench_core.results.collection import collection_page, recorded_commands, runs_csv
+    from mlbench_core.results.figures import drawings, save
+
+    groups, comparison = compare_records(load(folders), pricing)
+    captions, written = {}, []
+    for drawing in drawings(groups, pricing.per_hour, lambda text: remark(clean(text))):
+        captions[drawing.name] = drawing.caption
+        written += save(drawing, output)
+    page = collection_page(
+        title, groups, comparison, output, commands=commands or recorded_commands(groups), captions=captions
+    )
+    records = [record for group in groups for record in group.records]
+    texts = {"index.md": page, "table.csv": comparison.as_csv(), "runs.csv": runs_csv(records)}
+    for path in [*write_texts(output, {**texts, "results.json": comparison.as_json()}), *written]:
+        click.echo(path)

@@ -1,0 +1,158 @@
+"""Draw figures of results, as PNG, SVG and CSV.
+
+Every figure is for a column of 8 cm, safe for colour-blind readers, and readable in grey print. Its caption, in small
+print below the axes, says task, goal, machine, number of runs and what its error bars are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.results.figures.bars import draw_phases, draw_steps, panel_height, phase_bars
+from mlbench_core.results.figures.canvas import PAGE_IN, Drawing, finish, new_figure, save, style
+from mlbench_core.results.figures.captions import caption
+from mlbench_core.results.figures.curves import AGAINST, draw_learning_curves
+from mlbench_core.results.figures.numbers import of_runs
+from mlbench_core.results.figures.scaling import (
+    draw_communication_share,
+    draw_price_index,
+    draw_speed_up,
+    scaling_series,
+    speed_up_panels,
+)
+from mlbench_core.results.figures.tradeoff import draw_performance_profile, draw_time_against_price
+from mlbench_core.results.pool import workload
+
+if TYPE_CHECKING:
+    from mlbench_core.results.pool import Group
+
+__all__ = [
+    "Drawing",
+    "caption",
+    "draw_all",
+    "draw_communication_share",
+    "draw_learning_curves",
+    "draw_overview",
+    "draw_performance_profile",
+    "draw_phases",
+    "draw_price_index",
+    "draw_speed_up",
+    "draw_steps",
+    "draw_time_against_price",
+    "drawings",
+    "save",
+    "style",
+]
+
+Prices = Callable[["Group"], "float | None"] | float | None
+"""Price of one worker for an hour: one for all groups, a function that returns it for a group, or unknown."""
+
+_logger = logging.getLogger(__name__)
+
+
+def draw_overview(groups: Sequence[Group]) -> Drawing:
+    """Draw the time by phase and the speed-up side by side.
+
+    Args:
+        groups: Groups of runs.
+
+    Returns:
+        The figure ``overview``.
+
+    Raises:
+        ConfigurationError: No run reported a time.
+    """
+    known = [group for group in groups if of_runs(group, "total_s")]
+    try:
+        every = scaling_series(groups)
+    except ConfigurationError:
+        # Without a speed-up, the phases are the whole overview.
+        return dataclasses.replace(draw_phases(groups), name="overview", rows=[])
+    figure = new_figure(PAGE_IN, max(panel_height(known), 3.3))
+    parts = figure.subplot_mosaic([["phases", "measured"], ["phases", "without"]])
+    left = phase_bars(parts["phases"], known, PAGE_IN / 2)
+    parts["without"].sharex(parts["measured"])
+    parts["without"].sharey(parts["measured"])
+    right = speed_up_panels([parts["measured"], parts["without"]], groups, every)
+    handles, labels = parts["phases"].get_legend_handles_labels()
+    more = parts["measured"].get_legend_handles_labels()
+    common = caption(groups)
+    halves = [
+        f"{side}: {text.removeprefix(caption(shown)).strip()}"
+        for side, shown, text in (("Left", known, left), ("Right", groups, right))
+    ]
+    text = " ".join([common, *halves])
+    finish(figure, text, [*handles, *more[0]], [*labels, *more[1]])
+    return Drawing("overview", figure, text)
+
+
+def drawings(
+    groups: Sequence[Group], prices: Prices = None, report: Callable[[str], None] | None = None
+) -> Iterator[Drawing]:
+    """Draw every figure for which the groups have data, one after the other.
+
+    Args:
+        groups: Groups of runs, see :func:`mlbench_core.results.pool.pool`.
+        prices: Price of one worker for an hour: a number, or a function that returns it for a group.
+        report: Called with one sentence for each figure that is not drawn, with the reason. By default, the sentence is
+            logged.
+
+    Yields:
+        Figures with captions and numbers.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    price = prices if callable(prices) else lambda group: prices
+    makers: dict[str, Callable[[], Drawing]] = {
+        "overview": lambda: draw_overview(groups),
+        "total_time_by_phase": lambda: draw_phases(groups),
+        "speedup": lambda: draw_speed_up(groups),
+        "time_all_phases": lambda: draw_steps(groups),
+        "price_index": lambda: draw_price_index(groups, price),
+        "communication_share": lambda: draw_communication_share(groups),
+        **{f"learning_curves_{x}": lambda x=x: draw_learning_curves(groups, x) for x in AGAINST},  # type: ignore[misc]
+    }
+    # Nobody expects these two without prices, or of a single task.
+    if prices is not None:
+        makers["time_to_goal_against_price"] = lambda: draw_time_against_price(groups, price)
+    if len({workload(group) for group in groups}) > 1:
+        makers["performance_profile"] = lambda: draw_performance_profile(groups)
+    for name, make in makers.items():
+        try:
+            with style():
+                drawing = make()
+        except ImportError:
+            raise
+        except ConfigurationError as error:
+            (report or _logger.info)(f"{name} is not drawn: {error}")
+        else:
+            yield drawing
+
+
+def draw_all(
+    groups: Sequence[Group], folder: Path, prices: Prices = None, report: Callable[[str], None] | None = None
+) -> list[Path]:
+    """Write every figure for which the groups have data as PNG and SVG, and its numbers as CSV.
+
+    Args:
+        groups: Groups of runs, see :func:`mlbench_core.results.pool.pool`.
+        folder: The folder to write to.
+        prices: See :func:`drawings`.
+        report: See :func:`drawings`.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ConfigurationError: No run reported a time, so there is nothing to draw.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    if not any(of_runs(group, "total_s") for group in groups):
+        raise ConfigurationError("none of the runs reported a time: nothing to draw")
+    return [path for drawing in drawings(groups, prices, report) for path in save(drawing, folder)]

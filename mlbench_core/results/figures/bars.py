@@ -1,0 +1,269 @@
+"""Draw the training time by phase or by step as one bar for each number of workers.
+
+Bars lie, so that the time axis runs from left to right as in a trace, and long labels have a line of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.results.figures import canvas
+from mlbench_core.results.figures.captions import INTERVAL, caption
+from mlbench_core.results.figures.numbers import Estimate, mean, of_runs, timed
+from mlbench_core.results.pool import Group, series
+from mlbench_core.results.record import PHASES, STEPS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["draw_phases", "draw_steps", "phase_bars"]
+
+_COMMUNICATION = "#E69F00"
+# In grey print, the hatch distinguishes what the color no longer does.
+_PHASE_LOOKS: dict[str, canvas.Look] = {
+    "compute": {"facecolor": "#0072B2", "hatch": ""},
+    "communication": {"facecolor": _COMMUNICATION, "hatch": ""},
+    "metrics": {"facecolor": "#009E73", "hatch": "////"},
+    "data": {"facecolor": "#CC79A7", "hatch": "....."},
+    "other": {"facecolor": "#DDDDDD", "hatch": ""},
+}
+_STEP_LOOKS: dict[str, canvas.Look] = {
+    "batch_load": {"facecolor": "#CC79A7", "hatch": "....."},
+    "fwd_pass": {"facecolor": "#56B4E9", "hatch": ""},
+    "comp_loss": {"facecolor": "#56B4E9", "hatch": "xxxx"},
+    "backprop": {"facecolor": "#0072B2", "hatch": ""},
+    "opt_step": {"facecolor": "#0072B2", "hatch": "////"},
+    "agg": {"facecolor": _COMMUNICATION, "hatch": ""},
+    "comp_metrics": {"facecolor": "#009E73", "hatch": "////"},
+}
+_PHASE_NAMES = {"communication": "communication (waited for)"}
+_STEP_NAMES = {
+    "batch_load": "data loading",
+    "fwd_pass": "forward",
+    "comp_loss": "loss",
+    "backprop": "backward",
+    "opt_step": "update",
+    "agg": "aggregation",
+    "comp_metrics": "metrics",
+}
+_BAR_IN = 0.17
+_HEADING_SHARE = 0.62
+# An interval of two runs may be ten times the mean; the bars must stay readable beside it.
+_LONGEST_INTERVAL = 1.5
+
+
+def draw_phases(groups: Sequence[Group]) -> canvas.Drawing:
+    """Draw the training time by phase, with the communication that was hidden behind computation.
+
+    Args:
+        groups: Groups of runs.
+
+    Returns:
+        The figure ``total_time_by_phase``.
+
+    Raises:
+        ConfigurationError: No run reported a time.
+    """
+    groups = _with_time(groups)
+    figure = canvas.new_figure(canvas.COLUMN_IN, panel_height(groups))
+    axes = figure.subplots()
+    text = phase_bars(axes, groups, canvas.COLUMN_IN)
+    canvas.finish(figure, text, *axes.get_legend_handles_labels())
+    names = [*(f"{phase}_s" for phase in PHASES), "communication_hidden_s"]
+    rows: list[list[Any]] = [["setup", "workers", "runs", "missed", "total_s", "total_low_s", "total_high_s", *names]]
+    for group in groups:
+        total, parts = _total(group), _phases(group)
+        hidden = mean(of_runs(group, "communication_hidden_s"))
+        missed = sum(record.reached is False for record in group.records)
+        rows.append([group.label, group.workers, total.runs, missed, total.value, total.low, total.high])
+        rows[-1] += [*map(parts.get, PHASES), hidden.value if hidden else None]
+    return canvas.Drawing("total_time_by_phase", figure, text, rows)
+
+
+def draw_steps(groups: Sequence[Group]) -> canvas.Drawing:
+    """Draw the training time by step of a batch.
+
+    Args:
+        groups: Groups of runs.
+
+    Returns:
+        The figure ``time_all_phases``.
+
+    Raises:
+        ConfigurationError: No run reported the time of a step.
+    """
+    groups = [group for group in groups if _steps(group)]
+    if not groups:
+        raise ConfigurationError("no run reported the time of its steps: nothing to draw")
+    figure = canvas.new_figure(canvas.COLUMN_IN, panel_height(groups))
+    axes = figure.subplots()
+    places = _places(axes, groups, canvas.COLUMN_IN)
+    ends = _stack(axes, places, _steps, _STEP_LOOKS, _STEP_NAMES)
+    _write_values(axes, [(y, end, end) for (y, _), end in zip(places, ends, strict=True)])
+    canvas.title(axes, "Training time by step", groups)
+    text = f"{caption(groups)} Mean over the runs, whole training."
+    canvas.finish(figure, text, *axes.get_legend_handles_labels())
+    rows: list[list[Any]] = [["setup", "workers", "runs", *(f"{step}_s" for step in STEPS)]]
+    rows += [[group.label, group.workers, len(timed(group)), *map(_steps(group).get, STEPS)] for group in groups]
+    return canvas.Drawing("time_all_phases", figure, text, rows)
+
+
+def panel_height(groups: Sequence[Group]) -> float:
+    """Return the height in inches of a panel with one bar for each group."""
+    blocks = series(groups)
+    headings = 2 * len(blocks) if len(blocks) > 1 else 0
+    return 0.75 + _BAR_IN * max(len(groups) + headings * _HEADING_SHARE + 0.3 * len(blocks), 3)
+
+
+def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
+    """Draw one bar for each group: its phases, its hidden communication and the interval of its total.
+
+    Args:
+        axes: Where to draw.
+        groups: Groups with a time.
+        width: Width in inches of the axes with their labels.
+
+    Returns:
+        The caption.
+    """
+    places = _places(axes, groups, width)
+    _stack(axes, places, _phases, _PHASE_LOOKS, _PHASE_NAMES)
+    hidden = [(y, value.value) for y, group in places if (value := mean(of_runs(group, "communication_hidden_s")))]
+    sentences = [caption(groups)]
+    if any(value for _, value in hidden):
+        axes.barh(
+            [y + 0.36 for y, _ in hidden],
+            [value for _, value in hidden],
+            height=0.2,
+            facecolor="white",
+            edgecolor="#A36F00",
+            hatch="////////",
+            label="communication (hidden)",
+        )
+        sentences.append(
+            "Hatched below a bar: communication that was hidden. It ran at the same time as the computation above it "
+            "and is not part of the total."
+        )
+    totals = [(y, _total(group)) for y, group in places]
+    cut = _intervals(axes, totals)
+    canvas.title(axes, "Training time by phase", groups)
+    if any(sum(_phases(group).values()) > 1.001 * _total(group).value for group in groups):
+        sentences.append("Each phase is that of the worker that was slowest in it, so the bars can exceed the totals.")
+    if any(total.low is not None for _, total in totals):
+        sentences.append(f"{INTERVAL}{'; an interval that leaves the axes is cut' if cut else ''}.")
+    if any(group.reached and len(group.reached) < len(group.records) for group in groups):
+        sentences.append("* some runs missed the goal: mean over the others.")
+    if any(not group.reached for group in groups):
+        sentences.append("** all runs missed the goal: whole training time.")
+    return " ".join(sentences)
+
+
+def _with_time(groups: Sequence[Group]) -> list[Group]:
+    found = [group for group in groups if of_runs(group, "total_s")]
+    if not found:
+        raise ConfigurationError("none of the runs reported a time: nothing to draw")
+    return found
+
+
+def _total(group: Group) -> Estimate:
+    found = mean(of_runs(group, "total_s"))
+    assert found is not None, "groups without a time are left out"
+    return found
+
+
+def _phases(group: Group) -> dict[str, float]:
+    """Return the mean time of each phase; what is left of the total time counts as other."""
+    found = _means([record.phases_s for record in timed(group)], PHASES)
+    left = _total(group).value - sum(found.values())
+    # A smaller difference is an error of rounding.
+    if left > 1e-6 * _total(group).value:
+        found["other"] = found.get("other", 0.0) + left
+    return found
+
+
+def _steps(group: Group) -> dict[str, float]:
+    return _means([record.steps_s for record in group.records], tuple(STEPS))
+
+
+def _means(parts: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
+    found = {name: mean([part.get(name) for part in parts]) for name in names}
+    return {name: value.value for name, value in found.items() if value is not None}
+
+
+def _places(axes: Axes, groups: Sequence[Group], width: float) -> list[tuple[float, Group]]:
+    """Place the bars from top to bottom, with the label of each series above its bars."""
+    places: list[tuple[float, Group]] = []
+    blocks, top = series(groups), 0.0
+    for block in blocks:
+        if len(blocks) > 1:
+            # The axes are narrower than the figure by the numbers of workers.
+            lines = canvas.wrap(block.label, width - 0.5, 6).split("\n")[:2]
+            top += _HEADING_SHARE * len(lines)
+            style: canvas.Look = {"ha": "left", "va": "bottom", "size": 6, "linespacing": 1.0}
+            axes.text(0.005, top - 0.32, "\n".join(lines), transform=axes.get_yaxis_transform(), **style)
+        for group in block.groups:
+            places.append((top + 0.3, group))
+            top += 1.0
+        top += 0.3
+    axes.set_yticks([y for y, _ in places], [f"{group.workers}{_mark(group)}" for _, group in places])
+    axes.set_ylim(max(top, 1.0), -0.2)
+    axes.set_ylabel("workers")
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("seconds")
+    return places
+
+
+def _mark(group: Group) -> str:
+    if not group.reached:
+        return "**"
+    return "*" if len(group.reached) < len(group.records) else ""
+
+
+def _stack(
+    axes: Axes,
+    places: Sequence[tuple[float, Group]],
+    parts: Callable[[Group], Mapping[str, float]],
+    looks: Mapping[str, canvas.Look],
+    names: Mapping[str, str],
+) -> list[float]:
+    """Draw stacked bars and return their ends."""
+    found = [parts(group) for _, group in places]
+    ends = [0.0] * len(places)
+    for part, look in looks.items():
+        lengths = [row.get(part, 0.0) for row in found]
+        if any(lengths):
+            y = [place for place, _ in places]
+            axes.barh(y, lengths, left=ends, height=0.5, label=names.get(part, part), **look)
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    return ends
+
+
+def _intervals(axes: Axes, totals: Sequence[tuple[float, Estimate]]) -> bool:
+    """Draw the totals' intervals and write the totals; return True if an interval leaves the axes."""
+    limit = _LONGEST_INTERVAL * max(total.value for _, total in totals)
+    ends, cut = [], False
+    for y, total in totals:
+        end = total.value
+        if total.low is not None and total.high is not None:
+            cut = cut or total.high > limit or total.low < 0
+            low, end = max(total.low, 0.0), min(total.high, limit)
+            bar: canvas.Look = {"fmt": "none", "ecolor": "black", "elinewidth": 0.8}
+            axes.errorbar([total.value], [y], xerr=[[total.value - low], [end - total.value]], **bar)
+        ends.append((y, total.value, end))
+    _write_values(axes, ends)
+    return cut
+
+
+def _write_values(axes: Axes, values: Sequence[tuple[float, float, float]]) -> None:
+    """Write each value to the right of its bar, and leave room for it.
+
+    Args:
+        axes: Where to write.
+        values: For each bar its place, the value, and where the bar with its interval ends.
+    """
+    for y, value, end in values:
+        axes.annotate(canvas.number(value), (end, y), (3, 0), textcoords="offset points", va="center", size=6)
+    axes.set_xlim(0, 1.16 * max(end for _, _, end in values) or 1.0)

@@ -1,0 +1,407 @@
+"""Compare groups of repeated runs in a table, as terminal text, CSV, JSON or Markdown.
+
+The times of a row are those of the runs that reached their goal: a run that missed it is counted, and never averaged as
+if it had reached it. Times of a program without a goal are its training times.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.results.pool import Group, Series, differences, series, workload
+from mlbench_core.results.prices import price_index
+from mlbench_core.results.record import goal_text
+from mlbench_core.results.stats import describe, performance_profile, performance_score, welch_test
+
+__all__ = [
+    "COLUMNS",
+    "RATIOS",
+    "Column",
+    "Comparison",
+    "Price",
+    "cell",
+    "compare_groups",
+    "escape",
+    "safe_cell",
+    "times_to_goal",
+]
+
+Price = Callable[[float, int], "float | None"]
+"""Function that returns the price of a run from its seconds and its number of workers; None if it is unknown."""
+
+RATIOS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""Factors of the best time at which performance profiles are given."""
+
+_MEGA = 1e6
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table.
+
+    Attributes:
+        key: Name in JSON and CSV; the unit is its last part if it has one.
+        header: Title with the unit, for people.
+        digits: Digits after the point; None for a text.
+        table: Title of the table for people that has this column.
+    """
+
+    key: str
+    header: str
+    digits: int | None = None
+    table: str = "time"
+
+
+_NAMES = (Column("label", "CONFIGURATION"), Column("workers", "WORKERS", 0))
+
+COLUMNS = (
+    Column("label", "CONFIGURATION"),
+    Column("workers", "WORKERS", 0),
+    Column("workload", "TASK", table="data"),
+    Column("goal", "GOAL", table="data"),
+    Column("runs", "N", 0),
+    Column("reached", "REACHED", 0),
+    Column("missed", "MISSED", 0),
+    Column("mean_s", "MEAN (s)", 2),
+    Column("standard_deviation_s", "SD (s)", 2),
+    Column("median_s", "MEDIAN (s)", 2),
+    Column("interval_low_s", "95 % FROM (s)", 2),
+    Column("interval_high_s", "TO (s)", 2),
+    Column("olympic_mean_s", "OLYMPIC (s)", 2),
+    Column("epochs_to_goal", "EPOCHS TO GOAL", 1),
+    Column("seconds_per_epoch_s", "EPOCH (s)", 3),
+    Column("train_s", "TRAINING (s)", 2, "data"),
+    Column("speedup", "SPEED-UP", 2, "scaling"),
+    Column("speedup_without_communication", "WITHOUT COMM.", 2, "scaling"),
+    Column("efficiency", "EFFICIENCY", 2, "scaling"),
+    Column("communication_exposed_s", "EXPOSED (s)", 2, "scaling"),
+    Column("communication_hidden_s", "HIDDEN (s)", 2, "scaling"),
+    Column("bytes_sent_mb", "SENT (MB)", 2, "scaling"),
+    Column("samples_per_s", "SAMPLES/S", 0, "scaling"),
+    Column("best", "BEST", 2, "scaling"),
+    Column("price", "PRICE", 4, "scaling"),
+    Column("price_index", "PRICE INDEX", 2, "scaling"),
+)
+"""All columns, in the order of the CSV file."""
+
+_TESTS = (
+    Column("a", "A"),
+    Column("b", "B"),
+    Column("workers", "WORKERS"),
+    Column("difference_s", "A - B (s)", 2),
+    Column("interval_low_s", "95 % FROM (s)", 2),
+    Column("interval_high_s", "TO (s)", 2),
+    Column("effect", "EFFECT (g)", 2),
+    Column("p", "P", 4),
+    Column("verdict", "IS A FASTER?"),
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The table of some groups, with the tests between them.
+
+    Attributes:
+        rows: One for each group, with an entry for each of :data:`COLUMNS` and ``names``, the names of its runs.
+        tests: One for each pair of groups: ``a``, ``b``, ``workers``, ``difference_s``, ``interval_low_s``,
+            ``interval_high_s``, ``effect``, ``p`` and ``verdict``.
+        profile: Share of the tasks that each algorithm solves within each of :data:`RATIOS` of the best time, and
+            ``score``; empty with one task.
+        differences: What differs between the groups, see :func:`~mlbench_core.results.pool.differences`.
+        remarks: Sentences for people.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+    tests: tuple[dict[str, Any], ...] = ()
+    profile: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    differences: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+
+    def tables(self) -> list[tuple[Sequence[Column], Sequence[Mapping[str, Any]]]]:
+        """Return the tables for people: columns and rows. A column without any value is left out."""
+        found: list[tuple[Sequence[Column], Sequence[Mapping[str, Any]]]] = []
+        for title in ("time", "scaling"):
+            columns = [column for column in COLUMNS if column.table == title and column not in _NAMES]
+            known = [column for column in columns if any(row[column.key] is not None for row in self.rows)]
+            if known:
+                found.append(([*_NAMES, *known], self.rows))
+        if self.tests:
+            found.append((_TESTS, self.tests))
+        if self.profile:
+            columns = [Column("score", "SCORE", 2), *(Column(f"{r:g}", f"<= {r:g} x BEST", 2) for r in RATIOS)]
+            rows = [{"algorithm": name, **shares} for name, shares in self.profile.items()]
+            found.append(([Column("algorithm", "PERFORMANCE PROFILE"), *columns], rows))
+        return found
+
+    def notes(self) -> list[str]:
+        """Return the lines below the tables: what differs, how to read them, and the remarks."""
+        lines = []
+        if self.differences:
+            parts = []
+            for name, values in self.differences.items():
+                shown = ("none" if value is None else goal_text(value) if name == "goal" else value for value in values)
+                parts.append(f"{name} ({', '.join(map(str, shown))})")
+            lines.append(f"Different between the rows: {'; '.join(parts)}.")
+        goals = list(dict.fromkeys(f"{row['workload']}: {row['goal']}" for row in self.rows))
+        lines.append(f"Goal: {'; '.join(goals)}. Times are training times until the goal, of the runs that reached it.")
+        if self.tests:
+            lines.append(
+                "Tests: Welch, two-sided at 5 %, each pair by itself. The effect is Hedges' g; 0.8 and more is large."
+            )
+        return [*lines, *self.remarks]
+
+    def as_csv(self) -> str:
+        """Return all columns as CSV; a value that is unknown is empty."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(column.key for column in COLUMNS)
+        writer.writerows([safe_cell(row[column.key]) for column in COLUMNS] for row in self.rows)
+        return text.getvalue()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as JSON-ready values; a value that is unknown or not finite is None."""
+        content = {
+            "rows": self.rows,
+            "tests": self.tests,
+            "profile": self.profile,
+            "differences": self.differences,
+            "remarks": self.remarks,
+        }
+        finite: dict[str, Any] = _finite(content)
+        return finite
+
+    def as_markdown(self) -> str:
+        """Return the tables for people and the notes as Markdown."""
+        parts = []
+        for columns, rows in self.tables():
+            lines = [" | ".join(column.header for column in columns)]
+            lines.append(" | ".join("---" if column.digits is None else "---:" for column in columns))
+            lines += [" | ".join(escape(cell(column, row[column.key])) for column in columns) for row in rows]
+            parts.append("\n".join(f"| {line} |" for line in lines))
+        return "\n\n".join([*parts, *(escape(note) for note in self.notes())]) + "\n"
+
+
+def compare_groups(
+    groups: Sequence[Group], *, price: Price | None = None, baseline: str | None = None, remarks: Iterable[str] = ()
+) -> Comparison:
+    """Compare groups of repeated runs.
+
+    Args:
+        groups: The groups, see :func:`~mlbench_core.results.pool.pool`.
+        price: Price of a run; None if it is unknown.
+        baseline: Label of the groups against which all others are tested. By default, every pair is tested that has the
+            same number of workers.
+        remarks: Further sentences for people.
+
+    Raises:
+        ConfigurationError: No group has the label ``baseline``; the message lists the labels.
+    """
+    known = [group.label for group in groups]
+    if baseline is not None and baseline not in known:
+        labels = ", ".join(f"'{label}'" for label in dict.fromkeys(known))
+        raise ConfigurationError(f"baseline must be one of {labels}, not {baseline!r}: give the label of a row")
+    rows = [row for each in series(groups) for row in _rows(each, price)]
+    # In the order of the groups, whatever the order of the series.
+    order = {(group.label, group.workers): place for place, group in enumerate(groups)}
+    rows.sort(key=lambda row: order[row["label"], row["workers"]])
+    own = [remark for group in groups for remark in group.remarks]
+    own += [f"{record.name}: {remark}" for group in groups for record in group.records for remark in record.remarks]
+    return Comparison(
+        rows=tuple(rows),
+        tests=tuple(_tests(groups, baseline)),
+        profile=_profile(groups),
+        differences=differences(groups),
+        remarks=tuple(dict.fromkeys([*own, *remarks])),
+    )
+
+
+def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
+    """Return the rows of one series."""
+    groups = of.groups
+    # A group of which no run reached the goal has no time that could be compared.
+    seconds = {group.workers: mean for group in groups if (mean := _mean(group.values("total_s")))}
+    base = min(seconds, default=0)
+    scale: dict[int, dict[str, float | None]] = {}
+    for group in groups:
+        if group.workers in seconds:
+            total_s, compute_s = seconds[group.workers], _mean(group.values("without_communication_s"))
+            speedup = seconds[base] / total_s
+            scale[group.workers] = {
+                "speedup": speedup,
+                "speedup_without_communication": seconds[base] / compute_s if compute_s else None,
+                "efficiency": speedup * base / group.workers,
+                "price_index": price_index(total_s, group.workers, seconds[base], base),
+            }
+    empty = dict.fromkeys(("speedup", "speedup_without_communication", "efficiency", "price_index"))
+    rows = [{**_times(group, price), **scale.get(group.workers, empty)} for group in groups]
+    return [{column.key: row[column.key] for column in COLUMNS} | {"names": row["names"]} for row in rows]
+
+
+def _times(group: Group, price: Price | None) -> dict[str, Any]:
+    """Return the columns that need no other group."""
+    seconds = describe(group.values("total_s"))
+    low, high = seconds.interval or (None, None)
+    missed = len(group.records) - len(group.reached)
+    known = any(record.reached is not None for record in group.records)
+    sent = _mean(group.values("bytes_sent"))
+    return {
+        "label": group.label,
+        "workers": group.workers,
+        "workload": _workload_text(group),
+        "goal": group.records[0].goal_text,
+        "names": [record.name for record in group.records],
+        "runs": len(group.records),
+        "reached": len(group.reached) if known else None,
+        "missed": missed if known else None,
+        "mean_s": seconds.mean,
+        "standard_deviation_s": seconds.standard_deviation,
+        "median_s": seconds.median,
+        "interval_low_s": low,
+        "interval_high_s": high,
+        "olympic_mean_s": seconds.olympic_mean,
+        "epochs_to_goal": _mean(group.values("epochs_to_goal")),
+        "seconds_per_epoch_s": _mean(group.values("seconds_per_epoch")),
+        "train_s": _mean([record.train_s for record in group.records]),
+        "communication_exposed_s": _mean(group.values("communication_exposed_s")),
+        "communication_hidden_s": _mean(group.values("communication_hidden_s")),
+        "bytes_sent_mb": None if sent is None else sent / _MEGA,
+        "samples_per_s": _mean([record.samples_per_s for record in group.records]),
+        "best": _mean([record.best for record in group.records]),
+        "price": None if price is None or seconds.mean is None else price(seconds.mean, group.workers),
+    }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _workload_text(group: Group) -> str:
+    program, dataset = workload(group.records[0])
+    name = f"task {program}" if group.configuration.get("task") else program
+    return name if dataset == "None" else f"{name} on {dataset}"
+
+
+def _tests(groups: Sequence[Group], baseline: str | None) -> list[dict[str, Any]]:
+    """Test each pair of groups of one workload that have the same number of workers, or the same label."""
+    found = []
+    several = len({group.label for group in groups}) > 1
+    for a, b in itertools.combinations(groups, 2):
+        if workload(a.records[0]) != workload(b.records[0]):
+            continue
+        # Groups of one series are compared only if there is nothing else to compare: their speed-ups are in the table.
+        if (a.workers != b.workers) if several else (a.label != b.label):
+            continue
+        if baseline is not None and several:
+            if baseline not in (a.label, b.label):
+                continue
+            if a.label == baseline:
+                a, b = b, a
+        found.append(_test(a, b))
+    return found
+
+
+def _test(a: Group, b: Group) -> dict[str, Any]:
+    first, second = a.values("total_s"), b.values("total_s")
+    row: dict[str, Any] = {
+        "a": a.label,
+        "b": b.label,
+        "workers": str(a.workers) if a.workers == b.workers else f"{a.workers} and {b.workers}",
+        **dict.fromkeys(("difference_s", "interval_low_s", "interval_high_s", "effect", "p")),
+    }
+    if min(len(first), len(second)) < 2:
+        return {**row, "verdict": "not tested: two runs of each must reach the goal"}
+    test = welch_test(first, second)
+    verdict = "no difference shown" if test.p >= 0.05 else "yes" if test.difference < 0 else "no, slower"
+    if len(first) < len(a.records) or len(second) < len(b.records):
+        verdict += " (among the runs that reached the goal)"
+    low, high = test.interval
+    return {
+        **row,
+        "difference_s": test.difference,
+        "interval_low_s": low,
+        "interval_high_s": high,
+        "effect": test.effect,
+        "p": test.p,
+        "verdict": verdict,
+    }
+
+
+def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]:
+    """Return the mean time to the goal of each algorithm on each workload, for performance profiles.
+
+    Several settings of one algorithm count as one: its fastest counts, as after tuning. A setting of which at most half
+    of the runs reach the goal does not solve the workload.
+
+    Args:
+        groups: Groups of runs.
+
+    Returns:
+        Algorithm with its number of workers to workload to seconds; None if the workload is not solved.
+    """
+    times: dict[str, dict[str, float | None]] = {}
+    for group in groups:
+        algorithm = str(group.configuration.get("algorithm") or "default")
+        name = f"{algorithm}, {group.workers} worker{'' if group.workers == 1 else 's'}"
+        mean = _mean(group.values("total_s")) or None
+        solved = 2 * len(group.reached) > len(group.records)
+        row, task = times.setdefault(name, {}), _workload_text(group)
+        known = row.get(task)
+        if solved and mean is not None:
+            row[task] = mean if known is None else min(known, mean)
+        else:
+            row.setdefault(task, None)
+    return times
+
+
+def _profile(groups: Sequence[Group]) -> dict[str, dict[str, float]]:
+    """Return AlgoPerf's performance profiles over the workloads; empty with a single workload."""
+    times = times_to_goal(groups)
+    if len({task for row in times.values() for task in row}) < 2:
+        return {}
+    shares, scores = performance_profile(times, RATIOS), performance_score(times)
+    return {
+        name: {"score": scores[name], **{f"{ratio:g}": share for ratio, share in zip(RATIOS, of_each, strict=True)}}
+        for name, of_each in shares.items()
+    }
+
+
+def cell(column: Column, value: Any) -> str:
+    """Return a value as a cell for people; ``-`` if it is unknown."""
+    if value is None:
+        return "-"
+    if column.key == "p" and value < 1e-4:
+        return "< 0.0001"
+    return f"{value:,.{column.digits}f}" if column.digits is not None else str(value)
+
+
+def safe_cell(value: Any) -> Any:
+    """Return a value for a CSV file that people may open in a spreadsheet."""
+    # A spreadsheet would run a text that begins with one of these as a formula.
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value if isinstance(value, str | int | float | bool | None) else json.loads(json.dumps(value, default=str))
+
+
+def escape(text: str) -> str:
+    """Escape the characters of a text that Markdown or HTML would interpret."""
+    for character in "\\|`*_<>[]":
+        text = text.replace(character, f"\\{character}")
+    return " ".join(text.split())

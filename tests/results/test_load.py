@@ -1,0 +1,158 @@
+"""Reading results from folders, zip files and files of ``mlbench run --wait``."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.results.folder import FILES
+from mlbench_core.results.load import load, save, unpack
+from tests.cli.fake_master import entry
+from tests.results.helpers import set_in, write_run
+from tests.results.test_record import metrics_of, reached
+
+RUN = {"name": "demo-2", "num_workers": 2, "state": "finished"}
+
+
+def write_zip(
+    path: Path, run: Mapping[str, object] | None, metrics: Mapping[str, object], result: str = "", pods: int = 2
+) -> None:
+    """Write a download; ``run=None`` is one of an earlier version."""
+    with zipfile.ZipFile(path, "w") as archive:
+        if run is not None:
+            archive.writestr("run.json", json.dumps(run))
+        for name, entries in metrics.items():
+            archive.writestr(f"result_{name}.json", json.dumps(entries))
+        for rank in range(pods):
+            archive.writestr(f"pod_x-worker-{rank}.json", "{}")
+        archive.writestr("official_result.txt", result)
+
+
+def zip_folder(folder: Path, path: Path) -> Path:
+    """Write a download with the files of a result folder."""
+    write_zip(path, RUN, {})
+    with zipfile.ZipFile(path, "a") as archive:
+        for file in folder.iterdir():
+            if file.name != "official_result.txt":
+                archive.write(file, file.name)
+        archive.writestr("../../evil.txt", "outside")
+    return path
+
+
+def test_results_at_any_depth_count_once(tmp_path: Path) -> None:
+    write_run(tmp_path / "a" / "deep" / "run-2")
+    write_run(tmp_path / "a" / "run-1", workers=1)
+    save(tmp_path / "a" / "run-1.json", {"name": "run-1", "num_workers": 1}, metrics_of(1, 1.0, 1.0))
+    save(tmp_path / "a" / "other.json", {**RUN, "name": "other"}, metrics_of(2, 1.0, 1.0))
+    (tmp_path / "a" / "notes.json").write_text("{broken")
+    (tmp_path / "a" / "list.json").write_text("[]")
+    found = load([tmp_path, tmp_path / "a" / "run-1", tmp_path / "a" / "run-1" / "result.json"])
+    assert [(record.name, record.workers) for record in found] == [("run-1", 1), ("other", 2), ("run-2", 2)]
+    assert [record.folder for record in found] == [tmp_path / "a" / "run-1", None, tmp_path / "a" / "deep" / "run-2"]
+
+
+def test_a_killed_run_is_unfinished_and_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", workers=1, finish=False)
+    lines = folder / "metrics.rank-0.jsonl"
+    with lines.open("a") as file:
+        file.write('{"rank": 0, "kind": "sta')
+    (record,) = load([folder])
+    assert (record.state, record.reached, record.time_to_goal_s) == ("unfinished", True, 30.0)
+    assert "has no result.json: the run did not end" in record.remarks[0]
+    assert "half-written line is left out" in record.remarks[1]
+    assert len(record.curve("val_global_Prec@1")) == 3
+
+
+def test_bad_folders_are_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigurationError, match=r"run must hold the raw lines of the run \(metrics.jsonl\)"):
+        load([tmp_path])
+    folder = write_run(tmp_path / "new")
+    set_in(folder / "result.json", 7, "schema_version")
+    with pytest.raises(ConfigurationError, match=r"schema_version of .*new/result.json must be 1, not 7"):
+        load([folder])
+    with pytest.raises(ConfigurationError, match="missing must be a folder or a file with results"):
+        load([tmp_path / "missing"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigurationError, match=r"no result in .*empty: name a result folder"):
+        load([tmp_path / "empty"])
+
+
+def test_zip_and_json_give_the_same_result(tmp_path: Path) -> None:
+    metrics = metrics_of(2, 40.0, 8.0)
+    save(tmp_path / "a.json", RUN, metrics)
+    write_zip(tmp_path / "any name.zip", RUN, metrics)
+    (record,) = load([tmp_path])
+    assert (record.name, record.phases_s["compute"]) == ("demo-2", 40.0)
+
+
+def test_a_zip_with_a_result_folder(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    path = zip_folder(folder, tmp_path / "b.zip")
+    (record,) = load([path])
+    assert (record.name, record.time_to_goal_s, record.machine["cpu"]) == ("demo-2", 30.1, "Model 7")
+    set_in(folder / "result.json", 7, "schema_version")
+    with pytest.raises(ConfigurationError, match=r"schema_version of result.json in .*c.zip must be 1, not 7"):
+        load([zip_folder(folder, tmp_path / "c.zip")])
+
+
+def test_unpacking_writes_known_files_only(tmp_path: Path) -> None:
+    path = zip_folder(write_run(tmp_path / "run"), tmp_path / "b.zip")
+    target = tmp_path / "x" / "y" / "z"
+    target.mkdir(parents=True)
+    (target / "old.txt").touch()
+    assert unpack(path, target)
+    # The result of the run, not the text of the metric, which the archive has as well.
+    assert {file.name for file in target.iterdir()} == set(FILES)
+    assert not list(tmp_path.rglob("evil.txt"))
+    assert [file.name for file in target.parent.iterdir()] == ["z"]
+    write_zip(tmp_path / "a.zip", RUN, {})
+    assert not unpack(tmp_path / "a.zip", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "cut.zip").write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ConfigurationError, match=r"cut.zip is damaged"):
+        unpack(tmp_path / "cut.zip", tmp_path / "none")
+
+
+def test_a_zip_tells_the_state_of_its_run(tmp_path: Path) -> None:
+    times = {"cum_agg @ 0": [entry(8.0)], "cum_fwd_pass @ 0": [entry(40.0)]}
+    write_zip(tmp_path / "a.zip", {"name": "bad", "num_workers": 1, "state": "failed"}, times)
+    (record,) = load([tmp_path / "a.zip"])
+    assert (record.name, record.state, record.total_s) == ("bad", "failed", 48.0)
+
+
+def test_a_zip_of_version_3_0_has_a_file_for_each_metric_of_a_worker(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "results.zip", "w") as archive:
+        for pod in ("rel-mlbench-worker-0", "rel-mlbench-worker-1", "rel-mlbench-worker-12"):
+            for metric in ("cpu", "mem_ory"):
+                archive.writestr(f"{pod}_{metric}.json", "[]")
+        archive.writestr("result_TaskResult @ 0.json", json.dumps([entry(reached(407.123))]))
+    (record,) = load([tmp_path])
+    assert (record.workers, record.state, record.time_to_goal_s) == (3, "unknown", 407.123)
+
+
+def test_a_zip_without_a_record_is_honest(tmp_path: Path) -> None:
+    times = {"cum_agg @ 0": [entry(8.0)]}
+    write_zip(tmp_path / "exp-2024.zip", None, times)
+    write_zip(tmp_path / "results.zip", None, times, reached(407.123))
+    write_zip(tmp_path / "none.zip", None, times, pods=0)
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+        archive.writestr("me.png", "")
+    found = [(record.name, record.workers, record.state, record.total_s) for record in load([tmp_path])]
+    assert found == [
+        ("none", None, "unknown", 8.0),
+        ("exp-2024", 2, "unknown", 8.0),
+        ("results", 2, "unknown", 407.123),
+    ]
+
+
+def test_a_damaged_zip_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a-1.zip").write_bytes(b"PK\x03\x04 broken")
+    with pytest.raises(ConfigurationError, match=r"a-1.zip is damaged .*; download it again"):
+        load([tmp_path])
