@@ -137,7 +137,9 @@ def goal_metric(tracker: TrackedRun, slowest: Mapping[str, Any] | None = None) -
     """
     if tracker.goal is None and not tracker.goal_reached:
         return None
-    result, goal = tracker.goal_result, describe_goal(tracker.goal)
+    # A script may set goal_reached to False in order to continue.
+    result = tracker.goal_result if tracker.goal_reached else None
+    goal = describe_goal(tracker.goal)
     if result is not None:
         goal.update({name: result[name] for name in (*goal, "budget_s") if name in result})
     # Checkpoints of earlier versions say that the goal was reached, but not when.
@@ -148,7 +150,7 @@ def goal_metric(tracker: TrackedRun, slowest: Mapping[str, Any] | None = None) -
         **goal,
         "reached": tracker.goal_reached,
         "value": None if result is None else result["value"],
-        "time_to_goal_s": tracker.time_to_goal_s,
+        "time_to_goal_s": tracker.time_to_goal_s if tracker.goal_reached else None,
         "epochs": epochs if is_known else None,
         "phases_s": {phase: totals[name] for phase, name in _PHASES.items()} if is_known else {},
     }

@@ -215,6 +215,18 @@ def test_a_checkpoint_of_an_earlier_version_only_knows_that_the_goal_was_reached
     assert (last["value"], last["epochs"], last["phases_s"]) == (None, None, {})
 
 
+def test_a_goal_that_a_script_takes_back_is_missed(clock: Clock, log: MagicMock) -> None:
+    with Tracker([], "7", 0, goal=task1_time_to_accuracy_goal) as tracker:
+        run_epoch(tracker, clock, 81.0)
+        tracker.goal_reached = False
+        run_epoch(tracker, clock, 79.0)
+    names = ("reached", "value", "epochs", "time_to_goal_s")
+    assert [tuple(goal[name] for name in names) for goal in goals_sent(log)] == [
+        (True, 81.0, 1, 31),
+        (False, None, 2, None),
+    ]
+
+
 def test_goals_are_described_by_their_attributes() -> None:
     nothing = {"metric": None, "threshold": None, "minimize": None}
     assert describe_goal(None) == describe_goal(lambda name, value, tracker: None) == nothing
