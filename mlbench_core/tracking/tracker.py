@@ -245,8 +245,7 @@ class Tracker(PhaseTimes):
         self._has_started = False
         self._closed = False
         self._exit_key = object()
-        # The end of the run, as far as it was published: totals of the slowest worker, and the number of batches then.
-        self._slowest: Mapping[str, Any] | None = None
+        # The number of batches when the end of the run was published.
         self._published: int | None = None
 
     # ------------------------------------------------------------------ phases of a run
@@ -672,7 +671,7 @@ class Tracker(PhaseTimes):
             time_to_goal_s=self.time_to_goal_s,
         )
 
-    def publish_summary(self, world_size: int = 1, slowest: Mapping[str, Any] | None = None) -> None:
+    def publish_summary(self, world_size: int = 1) -> None:
         """Send the totals of the run to the master as one metric ``summary``, a JSON text. Only rank 0 sends.
 
         ``mlbench run --wait`` and ``mlbench charts`` draw their tables and charts from it. The metric ``goal`` is sent
@@ -681,13 +680,9 @@ class Tracker(PhaseTimes):
         Args:
             world_size: Number of workers. The throughput of the run is this worker's throughput times this number,
                 since all workers have parts of equal size and wait for one another in every step.
-            slowest: The :meth:`totals` of the slowest worker, which the caller reduced. Both metrics have them as
-                ``slowest``, in addition to the times of rank 0.
         """
         if self.rank == 0:
-            extra = {} if slowest is None else {"slowest": dict(slowest)}
-            self._send("summary", json.dumps(self.summary().report(world_size) | extra))
-        self._slowest = slowest
+            self._send("summary", json.dumps(self.summary().report(world_size)))
         self._report_goal()
         send_at_exit(self._exit_key, None)
         self._published = self._counters.batches
@@ -957,7 +952,7 @@ class Tracker(PhaseTimes):
         Args:
             sends: False to keep it only.
         """
-        metric = goal_metric(self, self._slowest) if self.rank == 0 else None
+        metric = goal_metric(self) if self.rank == 0 else None
         if metric is None:
             return
         text = json.dumps(metric)
