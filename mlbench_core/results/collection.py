@@ -48,6 +48,7 @@ def collection_page(
     date = "unknown" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     sizes = sorted({len(group.records) for group in groups})
     each = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    shown = [line for command in commands for line in command.splitlines()]
     lines = [
         f"# {escape(title)}",
         "",
@@ -58,7 +59,7 @@ def collection_page(
         *(f"- Machine: {escape(text)}" for text in _distinct(map(_machine_text, groups))),
         *(f"- Software: {escape(text)}" for text in _distinct(map(_software_text, groups))),
         "",
-        *_command_block(commands),
+        *(["Commands:", "", "```bash", *shown, "```", ""] if shown else []),
         "## Tables",
         "",
         comparison.as_markdown(),
@@ -72,11 +73,6 @@ def collection_page(
     return "\n".join([*lines, "## Runs", "", *_run_lines(groups, folder)]) + "\n"
 
 
-def _command_block(commands: Iterable[str]) -> list[str]:
-    lines = [line for command in commands for line in command.splitlines()]
-    return ["Commands:", "", "```bash", *lines, "```", ""] if lines else []
-
-
 def _run_lines(groups: Sequence[Group], folder: Path) -> list[str]:
     lines = [
         "| CONFIGURATION | WORKERS | RUN | SEED | REACHED | TIME (s) |",
@@ -87,17 +83,14 @@ def _run_lines(groups: Sequence[Group], folder: Path) -> list[str]:
             reached = {True: "yes", False: "no", None: "-"}[record.reached]
             total = "-" if record.total_s is None else f"{record.total_s:.2f}"
             seed = "-" if record.seed is None else record.seed
-            cells = (escape(group.label), group.workers, _link(record, folder), seed, reached, total)
+            link = escape(record.name)
+            if record.folder is not None:
+                target = Path(os.path.relpath(record.folder.resolve(), folder.resolve())).as_posix()
+                # A bracket would end the link.
+                link = f"[{link}](<{target.replace('<', '%3C').replace('>', '%3E')}/result.json>)"
+            cells = (escape(group.label), group.workers, link, seed, reached, total)
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
-
-
-def _link(record: RunRecord, folder: Path) -> str:
-    if record.folder is None:
-        return escape(record.name)
-    target = Path(os.path.relpath(record.folder.resolve(), folder.resolve())).as_posix()
-    # A space or a bracket would end the link.
-    return f"[{escape(record.name)}](<{target.replace('<', '%3C').replace('>', '%3E')}/result.json>)"
 
 
 def _machine_text(group: Group) -> str:

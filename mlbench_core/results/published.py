@@ -165,7 +165,6 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
     workers, epochs = _workers(run, summary, metrics), number(summary.get("epochs"))
     to_goal = number(goal.get("epochs")) if reached else None
     sent = number(summary.get("bytes_sent"), summary.get("communication_size_bytes"))
-    at_goal = goal.get("phases_s") if reached else None
     configuration = describe_run(run, workers)
     if "metric" in goal:
         named = {key: goal.get(key) for key in ("metric", "threshold", "minimize")}
@@ -180,11 +179,7 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
         "train_s": number(times.get("train"), _latest(metrics, "TotalCumulativeTrainTime @ 0")),
         "validation_s": number(times.get("validation")),
         "wall_s": number(times.get("wall")),
-        "phases_s": (_named_phases(at_goal) if isinstance(at_goal, Mapping) else {})
-        or _named_phases(times)
-        # Without total times, the times of the steps add up to those of the phases.
-        or _phases_of(steps)
-        or _named_phases(dict(_PHASE_IN_RESULT.findall(result.lower()))),
+        "phases_s": _phases(goal.get("phases_s") if reached else None, times, steps, result),
         "communication_exposed_s": number(times.get("exposed_communication")),
         "steps_s": steps,
         "epochs": None if epochs is None else int(epochs),
@@ -219,7 +214,12 @@ def _named_phases(times: Mapping[str, Any]) -> dict[str, float]:
     return {phase: value for phase, raw in named.items() if (value := number(raw)) is not None}
 
 
-def _phases_of(steps: Mapping[str, float]) -> dict[str, float]:
+def _phases(at_goal: Any, times: Mapping[str, Any], steps: Mapping[str, float], result: str) -> dict[str, float]:
+    """Return the time of each phase from the best source: the goal, the summary, the steps, or the text of the goal."""
+    found = (_named_phases(at_goal) if isinstance(at_goal, Mapping) else {}) or _named_phases(times)
+    if found or not steps:
+        return found or _named_phases(dict(_PHASE_IN_RESULT.findall(result.lower())))
+    # Without total times, the times of the steps add up to those of the phases.
     phases: dict[str, float] = {}
     for step, value in steps.items():
         phases[STEPS[step]] = phases.get(STEPS[step], 0.0) + value

@@ -19,6 +19,7 @@ from typing import Any
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.pool import Group, Series, differences, series, workload
 from mlbench_core.results.prices import price_index
+from mlbench_core.results.record import goal_text
 from mlbench_core.results.stats import describe, performance_profile, performance_score, welch_test
 
 __all__ = [
@@ -145,7 +146,10 @@ class Comparison:
         """Return the lines below the tables: what differs, how to read them, and the remarks."""
         lines = []
         if self.differences:
-            parts = (f"{name} ({', '.join(map(_value_text, values))})" for name, values in self.differences.items())
+            parts = []
+            for name, values in self.differences.items():
+                shown = ("none" if value is None else goal_text(value) if name == "goal" else value for value in values)
+                parts.append(f"{name} ({', '.join(map(str, shown))})")
             lines.append(f"Different between the rows: {'; '.join(parts)}.")
         goals = list(dict.fromkeys(f"{row['workload']}: {row['goal']}" for row in self.rows))
         lines.append(f"Goal: {'; '.join(goals)}. Times are training times until the goal, of the runs that reached it.")
@@ -177,7 +181,12 @@ class Comparison:
 
     def as_markdown(self) -> str:
         """Return the tables for people and the notes as Markdown."""
-        parts = [_markdown_table(columns, rows) for columns, rows in self.tables()]
+        parts = []
+        for columns, rows in self.tables():
+            lines = [" | ".join(column.header for column in columns)]
+            lines.append(" | ".join("---" if column.digits is None else "---:" for column in columns))
+            lines += [" | ".join(escape(cell(column, row[column.key])) for column in columns) for row in rows]
+            parts.append("\n".join(f"| {line} |" for line in lines))
         return "\n\n".join([*parts, *(escape(note) for note in self.notes())]) + "\n"
 
 
@@ -375,12 +384,6 @@ def cell(column: Column, value: Any) -> str:
     return f"{value:,.{column.digits}f}" if column.digits is not None else str(value)
 
 
-def _value_text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {each}" for key, each in value.items())
-    return "none" if value is None else str(value)
-
-
 def safe_cell(value: Any) -> Any:
     """Return a value for a CSV file that people may open in a spreadsheet."""
     # A spreadsheet would run a text that begins with one of these as a formula.
@@ -395,13 +398,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return value if isinstance(value, str | int | float | bool | None) else json.loads(json.dumps(value, default=str))
-
-
-def _markdown_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [" | ".join(column.header for column in columns)]
-    lines.append(" | ".join("---" if column.digits is None else "---:" for column in columns))
-    lines += [" | ".join(escape(cell(column, row[column.key])) for column in columns) for row in rows]
-    return "\n".join(f"| {line} |" for line in lines)
 
 
 def escape(text: str) -> str:
