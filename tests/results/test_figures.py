@@ -302,6 +302,18 @@ def test_captions_say_task_goal_machine_and_runs() -> None:
     assert figures.caption(mixed).startswith("Tasks 1a, 1b (digits). Several goals.")
 
 
+@pytest.mark.parametrize(
+    ("dataset", "shown"),
+    [
+        ("digits", "Task 1a (digits), goal: val_global_Prec@1 >= 90"),
+        ("d" * 40, "Task 1a, goal: val_global_Prec@1 >= 90"),
+    ],
+)
+def test_the_line_below_a_title_keeps_the_goal(dataset: str, shown: str) -> None:
+    drawn = drawing(figures.draw_phases, pool([record(dataset=dataset)]))
+    assert shown in [text.get_text() for text in drawn.figure.axes[0].texts]
+
+
 def many() -> list[RunRecord]:
     """Four algorithms with long names, three numbers of workers, three runs, and missed goals."""
     names = ["sgd", "PowerSGD with a long name and $many$ options" * 2, "sign", "local"]
