@@ -125,13 +125,16 @@ def find_records(places: Sequence[str], dashboard_url: str | None) -> list[RunRe
     records = load(paths)
     if names:
         with connect(dashboard_url) as client:
-            known = client.runs()
+            runs = client.runs()
             chosen: dict[Any, dict[str, Any]] = {}
             for name in names:
                 # Without a match, find() raises an error that lists the latest runs.
-                found = [run for run in known if fnmatch.fnmatchcase(str(run["name"]), name)] or [client.find(name)]
-                chosen.update({run["id"]: run for run in found})
-            records += from_master(client, list(chosen.values()))
+                matching = [run for run in runs if fnmatch.fnmatchcase(str(run["name"]), name)] or [client.find(name)]
+                chosen.update({run["id"]: run for run in matching})
+            known = {(record.name, record.started_at) for record in records}
+            # A run whose result folder is among the paths is the same run.
+            found = from_master(client, list(chosen.values()))
+            records += [record for record in found if (record.name, record.started_at) not in known]
     return records
 
 

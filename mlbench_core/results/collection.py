@@ -69,7 +69,7 @@ def collection_page(
     if captions:
         lines += ["## Figures", ""]
         for name, caption in captions.items():
-            lines += [f"![{escape(caption)}]({name}.png)", "", f"{escape(caption)} ([SVG]({name}.svg))", ""]
+            lines += [f"![{name.replace('_', ' ')}]({name}.png)", "", f"{escape(caption)} ([SVG]({name}.svg))", ""]
     return "\n".join([*lines, "## Runs", "", *_run_lines(groups, folder)]) + "\n"
 
 

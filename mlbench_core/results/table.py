@@ -149,7 +149,9 @@ class Comparison:
             parts = []
             for name, values in self.differences.items():
                 shown = ("none" if value is None else goal_text(value) if name == "goal" else value for value in values)
-                parts.append(f"{name} ({', '.join(map(str, shown))})")
+                # The beginning of a hash is enough to tell two of them apart.
+                longest = 12 if name.endswith(("commit", "sha256")) else None
+                parts.append(f"{name} ({', '.join(str(value)[:longest] for value in shown)})")
             lines.append(f"Different between the rows: {'; '.join(parts)}.")
         goals = list(dict.fromkeys(f"{row['workload']}: {row['goal']}" for row in self.rows))
         lines.append(f"Goal: {'; '.join(goals)}. Times are training times until the goal, of the runs that reached it.")

@@ -77,6 +77,13 @@ def test_paths_and_names_are_mixed(fake: FakeMaster, folder: Path, call: Call) -
     assert "no run 'nothing' at" in call("compare", "nothing", code=1).stderr
 
 
+def test_a_run_at_the_master_whose_folder_is_given_counts_once(fake: FakeMaster, folder: Path, call: Call) -> None:
+    fake.add("sgd-1", 1, result=(folder / "sgd-1" / "result.json").read_text())
+    result = call("compare", str(folder), "sgd-1", "--json")
+    assert [row["names"] for row in json.loads(result.stdout)["rows"]] == [["adam-1", "adam-2"], ["sgd-1", "sgd-2"]]
+    assert "counts once" not in result.stderr + result.stdout
+
+
 def test_different_goals_are_refused(folder: Path, call: Call) -> None:
     write_run(folder / "light", workers=1, goal={**GOAL, "threshold": 85.0})
     error = call("compare", str(folder), code=1).stderr

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from mlbench_core.cli._results import load_folder
+from mlbench_core.errors import ConfigurationError
+from mlbench_core.results.load import load
 from mlbench_master import create_app, results
 from mlbench_master.goals import read_goal
 from mlbench_master.results import FILES, ResultFolder
@@ -98,7 +99,9 @@ def test_the_zip_has_the_result_files(client: Any, run: Run, folder: Path, tmp_p
     assert str(folder) in client.get(f"/runs/{run.id}/").text
     (tmp_path / "zips").mkdir()
     (tmp_path / "zips" / "r.zip").write_bytes(found.fp.getvalue())  # type: ignore[union-attr]
-    assert [result.name for result in load_folder(tmp_path / "zips")] == ["r"]
+    # The reader finds the result in it, and refuses this one, which has no version.
+    with pytest.raises(ConfigurationError, match=r"schema_version of result.json in .*r.zip must be 1, not None"):
+        load([tmp_path / "zips"])
 
 
 def test_the_newest_result_counts(client: Any, run: Run, folder: Path) -> None:

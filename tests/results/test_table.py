@@ -160,6 +160,11 @@ def test_people_get_tables_with_units_and_notes() -> None:
     assert text.endswith("x is left out\n")
 
 
+def test_hashes_are_short_in_the_notes() -> None:
+    records = [a_record(commit, software={"commit": commit * 40}) for commit in "ab"]
+    assert f"software.commit ({'a' * 12}, {'b' * 12})." in compare(records).notes()[0]
+
+
 def test_csv_and_json_have_everything() -> None:
     comparison = compare(repeats([10.0, 10.0]), repeats([5.0, 5.0], algorithm="=adam"))
     rows = list(csv.DictReader(io.StringIO(comparison.as_csv())))
