@@ -3,8 +3,8 @@
 A sink is called ``sink(name, value, epoch, step)``. It may also have these methods:
 
 * ``record(name, value, epoch, step, time_s)`` receives the statistics instead of the sink itself. ``time_s`` is the
-  time that the number belongs to, in seconds since ``Tracker.start()``. The sink itself then receives only the numbers that
-  the events contain, too: the times of the steps, and the result of the goal.
+  time that the number belongs to, in seconds since ``Tracker.start()``. The sink itself then receives only the numbers
+  that the events contain, too: the times of the steps, and the result of the goal.
 * ``event(kind, content)`` receives the events of the run, see :meth:`SinkList.event`.
 * ``flush()`` is called after each epoch and at the end.
 * ``write_summary(summary)`` and ``close()`` are called at the end.
