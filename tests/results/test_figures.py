@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import statistics
@@ -130,7 +131,10 @@ def test_the_time_by_phase_is_stacked_and_hidden_communication_is_beside_it() ->
     assert (table["runs"], table["total_s"], table["communication_hidden_s"]) == ([2, 3], [84.0, 52.0], [0.0, 5.0])
     assert "Hatched below a bar: communication that was hidden." in drawn.caption
     assert "an interval that leaves the axes is cut" not in drawn.caption
-    wide = drawing(figures.draw_phases, pool(repeats(1, (60.0, 100.0))))
+    assert "so the bars can exceed the totals" not in drawn.caption
+    slowest = dataclasses.replace(record(2, communication=8.0), phases_s={"compute": 85.0, "communication": 9.0})
+    assert "so the bars can exceed the totals" in drawing(figures.draw_phases, pool([slowest])).caption
+    wide = drawing(figures.draw_phases, pool(repeats(1, (78.0, 86.0))))
     assert "an interval that leaves the axes is cut" in wide.caption and wide.figure.axes[0].get_xlim()[1] < 200
 
 
@@ -170,8 +174,10 @@ def test_the_speed_up_with_and_without_communication() -> None:
     ideal = next(line for line in measured.lines if line.get_label() == "ideal")
     assert (list(ideal.get_xdata()), list(ideal.get_ydata())) == ([1, 2], [1.0, 2.0])
     assert "Error bars: 95 % confidence interval of the ratio of means (delta method" in drawn.caption
-    many = pool([record(workers, 1, 160.0 / workers) for workers in (1, 2, 16)])
-    axes = drawing(figures.draw_speed_up, many).figure.axes[0]
+    spread = pool([record(workers, 1, 160.0 / workers) for workers in (2, 4, 32)])
+    axes = drawing(figures.draw_speed_up, spread).figure.axes[0]
+    ideal = next(line for line in axes.lines if line.get_label() == "ideal")
+    assert (list(ideal.get_xdata()), list(ideal.get_ydata())) == ([2, 32], [1.0, 16.0])
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log"), "the ideal stays a straight line"
 
 
@@ -294,6 +300,18 @@ def test_captions_say_task_goal_machine_and_runs() -> None:
     assert figures.caption(bare) == "own.py. No goal recorded. Machine not recorded. n = 1 run."
     mixed = pool([record(goal=None), record(task="1b", algorithm="b")])
     assert figures.caption(mixed).startswith("Tasks 1a, 1b (digits). Several goals.")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "shown"),
+    [
+        ("digits", "Task 1a (digits), goal: val_global_Prec@1 >= 90"),
+        ("d" * 40, "Task 1a, goal: val_global_Prec@1 >= 90"),
+    ],
+)
+def test_the_line_below_a_title_keeps_the_goal(dataset: str, shown: str) -> None:
+    drawn = drawing(figures.draw_phases, pool([record(dataset=dataset)]))
+    assert shown in [text.get_text() for text in drawn.figure.axes[0].texts]
 
 
 def many() -> list[RunRecord]:

@@ -152,7 +152,10 @@ def title(axes: Axes, text: str, groups: Sequence[Group]) -> None:
     """Write a title above the axes, and task and goal in small print below it."""
     axes.set_title(text, pad=11)
     # The labels of the vertical axis take the rest of a column.
-    first, *more = wrap(subtitle(groups), COLUMN_IN - 0.5, _NOTE_PT + 0.5).split("\n")
+    whole, brief = (
+        wrap(subtitle(groups, short), COLUMN_IN - 0.45, _NOTE_PT + 0.5).split("\n") for short in (False, True)
+    )
+    first, *more = brief if len(whole) > 1 else whole
     look: Look = {"size": _NOTE_PT + 0.5, "color": GREY, "va": "bottom"}
     # The caption has the whole text.
     axes.annotate(first + " ..." * bool(more), (0, 1), (0, 3), "axes fraction", "offset points", **look)

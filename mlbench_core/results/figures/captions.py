@@ -44,10 +44,16 @@ def caption(groups: Sequence[Group]) -> str:
     return " ".join(f"{sentence}." for sentence in sentences)
 
 
-def subtitle(groups: Sequence[Group]) -> str:
-    """Return task and goal in one line, for the place below a title."""
-    goal = goal_of(groups)
-    return f"{_workload(groups)}, goal: {goal_text(goal)}" if goal else _workload(groups)
+def subtitle(groups: Sequence[Group], short: bool = False) -> str:
+    """Return task and goal in one line, for the place below a title.
+
+    Args:
+        groups: The groups in the figure.
+        short: True to leave out the data set and what else all groups have in common.
+    """
+    workload, goal = _workload(groups), goal_of(groups)
+    workload = workload.partition(" (")[0] if short else workload
+    return f"{workload}, goal: {goal_text(goal)}" if goal else workload
 
 
 def goal_of(groups: Sequence[Group]) -> Mapping[str, Any] | None:
