@@ -155,7 +155,7 @@ class Reference:
         """
         quantile = student_quantile(1 - SIGNIFICANCE, self._df(runs))
         distance = quantile * self.standard_error(runs)
-        return self.mean - distance, self.mean + distance
+        return max(0.0, self.mean - distance), self.mean + distance
 
     def standard_error(self, runs: int) -> float:
         """Return the standard error of the difference between the olympic mean of ``runs`` runs and this reference's.

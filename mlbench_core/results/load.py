@@ -67,11 +67,11 @@ def _load(path: Path) -> Iterator[RunRecord]:
         return
     if not path.is_dir():
         raise ConfigurationError(f"{path} must be a folder or a file with results, but it does not exist")
-    folders = list(find_folders(path))
-    yield from map(_load_folder, folders)
+    folders = set(find_folders(path))
+    yield from map(_load_folder, sorted(folders))
     for file in sorted(file for suffix in ("json", "zip") for file in path.rglob(f"*.{suffix}") if file.is_file()):
         # 'mlbench run --wait' keeps NAME.json beside the result folder NAME of the same run.
-        if file.with_suffix("") not in folders and not any(folder in file.parents for folder in folders):
+        if file.with_suffix("") not in folders and folders.isdisjoint(file.parents):
             yield from _load(file)
 
 

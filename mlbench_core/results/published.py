@@ -97,7 +97,7 @@ def _goal_of(task: Task, found: Mapping[str, Any]) -> dict[str, Any] | None:
         threshold = task.goal_on(smaller if smaller in task.stand_ins else dataset, light)
     except ValueError:
         return None
-    return {"metric": task.metric, "threshold": threshold, "minimize": task.minimize}
+    return {"metric": f"val_global_{task.metric}", "threshold": threshold, "minimize": task.minimize}
 
 
 def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:

@@ -258,7 +258,7 @@ def goal_text(goal: Mapping[str, Any] | None) -> str:
         goal: ``metric``, ``threshold`` and ``minimize``, or None.
 
     Example:
-        >>> goal_text({"metric": "Prec@1", "threshold": 95.0, "minimize": False})
+        >>> goal_text({"metric": "val_global_Prec@1", "threshold": 95.0, "minimize": False})
         'Prec@1 >= 95'
     """
     if not goal:
@@ -268,7 +268,9 @@ def goal_text(goal: Mapping[str, Any] | None) -> str:
         return "a goal of the script" if budget_s is None else f"{budget_s:g} s of training"
     threshold = number(goal.get("threshold"))
     shown = "?" if threshold is None else f"{threshold:g}"
-    return f"{goal['metric']} {'<=' if goal.get('minimize') else '>='} {shown}"
+    # A goal watches the validation on the data of all workers unless its metric says otherwise.
+    metric = str(goal["metric"]).removeprefix("val_global_")
+    return f"{metric} {'<=' if goal.get('minimize') else '>='} {shown}"
 
 
 def _slowest(value: Any) -> Any:

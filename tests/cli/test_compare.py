@@ -55,7 +55,7 @@ def test_result_folders_of_anybody_are_compared(folder: Path, call: Call) -> Non
     assert lines[1][:6] == ["adam", "1", "2", "2", "0", "19.50"]
     assert lines[2][:6] == ["sgd", "1", "2", "2", "0", "34.50"]
     assert "Different between the rows: algorithm (adam, sgd)." in shown.stderr
-    assert "Goal: task 1a on digits: val_global_Prec@1 >= 90." in shown.stderr
+    assert "Goal: task 1a on digits: Prec@1 >= 90." in shown.stderr
 
 
 def test_paths_and_names_are_mixed(fake: FakeMaster, folder: Path, call: Call) -> None:
@@ -87,7 +87,16 @@ def test_a_run_at_the_master_whose_folder_is_given_counts_once(fake: FakeMaster,
 def test_different_goals_are_refused(folder: Path, call: Call) -> None:
     write_run(folder / "light", workers=1, goal={**GOAL, "threshold": 85.0})
     error = call("compare", str(folder), code=1).stderr
-    assert "'val_global_Prec@1 >= 90' (adam-1) and 'val_global_Prec@1 >= 85' (light)" in error
+    assert "'Prec@1 >= 90' (adam-1) and 'Prec@1 >= 85' (light)" in error
+
+
+def test_results_of_version_3_0_have_the_same_goal_as_new_ones(folder: Path, call: Call, tmp_path: Path) -> None:
+    command = "/x/task1a_resnet20_cifar10/main.py --dataset digits --light"
+    metrics = {"summary @ 0": [entry(json.dumps(summary(1, 80.0, 0.0)))]}
+    save(tmp_path / "old.json", {"name": "old", "num_workers": 1, "state": "finished", "command": command}, metrics)
+    rows = json.loads(call("compare", str(folder), str(tmp_path / "old.json"), "--json").stdout)["rows"]
+    assert [row["goal"] for row in rows] == ["Prec@1 >= 90"] * 3
+    assert {row["label"].partition(",")[0] for row in rows} == {"adam", "sgd", "light goal"}
 
 
 def test_a_killed_run_is_named_and_counts_only_if_it_reached_its_goal(folder: Path, call: Call) -> None:

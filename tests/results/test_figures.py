@@ -293,7 +293,7 @@ def test_the_performance_profile_counts_tasks() -> None:
 def test_captions_say_task_goal_machine_and_runs() -> None:
     groups = pool([*repeats(1, (80.0, 84.0)), *repeats(2, (40.0,), reached=False)])
     assert figures.caption(groups) == (
-        "Task 1a (digits). Goal: val_global_Prec@1 >= 90. Machine: Model 7, 4 cores. n = 1 to 2 runs of each "
+        "Task 1a (digits). Goal: Prec@1 >= 90. Machine: Model 7, 4 cores. n = 1 to 2 runs of each "
         "configuration. Missed the goal: sgd with 2 workers (1 of 1)."
     )
     bare = pool([RunRecord("a", configuration={"program": "python -u /x/own.py", "workers": 1}, train_s=1.0)])

@@ -36,7 +36,7 @@ def test_times_of_a_reached_goal_are_those_at_the_goal(tmp_path: Path) -> None:
     assert record.communication_exposed_s == pytest.approx(11.0)
     assert record.without_communication_s == pytest.approx(19.1)
     assert record.seconds_per_epoch == pytest.approx(30.1 / 3)
-    assert (record.workers, record.seed, record.goal_text) == (2, 1, "val_global_Prec@1 >= 90")
+    assert (record.workers, record.seed, record.goal_text) == (2, 1, "Prec@1 >= 90")
     assert record.bytes_sent == 100_000
     assert (record.machine["cpu"], record.software["torch"]) == ("Model 7", "2.13.0")
 
@@ -210,7 +210,7 @@ def test_a_command_line_tells_the_configuration() -> None:
         "threads": 4.0,
         "light": True,
         "seed": 7,
-        "goal": {"metric": "Prec@1", "threshold": 90.0, "minimize": False},
+        "goal": {"metric": "val_global_Prec@1", "threshold": 90.0, "minimize": False},
     }
     run = {"name": "a-2", "num_workers": 2, "command": "python -u own/train.py data --depth 3", "image": "me/own"}
     assert RunRecord.from_metrics({}, run).configuration == {
@@ -227,6 +227,7 @@ def test_a_command_line_tells_the_configuration() -> None:
     [
         (None, "no goal"),
         ({"metric": "Perplexity", "threshold": 70.5, "minimize": True}, "Perplexity <= 70.5"),
+        ({"metric": "val_global_Prec@1", "threshold": 95.0, "minimize": False}, "Prec@1 >= 95"),
         ({"metric": None, "threshold": None}, "a goal of the script"),
         ({"metric": None, "budget_s": 60.0}, "60 s of training"),
     ],
