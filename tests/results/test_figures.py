@@ -305,8 +305,8 @@ def test_captions_say_task_goal_machine_and_runs() -> None:
 @pytest.mark.parametrize(
     ("dataset", "shown"),
     [
-        ("digits", "Task 1a (digits), goal: val_global_Prec@1 >= 90"),
-        ("d" * 40, "Task 1a, goal: val_global_Prec@1 >= 90"),
+        ("digits", "Task 1a (digits), goal: Prec@1 >= 90"),
+        ("d" * 40, "Task 1a, goal: Prec@1 >= 90"),
     ],
 )
 def test_the_line_below_a_title_keeps_the_goal(dataset: str, shown: str) -> None:
