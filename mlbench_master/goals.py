@@ -6,15 +6,15 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-__all__ = ["GOAL_METRIC", "Goal", "read_goal"]
+__all__ = ["GOAL_METRIC", "RunGoal", "read_goal"]
 
 GOAL_METRIC = "goal @ 0"
-"""The metric of the first worker; its value is JSON text with the fields of :class:`Goal`."""
+"""The metric of the first worker; its value is JSON text with the fields of :class:`RunGoal`."""
 
 _MOST_CHARACTERS = 8192
 
 
-class Goal(BaseModel):
+class RunGoal(BaseModel):
     """The goal of a run, and whether the run has reached it. Times are in seconds, by the slowest worker.
 
     Attributes:
@@ -43,7 +43,7 @@ class Goal(BaseModel):
         """Return the goal as text, empty for a plain function.
 
         Example:
-            >>> Goal(metric="val_global_Prec@1", threshold=95, reached=False).aim
+            >>> RunGoal(metric="val_global_Prec@1", threshold=95, reached=False).aim
             'Prec@1 >= 95'
         """
         # The prefix says that the value is one of the validation, over the data of all workers.
@@ -57,9 +57,9 @@ class Goal(BaseModel):
         """Return the outcome as text.
 
         Example:
-            >>> Goal(reached=True, time_to_goal_s=407.12, epochs=3).outcome
+            >>> RunGoal(reached=True, time_to_goal_s=407.12, epochs=3).outcome
             'reached in 407.1 s (3 epochs)'
-            >>> Goal(reached=False).outcome
+            >>> RunGoal(reached=False).outcome
             'not reached'
         """
         if not self.reached:
@@ -69,7 +69,7 @@ class Goal(BaseModel):
         return f"reached{time}" + ("" if self.epochs is None else f" ({self.epochs} {unit})")
 
 
-def read_goal(text: str | bytes | None) -> Goal | None:
+def read_goal(text: str | bytes | None) -> RunGoal | None:
     """Return a goal from the value of its metric, or None if the value is not one.
 
     Args:
@@ -85,6 +85,6 @@ def read_goal(text: str | bytes | None) -> Goal | None:
     if not isinstance(text, (str, bytes)) or len(text) > _MOST_CHARACTERS:
         return None
     try:
-        return Goal.model_validate_json(text)
+        return RunGoal.model_validate_json(text)
     except ValidationError:
         return None

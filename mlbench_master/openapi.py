@@ -13,18 +13,18 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from mlbench_master.goals import Goal
+from mlbench_master.goals import RunGoal
 from mlbench_master.schemas import MAX_BATCH
 
 __all__ = [
     "Added",
     "Entry",
-    "Goal",
     "Health",
     "Logs",
     "Metrics",
     "MetricsOfAll",
     "Pod",
+    "RunGoal",
     "RunOut",
     "documented",
     "parameters",
@@ -109,7 +109,7 @@ class RunOut(BaseModel):
     gpu_enabled: bool
     light_target: bool
     goal_result: str | None
-    goal: Goal | None
+    goal: RunGoal | None
 
 
 class Point(BaseModel):

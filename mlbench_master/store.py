@@ -26,7 +26,7 @@ from sqlalchemy.pool import StaticPool
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.dates import format_date, now_us
-from mlbench_master.goals import GOAL_METRIC, Goal, read_goal
+from mlbench_master.goals import GOAL_METRIC, RunGoal, read_goal
 from mlbench_master.migrations import VERSION_TABLE, prepare_database
 
 __all__ = [
@@ -90,11 +90,11 @@ class Run(_Base):
     gpu_enabled: Mapped[bool] = mapped_column(default=False)
     light_target: Mapped[bool] = mapped_column(default=False)
     goal_result: Mapped[str | None] = mapped_column(sa.Text)
-    # JSON of a Goal; goal_result is the text that clients of version 3.0 read.
+    # JSON of a RunGoal; goal_result is the text that clients of version 3.0 read.
     goal: Mapped[str | None] = mapped_column(sa.Text)
 
     @property
-    def goal_record(self) -> Goal | None:
+    def goal_record(self) -> RunGoal | None:
         """Return the result of the goal, or None if the workers have not sent it."""
         return read_goal(self.goal)
 

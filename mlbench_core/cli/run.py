@@ -81,6 +81,7 @@ class _Options:
     light: bool
     repeats: int | None
     seed: int | None
+    exclusive: bool
     replace: bool
     wait: bool
     output: Path | None
@@ -169,6 +170,8 @@ class _Options:
         """
         # --gpu and --light are passed on for every kind of run: the master adds them to the workers' command line.
         request: dict[str, Any] = {"backend": self.backend, "gpu_enabled": self.gpu, "light_target": self.light}
+        if self.exclusive:
+            request["exclusive"] = True
         if self.num_cpus is not None:
             request["num_cpus"] = self.num_cpus
         if self.task is not None:
@@ -213,6 +216,7 @@ class _Options:
     metavar="BASE",
     help=f"Seed of the first run; each further run gets the next one (default with --repeats: {FIRST_SEED}).",
 )
+@click.option("--exclusive", is_flag=True, help="Run each alone: at no time does the master run another one.")
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")
 @click.option(

@@ -76,24 +76,19 @@ def describe_checkout(path: Path, *, accept_new: bool = False) -> dict[str, Any]
         return None
     found: dict[str, Any] = {"commit": commit, "changed_files": None, "difference_sha256": None}
     try:
-        names = _changed_files(root)
+        # Not `git diff`, which may rewrite the index. A submodule with changes would be inspected by a Git process of
+        # its own, with the settings of the submodule.
+        options = ("-z", "--no-renames", "--untracked-files=no", "--ignore-submodules=dirty")
+        # Two letters and a space precede each name.
+        changed = [line[3:] for line in _git(root, "status", "--porcelain=v1", *options).split(b"\0")]
+        code = (f"*{suffix}" for suffix in _CODE)
+        new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *code).split(b"\0")
+        names = sorted({name for name in (*changed, *new) if name})
         found["changed_files"] = len(names)
         found["difference_sha256"] = _hash_files(root, names) if names else None
     except (OSError, subprocess.SubprocessError):
         pass
     return found
-
-
-def _changed_files(root: Path) -> list[bytes]:
-    """Return the names of all files that differ from the commit, relative to the root of the checkout."""
-    # Not `git diff`, which may rewrite the index. A submodule with changes would be inspected by a Git process of its
-    # own, with the settings of the submodule.
-    options = ("-z", "--no-renames", "--untracked-files=no", "--ignore-submodules=dirty")
-    # Two letters and a space precede each name.
-    changed = [line[3:] for line in _git(root, "status", "--porcelain=v1", *options).split(b"\0")]
-    code = (f"*{suffix}" for suffix in _CODE)
-    new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *code).split(b"\0")
-    return sorted({name for name in (*changed, *new) if name})
 
 
 def _hash_files(root: Path, names: list[bytes]) -> str | None:

@@ -141,7 +141,11 @@ def describe_environment(
             "program": None if program is None else describe_checkout(program, accept_new=True),
             "mlbench_core": describe_checkout(Path(__file__).parents[1] / "__init__.py"),
         },
-        "variables": _variables(),
+        "variables": {
+            name: _mask(value)
+            for name, value in sorted(os.environ.items())
+            if (name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES)) and not _SECRET_VARIABLE.search(name)
+        },
         "command_line": mask_command_line(sys.orig_argv),
         "seeds": dict(seeds or {}),
         "data_files": files,
@@ -233,8 +237,17 @@ def describe_gpus() -> list[dict[str, Any]]:
         ``name``, ``memory_bytes`` and ``capability`` (for example ``"9.0"``) of each GPU; empty if none is found.
     """
     torch = sys.modules.get("torch")
-    found = _read(_nvml_gpus) if torch is None else _read(lambda: _torch_gpus(torch)) if _can_use_cuda(torch) else None
-    return found or []
+    if torch is None:
+        return _read(_nvml_gpus) or []
+    if not _can_use_cuda(torch):
+        return []
+    count = _read(lambda: torch.cuda.device_count()) or 0
+    devices = [_read(partial(torch.cuda.get_device_properties, index)) for index in range(count)]
+    return [
+        {"name": each.name, "memory_bytes": each.total_memory, "capability": f"{each.major}.{each.minor}"}
+        for each in devices
+        if each is not None
+    ]
 
 
 def driver_version() -> str | None:
@@ -337,15 +350,6 @@ def _mask(text: str) -> str:
 
     text = _SECRET_SETTING.sub(rf"\1{_MASK}", _text(text))
     return _URL_PARAMETER.sub(parameter, _BEARER.sub(_MASK, _URL_USER.sub(f"{_MASK}@", text)))
-
-
-def _variables() -> dict[str, str]:
-    """Return the environment variables that may influence a run."""
-    return {
-        name: _mask(value)
-        for name, value in sorted(os.environ.items())
-        if (name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES)) and not _SECRET_VARIABLE.search(name)
-    }
 
 
 def _describe_files(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], int]:
@@ -451,14 +455,6 @@ def _control_groups(controller: str) -> Iterator[Path]:
 
 def _can_use_cuda(torch: ModuleType) -> bool:
     return bool(_read(lambda: torch.cuda.is_available()))
-
-
-def _torch_gpus(torch: ModuleType) -> list[dict[str, Any]]:
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [
-        {"name": each.name, "memory_bytes": each.total_memory, "capability": f"{each.major}.{each.minor}"}
-        for each in devices
-    ]
 
 
 def _nvml_gpus() -> list[dict[str, Any]]:

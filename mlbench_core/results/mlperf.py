@@ -36,7 +36,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta, timezone
-from itertools import pairwise, takewhile
+from itertools import dropwhile, pairwise, takewhile
 from pathlib import PurePath
 from typing import Any
 
@@ -182,13 +182,16 @@ class _Log:
 
     def start(self, lines: list[Mapping[str, Any]]) -> None:
         """Write the start of the run's wall clock, if a line shows when it was."""
-        times_s = takewhile(lambda line: line["kind"] != "start", lines[1:])
-        # A line may be written later than at its own time on the clock, but never earlier.
-        start_ms = min((_milliseconds(line) - line["time_s"] * 1e3 for line in times_s), default=None)
+        # A part of the run that failed before its clock started may have left nothing but its start.
+        first = takewhile(lambda line: line["kind"] != "start", dropwhile(lambda line: line["kind"] == "start", lines))
+        # A line may be written later than at its own time on the clock, but never earlier. The end of such a run has no
+        # time on the clock.
+        times_ms = (_milliseconds(line) - line["time_s"] * 1e3 for line in first if "time_s" in line)
+        start_ms = min(times_ms, default=None)
+        self.is_stopped = start_ms is None
         if start_ms is not None:
-            start_ms = max(_milliseconds(lines[0]), round(start_ms))
-            self._write(start_ms, _END, "init_stop")
-            self._write(start_ms, _START, "run_start")
+            self._write(round(start_ms), _END, "init_stop")
+            self._write(round(start_ms), _START, "run_start")
 
     def add(self, line: Mapping[str, Any], before_ms: int) -> None:
         """Write the events that a line shows.
@@ -198,11 +201,12 @@ class _Log:
             before_ms: Time of the line before it, ms since 1970.
         """
         kind, time_ms, step = line["kind"], _milliseconds(line), line.get("step", 0)
-        if kind in ("start", "epoch", "end") or step > self._step:
+        has_trained = kind != "start" and step > self._step
+        if has_trained or kind in ("start", "epoch", "end"):
             self.end_validation(line)
             if self.is_stopped:
                 return
-        if step > self._step:
+        if has_trained:
             self._step = step
             self._start_block(line["epoch"], before_ms)
         if kind == "stat" and line["name"].startswith("val_"):
@@ -217,9 +221,9 @@ class _Log:
             self._end_block(time_ms, ends_epoch=True)
             self._validation_s = line["totals"]["validation_s"]
         elif kind == "start":
-            # The run was interrupted, and continues from the batch of a checkpoint.
+            # The run was interrupted, and continues from the batch of a checkpoint, or begins again.
             self._end_block(before_ms, ends_epoch=True, metadata={"status": "aborted"})
-            self._step, self._validation_s = 0, None
+            self._step, self._validation_s = step, None if step else 0.0
         elif kind == "end":
             self._stop(time_ms, "success" if line["state"] == "finished" and not self._goal else "aborted")
 
@@ -237,7 +241,7 @@ class _Log:
             # Of several validations in an epoch, this is the time of all. The last began after the last batch anyway.
             validation_ms = (line["totals"]["validation_s"] - self._validation_s) * 1e3
             start_ms = max(start_ms, round(stop_ms - validation_ms))
-        continues = line is not None and line["kind"] in ("stat", "goal") and line["epoch"] == self._epoch
+        continues = line is not None and line["kind"] == "stat" and line["epoch"] == self._epoch
         self._end_block(start_ms, ends_epoch=not continues)
         metadata = {"epoch_num": last["epoch"] + 1, "step_num": last["step"]}
         self._write(start_ms, _START, "eval_start", metadata=metadata)

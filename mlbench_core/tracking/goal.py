@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from mlbench_core.client.log_metrics import LogMetrics
@@ -123,12 +123,11 @@ def describe_goal(goal: Any) -> dict[str, Any]:
     return described if budget_s is None else {**described, "budget_s": budget_s}
 
 
-def goal_metric(tracker: TrackedRun, slowest: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
     """Return the metric ``goal`` as the master receives it.
 
     Args:
         tracker: The tracker.
-        slowest: Totals of the slowest worker, if they are known.
 
     Returns:
         The goal as :func:`describe_goal` returns it, with ``reached``, ``value``, ``time_to_goal_s``, ``epochs`` and
@@ -137,22 +136,23 @@ def goal_metric(tracker: TrackedRun, slowest: Mapping[str, Any] | None = None) -
     """
     if tracker.goal is None and not tracker.goal_reached:
         return None
-    result, goal = tracker.goal_result, describe_goal(tracker.goal)
+    # A script may set goal_reached to False in order to continue.
+    result = tracker.goal_result if tracker.goal_reached else None
+    goal = describe_goal(tracker.goal)
     if result is not None:
         goal.update({name: result[name] for name in (*goal, "budget_s") if name in result})
     # Checkpoints of earlier versions say that the goal was reached, but not when.
     is_known = result is not None or not tracker.goal_reached
     totals = tracker.totals() if result is None else result["totals"]
     epochs = tracker.current_epoch if result is None else result["epoch"] + 1
-    metric = {
+    return {
         **goal,
         "reached": tracker.goal_reached,
         "value": None if result is None else result["value"],
-        "time_to_goal_s": tracker.time_to_goal_s,
+        "time_to_goal_s": tracker.time_to_goal_s if tracker.goal_reached else None,
         "epochs": epochs if is_known else None,
         "phases_s": {phase: totals[name] for phase, name in _PHASES.items()} if is_known else {},
     }
-    return metric if slowest is None else {**metric, "slowest": dict(slowest)}
 
 
 # ---------------------------------------------------------------------- the end of the process

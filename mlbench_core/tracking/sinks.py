@@ -2,8 +2,9 @@
 
 A sink is called ``sink(name, value, epoch, step)``. It may also have these methods:
 
-* ``record(name, value, epoch, step, time_s)`` is called instead of the sink itself. ``time_s`` is the time that the
-  number belongs to, in seconds since ``Tracker.start()``.
+* ``record(name, value, epoch, step, time_s)`` receives the statistics instead of the sink itself. ``time_s`` is the
+  time that the number belongs to, in seconds since ``Tracker.start()``. The sink itself then receives only the numbers
+  that the events contain, too: the times of the steps, and the result of the goal.
 * ``event(kind, content)`` receives the events of the run, see :meth:`SinkList.event`.
 * ``flush()`` is called after each epoch and at the end.
 * ``write_summary(summary)`` and ``close()`` are called at the end.
@@ -82,7 +83,7 @@ class SinkList(list[Sink]):
                 raise TypeError(f"sinks must be callable, not {sink!r}: a sink is called (name, value, epoch, step)")
 
     def record(self, name: str, value: float | str, epoch: int, step: int, time_s: float) -> None:
-        """Pass a number to every sink; without ``time_s`` to those that have no method ``record``."""
+        """Pass a statistic to every sink; without ``time_s`` to those that have no method ``record``."""
         # A copy, because a sink that fails is removed while the loop runs.
         for sink in tuple(self):
             record = getattr(sink, "record", None)

@@ -245,8 +245,7 @@ class Tracker(PhaseTimes):
         self._has_started = False
         self._closed = False
         self._exit_key = object()
-        # The end of the run, as far as it was published: totals of the slowest worker, and the number of batches then.
-        self._slowest: Mapping[str, Any] | None = None
+        # The number of batches when the end of the run was published.
         self._published: int | None = None
 
     # ------------------------------------------------------------------ phases of a run
@@ -326,10 +325,9 @@ class Tracker(PhaseTimes):
             numbers = {name: now.of([name]) - before.of([name]) for name in now.steps_s}
             numbers["CumulativeTrainTimeEpoch"] = now.train_s - before.train_s
             numbers.update({f"cum_{name}": total for name, total in now.steps_s.items()})
-            position = self.position()
             for name, value in numbers.items():
                 self._send(name, value)
-                self._sinks.record(name, value, self.current_epoch, *position)
+                self._sinks.call("__call__", name, value, self.current_epoch, self._counters.batches)
             self.batches_per_epoch = self._batches_in_epoch
         self._batches_in_epoch = 0
         if self._progress is not None:
@@ -673,7 +671,7 @@ class Tracker(PhaseTimes):
             time_to_goal_s=self.time_to_goal_s,
         )
 
-    def publish_summary(self, world_size: int = 1, slowest: Mapping[str, Any] | None = None) -> None:
+    def publish_summary(self, world_size: int = 1) -> None:
         """Send the totals of the run to the master as one metric ``summary``, a JSON text. Only rank 0 sends.
 
         ``mlbench run --wait`` and ``mlbench charts`` draw their tables and charts from it. The metric ``goal`` is sent
@@ -682,13 +680,9 @@ class Tracker(PhaseTimes):
         Args:
             world_size: Number of workers. The throughput of the run is this worker's throughput times this number,
                 since all workers have parts of equal size and wait for one another in every step.
-            slowest: The :meth:`totals` of the slowest worker, which the caller reduced. Both metrics have them as
-                ``slowest``, in addition to the times of rank 0.
         """
         if self.rank == 0:
-            extra = {} if slowest is None else {"slowest": dict(slowest)}
-            self._send("summary", json.dumps(self.summary().report(world_size) | extra))
-        self._slowest = slowest
+            self._send("summary", json.dumps(self.summary().report(world_size)))
         self._report_goal()
         send_at_exit(self._exit_key, None)
         self._published = self._counters.batches
@@ -738,7 +732,8 @@ class Tracker(PhaseTimes):
             self._device.drain(wait=not at_exit)
         for gap in self.summary().gaps() if self._check_times else ():
             logger.warning("run %s: %s", self.run_id, gap)
-        if self._published != self._counters.batches:
+        # A tracker that only validates a checkpoint says nothing about the goal of a run.
+        if self._has_started and self._published != self._counters.batches:
             self._report_goal()
         send_at_exit(self._exit_key, None)
         if self._sinks:
@@ -944,11 +939,10 @@ class Tracker(PhaseTimes):
         }
         known = [*self.preprocess_steps, *self.compute_steps, *self.communication_steps, *self.metrics_steps]
         result.update({f"global_cum_{step}": self._step_s.get(step, 0.0) for step in [*known, *self._step_s]})
-        position = self.position()
         for key, entry in result.items():
             if self.rank == 0:
                 self._send(key, entry)
-            self._sinks.record(key, entry, self.current_epoch, *position)
+            self._sinks.call("__call__", key, entry, self.current_epoch, self._counters.batches)
         self._report_goal()
         self._sinks.event("goal", lambda: self.goal_result or {})
 
@@ -958,7 +952,7 @@ class Tracker(PhaseTimes):
         Args:
             sends: False to keep it only.
         """
-        metric = goal_metric(self, self._slowest) if self.rank == 0 else None
+        metric = goal_metric(self) if self.rank == 0 else None
         if metric is None:
             return
         text = json.dumps(metric)

@@ -73,6 +73,12 @@ def test_repeats_have_names_and_seeds_of_their_own(fake: FakeMaster, call: Call)
     assert fake.requests[-1]["command"] == "x --seed 42"
 
 
+def test_exclusive_reaches_the_master(fake: FakeMaster, call: Call) -> None:
+    call("run", "alone", "1", "--task", "1a", "--exclusive")
+    call("run", "beside", "1", "--task", "1a")
+    assert [request.get("exclusive") for request in fake.requests] == [True, None]
+
+
 def test_wait_pools_repeats_and_keeps_their_result_folders(
     fake: FakeMaster, call: Call, tmp_path: Path, patch: pytest.MonkeyPatch
 ) -> None:

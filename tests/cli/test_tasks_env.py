@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 
 import pytest
@@ -29,6 +30,13 @@ def test_env_asks_torch_in_a_process_of_its_own(call: Call, patch: pytest.Monkey
     if found["packages"]["torch"]:
         assert found["torch"] == {"version": "9.9", "backends": ["gloo"]}
     assert "mlbench-core" in call("env").stdout
+
+
+def test_env_describes_torch() -> None:
+    found = env_module._torch()
+    assert found["version"].startswith(importlib.metadata.version("torch").partition("+")[0])
+    assert "gloo" in found["backends"]
+    assert {"cuda", "cudnn", "nccl", "threads", "driver", "gpus"} < set(found)
 
 
 @pytest.mark.parametrize(

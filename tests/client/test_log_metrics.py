@@ -91,6 +91,15 @@ def test_a_wrong_address_is_one_warning(environment: pytest.MonkeyPatch, caplog:
     assert "url of the master must be" in caplog.text
 
 
+def test_connecting_loses_no_metric(environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    environment.setenv("MLBENCH_MASTER_URL", "host:port")
+    LogMetrics.connect()
+    assert "url of the master must be" in caplog.text
+    LogMetrics.log(1, 0, 0, "loss", 1)
+    LogMetrics.close()
+    assert "1 metric(s) of this process were not reported" in caplog.text
+
+
 def test_an_outage_is_one_warning_and_loses_nothing(
     master: StubMaster, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

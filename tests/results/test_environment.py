@@ -201,7 +201,7 @@ def test_no_secret_gets_into_the_description(patch: pytest.MonkeyPatch, no_packa
         f"db.password={secret}", f"http://me:a@{secret}@host",
         f"sh -c 'run --auth-token \"{secret} {secret}\" --epochs 3'",
         f"Authorization: Bearer {secret}", "--max-tokens", "512", "--tokenizer", "bpe", "--no-token", "8080", "\udcff",
-        "--password", "--" + secret, "--no-secret",
+        "--password", "--" + secret, "--no-secret", "--key", "--key", "x",
     ])  # fmt: skip
     found = describe_environment()
     assert secret not in json.dumps(found, ensure_ascii=False).encode().decode()
@@ -209,7 +209,7 @@ def test_no_secret_gets_into_the_description(patch: pytest.MonkeyPatch, no_packa
         "python", "main.py", "--token", "***", "--api-key=***", "-x", "MLBENCH_TOKEN=***", "--lr", "0.1",
         "db.password=***", "http://***@host", "sh -c 'run --auth-token *** --epochs 3'",
         "Authorization: Bearer ***", "--max-tokens", "512", "--tokenizer", "bpe", "--no-token", "8080", "?",
-        "--password", "***", "--no-secret",
+        "--password", "***", "--no-secret", "--key", "***", "x",
     ]  # fmt: skip
     assert {name: found["variables"].get(name) for name in variables} == {
         **dict.fromkeys(variables), "MLBENCH_DATABASE_URL": "postgresql://***@host/db", "OMP_NUM_THREADS": "3",
@@ -299,8 +299,12 @@ def test_the_difference_depends_on_names_kinds_and_contents(repository: Path) ->
         seen.append(difference(repository))
     assert [count for count, _ in seen] == [1, 1, 1, 2, 2, 3, 4, 4]
     assert len({digest for _, digest in seen}) == len(changes)
+    # Git would report a renamed file as one change once both names are staged.
+    (repository / ".gitignore").rename(repository / "renamed.py")
+    before = difference(repository)
+    assert before[0] == 6
     git(repository, "add", "-A")
-    assert difference(repository) == seen[-1]
+    assert difference(repository) == before
 
 
 def test_the_settings_of_git_do_not_change_the_difference(repository: Path, patch: pytest.MonkeyPatch) -> None:

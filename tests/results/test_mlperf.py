@@ -175,12 +175,23 @@ def test_a_killed_run_has_no_end(parsed: Any) -> None:
     assert [key for key, _ in events(parsed(TWO_EPOCHS[:1]))] == ["init_start"]
 
 
+def test_a_run_that_fails_before_its_clock_starts_only_begins_to_start(parsed: Any) -> None:
+    failure = {key: value for key, value in end(50, "failed").items() if key not in ("time_s", "totals")}
+    assert events(parsed([TWO_EPOCHS[0], failure])) == [("init_start", 0)]
+    again = [TWO_EPOCHS[0], failure, line("start", 1, resumed=True, epoch=0, step=0), *REACHED[1:]]
+    assert events(parsed(again)) == events(parsed(REACHED))
+    lost = line("start", 40, resumed=True, epoch=3, step=500)
+    assert events(parsed([*TWO_EPOCHS[:5], lost, failure]))[-2:] == [("tracked_stats", 50), ("run_stop", 50)]
+    assert len(events(parsed([*TWO_EPOCHS[:5], lost, failure]))) == len(events(parsed(TWO_EPOCHS[:5]))) + 2
+
+
 def test_the_parts_of_an_epoch_are_blocks(parsed: Any) -> None:
     first = [line("start", 0), stat("train_loss", 4, 0, 50), stat(ACCURACY, 5, 0, 50, 95.0)]
-    found = events(parsed([*first, *epoch_of(0, 60.0, 2, 3.0), end(20)]))
+    # 6 s are the time of both validations.
+    found = events(parsed([*first, *epoch_of(0, 60.0, 2, 6.0), end(20)]))
     assert found[3:] == [
-        ("block_start", 0 + 2), ("epoch_start", 2), ("block_stop", 4), ("eval_start", 4), ("eval_stop", 5),
-        ("eval_accuracy", 5), ("block_start", 5), ("epoch_stop", 9), ("block_stop", 9), ("eval_start", 9),
+        ("block_start", 2), ("epoch_start", 2), ("block_stop", 4), ("eval_start", 4), ("eval_stop", 5),
+        ("eval_accuracy", 5), ("block_start", 5), ("epoch_stop", 8), ("block_stop", 8), ("eval_start", 8),
         ("eval_stop", 12), ("eval_accuracy", 12), ("tracked_stats", 20), ("run_stop", 20),
     ]  # fmt: skip
     # The run ends at its goal, even if it continues.
@@ -197,8 +208,9 @@ def test_a_goal_of_the_training_ends_the_block(parsed: Any) -> None:
 
 
 def test_a_resumed_run_starts_once_and_ends_once(parsed: Any) -> None:
-    cut = [stat("train_loss", 15, 1, 130), end(16, "failed"), line("start", 40, resumed=True)]
-    found = parsed([*TWO_EPOCHS[:5], *cut, *epoch_of(1, 95.0, 41, 4.0), end(60)])
+    cut = [stat("train_loss", 15, 1, 130), end(16, "failed"), line("start", 40, resumed=True, epoch=1, step=100)]
+    again = stat("train_loss", 41, 1, 110)
+    found = parsed([*TWO_EPOCHS[:5], *cut, again, *epoch_of(1, 95.0, 41, 4.0), end(60)])
     keys = events(found)
     assert [key for key, _ in keys].count("run_start") == 1
     assert [key for key, _ in keys].count("run_stop") == 1
@@ -211,6 +223,10 @@ def test_a_resumed_run_starts_once_and_ends_once(parsed: Any) -> None:
 
 
 def test_a_validation_without_training_has_no_block(parsed: Any) -> None:
+    resumed = [line("start", 40, resumed=True, epoch=1, step=100), stat(ACCURACY, 42, 1, 100), end(60)]
+    keys = [key for key, _ in events(parsed([*TWO_EPOCHS[:5], *resumed]))]
+    assert keys.count("eval_start") == 2
+    assert keys.count("block_start") == 1
     found = events(parsed([line("start", 0), stat(ACCURACY, 5, 0, 0), end(6)]))
     assert [key for key, _ in found[3:]] == [
         "eval_start", "eval_stop", "eval_accuracy", "tracked_stats", "run_stop",

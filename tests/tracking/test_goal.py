@@ -38,10 +38,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.records: list[Any] = []
+        self.derived: list[str] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
 
-    def __call__(self, *_: Any) -> None:
-        raise AssertionError("record() is called instead")
+    def __call__(self, name: str, *_: Any) -> None:
+        self.derived.append(name)
 
     def record(self, *record: Any) -> None:
         self.records.append(record)
@@ -90,6 +91,10 @@ def test_sinks_learn_the_course_of_a_run(clock: Clock, log: MagicMock) -> None:
         run_epoch(tracker, clock, 79.0)
         run_epoch(tracker, clock, 80.5)
     assert [kind for kind, _ in sink.events] == ["start", "epoch", "goal", "epoch", "end"]
+    # The numbers of the events come to the sink itself, and statistics to its method.
+    assert {name.partition("_")[0] for name, *_ in sink.records} <= {"train", "val"}
+    assert {"agg", "cum_agg", "TaskResult", "global_cum_agg"} <= set(sink.derived)
+    assert not {name.partition("_")[0] for name in sink.derived} & {"train", "val"}
     (_, start), (_, epoch), (_, goal), _, (_, end) = sink.events
     assert start == {"resumed": False, "epoch": 0, "step": 0}
     assert set(epoch) == {"epoch", "step", "time_s", "totals"}
@@ -167,18 +172,15 @@ def test_nothing_is_said_about_no_goal_nor_by_other_ranks(rank: int, goal: Any, 
     assert goals_sent(log) == []
 
 
-def test_the_slowest_worker_is_published_beside_rank_0_and_the_end_says_nothing_else(
-    clock: Clock, log: MagicMock
-) -> None:
+def test_the_end_repeats_nothing_that_was_published(clock: Clock, log: MagicMock) -> None:
     tracker = Tracker([], "7", 0, goal=task1_time_to_accuracy_goal)
     run_epoch(tracker, clock, 81.0)
-    slowest = {**tracker.totals(), "train_s": 99.0}
-    tracker.publish_summary(2, slowest)
+    tracker.publish_summary(2)
     tracker.close()
     first, last = goals_sent(log)
-    assert last == {**first, "slowest": slowest}
+    assert last == first
     (summary,) = (json.loads(entry.args[4]) for entry in log.call_args_list if entry.args[3] == "summary")
-    assert (summary["slowest"], summary["total_s"]["train"]) == (slowest, 31)
+    assert summary["total_s"]["train"] == 31
 
 
 def test_a_run_resumed_after_its_goal_reports_the_same(clock: Clock, log: MagicMock) -> None:
@@ -199,11 +201,27 @@ def test_a_checkpoint_of_an_earlier_version_only_knows_that_the_goal_was_reached
     state = tracker.state_dict()
     del state["goal_result"]
     log.reset_mock()
+    with Tracker([], "7", 0, goal=task1_time_to_accuracy_goal) as validating:
+        validating.load_state_dict(state)
+    assert goals_sent(log) == []
     with Tracker([], "7", 0, goal=task1_time_to_accuracy_goal) as resumed:
         resumed.load_state_dict(state)
+        resumed.start()
     (last,) = goals_sent(log)
     assert (last["reached"], last["time_to_goal_s"], last["threshold"]) == (True, 31, 80)
     assert (last["value"], last["epochs"], last["phases_s"]) == (None, None, {})
+
+
+def test_a_goal_that_a_script_takes_back_is_missed(clock: Clock, log: MagicMock) -> None:
+    with Tracker([], "7", 0, goal=task1_time_to_accuracy_goal) as tracker:
+        run_epoch(tracker, clock, 81.0)
+        tracker.goal_reached = False
+        run_epoch(tracker, clock, 79.0)
+    names = ("reached", "value", "epochs", "time_to_goal_s")
+    assert [tuple(goal[name] for name in names) for goal in goals_sent(log)] == [
+        (True, 81.0, 1, 31),
+        (False, None, 2, None),
+    ]
 
 
 def test_goals_are_described_by_their_attributes() -> None:
