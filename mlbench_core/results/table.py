@@ -79,7 +79,7 @@ COLUMNS = (
     Column("olympic_mean_s", "OLYMPIC (s)", 2),
     Column("epochs_to_goal", "EPOCHS TO GOAL", 1),
     Column("seconds_per_epoch_s", "EPOCH (s)", 3),
-    Column("train_s", "TRAINING (s)", 2, "data"),
+    Column("train_s", "TRAINING (s)", 2, "scaling"),
     Column("speedup", "SPEED-UP", 2, "scaling"),
     Column("speedup_without_communication", "WITHOUT COMM.", 2, "scaling"),
     Column("efficiency", "EFFICIENCY", 2, "scaling"),

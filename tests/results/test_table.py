@@ -153,6 +153,7 @@ def test_people_get_tables_with_units_and_notes() -> None:
     text = comparison.as_markdown()
     assert "| MEAN (s) | SD (s) | MEDIAN (s) | 95 % FROM (s) | TO (s) |" in text
     assert "| sgd | 1 | 2 | 2 | 0 | 11.00 | 1.41 | 11.00 |" in text
+    assert "| WORKERS | TRAINING (s) | SPEED-UP |" in text, "two tables, each with its units"
     assert "| a\\|b | 1 |" in text, "a bar would end the cell"
     assert "PRICE |" not in text, "a column without values is left out"
     assert "Different between the rows: algorithm (a\\|b, sgd)." in text
