@@ -29,7 +29,6 @@ class Configuration:
         changed: Names of the hyper-parameters that differ from the task's own.
         goal: ``metric``, ``threshold`` and ``minimize`` of the goal.
         seed: The seed of the run.
-        repeat: Number of the repeat, from 1.
 
     Example:
         >>> Configuration(workers=2, task="1a", changed=("batch_size",)).to_dict()["division"]
@@ -51,7 +50,6 @@ class Configuration:
     changed: tuple[str, ...] = ()
     goal: Mapping[str, Any] | None = None
     seed: int | None = None
-    repeat: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the ``division`` as plain containers that can be written as JSON.

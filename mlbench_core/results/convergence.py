@@ -57,7 +57,7 @@ LEAST_RUNS = 3
 
 NEUTRAL_OPTIONS = frozenset(
     (
-        *("backend", "checkpoint", "data", "epochs", "gpu", "hosts", "past_goal", "rank", "repeat", "resume"),
+        *("backend", "checkpoint", "data", "epochs", "gpu", "hosts", "past_goal", "rank", "resume"),
         *("root_checkpoint", "root_dataset", "root_output", "run_id", "seed", "timeout", "validation_only"),
         # The configuration has fields of their own for these.
         *("dataset", "light", "light_target", "optimizer", "preset", "variant"),

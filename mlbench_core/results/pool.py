@@ -1,6 +1,6 @@
 """Group runs that are repeats of each other, and name what differs between groups.
 
-Two runs are repeats if their configurations, machines and software are equal except for seed and repeat. Groups that
+Two runs are repeats if their configurations, machines and software are equal except for the seed. Groups that
 differ only in the number of workers are a series: it shows how a configuration scales.
 """
 
@@ -17,10 +17,8 @@ from mlbench_core.results.record import UNKNOWN, RunRecord, goal_text
 
 __all__ = ["Group", "Series", "check_comparable", "differences", "pool", "series", "usable", "workload"]
 
-# Repeats of each other may differ in these.
-_OF_ONE_RUN = ("seed", "repeat")
 # These options say which run it is, and where its files are.
-_NEUTRAL_OPTIONS = {"repeat", "resume", "run_id", "seed", "root_checkpoint", "root_dataset", "root_output"}
+_NEUTRAL_OPTIONS = {"resume", "run_id", "seed", "root_checkpoint", "root_dataset", "root_output"}
 # The configuration has fields of their own for these options.
 _SAME_AS = {"optimizer": "algorithm", "light_target": "light", "gpu": "device"}
 # A label begins with these, and the options follow, as in "power_sgd, rank 2".
@@ -36,7 +34,7 @@ class Group:
     Attributes:
         label: What distinguishes the group from the others, except the number of workers.
         workers: Number of workers.
-        configuration: The configuration of the runs, without seed and repeat.
+        configuration: The configuration of the runs, without the seed.
         records: The runs.
         remarks: Notes for people, for example which run was left out because its seed occurs twice.
     """
@@ -159,7 +157,7 @@ def pool(records: Sequence[RunRecord]) -> list[Group]:
                 remarks.append(f"{record.name} has the seed {record.seed} of {twin.name}: it counts once")
             else:
                 kept.append(record)
-        configuration = {key: value for key, value in same[0].configuration.items() if key not in _OF_ONE_RUN}
+        configuration = {key: value for key, value in same[0].configuration.items() if key != "seed"}
         groups.append(Group(label, same[0].workers or 0, configuration, tuple(kept), tuple(remarks)))
     return sorted(groups, key=lambda group: (group.label, group.workers))
 
@@ -190,7 +188,7 @@ def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
 
 def _properties(record: RunRecord) -> dict[str, Any]:
     """Return everything in which two runs can differ; a property that is unknown is missing."""
-    found = {key: value for key, value in record.configuration.items() if key not in _OF_ONE_RUN and key != "options"}
+    found = {key: value for key, value in record.configuration.items() if key != "seed" and key != "options"}
     options = {
         option: value
         for option, value in (record.configuration.get("options") or {}).items()

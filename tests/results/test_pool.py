@@ -42,7 +42,7 @@ def of_the_master(name: str, workers: int, command: str = TASK, **fields: object
 def test_only_repeats_are_pooled() -> None:
     records = [
         a_record("a", 1, 1),
-        a_record("b", 1, 2, repeat=2),
+        a_record("b", 1, 2),
         a_record("workers", 2, 3),
         a_record("algorithm", 1, 4, algorithm="adam"),
         a_record("options", 1, 5, options={"lr": 0.1}),
