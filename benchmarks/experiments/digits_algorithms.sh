@@ -1,18 +1,26 @@
 #!/bin/sh
 # Compare four algorithms on handwritten digits with 1 and 2 workers: 5 repeats of each, one run at a time.
-# It takes about 20 minutes on 2 cores, and makes the page docs/results/digits/index.md with its tables and figures.
+# It takes about 20 minutes on 2 cores. Run it in a checkout without local changes:
 #
-#     benchmarks/experiments/digits_algorithms.sh [FOLDER]
+#     benchmarks/experiments/digits_algorithms.sh
 #
-# The result folders of the runs are in FOLDER (default: digits-algorithms).
+# It makes the page docs/results/digits again, with the result folders of all runs.
 set -eu
-here=$(cd "$(dirname "$0")" && pwd)
-folder=${1:-digits-algorithms}
+cd "$(dirname "$0")/../.."
+page=docs/results/digits
+# Outside of the page, so that the checkout does not change before the last run has ended.
+folder=$(mktemp -d)
 for algorithm in centralized_sgd power_sgd ef_sign_sgd local_sgd; do
-    name=$(echo "$algorithm" | tr _ -)
-    mlbench run "$name" 1 2 --task 1a --num-cpus 1 --repeats 5 --exclusive --replace --wait --output "$folder/$name" \
-        -- --dataset digits --channels-last --optimizer "$algorithm"
+    mlbench run "$(echo "$algorithm" | tr _ -)" 1 2 --task 1a --num-cpus 1 --repeats 5 --exclusive --replace --wait \
+        --output "$folder/$algorithm" -- --dataset digits --channels-last --optimizer "$algorithm"
 done
-mlbench results verify "$folder"
-mlbench results collect "$folder" --output "$here/../../docs/results/digits" \
-    --title "Four algorithms on handwritten digits" --command "benchmarks/experiments/digits_algorithms.sh"
+rm -rf "$page"
+mkdir -p "$page"
+for run in "$folder"/*/*/; do
+    mkdir -p "$page/runs"
+    mv "$run" "$page/runs/"
+done
+rm -rf "$folder"
+mlbench results verify "$page/runs"
+mlbench results collect "$page/runs" --output "$page" --title "Four algorithms on handwritten digits" \
+    --command "benchmarks/experiments/digits_algorithms.sh"
