@@ -9,7 +9,8 @@ import csv
 import dataclasses
 import io
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,23 @@ class LatencyReport:
             return "nothing measured"
         first = self.measurements[0]
         return f"{first.collective}, {first.backend}, {first.device}, {first.world_size} workers"
+
+    def numbers(self) -> Iterator[tuple[str, float, int]]:
+        """Yield name, value and number of the size of each result.
+
+        The names begin with the operation and the type, as one run has one operation but several types.
+        """
+        for dtype in self.dtypes:
+            for number, measurement in enumerate(self.of(dtype)):
+                row = measurement.row()
+                for name in ("elements", "mean_s", "p50_s", "p99_s", "bus_bandwidth_bytes_per_s"):
+                    yield f"{measurement.collective}_{dtype}_{name}", row[name], number
+        for dtype, fit in self.fits().items():
+            prefix = f"{self.measurements[0].collective}_{dtype}"
+            yield f"{prefix}_alpha_s", fit.alpha_s, 0
+            # An infinite bandwidth, from times that do not grow with the size, is not a number for the master.
+            if fit.beta_bytes_per_s < math.inf:
+                yield f"{prefix}_beta_bytes_per_s", fit.beta_bytes_per_s, 0
 
     def fits(self) -> dict[str, LatencyFit]:
         """Fit latency and bandwidth of each type to the medians; types with a single measured size are left out."""

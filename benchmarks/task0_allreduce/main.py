@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,24 +101,6 @@ def measure_all(args: argparse.Namespace, rank: int, world_size: int, device: to
     return report
 
 
-def numbers(report: LatencyReport) -> Iterator[tuple[str, float, int]]:
-    """Yield name, value and number of the size of each result.
-
-    The names begin with the operation and the type, as one run has one operation but several types.
-    """
-    for dtype in report.dtypes:
-        for number, measurement in enumerate(report.of(dtype)):
-            row = measurement.row()
-            for name in ("elements", "mean_s", "p50_s", "p99_s", "bus_bandwidth_bytes_per_s"):
-                yield f"{measurement.collective}_{dtype}_{name}", row[name], number
-    for dtype, fit in report.fits().items():
-        prefix = f"{report.measurements[0].collective}_{dtype}"
-        yield f"{prefix}_alpha_s", fit.alpha_s, 0
-        # An infinite bandwidth, from times that do not grow with the size, is not a number for the master.
-        if fit.beta_bytes_per_s < math.inf:
-            yield f"{prefix}_beta_bytes_per_s", fit.beta_bytes_per_s, 0
-
-
 def show(report: LatencyReport) -> None:
     """Print a few sizes of each type, the fits, left-out measurements and those with fewer repetitions."""
     # A few sizes, evenly spaced from the smallest to the largest, show the curve on one screen.
@@ -172,7 +152,7 @@ def main(
             report = measure_all(args, rank, world_size, graph.current_device)
             if rank == 0:
                 # The number of the size stands in the place of the epoch of training tasks.
-                for name, value, number in numbers(report):
+                for name, value, number in report.numbers():
                     results.sink.record(name, value, number, number, time.perf_counter() - start)
                     LogMetrics.log(run_id, 0, number, name, value)
     if rank == 0:

@@ -113,7 +113,7 @@ def test_the_answers_are_those_described(client: Any, run: dict[str, Any]) -> No
     client.post("/api/metrics/", json=[goal, {**metric, "name": "result @ 0", "value": '{"schema_version": 1}'}])
     reached = client.get(f"/api/runs/{run['id']}/")
     check(described.RunOut, reached)
-    assert set(reached.json()["goal"]) == set(described.Goal.model_fields)
+    assert set(reached.json()["goal"]) == set(described.RunGoal.model_fields)
     check(dict[str, Any], client.get(f"/api/runs/{run['id']}/result/"))
     check(described.Logs, client.get(f"/api/runs/{run['id']}/logs/"))
     check(described.RunOut, client.post(f"/api/runs/{run['id']}/stop/"))
