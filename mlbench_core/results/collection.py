@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from mlbench_core.results.folder import read_environment
 from mlbench_core.results.pool import Group
 from mlbench_core.results.record import RunRecord
 from mlbench_core.results.table import Comparison, escape, safe_cell
@@ -49,6 +49,8 @@ def collection_page(
     sizes = sorted({len(group.records) for group in groups})
     each = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     shown = [line for command in commands for line in command.splitlines()]
+    # A command with such a fence must not end the block.
+    fence = "```" + "`" * max((len(ticks) for line in shown for ticks in re.findall("`{3,}", line)), default=0)
     lines = [
         f"# {escape(title)}",
         "",
@@ -59,7 +61,7 @@ def collection_page(
         *(f"- Machine: {escape(text)}" for text in _distinct(map(_machine_text, groups))),
         *(f"- Software: {escape(text)}" for text in _distinct(map(_software_text, groups))),
         "",
-        *(["Commands:", "", "```bash", *shown, "```", ""] if shown else []),
+        *(["Commands:", "", f"{fence}bash", *shown, fence, ""] if shown else []),
         "## Tables",
         "",
         comparison.as_markdown(),
@@ -127,9 +129,8 @@ def recorded_commands(groups: Sequence[Group]) -> list[str]:
     found = []
     for group in groups:
         folder = group.records[0].folder
-        if folder is not None and (folder / "environment.json").is_file():
-            content: Any = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-            words = content.get("command_line") if isinstance(content, dict) else None
+        if folder is not None:
+            words = read_environment(folder).get("command_line")
             if isinstance(words, list):
                 found.append(shlex.join(map(str, words)))
     return _distinct(found)

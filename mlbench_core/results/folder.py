@@ -12,6 +12,7 @@ Files in a result folder::
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ __all__ = [
     "finish_folder",
     "lines_path",
     "prepare_folder",
+    "read_environment",
     "read_result",
     "verify_folder",
     "write_environment",
@@ -47,6 +49,12 @@ FILES = (RESULT, LINES, ENVIRONMENT, OFFICIAL, MLPERF)
 
 # A result has about 5 KB and an environment 20 KB. A larger file is not one of ours.
 _MOST_BYTES = 16 << 20
+
+# What a computation raises if a changed file lacks a field, or has one of another type or an absurd size.
+_DAMAGE = (
+    *(ConfigurationError, ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError),
+    *(RecursionError, OSError),
+)
 
 
 def lines_path(folder: Path, rank: int) -> Path:
@@ -82,6 +90,15 @@ def write_environment(folder: Path, environment: Mapping[str, Any]) -> None:
     _write(folder / ENVIRONMENT, json.dumps(environment, indent=1) + "\n")
 
 
+def read_environment(folder: Path) -> dict[str, Any]:
+    """Return the content of ``environment.json``; empty if the folder has none.
+
+    Raises:
+        ConfigurationError: The file does not hold a JSON object.
+    """
+    return _read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+
+
 def finish_folder(folder: Path) -> dict[str, Any]:
     """Write the result of a run that has ended, and the files beside it.
 
@@ -98,7 +115,7 @@ def finish_folder(folder: Path) -> dict[str, Any]:
         ValueError: There are no raw lines.
     """
     _join(folder)
-    environment = _read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    environment = read_environment(folder)
     lines = read_lines(folder)
     result = summarize(lines, environment)
     texts = _texts(result, environment, lines)
@@ -155,23 +172,22 @@ def read_result(folder: Path) -> dict[str, Any]:
             ``"unfinished"``.
 
     Raises:
-        ConfigurationError: The folder has neither a result nor raw lines, or its ``result.json`` is damaged or has an
-            unknown version.
+        ConfigurationError: The folder has neither a result nor raw lines, or its files are damaged or have an unknown
+            version.
     """
     path = folder / RESULT
     if path.exists():
         return dict(check_result(_read_json(path), str(path)))
-    lines = read_lines(folder)
-    environment = _read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    environment = read_environment(folder)
     try:
-        result = summarize(lines, environment)
-    except ValueError as error:
+        result = summarize(read_lines(folder), environment)
+        if result["run"]["state"] == "finished":
+            result["run"].update(state="unfinished", reason=f"no {RESULT} was written")
+        return dict(check_result({**result, "files": {}}, f"the raw lines in {folder}"))
+    except _DAMAGE as error:
         raise ConfigurationError(
             f"{folder} must be a result folder, but it has no {RESULT} and {error}: give the folder of a run"
         ) from error
-    if result["run"]["state"] == "finished":
-        result["run"].update(state="unfinished", reason=f"no {RESULT} was written")
-    return {**result, "files": {}}
 
 
 def find_folders(path: Path) -> Iterator[Path]:
@@ -208,30 +224,40 @@ def verify_folder(folder: Path) -> list[str]:
         path = folder / name
         if name not in FILES or not path.is_file():
             problems.append(f"{name} is missing")
-        elif digest(path) != expected["sha256"]:
+        # The size first, because the file may have become so large that it takes long to read.
+        elif path.stat().st_size != expected["bytes"] or digest(path) != expected["sha256"]:
             problems.append(f"{name} was changed: its SHA-256 is not the one in {RESULT}")
+    problems += [
+        f"{name} has no checksum in {RESULT}"
+        for name in FILES
+        if name not in (RESULT, *result["files"]) and os.path.lexists(folder / name)
+    ]
     lines = read_lines(folder)
     if not lines.paths:
         return [*problems, f"{LINES} is missing: the result cannot be recomputed"]
     try:
         problems += _recompute(folder, result, lines)
-    # Changed lines can lack any field, or have one of another type.
-    except (ConfigurationError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except _DAMAGE as error:
         problems.append(f"the result cannot be recomputed from the raw lines: {type(error).__name__}: {error}")
     return [*problems, *(f"{LINES} has a line that cannot be read: {line}" for line in lines.skipped)]
 
 
 def _recompute(folder: Path, result: Mapping[str, Any], lines: RawLines) -> list[str]:
     """Compute the result and the files that follow from the raw lines, and name the differences."""
-    environment = _read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    environment = read_environment(folder)
     again = summarize(lines, environment)
     written = {name: value for name, value in result.items() if name != "files"}
     problems = _differences(written, json.loads(json.dumps(again)))
     for name, text in _texts(again, environment, lines).items():
         path = folder / name
-        if name not in result["files"] or (path.is_file() and path.read_text(encoding="utf-8") != text):
+        if name not in result["files"] or (path.is_file() and not _holds(path, text.encode())):
             problems.append(f"{name} does not follow from the raw lines")
     return problems + _check_goal(again, lines) + _check_times(lines)
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    """Return True if a file has this content; a file of another size is not read."""
+    return path.stat().st_size == len(content) and path.read_bytes() == content
 
 
 def _differences(written: Any, computed: Any, place: str = "") -> list[str]:
@@ -295,6 +321,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         ConfigurationError: The file is too large, or holds something else.
     """
     try:
+        # Reading a pipe would wait without end.
+        if not path.is_file():
+            raise ValueError("it is not a file")
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ SCHEMA_VERSION = 1
 # Lines are written when this number of records waits, or when the last write is this long ago.
 _MOST_PENDING = 5000
 _WRITE_EVERY_S = 10.0
+# The longest line of a run, its end, has some kilobytes. A longer one is not ours, and may not fit into memory.
+_MOST_LINE_BYTES = 4 << 20
 
 
 class LinesSink:
@@ -58,6 +61,7 @@ class LinesSink:
         self._start = {"run_id": run_id, "host": socket.gethostname(), "configuration": dict(configuration)}
         self._has_started = False
         self._end: Mapping[str, Any] = {}
+        self._lost: str | None = None
         self._pending: list[tuple[float, int, int, float, str, float | str]] = []
         self._last_write_s = time.monotonic()
 
@@ -87,9 +91,12 @@ class LinesSink:
         The tracker is closed before it is known how the run ended, so the line waits for this call.
 
         Args:
-            state: ``"finished"`` or ``"failed"``.
+            state: ``"finished"`` or ``"failed"``. A run whose lines could not all be written is written as failed: the
+                goal may be among the lost ones.
             reason: The reason of a failure, in one line.
         """
+        if self._lost is not None and state == "finished":
+            state, reason = "failed", f"raw lines are missing, because they could not be written: {self._lost}"
         # A run that fails before its first batch has not started its tracker.
         if not self._has_started:
             self.event("start", {"resumed": False, "epoch": 0, "step": 0})
@@ -118,12 +125,16 @@ class LinesSink:
         text = records + "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
         if not text:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file:
-            # A killed process may have left half a line, which must not swallow the next one.
-            if file.tell() and not _ends_line(file):
-                file.write(b"\n")
-            file.write(text.encode())
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a+b") as file:
+                # A killed process may have left half a line, which must not swallow the next one.
+                if file.tell() and not _ends_line(file):
+                    file.write(b"\n")
+                file.write(text.encode())
+        except OSError as error:
+            self._lost = error.strerror or str(error)
+            raise
 
 
 def _ends_line(file: Any) -> bool:
@@ -176,7 +187,10 @@ class RawLines:
         self.skipped.clear()
         for path in self.paths:
             with path.open("rb") as file:
-                for number, text in enumerate(file, 1):
+                for number, text in enumerate(iter(partial(file.readline, _MOST_LINE_BYTES), b""), 1):
+                    if len(text) == _MOST_LINE_BYTES:
+                        self.skipped.append(f"{path.name}:{number}: line of {_MOST_LINE_BYTES >> 20} MiB or more")
+                        break
                     line = _parsed(text)
                     if line is None:
                         kind = "half-written" if not text.endswith(b"\n") else "damaged"
@@ -192,9 +206,29 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     # A line of many nested brackets raises RecursionError.
     except (ValueError, RecursionError):
         return None
-    if not isinstance(line, dict) or not isinstance(line.get("kind"), str) or type(line.get("rank")) is not int:
-        return None
-    return line
+    return line if isinstance(line, dict) and _is_sound(line) else None
+
+
+def _is_sound(line: Mapping[str, Any]) -> bool:
+    """Return True if the fields of a line that are used in computations have the right types."""
+    if not isinstance(line.get("kind"), str) or type(line.get("rank")) is not int or line["rank"] < 0:
+        return False
+    if line["kind"] == "stat" and not (
+        isinstance(line.get("name"), str) and line.keys() >= {"epoch", "step", "time_s"}
+    ):
+        return False
+    if any(type(line.get(name, 0)) is not int for name in ("epoch", "step")) or not _is_number(line.get("time_s", 0.0)):
+        return False
+    totals = line.get("totals", {})
+    steps_s = totals.get("steps_s", {}) if isinstance(totals, dict) else None
+    if not isinstance(steps_s, dict):
+        return False
+    return all(map(_is_number, [*steps_s.values(), *(totals[name] for name in totals if name != "steps_s")]))
+
+
+def _is_number(value: Any) -> bool:
+    # An integer of hundreds of digits cannot be used with a float.
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def read_lines(folder: Path) -> RawLines:
@@ -208,7 +242,8 @@ def read_lines(folder: Path) -> RawLines:
     whole = folder / "metrics.jsonl"
     # By length first, so that rank 2 comes before rank 10.
     parts = sorted(folder.glob("metrics.rank-*.jsonl"), key=lambda path: (len(path.name), path.name))
-    return RawLines([*([whole] if whole.exists() else []), *parts])
+    # Reading a pipe or a device may never end.
+    return RawLines([path for path in (whole, *parts) if path.is_file()])
 
 
 def statistics(lines: Iterable[Mapping[str, Any]], name: str, rank: int = 0) -> list[dict[str, Any]]:

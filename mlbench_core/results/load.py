@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ from mlbench_core.results.record import RunRecord
 from mlbench_core.results.schema import check_result
 
 __all__ = ["load", "save", "unpack"]
+
+# Metrics of a long run have some megabytes. More would not fit into memory once they are parsed.
+_MOST_JSON_BYTES = 256 << 20
+# Raw lines of a long run with many workers have some hundred megabytes.
+_MOST_UNPACKED_BYTES = 4 << 30
+# What a zip file raises that is damaged, encrypted, or compressed in a way that Python does not know.
+_BAD_ZIP = (zipfile.BadZipFile, ValueError, zlib.error, EOFError, RuntimeError, NotImplementedError)
 
 _NAME_IN_ZIP = re.compile(r"(?:^|/)result_(.+)\.json$")
 # A file with metrics of one worker, as this master, its earlier versions and version 3.0 name it.
@@ -93,9 +101,12 @@ def _load_folder(folder: Path) -> RunRecord:
 
 
 def _load_json(path: Path) -> RunRecord | None:
+    if path.stat().st_size > _MOST_JSON_BYTES:
+        return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    # A file of many nested brackets raises RecursionError.
+    except (ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or not isinstance(content.get("metrics"), dict):
         return None
@@ -110,6 +121,7 @@ def _load_zip(path: Path) -> RunRecord | None:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
+            _check_size(archive, _MOST_JSON_BYTES, [name for name in names if name not in FILES or name == RESULT])
             for name in names:
                 if name == "run.json":
                     record = json.loads(archive.read(name))
@@ -126,7 +138,7 @@ def _load_zip(path: Path) -> RunRecord | None:
             if RESULT in names:
                 result = check_result(json.loads(archive.read(RESULT)), f"{RESULT} in {path}")
                 metrics["result @ 0"] = [{"value": dict(result)}]
-    except (zipfile.BadZipFile, ValueError) as error:
+    except _BAD_ZIP as error:
         raise ConfigurationError(f"{path} is damaged ({error}); download it again") from error
     if not any(_NAME_IN_ZIP.search(name) or name in ("run.json", RESULT) for name in names):
         return None
@@ -134,6 +146,17 @@ def _load_zip(path: Path) -> RunRecord | None:
         # Archives of earlier versions have no run.json, but one file or more for each worker.
         run.setdefault("num_workers", len(workers))
     return RunRecord.from_metrics(metrics, run, str(path))
+
+
+def _check_size(archive: zipfile.ZipFile, most_bytes: int, names: Iterable[str]) -> None:
+    """Refuse a small archive that is huge when it is unpacked.
+
+    Raises:
+        ValueError: The named files have more bytes. No more than their stated sizes are ever read.
+    """
+    total = sum(archive.getinfo(name).file_size for name in names)
+    if total > most_bytes:
+        raise ValueError(f"it has {total:,} bytes when unpacked, and at most {most_bytes:,} are allowed")
 
 
 def save(path: Path, run: Mapping[str, Any], metrics: Metrics) -> None:
@@ -168,11 +191,12 @@ def unpack(archive: Path, folder: Path) -> bool:
             names = [name for name in FILES if name in found.namelist()]
             if not {RESULT, "metrics.jsonl"} <= set(names):
                 return False
+            _check_size(found, _MOST_UNPACKED_BYTES, names)
             with creating_folder(folder.with_name(f".{folder.name}.new")) as temporary:
                 for name in names:
                     with found.open(name) as source, (temporary / name).open("wb") as target:
                         shutil.copyfileobj(source, target)
-    except zipfile.BadZipFile as error:
+    except _BAD_ZIP as error:
         raise ConfigurationError(f"{archive} is damaged ({error}); download it again") from error
     shutil.rmtree(folder, ignore_errors=True)
     folder.with_name(f".{folder.name}.new").replace(folder)

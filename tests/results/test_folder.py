@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,3 +221,94 @@ def test_many_records_do_not_wait_in_memory(tmp_path: Path) -> None:
     for step in range(5001):
         sink.record("train_loss", 0.5, 0, step, 0.0)
     assert len((tmp_path / "metrics.rank-0.jsonl").read_text().splitlines()) == 5000
+
+
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_a_problem(tmp_path: Path) -> None:
+    for name in (RESULT, "metrics.jsonl", "environment.json", "mlperf.log", "official_result.txt"):
+        folder = write_run(tmp_path / name)
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        assert verify_folder(folder), name
+    (write_run(tmp_path / "other") / "metrics.rank-7.jsonl").mkdir()
+    assert verify_folder(tmp_path / "other") == []
+
+
+def test_a_file_of_absurd_size_is_not_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for name in ("metrics.jsonl", "official_result.txt"):
+        # A file with a hole takes no space.
+        os.truncate(folder / name, 1 << 40)
+    problems = verify_folder(folder)
+    assert any("metrics.jsonl" in each and "line of 4 MiB or more" in each for each in problems)
+    assert any("official_result.txt was changed" in each for each in problems)
+    os.truncate(folder / "environment.json", 1 << 40)
+    problems = verify_folder(folder)
+    assert any("environment.json must hold a JSON object, but it has more than 16 MiB" in each for each in problems)
+
+
+def test_every_file_needs_a_checksum(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    files = json.loads((folder / RESULT).read_text())["files"]
+    del files["metrics.jsonl"], files["environment.json"]
+    set_in(folder / RESULT, files, "files")
+    problems = verify_folder(folder)
+    assert problems == [f"{name} has no checksum in result.json" for name in ("metrics.jsonl", "environment.json")]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"epoch":"x"', '"step":1.5', '"time_s":NaN', '"totals":[]', '"totals":{"train_s":"1"}', '"rank":-1',
+        '"totals":{"train_s":1' + 400 * "0" + "}", '"totals":{"steps_s":{"agg":null}}', '"kind":"stat"',
+    ],
+)  # fmt: skip
+def test_a_line_with_fields_of_wrong_types_is_skipped_and_named(tmp_path: Path, field: str) -> None:
+    folder = write_run(tmp_path / "run", workers=1, finish=False)
+    path = folder / "metrics.rank-0.jsonl"
+    good = len(list(read_lines(folder)))
+    with path.open("a") as file:
+        file.write(f'{{"rank":0,"kind":"epoch",{field}}}\n')
+    lines = read_lines(folder)
+    assert len(list(lines)) == good
+    assert lines.skipped == [f"metrics.rank-0.jsonl:{good + 1}: damaged line"]
+    assert read_result(folder)["times"]["slowest"]["train_s"] == 30.0
+
+
+@pytest.mark.parametrize(
+    "change_line",
+    [
+        {"kind": "start", "configuration": 5},
+        {"kind": "end", "epochs": float("inf")},
+        {"kind": "end", "batch_times": "x"},
+    ],
+)
+def test_wrong_types_in_raw_lines_are_one_message(tmp_path: Path, change_line: dict[str, Any]) -> None:
+    folder = write_run(tmp_path / "run", workers=1)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    changed = [{**line, **change_line} if line["kind"] == change_line["kind"] else line for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    assert any("result cannot be recomputed from the raw lines" in problem for problem in verify_folder(folder))
+    (folder / RESULT).unlink()
+    with pytest.raises(ConfigurationError, match=r"run must be a result folder, but it has no result\.json and"):
+        read_result(folder)
+
+
+def test_a_run_that_lost_lines_on_a_full_disk_does_not_count_as_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_folder(tmp_path)
+    sink = LinesSink(tmp_path / "metrics.rank-0.jsonl", 0, "run", Configuration(workers=1).to_dict())
+    sink.event("start", {"resumed": False, "epoch": 0, "step": 0})
+    path_open = Path.open
+
+    def full(path: Path, mode: str) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError):
+        sink.event("epoch", {"epoch": 0, "step": 1, "time_s": 1.0, "totals": totals(1.0)})
+    monkeypatch.setattr(Path, "open", path_open)
+    sink.finish("finished")
+    run = finish_folder(tmp_path)["run"]
+    assert run["state"] == "failed"
+    assert run["reason"] == "raw lines are missing, because they could not be written: No space left on device"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -156,3 +157,40 @@ def test_a_damaged_zip_is_named(tmp_path: Path) -> None:
     (tmp_path / "a-1.zip").write_bytes(b"PK\x03\x04 broken")
     with pytest.raises(ConfigurationError, match=r"a-1.zip is damaged .*; download it again"):
         load([tmp_path])
+
+
+def test_a_zip_file_that_is_huge_when_unpacked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = zip_folder(write_run(tmp_path / "run"), tmp_path / "run.zip")
+    for limit in ("_MOST_JSON_BYTES", "_MOST_UNPACKED_BYTES"):
+        monkeypatch.setattr(f"mlbench_core.results.load.{limit}", 1000)
+    with pytest.raises(ConfigurationError, match="bytes when unpacked, and at most 1,000 are allowed"):
+        load([archive])
+    with pytest.raises(ConfigurationError, match="bytes when unpacked, and at most 1,000 are allowed"):
+        unpack(archive, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_encrypted_or_damaged_zip_file_is_named(tmp_path: Path) -> None:
+    archive = tmp_path / "run.zip"
+    write_zip(archive, RUN, {})
+    content = archive.read_bytes()
+    # The first bit of the flags says that a file is encrypted.
+    places = [place for place in range(len(content)) if content[place : place + 4] == b"PK\x01\x02"]
+    encrypted = bytearray(content)
+    for place in places:
+        encrypted[place + 8] |= 1
+    unknown = bytearray(content)
+    for place in places:
+        unknown[place + 10] = 99
+    for changed in (encrypted, unknown):
+        archive.write_bytes(changed)
+        with pytest.raises(ConfigurationError, match=r"run\.zip is damaged"):
+            load([archive])
+
+
+def test_json_files_that_are_not_results_are_skipped(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "deep.json").write_text(100_000 * "[")
+    (tmp_path / "big.json").touch()
+    os.truncate(tmp_path / "big.json", 1 << 40)
+    assert [record.name for record in load([tmp_path])] == ["run"]

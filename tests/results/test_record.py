@@ -10,6 +10,7 @@ import pytest
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.evaluation.goals import time_to_accuracy_goal
+from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.folder import lines_path, read_result
 from mlbench_core.results.lines import LinesSink
 from mlbench_core.results.record import PHASES, RunRecord, goal_text
@@ -71,7 +72,7 @@ def test_a_curve_has_the_values_of_rank_0_with_the_bytes_of_all_workers(tmp_path
 
 def test_a_curve_of_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", workers=1, accuracies=(1.0, 2.0), finish=False)
-    sink = LinesSink(lines_path(folder, 0), 0, "run", {"workers": 1})
+    sink = LinesSink(lines_path(folder, 0), 0, "run", Configuration(workers=1).to_dict())
     sink.event("start", {"resumed": True, "epoch": 1, "step": 10})
     sink.record(str(GOAL["metric"]), 5.0, 1, 20, 100.0)
     sink.event("epoch", {"epoch": 1, "step": 20, "time_s": 100.0, "totals": totals(20.0, 0, 20)})

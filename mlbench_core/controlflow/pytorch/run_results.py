@@ -11,6 +11,7 @@ hosts that do not share the folder with rank 0 send their lines to it::
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -26,7 +27,8 @@ import torch.distributed as dist
 
 from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.distributed.pytorch.process_groups import get_backend_tensor, is_distributed
-from mlbench_core.errors import MLBenchError
+from mlbench_core.errors import ConfigurationError, MLBenchError
+from mlbench_core.files import lock
 from mlbench_core.results.configuration import Configuration, goal_of
 from mlbench_core.results.environment import describe_environment
 from mlbench_core.results.folder import finish_folder, lines_path, prepare_folder, write_environment
@@ -72,6 +74,9 @@ class RunResults:
             :func:`~mlbench_core.results.environment.describe_environment`; used on rank 0.
         resume: True to continue the run in this folder.
 
+    Raises:
+        ConfigurationError: Another run writes to this folder at the moment.
+
     Attributes:
         sink: Writes the raw lines of this worker.
         result: On rank 0, the content of ``result.json`` after the end; None before and on other ranks.
@@ -103,7 +108,9 @@ class RunResults:
         self.result: dict[str, Any] | None = None
         self._run_id = run_id
         self._rank = rank
+        self._claimed = contextlib.ExitStack()
         if rank == 0:
+            self._claim()
             prepare_folder(folder, resume=resume)
             write_environment(folder, environment or {})
         self._sharing = self._who_shares_the_folder()
@@ -130,8 +137,22 @@ class RunResults:
         # The training is done or has failed for another reason; a full disk must not replace that.
         except (OSError, ValueError, RuntimeError, MLBenchError) as problem:
             logger.error("the result in %s is incomplete: %s: %s", self.folder, type(problem).__name__, problem)
+        finally:
+            self._claimed.close()
         if self.result is not None:
             self._send(self.result)
+
+    def _claim(self) -> None:
+        """Keep other runs out of the folder until this one ends: the lines of two runs must not be mixed."""
+        try:
+            self._claimed.enter_context(lock(self.folder / ".lock", wait=False))
+        except TimeoutError as error:
+            raise ConfigurationError(
+                f"the result folder must belong to one run at a time, and another run is writing to {self.folder}: "
+                "give another --run_id, or wait until it has ended"
+            ) from error
+        except NotImplementedError:
+            logger.debug("%s is on a file system without locks", self.folder)
 
     def _who_shares_the_folder(self) -> list[bool]:
         """Return for each rank if its folder is that of rank 0, the same on all workers."""
