@@ -282,14 +282,14 @@ def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
         if value is not None and (value <= goal["threshold"] if goal["minimize"] else value >= goal["threshold"]):
             if not goal["reached"]:
                 return [f"{goal['metric']} reached the goal at step {line['step']}, but the result says it did not"]
-            if line["step"] != goal["step"] or value != goal["value"]:
+            if (line["step"], line["epoch"] + 1, value) != (goal["step"], goal["epochs"], goal["value"]):
                 return [f"the goal was reached at step {line['step']} with {value}, not as the result says"]
             return []
     return ["the result says that the goal was reached, but no statistic reached it"] if goal["reached"] else []
 
 
 def _check_times(lines: RawLines) -> list[str]:
-    """Check that times only grow, and that the steps of a worker take no longer than its training."""
+    """Check that times only grow, that steps take no longer than the training, and that the goal's time is that."""
     problems: dict[str, None] = {}
     last: dict[int, float] = {}
     for line in lines:
@@ -306,6 +306,9 @@ def _check_times(lines: RawLines) -> list[str]:
         if steps_s > train_s * 1.01 + 0.001:
             problems[f"the steps of rank {rank} take {steps_s:.3f} s of {train_s:.3f} s of training"] = None
         last[rank] = train_s
+        to_goal_s = line.get("time_to_goal_s", train_s)
+        if abs(to_goal_s - train_s) > train_s * 0.01 + 0.001:
+            problems[f"rank {rank} reached the goal in {to_goal_s:.3f} s, but had trained {train_s:.3f} s"] = None
     return list(problems)
 
 

@@ -58,7 +58,13 @@ def load(paths: Iterable[str | os.PathLike[str]], *, empty_is_error: bool = True
                 f"no result in {path}: name a result folder, or a file of 'mlbench run --wait' or 'mlbench download'"
             )
         for record in found:
-            key = json.dumps(dataclasses.replace(record, source="", folder=None).as_json(), sort_keys=True, default=str)
+            try:
+                without_place = dataclasses.replace(record, source="", folder=None).as_json()
+                key = json.dumps(without_place, sort_keys=True, default=str)
+            except RecursionError as error:
+                raise ConfigurationError(
+                    f"{record.source} must not be nested hundreds of levels deep: remove it"
+                ) from error
             if key not in records or record.folder is not None:
                 records[key] = record
     return sorted(records.values(), key=lambda record: (record.workers or 0, record.name))

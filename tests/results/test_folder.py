@@ -312,3 +312,22 @@ def test_a_run_that_lost_lines_on_a_full_disk_does_not_count_as_finished(
     run = finish_folder(tmp_path)["run"]
     assert run["state"] == "failed"
     assert run["reason"] == "raw lines are missing, because they could not be written: No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("change_goal", "problem"),
+    [
+        ({"time_to_goal_s": 1.0}, "rank 0 reached the goal in 1.000 s, but had trained 30.000 s"),
+        ({"epoch": 0}, "the goal was reached at step 30 with 90.0, not as the result says"),
+    ],
+)
+def test_a_forged_goal_is_found_though_all_checksums_are_right(
+    tmp_path: Path, change_goal: dict[str, Any], problem: str
+) -> None:
+    folder = write_run(tmp_path / "run", workers=1)
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    changed = [{**line, **change_goal} if line["kind"] == "goal" else line for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in changed))
+    finish_folder(folder)
+    assert verify_folder(folder) == [problem]

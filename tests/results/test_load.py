@@ -14,7 +14,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.folder import FILES
 from mlbench_core.results.load import load, save, unpack
 from tests.cli.fake_master import entry
-from tests.results.helpers import set_in, write_run
+from tests.results.helpers import change, set_in, write_run
 from tests.results.test_record import metrics_of, reached
 
 RUN = {"name": "demo-2", "num_workers": 2, "state": "finished"}
@@ -194,3 +194,10 @@ def test_json_files_that_are_not_results_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "big.json").touch()
     os.truncate(tmp_path / "big.json", 1 << 40)
     assert [record.name for record in load([tmp_path])] == ["run"]
+
+
+def test_a_result_that_is_nested_deeply_is_one_message(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    change(folder / "result.json", '"options": {}', '"options": {"x": ' + 900 * "[" + 900 * "]" + "}")
+    with pytest.raises(ConfigurationError, match="run must not be nested hundreds of levels deep"):
+        load([folder])

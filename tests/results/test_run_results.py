@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlbench_core.controlflow.pytorch.run_results import RunResults
+from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.folder import RESULT, read_result, verify_folder
 from mlbench_core.results.lines import read_lines
@@ -91,3 +92,15 @@ def test_the_example_of_the_documentation_leaves_a_folder(tmp_path: Path, monkey
     assert verify_folder(folder) == []
     result = read_result(folder)
     assert (result["goal"]["reached"], result["goal"]["epochs"], result["samples"]) == (True, 2, 64)
+
+
+def test_two_runs_never_write_to_one_folder(tmp_path: Path) -> None:
+    with RunResults(tmp_path / "run", Configuration(workers=1), "7") as results:
+        with Tracker([], "7", 0, sinks=[results.sink]) as tracker:
+            tracker.start()
+        with pytest.raises(ConfigurationError, match=r"another run is writing to .*run: give another --run_id"):
+            RunResults(tmp_path / "run", Configuration(workers=1), "8")
+    assert verify_folder(tmp_path / "run") == []
+    with RunResults(tmp_path / "run", Configuration(workers=1), "8"):
+        pass
+    assert read_result(tmp_path / "run" / "earlier-1")["run"]["id"] == "7"
