@@ -70,9 +70,11 @@ _VARIABLES = {
     *("LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_CONF", "NVIDIA_TF32_OVERRIDE", "PYTHONHASHSEED"),
 }
 
-_SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|(?<!BY)PASS|PWD|CREDENTIAL|AUTH", re.IGNORECASE)
 # A word of the name must end so: --api-key and --apikey match, --max-tokens and --tokenizer do not.
-_SECRET_NAME = r"[\w.+-]*(?:token|key|secret|password|passwd|passphrase|credentials?|auth)(?![a-z0-9])[\w.-]*"
+_SECRET_NAME = (
+    r"[\w.+-]*(?:token|key|secret|password|passwd|passphrase|(?<!by)pass|pwd|credentials?|auth)(?![a-z0-9])[\w.-]*"
+)
 # A flag such as --no-token has no value.
 _SECRET_OPTION = re.compile(f"(?!--no-)-{_SECRET_NAME}", re.IGNORECASE)
 # Also within a command that is one argument.
@@ -82,6 +84,8 @@ _SECRET_SETTING = re.compile(
 # Up to the last @, because a password may contain one.
 _URL_USER = re.compile(r"(?<=://)\S*@")
 _URL_PARAMETER = re.compile(r"([?&;#][^=&;#\s]*=)[^&;#\s]*")
+# A header such as "X-Api-Key: abc", or an entry of a JSON text.
+_SECRET_ENTRY = re.compile(rf"(?<![\w.+-])({_SECRET_NAME}(?:[\"']\s*:\s*|:\s+)[\"']?)[^\s\"',}}]+", re.IGNORECASE)
 _BEARER = re.compile(r"(?<=\bbearer )\S+", re.IGNORECASE)
 _MASK = "***"
 
@@ -348,8 +352,9 @@ def _mask(text: str) -> str:
     def parameter(found: re.Match[str]) -> str:
         return f"{found[1]}{_MASK}" if _SECRET_VARIABLE.search(found[1]) else found[0]
 
-    text = _SECRET_SETTING.sub(rf"\1{_MASK}", _text(text))
-    return _URL_PARAMETER.sub(parameter, _BEARER.sub(_MASK, _URL_USER.sub(f"{_MASK}@", text)))
+    text = _BEARER.sub(_MASK, _SECRET_SETTING.sub(rf"\1{_MASK}", _text(text)))
+    text = _SECRET_ENTRY.sub(rf"\1{_MASK}", text)
+    return _URL_PARAMETER.sub(parameter, _URL_USER.sub(f"{_MASK}@", text))
 
 
 def _describe_files(paths: Iterable[Path]) -> tuple[list[dict[str, Any]], int]:

@@ -306,6 +306,8 @@ def _check_times(lines: RawLines) -> list[str]:
         if steps_s > train_s * 1.01 + 0.001:
             problems[f"the steps of rank {rank} take {steps_s:.3f} s of {train_s:.3f} s of training"] = None
         last[rank] = train_s
+        if negative := [name for name, value in totals.items() if name != "steps_s" and value < 0]:
+            problems[f"totals of rank {rank} are negative: {', '.join(negative)}"] = None
         to_goal_s = line.get("time_to_goal_s", train_s)
         if abs(to_goal_s - train_s) > train_s * 0.01 + 0.001:
             problems[f"rank {rank} reached the goal in {to_goal_s:.3f} s, but had trained {train_s:.3f} s"] = None

@@ -39,6 +39,8 @@ _MOST_PENDING = 5000
 _WRITE_EVERY_S = 10.0
 # The longest line of a run, its end, has some kilobytes. A longer one is not ours, and may not fit into memory.
 _MOST_LINE_BYTES = 4 << 20
+# Larger integers are not exact as floats.
+_MOST_STEPS = 1 << 53
 
 
 class LinesSink:
@@ -217,7 +219,11 @@ def _is_sound(line: Mapping[str, Any]) -> bool:
         isinstance(line.get("name"), str) and line.keys() >= {"epoch", "step", "time_s"}
     ):
         return False
-    if any(type(line.get(name, 0)) is not int for name in ("epoch", "step")) or not _is_number(line.get("time_s", 0.0)):
+    if any(
+        type(line.get(name, 0)) is not int or not 0 <= line.get(name, 0) < _MOST_STEPS for name in ("epoch", "step")
+    ):
+        return False
+    if not all(_is_number(line.get(name, 0.0)) for name in ("time_s", "time_to_goal_s")):
         return False
     totals = line.get("totals", {})
     steps_s = totals.get("steps_s", {}) if isinstance(totals, dict) else None

@@ -264,7 +264,8 @@ def number(*values: object) -> float | None:
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             try:
                 found = float(value)
-            except ValueError:
+            # An integer of hundreds of digits is no float.
+            except (ValueError, OverflowError):
                 continue
             if math.isfinite(found):
                 return found

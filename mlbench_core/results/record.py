@@ -190,6 +190,9 @@ class RunRecord:
         if not at.get("communication_total_s") and at.get("communication_s"):
             exposed_s = hidden_s = None
         configuration = dict(result.get("configuration") or {})
+        if (workers := number(configuration.get("workers"))) is not None:
+            # In JSON, 2.0 is an integer, too.
+            configuration["workers"] = int(workers)
         if goal and not configuration.get("goal"):
             configuration["goal"] = {name: goal.get(name) for name in ("metric", "threshold", "minimize")}
         return cls(

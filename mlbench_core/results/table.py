@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ RATIOS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Factors of the best time at which performance profiles are given."""
 
 _MEGA = 1e6
+# All except tab and line feed: a name with such characters could change the reader's terminal.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -388,6 +391,8 @@ def cell(column: Column, value: Any) -> str:
 
 def safe_cell(value: Any) -> Any:
     """Return a value for a CSV file that people may open in a spreadsheet."""
+    if isinstance(value, str):
+        value = _CONTROL.sub("", value)
     # A spreadsheet would run a text that begins with one of these as a formula.
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
 
@@ -406,4 +411,4 @@ def escape(text: str) -> str:
     """Escape the characters of a text that Markdown or HTML would interpret."""
     for character in "\\|`*_<>[]":
         text = text.replace(character, f"\\{character}")
-    return " ".join(text.split())
+    return _CONTROL.sub("", " ".join(text.split()))

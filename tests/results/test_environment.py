@@ -192,7 +192,8 @@ def test_no_secret_gets_into_the_description(patch: pytest.MonkeyPatch, no_packa
         "MLBENCH_TOKEN": secret, "MLBENCH_MASTER_KEY": secret, "NCCL_DB_PASSWORD": secret, "AWS_ACCESS": secret,
         "MLBENCH_DATABASE_URL": f"postgresql://me:{secret}@host/db", "OMP_NUM_THREADS": "3",
         "MLBENCH_MASTER_URL": f"http://host/?token={secret}&page=2#key={secret}", "SLURM_JOB_ACCOUNT": secret,
-        "TORCH_LOGS": "\udcff",
+        "TORCH_LOGS": "\udcff", "MLBENCH_PWD": secret, "NCCL_BYPASS": "1",
+        "MLBENCH_SETTINGS": f'{{"lr": 1, "api_token": "{secret}", "key":"{secret}", "epochs": 3}}',
     }  # fmt: skip
     for name, value in variables.items():
         patch.setenv(name, value)
@@ -201,7 +202,7 @@ def test_no_secret_gets_into_the_description(patch: pytest.MonkeyPatch, no_packa
         f"db.password={secret}", f"http://me:a@{secret}@host",
         f"sh -c 'run --auth-token \"{secret} {secret}\" --epochs 3'",
         f"Authorization: Bearer {secret}", "--max-tokens", "512", "--tokenizer", "bpe", "--no-token", "8080", "\udcff",
-        "--password", "--" + secret, "--no-secret", "--key", "--key", "x",
+        "--password", "--" + secret, "--no-secret", "--key", "--key", "x", f"X-Api-Key: {secret}", "--db-pass", secret,
     ])  # fmt: skip
     found = describe_environment()
     assert secret not in json.dumps(found, ensure_ascii=False).encode().decode()
@@ -209,10 +210,12 @@ def test_no_secret_gets_into_the_description(patch: pytest.MonkeyPatch, no_packa
         "python", "main.py", "--token", "***", "--api-key=***", "-x", "MLBENCH_TOKEN=***", "--lr", "0.1",
         "db.password=***", "http://***@host", "sh -c 'run --auth-token *** --epochs 3'",
         "Authorization: Bearer ***", "--max-tokens", "512", "--tokenizer", "bpe", "--no-token", "8080", "?",
-        "--password", "***", "--no-secret", "--key", "***", "x",
+        "--password", "***", "--no-secret", "--key", "***", "x", "X-Api-Key: ***", "--db-pass", "***",
     ]  # fmt: skip
     assert {name: found["variables"].get(name) for name in variables} == {
-        **dict.fromkeys(variables), "MLBENCH_DATABASE_URL": "postgresql://***@host/db", "OMP_NUM_THREADS": "3",
+        **dict.fromkeys(variables), "NCCL_BYPASS": "1",
+        "MLBENCH_SETTINGS": '{"lr": 1, "api_token": "***", "key":"***", "epochs": 3}',
+        "MLBENCH_DATABASE_URL": "postgresql://***@host/db", "OMP_NUM_THREADS": "3",
         "MLBENCH_MASTER_URL": "http://host/?token=***&page=2#key=***", "TORCH_LOGS": "?",
     }  # fmt: skip
 

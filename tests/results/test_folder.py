@@ -258,7 +258,8 @@ def test_every_file_needs_a_checksum(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        '"epoch":"x"', '"step":1.5', '"time_s":NaN', '"totals":[]', '"totals":{"train_s":"1"}', '"rank":-1',
+        '"epoch":"x"', '"step":-1', '"epoch":' + 20 * "9", '"step":1.5', '"time_s":NaN', '"totals":[]',
+        '"totals":{"train_s":"1"}', '"rank":-1',
         '"totals":{"train_s":1' + 400 * "0" + "}", '"totals":{"steps_s":{"agg":null}}', '"kind":"stat"',
     ],
 )  # fmt: skip
@@ -318,6 +319,7 @@ def test_a_run_that_lost_lines_on_a_full_disk_does_not_count_as_finished(
     ("change_goal", "problem"),
     [
         ({"time_to_goal_s": 1.0}, "rank 0 reached the goal in 1.000 s, but had trained 30.000 s"),
+        ({"totals": {**totals(30.0), "tokens": -1}}, "totals of rank 0 are negative: tokens"),
         ({"epoch": 0}, "the goal was reached at step 30 with 90.0, not as the result says"),
     ],
 )

@@ -201,3 +201,13 @@ def test_a_result_that_is_nested_deeply_is_one_message(tmp_path: Path) -> None:
     change(folder / "result.json", '"options": {}', '"options": {"x": ' + 900 * "[" + 900 * "]" + "}")
     with pytest.raises(ConfigurationError, match="run must not be nested hundreds of levels deep"):
         load([folder])
+
+
+def test_an_absurd_number_of_workers_is_refused_and_a_whole_float_accepted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", workers=2)
+    set_in(folder / "result.json", 2.0, "configuration", "workers")
+    (record,) = load([folder])
+    assert type(record.workers) is int
+    set_in(folder / "result.json", 10**400, "configuration", "workers")
+    with pytest.raises(ConfigurationError, match=r"configuration\.workers must be smaller than or equal to 1000000"):
+        load([folder])

@@ -16,7 +16,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.pool import pool
 from mlbench_core.results.record import RunRecord
 from mlbench_core.results.stats import welch_test
-from mlbench_core.results.table import COLUMNS, RATIOS, Column, Comparison, cell, compare_groups
+from mlbench_core.results.table import COLUMNS, RATIOS, Column, Comparison, cell, compare_groups, safe_cell
 from tests.results.test_pool import GOAL, a_record
 
 
@@ -183,3 +183,10 @@ def test_cells() -> None:
     assert cell(Column("x", "X", 2), None) == "-"
     assert cell(Column("x", "X", 1), 1234.56) == "1,234.6"
     assert cell(Column("p", "P", 4), 3e-7) == "< 0.0001"
+
+
+def test_no_control_character_gets_into_a_table() -> None:
+    comparison = compare(repeats([10.0]), repeats([5.0], algorithm="\x1b[31mred\x9b\r"))
+    assert "\x1b" not in comparison.as_csv() + comparison.as_markdown()
+    assert comparison.as_csv().splitlines()[1].startswith("[31mred,")
+    assert safe_cell("\x1b=1+1") == "'=1+1"
