@@ -302,8 +302,10 @@ def _check_times(lines: RawLines) -> list[str]:
         train_s, steps_s = totals.get("train_s", 0.0), sum(totals.get("steps_s", {}).values())
         if train_s < last.get(rank, 0.0):
             problems[f"the training time of rank {rank} becomes smaller"] = None
-        # 1 % and 1 ms allow for the rounding of CUDA events.
-        if steps_s > train_s * 1.01 + 0.001:
+        # A failure inside a batch: its steps count, but the batch does not, because it never ended. 1 % and 1 ms allow
+        # for the rounding of CUDA events.
+        is_interrupted = line["kind"] == "end" and line.get("state") == "failed"
+        if not is_interrupted and steps_s > train_s * 1.01 + 0.001:
             problems[f"the steps of rank {rank} take {steps_s:.3f} s of {train_s:.3f} s of training"] = None
         last[rank] = train_s
         if negative := [name for name, value in totals.items() if name != "steps_s" and value < 0]:

@@ -23,6 +23,8 @@ from mlbench_core.results.folder import (
     verify_folder,
 )
 from mlbench_core.results.lines import LinesSink, read_lines, statistics
+from mlbench_core.results.load import load
+from mlbench_core.results.rules import check_rules
 from mlbench_core.results.schema import check_result
 from tests.results.helpers import GOAL, change, set_in, totals, write_run
 
@@ -333,3 +335,16 @@ def test_a_forged_goal_is_found_though_all_checksums_are_right(
     path.write_text("".join(json.dumps(line) + "\n" for line in changed))
     finish_folder(folder)
     assert verify_folder(folder) == [problem]
+
+
+def test_a_failure_inside_a_batch_is_no_contradiction(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", workers=1, epochs=1, finish=False)
+    sink = LinesSink(folder / "metrics.rank-0.jsonl", 0, "run", Configuration(workers=1).to_dict())
+    steps_s = {"fwd_pass": 6.0, "agg": 5.0}
+    now = totals(10.0, batches=10, compute_s=6.0, communication_s=5.0, steps_s=steps_s)
+    sink.event("start", {"resumed": True, "epoch": 1, "step": 10})
+    sink.event("end", {"time_s": 12.0, "totals": now, "epochs": 1})
+    sink.finish("failed", "RuntimeError: Connection closed by peer")
+    finish_folder(folder)
+    assert verify_folder(folder) == []
+    assert not [finding for finding in check_rules(load([folder])) if "phases" in finding.reason]
