@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -104,3 +106,15 @@ def test_two_runs_never_write_to_one_folder(tmp_path: Path) -> None:
     with RunResults(tmp_path / "run", Configuration(workers=1), "8"):
         pass
     assert read_result(tmp_path / "run" / "earlier-1")["run"]["id"] == "7"
+
+
+def test_a_folder_without_space_is_one_message_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigurationError, match=r"run is not \(No space left on device\): choose another"):
+        RunResults(tmp_path / "run", Configuration(workers=1), "7")
+    assert list((tmp_path / "run").glob("environment*")) == []

@@ -75,7 +75,7 @@ class RunResults:
         resume: True to continue the run in this folder.
 
     Raises:
-        ConfigurationError: Another run writes to this folder at the moment.
+        ConfigurationError: Another run writes to this folder at the moment, or it cannot be written to.
 
     Attributes:
         sink: Writes the raw lines of this worker.
@@ -110,9 +110,15 @@ class RunResults:
         self._rank = rank
         self._claimed = contextlib.ExitStack()
         if rank == 0:
-            self._claim()
-            prepare_folder(folder, resume=resume)
-            write_environment(folder, environment or {})
+            try:
+                self._claim()
+                prepare_folder(folder, resume=resume)
+                write_environment(folder, environment or {})
+            except OSError as error:
+                raise ConfigurationError(
+                    f"the result folder must be on a disk with space and be writable, but {folder} is not "
+                    f"({error.strerror or error}): choose another --root-output"
+                ) from error
         self._sharing = self._who_shares_the_folder()
         path = lines_path(folder, rank)
         if not self._sharing[rank] and not resume and path.exists():
