@@ -137,6 +137,52 @@ def test_a_worker_that_fails_ends_the_others(client: TestClient, script: Path, t
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        ("os.kill(os.getpid(), 9)", "worker 1 died: signal 9 (SIGKILL)"),
+        ("ctypes.string_at(0)", "worker 1 died: signal 11 (SIGSEGV)"),
+        ("sys.exit(3)", "worker 1 failed: exit status 3"),
+        ("sys.exit(1)", "worker 1 failed: exit status 1"),
+        ("sys.exit('no data')", "worker 1 failed: exit status 1"),
+        ("int('x')", "worker 1 failed: exit status 1: ValueError: invalid literal for int() with base 10: 'x'"),
+        # The later of two chained exceptions ended the worker; only the first line of its message is shown.
+        ("{}['a']", "worker 1 failed: exit status 1: KeyError: 'a'"),
+        ("exec(')')", "worker 1 failed: exit status 1: SyntaxError: unmatched ')'"),
+        ("raise RuntimeError('one\\n\\ntwo')", "worker 1 failed: exit status 1: RuntimeError: one"),
+        ("raise KeyError('x' * 400)", f"worker 1 failed: exit status 1: KeyError: '{'x' * 289}"),
+        ("traceback.print_exc(); sys.exit(4)", "worker 1 failed: exit status 4"),
+    ],
+)  # fmt: skip
+def test_the_reason_says_which_rank_failed_and_how(tmp_path: Path, ending: str, reason: str) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import ctypes, os, sys, time, traceback\n"
+        "if os.environ['RANK'] != '1': time.sleep(100)\n"
+        "try:\n    raise OSError('before')\nexcept OSError as error:\n"
+        "    print('  File \"not an error\"')\n    print('ValueError: of stdout')\n"
+        f"    {ending}\n"
+    )
+    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
+    job = launcher.start(Job(run_id=1, name="a", command=str(script), num_workers=2))
+    status = wait_for(lambda: None if launcher.poll(job).state == "running" else launcher.poll(job))
+    assert (status.state, status.reason) == ("failed", reason)
+
+
+def test_the_reason_has_no_prefix_of_torch(tmp_path: Path) -> None:
+    """After init_process_group, torch writes the rank before each line of an uncaught exception."""
+    script = tmp_path / "fails.py"
+    trace = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n    ^^^\nValueError: bad\n'
+    lines = "".join(f"[rank1]: {line}\n" for line in trace.splitlines())
+    script.write_text(
+        f"import os, sys\nsys.stderr.write({lines!r} + '[W1 c10d.cpp:1] Warning: late\\n')\nos._exit(1)\n"
+    )
+    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
+    job = launcher.start(Job(run_id=1, name="a", command=str(script), num_workers=1))
+    status = wait_for(lambda: None if launcher.poll(job).state == "running" else launcher.poll(job))
+    assert status.reason == "worker 0 failed: exit status 1: ValueError: bad"
+
+
 def test_a_custom_backend_may_start_the_command_once(client: TestClient, tmp_path: Path) -> None:
     """Without run_all_nodes the first worker starts the others, with an mpirun of its own for example."""
     own = tmp_path / "own.py"
