@@ -166,7 +166,8 @@ class RunIn(_Body):
         custom_backend: Name of a custom backend.
         run_all_nodes: True if every worker runs the command. With False and a custom backend, only the first one does,
             and starts the others itself.
-        gpu_enabled: True if the workers use GPUs: the command gets ``--gpu``.
+        gpu_enabled: True if the workers use GPUs: the command gets ``--gpu``, and each worker a GPU of its own. More
+            workers than GPUs are refused.
         light_target: True for the light goal of the task: the command gets ``--light``.
         exclusive: True to run it alone: it starts when no other run is running, and no other run starts until it ends.
     """

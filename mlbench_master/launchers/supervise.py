@@ -47,10 +47,13 @@ _DISK_PAUSE_S = 0.25
 _PR_SET_CHILD_SUBREAPER = 36
 _MPIRUN_FAILURE = re.compile(r"process rank (\d+) with PID|^\s*Process name: \[.*,(\d+)\]\s*$")
 _SHELL_SIGNAL = 128  # mpirun and shells report a signal as 128 plus its number
-_EXCEPTION_STATUS = 1  # of a Python program that an exception ends
+# Of a Python program that an exception or argparse ends; another status belongs to a program that has chosen it.
+_PYTHON_STATUSES = (1, 2)
+# The form of argparse, in which the tasks report errors of the user and of the network.
+_ERROR_LINE = re.compile(r"[\w.-]+: error: ")
 # torch writes the rank before each line of a traceback, once the process group is open.
 _TORCH_PREFIX = re.compile(r"\[rank\d+\]: ?")
-_LONGEST_EXCEPTION = 300
+_LONGEST_ERROR = 300
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -103,7 +106,7 @@ class _Supervisor:
         self._failed_rank: int | None = None
         self._failed_to_start = ""
         self._in_traceback: set[int | None] = set()  # ranks of which the next lines belong to a traceback
-        self._exceptions: dict[int | None, str] = {}  # the last line of the latest traceback, by rank
+        self._errors: dict[int | None, str] = {}  # the latest exception or error message, by rank
         self._readers: list[threading.Thread] = []
 
     def run(self) -> None:
@@ -152,9 +155,8 @@ class _Supervisor:
         by_mpirun = self._failed_rank is not None and self._commands[0]["rank"] is None
         by_signal = by_mpirun and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
         reason = describe_exit(self._failed_rank, _SHELL_SIGNAL - returncode if by_signal else returncode)
-        # Another status belongs to a program that has handled the exception and chosen its status.
-        exception = self._exceptions.get(self._failed_rank, "") if returncode == _EXCEPTION_STATUS else ""
-        return f"{reason}: {exception}" if exception else reason
+        error = self._errors.get(self._failed_rank, "") if returncode in _PYTHON_STATUSES else ""
+        return f"{reason}: {error}" if error else reason
 
     def _reserve_status(self) -> None:
         with contextlib.suppress(OSError):
@@ -242,16 +244,16 @@ class _Supervisor:
                     self._failed_rank = int(failure[1] or failure[2])
 
     def _write_line(self, rank: int | None, stream: str, text: str) -> None:
-        """Log a line of a worker; the line after a traceback's frames is the exception, which may end the worker."""
+        """Log a line of a worker; the line after a traceback's frames is the exception, which may have ended it."""
         self._log.write(rank, stream, text)
         if stream != "stderr":
             return
         line = _TORCH_PREFIX.sub("", text, count=1)
         if line.startswith('  File "'):
             self._in_traceback.add(rank)
-        elif rank in self._in_traceback and line.strip() and not line.startswith(" "):
+        elif _ERROR_LINE.match(line) or (rank in self._in_traceback and line.strip() and not line.startswith(" ")):
             self._in_traceback.discard(rank)
-            self._exceptions[rank] = line[:_LONGEST_EXCEPTION]
+            self._errors[rank] = line[:_LONGEST_ERROR]
 
 
 if __name__ == "__main__":

@@ -200,6 +200,23 @@ def test_wishes_are_honored_or_refused_never_ignored(client: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        ((), "gpu_enabled: must be false, not true: the idle launcher found no GPU on this machine; leave it out"),
+        (("0", "1"), "num_workers: must be at most 2 with gpu_enabled, not 3: each worker needs a GPU of its own"),
+    ],
+)
+def test_a_run_that_needs_more_gpus_than_there_are_is_refused(
+    client: Any, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(IdleLauncher, "gpus", gpus)
+    body = {"name": "wish", "num_workers": 3, "command": "sleep 1", "gpu_enabled": True}
+    refused = client.post("/api/runs/", json=body)
+    assert refused.status_code == 400 and refused.json()["message"].startswith(message)
+    assert client.post("/api/runs/", json={**body, "gpu_enabled": False}).status_code == 201
+
+
 def test_refused_runs_say_which_field(client: Any, run: dict[str, Any]) -> None:
     good = {"name": "good", "num_workers": 1, "command": "sleep 1"}
     for change, status, word in (
