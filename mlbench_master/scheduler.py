@@ -66,7 +66,7 @@ class Scheduler:
         poll_s: Seconds between two polls.
         lease: The right to look after the runs of the database, which must be acquired; None if no other master can
             use the database.
-        patience_s: Seconds after which a waiting run comes before all smaller ones.
+        patience_s: Seconds after which a waiting run comes before all younger ones.
     """
 
     def __init__(
