@@ -76,6 +76,7 @@ class Scheduler:
         self._lease = lease
         # Reentrant, because an exception while a run starts ends it.
         self._lock = threading.RLock()
+        self.has_runs = True  # at the last poll, waiting or running; True while it is unknown
         self._stopping: set[int] = set()  # runs that stop_run is ending, so that no poll records another reason
         self._wake = threading.Event()
         self._closed = False
@@ -147,7 +148,9 @@ class Scheduler:
         running = [run for run in self._store.runs("started") if self._goes_on(self._watch, run)]
         with self._lock:
             used = sum(_cores(run) for run in running)
-            for run in sorted(self._store.runs("initialized"), key=lambda run: (_cores(run), run.id)):
+            waiting = self._store.runs("initialized")
+            self.has_runs = bool(running or waiting)
+            for run in sorted(waiting, key=lambda run: (_cores(run), run.id)):
                 fits = used + _cores(run) <= self._launcher.capacity
                 # Runs on one machine share its memory bandwidth and its network, so a run that is to be measured runs
                 # alone. While it waits its turn, the runs after it wait, too.
@@ -167,8 +170,11 @@ class Scheduler:
                 # A master that was stopped for a while must not touch the runs of its successor.
                 if self.is_in_charge:
                     self.tick()
+                else:
+                    self.has_runs = False
                 known = ""
             except Exception as error:  # the thread must outlive an unreachable database
+                self.has_runs = True
                 # Once and not four times a second, which would fill the disk.
                 if known != repr(error):
                     known = repr(error)

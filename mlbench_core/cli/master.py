@@ -55,6 +55,12 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--key", type=_FILE, help="Private key (PEM) of the certificate, if its file does not hold it.")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for database and logs.")
 @click.option("--launcher", type=click.Choice(LAUNCHERS), default="local", show_default=True, help="What starts runs.")
+@click.option(
+    "--end-when-idle",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="End after this time without a run, waiting or running, and without a request (default: never).",
+)
 @click.option("--stop", "stop", is_flag=True, help="Stop the master that runs on this machine.")
 @click.pass_context
 def master(
@@ -70,6 +76,7 @@ def master(
     database_url: str | None,
     data_dir: Path | None,
     launcher: str,
+    end_when_idle: float | None,
 ) -> None:
     """Start the master in the foreground, or stop the one that 'mlbench run' started.
 
@@ -106,7 +113,8 @@ def master(
         remember_master(url, os.getpid(), access.token, access.key)
 
     try:
-        serve(Listen(host, port, certificate, key), token, started, no_token, database_url, data_dir, launcher)
+        listen = Listen(host, port, certificate, key)
+        serve(listen, token, started, no_token, database_url, data_dir, launcher, end_when_idle)
     finally:
         forget_master(os.getpid())
 
