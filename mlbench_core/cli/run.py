@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from mlbench_core.cli import _embedded, _follow, _wait
 from mlbench_core.cli._client import MasterClient
@@ -38,6 +39,9 @@ class _TaskType(click.ParamType):
             return get_task(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(key, help=task.title) for key, task in TASKS.items() if key.startswith(incomplete)]
 
 
 class _Cores(click.FloatRange):

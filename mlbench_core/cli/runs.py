@@ -25,6 +25,7 @@ from mlbench_core.cli._output import (
     print_table,
     remark,
 )
+from mlbench_core.cli.completion import complete_runs
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.files import replacing
 
@@ -37,7 +38,7 @@ _METRIC_NAME = re.compile(r"(?:train_|val_)?(?:global_)?(.*?)(?: @ \d+)?", re.DO
 
 
 @click.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_runs)
 @click.option(
     "--metric", "-m", metavar="M", help="Show every value of this metric, for example 'Prec@1' or 'val_loss @ 0'."
 )
@@ -113,7 +114,7 @@ def _cell(value: object) -> str:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_runs)
 @click.option("--follow", "-f", is_flag=True, help="Continue until the run has ended.")
 @dashboard_option
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per line.")
@@ -135,7 +136,7 @@ def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool) -> N
 
 
 @click.command()
-@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_runs)
 @dashboard_option
 def stop(names: tuple[str, ...], dashboard_url: str | None) -> None:
     """Stop the runs NAME... and keep their metrics."""
@@ -150,7 +151,7 @@ def stop(names: tuple[str, ...], dashboard_url: str | None) -> None:
 
 
 @click.command()
-@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_runs)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @dashboard_option
 def delete(names: tuple[str, ...], yes: bool, dashboard_url: str | None) -> None:
@@ -179,7 +180,7 @@ def _confirmed(names: Sequence[str]) -> bool:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_runs)
 @click.option(
     "--output",
     "-o",
