@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from mlbench_core.cli._client import FINAL_STATES, MasterClient
@@ -25,11 +27,15 @@ LOST_MASTER_S = 120.0
 
 @dataclass(frozen=True)
 class Goal:
-    """The value that a run should reach, used only for the display: the training script decides."""
+    """The value that a run should reach, used only for the display: the training script decides.
+
+    ``max_epochs`` is the number of epochs after which a run ends without it, if known.
+    """
 
     metric: str
     threshold: float | None
     minimize: bool = False
+    max_epochs: int | None = None
 
 
 @dataclass
@@ -42,6 +48,38 @@ class Progress:
     metric: str | None = None
     value: float | None = None
     goal: Goal | None = None
+    epoch_s: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Return the seconds since the run was first seen running, 0 before."""
+        if self.started_at is None:
+            return 0.0
+        return (time.monotonic() if self.ended_at is None else self.ended_at) - self.started_at
+
+    @property
+    def most_left_s(self) -> float | None:
+        """Return the seconds until the run ends if it does not reach its goal, or None if they are unknown."""
+        most = self.goal.max_epochs if self.goal else None
+        if self.state != "started" or self.epoch_s is None or most is None:
+            return None
+        return max(most - self.epochs, 0) * self.epoch_s
+
+    @property
+    def metric_text(self) -> str:
+        """Return the name and the value of the metric, with the goal if it is known."""
+        if self.value is None:
+            return "-"
+        target = f" of {self.goal.threshold:g}" if self.goal and self.goal.threshold else ""
+        return f"{self.metric} {self.value:.4g}{target}"
+
+    @property
+    def epoch_text(self) -> str:
+        """Return the number of epochs that are done, with the largest number if it is known."""
+        most = self.goal.max_epochs if self.goal else None
+        return f"{self.epochs}/{most}" if most else str(self.epochs)
 
     @property
     def fraction(self) -> float:
@@ -61,15 +99,15 @@ class Progress:
         if self.epochs:
             parts.append(f"{self.epochs} epoch{'' if self.epochs == 1 else 's'} done")
         if self.value is not None:
-            target = f" of {self.goal.threshold:g}" if self.goal and self.goal.threshold else ""
-            parts.append(f"{self.metric} {self.value:.4g}{target}")
+            parts.append(self.metric_text)
         return clean(", ".join(parts))
 
 
 def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal | None) -> list[dict[str, Any]]:
     """Watch runs until all have ended, and show their progress on standard error.
 
-    On a terminal, one line per run is updated in place. Elsewhere, a line is written when something changes.
+    On a terminal, a table with one line per run is updated in place. Elsewhere, a line is written when something
+    changes.
 
     Args:
         client: The master of the runs.
@@ -86,7 +124,7 @@ def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal
     latest = {run["id"]: dict(run) for run in runs}
     failing_since: float | None = None
     pause = threading.Event()
-    with _bars() if sys.stderr.isatty() else contextlib.nullcontext(_lines()) as show:
+    with _display() as show:
         while True:
             try:
                 for run_id, progress in watched.items():
@@ -120,7 +158,24 @@ def _update(client: MasterClient, progress: Progress, run: Mapping[str, Any]) ->
             progress.epochs = len(entries)
             with contextlib.suppress(TypeError, ValueError):
                 progress.value = float(entries[-1]["value"])
+            progress.epoch_s = _epoch_s(entries)
+        if progress.started_at is None:
+            progress.started_at = time.monotonic()
     progress.state = str(run.get("state"))
+    if progress.state in FINAL_STATES and progress.ended_at is None:
+        progress.ended_at = time.monotonic()
+
+
+def _epoch_s(entries: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the mean seconds from one entry to the next, or None if there are too few."""
+    if len(entries) < 2:
+        return None
+    try:
+        # Before version 3.11, Python did not know the letter for UTC.
+        first, last = (datetime.fromisoformat(str(entries[i]["date"]).replace("Z", "+00:00")) for i in (0, -1))
+        return (last - first).total_seconds() / (len(entries) - 1)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _metric_name(client: MasterClient, progress: Progress, run_id: int | str) -> str | None:
@@ -136,6 +191,14 @@ def _metric_name(client: MasterClient, progress: Progress, run_id: int | str) ->
 Show = Callable[[Sequence[Progress]], None]
 
 
+def _display() -> contextlib.AbstractContextManager[Show]:
+    if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        return contextlib.nullcontext(_lines())
+    from mlbench_core.cli._live import live_table
+
+    return live_table()
+
+
 def _lines() -> Show:
     """Return a display that writes a plain line for each run that has changed."""
     shown: dict[str, str] = {}
@@ -149,34 +212,3 @@ def _lines() -> Show:
                 remark(f"[{seconds(time.monotonic() - start)}] {clean(run.name)}: {text}")
 
     return show
-
-
-@contextlib.contextmanager
-def _bars() -> Iterator[Show]:
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    # markup=False, because rich would read a name with brackets as a style.
-    columns = (
-        TextColumn("{task.fields[run]}", style="bold", markup=False),
-        BarColumn(bar_width=30),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[text]}", markup=False),
-    )
-    with Bars(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(runs: Sequence[Progress]) -> None:
-            for run in runs:
-                if run.name not in tasks:
-                    tasks[run.name] = bars.add_task("", total=1.0, start=False, run=clean(run.name), text="")
-                task = tasks[run.name]
-                # A run that waits for free workers must not show elapsed time.
-                if run.state == "started":
-                    bars.start_task(task)
-                if run.state in FINAL_STATES:
-                    bars.stop_task(task)
-                bars.update(task, completed=run.fraction, text=run.describe())
-
-        yield show

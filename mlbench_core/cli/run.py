@@ -26,6 +26,8 @@ CUSTOM_IMAGE = "custom_image"
 SEED = "{seed}"
 # The seed of every task without --seed.
 FIRST_SEED = 42
+# These tasks validate several times per epoch, so the number of validations does not tell how many epochs are left.
+_VALIDATED_OFTEN = ("4a",)
 
 
 class _TaskType(click.ParamType):
@@ -348,7 +350,18 @@ def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goa
         threshold = task.goal_on(smaller if smaller in task.stand_ins else dataset, light)
     except ValueError:
         threshold = None
-    return _wait.Goal(task.metric, threshold, task.minimize)
+    return _wait.Goal(task.metric, threshold, task.minimize, _max_epochs(task, arguments))
+
+
+def _max_epochs(task: Task, arguments: Sequence[str]) -> int | None:
+    """Return the number of epochs after which a run of a task ends without its goal, or None if it is not known."""
+    if task.key in _VALIDATED_OFTEN:
+        return None
+    given = _option(arguments, "--epochs")
+    if given is not None:
+        return int(given) if given.isdecimal() else None
+    # A preset may have a budget of its own, which only the script knows.
+    return task.max_epochs if _option(arguments, "--preset") is None else None
 
 
 def _option(arguments: Sequence[str], option: str) -> str | None:
