@@ -62,6 +62,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="End after this time without a run, waiting or running, and without a request (default: never).",
 )
 @click.option("--stop", "stop", is_flag=True, help="Stop the master that runs on this machine.")
+@click.option("--json", "as_json", is_flag=True, help="With --stop: write JSON instead of text.")
 @click.pass_context
 def master(
     ctx: click.Context,
@@ -77,6 +78,7 @@ def master(
     data_dir: Path | None,
     launcher: str,
     end_when_idle: float | None,
+    as_json: bool,
 ) -> None:
     """Start the master in the foreground, or stop the one that 'mlbench run' started.
 
@@ -84,8 +86,13 @@ def master(
     """
     if stop:
         known = _embedded.stop_embedded()
-        click.echo(f"stopped the master at {known['url']} (process {known['pid']})")
+        if as_json:
+            print_json(dict(known))
+        else:
+            click.echo(f"stopped the master at {known['url']} (process {known['pid']})")
         return
+    if as_json:
+        raise click.UsageError("--json needs --stop: a master that runs prints a log")
     token = _token(ctx, token, token_file, no_token)
     if not token and not is_loopback(host):
         raise click.UsageError(

@@ -120,7 +120,7 @@ class _Options:
             self.command = _ask(subject, "--command", last.get("command"))
         if self.backend is None and asked:
             default = last.get("backend") or BACKENDS[0]
-            self.backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=default)
+            self.backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=default, err=True)
         self.backend = self.backend or (self.task.backends if self.task else BACKENDS)[0]
         self._check_backend()
         self._check_seeds()

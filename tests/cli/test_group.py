@@ -43,6 +43,16 @@ def test_commands_and_their_static_help() -> None:
         assert command.help
 
 
+def test_every_command_has_json() -> None:
+    context = click.Context(cli_group)
+    commands: list[click.Command | None] = []
+    for name in COMMANDS:
+        command = cli_group.get_command(context, name)
+        commands += command.commands.values() if isinstance(command, click.Group) else [command]
+    without = [c.name for c in commands if c and not any("--json" in parameter.opts for parameter in c.params)]
+    assert without == ["completion"], "its output is a script"
+
+
 def test_module_runs_as_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "mlbench_core.cli", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"mlbench, version {__version__}\n", "")

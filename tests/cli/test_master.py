@@ -62,7 +62,8 @@ def test_run_with_the_embedded_master_from_start_to_stop(real_master: None, call
     known = settings.read(settings.MASTER)
     assert call("get-dashboard-url").stdout == f"{known['url']}\n"
     assert "a master with the same data runs at" in call("master", code=1).stderr
-    assert known["url"] in call("master", "--stop").stdout
+    assert json.loads(call("master", "--stop", "--json").stdout) == {"url": known["url"], "pid": known["pid"]}
+    assert "--json needs --stop" in call("master", "--json", code=2).stderr
     assert start_mark(known["pid"]) is None
     assert "no embedded master is running" in call("master", "--stop", code=1).stderr
     assert "no master is running" in call("status", code=1).stderr
