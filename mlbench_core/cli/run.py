@@ -115,8 +115,10 @@ class _Options:
             _check_name(name)
         if asked:
             self.task = _ask_task(ctx, last.get("task"))
+            if self.task is None:
+                self.image = _ask(f"the image ({CUSTOM_IMAGE}: none)", "--image", last.get("image") or CUSTOM_IMAGE)
         if self.task is None and not self.command:
-            subject = f"the command of image {self.image}" if self.image else "the command"
+            subject = "the command" if self.image in (None, CUSTOM_IMAGE) else f"the command of image {self.image}"
             self.command = _ask(subject, "--command", last.get("command"))
         if self.backend is None and asked:
             default = last.get("backend") or BACKENDS[0]
@@ -124,7 +126,8 @@ class _Options:
         self.backend = self.backend or (self.task.backends if self.task else BACKENDS)[0]
         self._check_backend()
         self._check_seeds()
-        values = {"name": self.name, "num_workers": self.num_workers, "task": self.task.key if self.task else None}
+        task = self.task.key if self.task else None
+        values = {"name": self.name, "num_workers": self.num_workers, "task": task, "image": self.image}
         settings.remember(settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend})
 
     def _check_backend(self) -> None:
