@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
@@ -13,9 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlbench_core.cli._output import clean, number, seconds
-
-if TYPE_CHECKING:
-    from mlbench_core.cli._wait import Progress
+from mlbench_core.cli._progress import Progress
 
 __all__ = ["live_table"]
 
