@@ -88,6 +88,7 @@ class Scheduler:
         self._patience_s = patience_s
         # Reentrant, because an exception while a run starts ends it.
         self._lock = threading.RLock()
+        self.has_runs = True  # at the last poll, waiting or running; True while it is unknown
         self._stopping: set[int] = set()  # runs that stop_run is ending, so that no poll records another reason
         self._wake = threading.Event()
         self._closed = False
@@ -160,7 +161,9 @@ class Scheduler:
         with self._lock:
             used = sum(_cores(run) for run in running)
             lent = {gpu for run in running for gpu in _lent_gpus(run)}
-            for run in sorted(self._store.runs("initialized"), key=self._turn):
+            waiting = self._store.runs("initialized")
+            self.has_runs = bool(running or waiting)
+            for run in sorted(waiting, key=self._turn):
                 free = self._free_gpus(run, lent)
                 has_cores = used + _cores(run) <= self._launcher.capacity
                 # Runs on one machine share its memory bandwidth and its network, so a run that is to be measured runs
@@ -202,8 +205,11 @@ class Scheduler:
                 # A master that was stopped for a while must not touch the runs of its successor.
                 if self.is_in_charge:
                     self.tick()
+                else:
+                    self.has_runs = False
                 known = ""
             except Exception as error:  # the thread must outlive an unreachable database
+                self.has_runs = True
                 # Once and not four times a second, which would fill the disk.
                 if known != repr(error):
                     known = repr(error)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from mlbench_core.cli._output import clean, print_json, remark
+from mlbench_core.cli._output import clean, json_option, print_json, remark
 from mlbench_core.cli._records import Pricing, compare_records, price_options, write_texts
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.results.folder import find_folders, verify_folder
@@ -27,7 +27,7 @@ def results() -> None:
 
 @results.command()
 @_FOLDERS
-@click.option("--json", "as_json", is_flag=True, help="Write JSON instead of text.")
+@json_option
 def verify(folders: Sequence[Path], as_json: bool) -> None:
     """Recompute the result of each run in FOLDER... from its raw lines.
 
@@ -61,7 +61,7 @@ def _result_folders(folders: Sequence[Path]) -> list[Path]:
 
 @results.command()
 @_FOLDERS
-@click.option("--json", "as_json", is_flag=True, help="Write JSON instead of text.")
+@json_option
 def check(folders: Sequence[Path], as_json: bool) -> None:
     """Check the runs in FOLDER... against the rules of a submission.
 
@@ -100,7 +100,10 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
     help="Command that made the runs, for the page; may be given several times (default: as recorded by the runs).",
 )
 @price_options
-def collect(folders: Sequence[Path], output: Path, title: str, commands: Sequence[str], pricing: Pricing) -> None:
+@json_option
+def collect(
+    folders: Sequence[Path], output: Path, title: str, commands: Sequence[str], pricing: Pricing, as_json: bool
+) -> None:
     """Make one page of all runs in FOLDER...: tables, figures, and links to the result folders."""
     from mlbench_core.results.collection import collection_page, recorded_commands, runs_csv
     from mlbench_core.results.figures import drawings, save
@@ -115,5 +118,9 @@ def collect(folders: Sequence[Path], output: Path, title: str, commands: Sequenc
     )
     records = [record for group in groups for record in group.records]
     texts = {"index.md": page, "table.csv": comparison.as_csv(), "runs.csv": runs_csv(records)}
-    for path in [*write_texts(output, {**texts, "results.json": comparison.as_json()}), *written]:
+    paths = [*write_texts(output, {**texts, "results.json": comparison.as_json()}), *written]
+    if as_json:
+        print_json({"files": [str(path) for path in paths]})
+        return
+    for path in paths:
         click.echo(path)

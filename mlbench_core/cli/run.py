@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from mlbench_core.cli import _embedded, _follow, _wait
 from mlbench_core.cli._client import MasterClient
@@ -25,6 +26,8 @@ CUSTOM_IMAGE = "custom_image"
 SEED = "{seed}"
 # The seed of every task without --seed.
 FIRST_SEED = 42
+# These tasks validate several times per epoch, so the number of validations does not tell how many epochs are left.
+_VALIDATED_OFTEN = ("4a",)
 
 
 class _TaskType(click.ParamType):
@@ -38,6 +41,9 @@ class _TaskType(click.ParamType):
             return get_task(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(key, help=task.title) for key, task in TASKS.items() if key.startswith(incomplete)]
 
 
 class _Cores(click.FloatRange):
@@ -109,16 +115,19 @@ class _Options:
             _check_name(name)
         if asked:
             self.task = _ask_task(ctx, last.get("task"))
+            if self.task is None:
+                self.image = _ask(f"the image ({CUSTOM_IMAGE}: none)", "--image", last.get("image") or CUSTOM_IMAGE)
         if self.task is None and not self.command:
-            subject = f"the command of image {self.image}" if self.image else "the command"
+            subject = "the command" if self.image in (None, CUSTOM_IMAGE) else f"the command of image {self.image}"
             self.command = _ask(subject, "--command", last.get("command"))
         if self.backend is None and asked:
             default = last.get("backend") or BACKENDS[0]
-            self.backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=default)
+            self.backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=default, err=True)
         self.backend = self.backend or (self.task.backends if self.task else BACKENDS)[0]
         self._check_backend()
         self._check_seeds()
-        values = {"name": self.name, "num_workers": self.num_workers, "task": self.task.key if self.task else None}
+        task = self.task.key if self.task else None
+        values = {"name": self.name, "num_workers": self.num_workers, "task": task, "image": self.image}
         settings.remember(settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend})
 
     def _check_backend(self) -> None:
@@ -344,7 +353,18 @@ def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goa
         threshold = task.goal_on(smaller if smaller in task.stand_ins else dataset, light)
     except ValueError:
         threshold = None
-    return _wait.Goal(task.metric, threshold, task.minimize)
+    return _wait.Goal(task.metric, threshold, task.minimize, _max_epochs(task, arguments))
+
+
+def _max_epochs(task: Task, arguments: Sequence[str]) -> int | None:
+    """Return the number of epochs after which a run of a task ends without its goal, or None if it is not known."""
+    if task.key in _VALIDATED_OFTEN:
+        return None
+    given = _option(arguments, "--epochs")
+    if given is not None:
+        return int(given) if given.isdecimal() else None
+    # A preset may have a budget of its own, which only the script knows.
+    return task.max_epochs if _option(arguments, "--preset") is None else None
 
 
 def _option(arguments: Sequence[str], option: str) -> str | None:

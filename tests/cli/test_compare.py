@@ -255,7 +255,8 @@ def test_files_of_wait_are_collected(call: Call, tmp_path: Path) -> None:
         run = {"name": f"demo-{workers}", "num_workers": workers, "state": "finished", "command": "python x.py"}
         metrics = {"summary @ 0": [entry(json.dumps(summary(workers, compute, 8.0 * (workers - 1))))]}
         save(tmp_path / "runs" / f"demo-{workers}.json", run, metrics)
-    call("results", "collect", str(tmp_path / "runs"), "-o", str(tmp_path / "page"))
+    made = call("results", "collect", str(tmp_path / "runs"), "-o", str(tmp_path / "page"), "--json").stdout
+    assert str(tmp_path / "page" / "index.md") in json.loads(made)["files"]
     page = (tmp_path / "page" / "index.md").read_text()
     assert "](speedup.png)" in page and "([SVG](speedup.svg))" in page
     assert (tmp_path / "page" / "speedup.png").is_file()
