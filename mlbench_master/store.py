@@ -51,6 +51,9 @@ _PAGE = 2000
 # SQLite joins at most 500 SELECTs by UNION, and old versions of it take 999 parameters in a list.
 _MANY = 500
 _BUSY_MS = 30_000
+_NAME_CHARACTERS = 63
+# The entry in the metadata of an imported run that identifies it.
+_FINGERPRINT = "fingerprint"
 # SQLite's number for auto_vacuum=INCREMENTAL.
 _INCREMENTAL = 2
 # One step moves 4 MB, in which other threads cannot write.
@@ -73,7 +76,7 @@ class Run(_Base):
     __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012 - SQLAlchemy's form
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(sa.String(63), unique=True)
+    name: Mapped[str] = mapped_column(sa.String(_NAME_CHARACTERS), unique=True)
     created_at: Mapped[int] = mapped_column(sa.BigInteger)
     started_at: Mapped[int | None] = mapped_column(sa.BigInteger)
     finished_at: Mapped[int | None] = mapped_column(sa.BigInteger)
@@ -337,6 +340,30 @@ class Store:
                 session.add(run)
         except IntegrityError as error:
             raise NameInUseError(run.name) from error
+        return run
+
+    def import_run(self, run: Run, fingerprint: str) -> Run:
+        """Add a run that ended without this master, unless it was added before.
+
+        Args:
+            run: The run, without an id. If its name is in use, it gets a number at its end.
+            fingerprint: A text that identifies the run.
+
+        Returns:
+            The run with its id, or the one that was added with this fingerprint before.
+        """
+        with self._writing() as session:
+            # The output of a worker may hold the same text, so the metadata is parsed, too.
+            for found in session.scalars(sa.select(Run).where(Run.job_metadata.contains(fingerprint))):
+                if found.metadata_dict().get(_FINGERPRINT) == fingerprint:
+                    return found
+            name = run.name
+            for number in itertools.count(2):
+                if session.scalar(sa.select(Run.id).where(Run.name == run.name)) is None:
+                    break
+                run.name = f"{name[: _NAME_CHARACTERS - len(str(number)) - 1].rstrip('-')}-{number}"
+            run.job_metadata = json.dumps({**run.metadata_dict(), _FINGERPRINT: fingerprint})
+            session.add(run)
         return run
 
     def run(self, run_id: int) -> Run | None:
