@@ -269,6 +269,8 @@ class Store:
             prepare_database(self._engine, _Base.metadata)
         except (SQLAlchemyError, ImportError, OSError, ConfigurationError) as error:
             reason = str(error).splitlines()[0]
+            if isinstance(error, ModuleNotFoundError) and error.name == "psycopg":
+                reason += " (pip install 'mlbench-core[postgres]')"
             shown = repr(database_url)
             # An URL may hold a password, which must not reach a log.
             with contextlib.suppress(SQLAlchemyError):
@@ -383,7 +385,8 @@ class Store:
             The runs, which no session knows: changes of them are not saved.
         """
         columns = {column.key: getattr(Run, column.key) for column in sa.inspect(Run).columns}
-        if self._engine.dialect.name == "sqlite":
+        is_sqlite = self._engine.dialect.name == "sqlite"
+        if is_sqlite:
             # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged record is left out.
             slim = sa.func.json_remove(Run.job_metadata, "$.stdout", "$.stderr")
             columns["job_metadata"] = sa.case((sa.func.json_valid(Run.job_metadata) == 1, slim), else_="{}")
@@ -392,7 +395,13 @@ class Store:
             query = query.where(Run.state.in_(states))
         with self._reading() as session:
             rows = session.execute(query.order_by(Run.id).limit(limit)).mappings()
-            return [Run(**row) for row in rows]
+            found = [Run(**row) for row in rows]
+        if not is_sqlite:
+            # PostgreSQL parses no JSON with an escaped NUL, which the output of a worker may hold.
+            for run in found:
+                metadata = run.metadata_dict()
+                run.job_metadata = json.dumps({k: v for k, v in metadata.items() if k not in ("stdout", "stderr")})
+        return found
 
     def update_run(
         self,
@@ -692,9 +701,14 @@ def new_run(**values: Any) -> Run:
 
 def _make_engine(database_url: str) -> sa.Engine:
     url = sa.make_url(database_url)
+    # Without the name of a driver, SQLAlchemy 2.0 looks for psycopg2, and it refuses the usual "postgres://".
+    if url.drivername in ("postgres", "postgresql"):
+        url = url.set(drivername="postgresql+psycopg")
+    # FastAPI answers requests in up to 40 threads.
+    pool = {"pool_size": 10, "max_overflow": 40}
     if url.get_backend_name() != "sqlite":
         # The server may have closed a connection since its last use.
-        return sa.create_engine(url, pool_pre_ping=True)
+        return sa.create_engine(url, pool_pre_ping=True, **pool)
     # The pool lends a connection to one thread after another.
     arguments = {"check_same_thread": False, "timeout": 30}
     # A database in memory exists as long as its one connection.
@@ -702,8 +716,7 @@ def _make_engine(database_url: str) -> sa.Engine:
         engine = sa.create_engine(url, poolclass=StaticPool, connect_args=arguments)
     else:
         Path(url.database or "").expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
-        # FastAPI answers requests in up to 40 threads.
-        engine = sa.create_engine(url, connect_args=arguments, pool_size=10, max_overflow=40)
+        engine = sa.create_engine(url, connect_args=arguments, **pool)
     event.listen(engine, "connect", _prepare_sqlite)
     return engine
 
