@@ -6,6 +6,7 @@ Import only click here: this module determines how fast ``mlbench --help`` is.
 from __future__ import annotations
 
 import importlib
+import keyword
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -26,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "download": ("runs", "Download the metrics of a run as a zip file."),
     "env": ("env", "Describe this machine, as a bug report needs it."),
     "get-dashboard-url": ("master", "Print the address of the dashboard."),
+    "import": ("imports", "Add result folders to the master."),
     "logs": ("runs", "Show the output of the workers of a run."),
     "master": ("master", "Start the master in the foreground, or stop it."),
     "results": ("results", "Verify result folders, check them against the rules, collect them."),
@@ -73,7 +75,9 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         module = importlib.import_module(f"mlbench_core.cli.{COMMANDS[cmd_name][0]}")
-        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        # "import" is a word of Python, so its function is called import_.
+        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name.replace("-", "_")
+        command: click.Command = getattr(module, name)
         return command
 
     def resolve_command(

@@ -13,7 +13,7 @@ from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.results.folder import find_folders, verify_folder
 from mlbench_core.results.load import load
 
-__all__ = ["results"]
+__all__ = ["result_folders", "results"]
 
 _FOLDERS = click.argument(
     "folders", metavar="FOLDER...", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path)
@@ -34,7 +34,7 @@ def verify(folders: Sequence[Path], as_json: bool) -> None:
     A FOLDER is a result folder, or has result folders at any depth. The schema and the checksums of the files are
     checked, too. Exit status 1 if something does not match.
     """
-    places = _result_folders(folders)
+    places = result_folders(folders)
     problems = {str(place): verify_folder(place) for place in places}
     if as_json:
         print_json(problems)
@@ -47,7 +47,12 @@ def verify(folders: Sequence[Path], as_json: bool) -> None:
         raise MLBenchError(f"{wrong} of {len(problems)} result folders cannot be verified")
 
 
-def _result_folders(folders: Sequence[Path]) -> list[Path]:
+def result_folders(folders: Sequence[Path]) -> list[Path]:
+    """Return the result folders at or below some folders.
+
+    Raises:
+        ConfigurationError: There is none at or below one of them.
+    """
     found = []
     for folder in folders:
         inside = list(find_folders(folder)) if folder.is_dir() else []
@@ -70,7 +75,7 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
     """
     from mlbench_core.results.rules import check_rules
 
-    findings = check_rules(load(_result_folders(folders)))
+    findings = check_rules(load(result_folders(folders)))
     if as_json:
         print_json([{"status": each.status, "subject": each.subject, "reason": each.reason} for each in findings])
     else:

@@ -14,7 +14,7 @@ from mlbench_core.results.environment import machine_of, software_of
 from mlbench_core.results.lines import SCHEMA_VERSION
 from mlbench_core.statistics import QuantileSketch
 
-__all__ = ["summarize"]
+__all__ = ["goal_message", "summarize"]
 
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -221,3 +221,21 @@ def _best(end: Mapping[str, Any], configuration: Mapping[str, Any]) -> dict[str,
 
 def _known(ends: list[dict[str, Any]], name: str) -> list[Any]:
     return [end[name] for end in ends if end.get(name) is not None]
+
+
+def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the goal of a result as the metric ``goal`` carries it: times of the slowest worker, and of rank 0.
+
+    Args:
+        result: The content of a ``result.json`` whose ``goal`` is not None.
+    """
+    goal = result["goal"]
+
+    def times_of(worker: str) -> dict[str, Any]:
+        times = (goal["times"] or result["times"])[worker]
+        phases = {phase: times[f"{phase}_s"] for phase in ("compute", "communication", "metrics", "data")}
+        reached_s = goal["time_to_goal_s"]
+        return {"time_to_goal_s": None if reached_s is None else reached_s[worker], "phases_s": phases}
+
+    names = ("metric", "threshold", "minimize", "reached", "value", "epochs")
+    return {**{name: goal[name] for name in names}, **times_of("slowest"), "rank_0": times_of("rank_0")}

@@ -31,6 +31,7 @@ from mlbench_core.results.configuration import Configuration, goal_of
 from mlbench_core.results.environment import describe_environment
 from mlbench_core.results.folder import finish_folder, lines_path, prepare_folder, write_environment
 from mlbench_core.results.lines import LinesSink
+from mlbench_core.results.summary import goal_message
 from mlbench_core.tasks import TASKS
 
 __all__ = ["RunResults", "task_results"]
@@ -186,20 +187,6 @@ class RunResults:
             LogMetrics.log(*log, "goal", json.dumps(goal_message(result)))
         LogMetrics.log(*log, "result", json.dumps(result))
         LogMetrics.flush(_FLUSH_TIMEOUT_S)
-
-
-def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the goal of a result as the metric ``goal`` carries it: times of the slowest worker, and of rank 0."""
-    goal = result["goal"]
-
-    def times_of(worker: str) -> dict[str, Any]:
-        times = (goal["times"] or result["times"])[worker]
-        phases = {phase: times[f"{phase}_s"] for phase in ("compute", "communication", "metrics", "data")}
-        reached_s = goal["time_to_goal_s"]
-        return {"time_to_goal_s": None if reached_s is None else reached_s[worker], "phases_s": phases}
-
-    names = ("metric", "threshold", "minimize", "reached", "value", "epochs")
-    return {**{name: goal[name] for name in names}, **times_of("slowest"), "rank_0": times_of("rank_0")}
 
 
 def task_results(
