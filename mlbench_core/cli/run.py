@@ -337,11 +337,8 @@ def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goa
     """Return the goal for the progress display. Its threshold is None if the task has no goal for the data set."""
     if task is None or task.metric is None:
         return None
-    dataset, preset = _option(arguments, "--dataset"), _option(arguments, "--preset")
-    # Some tasks have another goal with a smaller model, under the name "DATASET-PRESET".
-    smaller = f"{dataset or task.dataset}-{preset}"
     try:
-        threshold = task.goal_on(smaller if smaller in task.stand_ins else dataset, light)
+        threshold = task.goal_on(_option(arguments, "--dataset"), light, _option(arguments, "--preset"))
     except ValueError:
         threshold = None
     return _wait.Goal(task.metric, threshold, task.minimize)

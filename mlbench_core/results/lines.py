@@ -26,9 +26,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-__all__ = ["SCHEMA_VERSION", "LinesSink", "RawLines", "read_lines", "statistics"]
+__all__ = ["SCHEMA_VERSION", "LinesSink", "RawLines", "ends_line", "read_lines", "statistics"]
 
 SCHEMA_VERSION = 1
 """Version of the format of raw lines and of ``result.json``."""
@@ -102,10 +102,6 @@ class LinesSink:
         """Write the statistics that wait."""
         self._write([])
 
-    def close(self) -> None:
-        """Write the statistics that wait."""
-        self._write([])
-
     def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         pending, self._pending = self._pending, []
         self._last_write_s = time.monotonic()
@@ -121,15 +117,17 @@ class LinesSink:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
             # A killed process may have left half a line, which must not swallow the next one.
-            if file.tell() and not _ends_line(file):
+            if not ends_line(file):
                 file.write(b"\n")
             file.write(text.encode())
 
 
-def _ends_line(file: Any) -> bool:
-    """Return True if the last byte of a file is a line feed."""
+def ends_line(file: BinaryIO) -> bool:
+    """Return True if an open file is empty or ends with a line feed; the position is then at its end."""
+    if not file.seek(0, 2):
+        return True
     file.seek(-1, 2)
-    return bool(file.read(1) == b"\n")
+    return file.read(1) == b"\n"
 
 
 _quoted = functools.lru_cache(maxsize=1024)(json.dumps)

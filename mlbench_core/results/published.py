@@ -90,11 +90,8 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _goal_of(task: Task, found: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the goal of a task on the data set of a run, or None if the task has none on it."""
-    dataset, light = str(found["dataset"]), bool(found["light"])
-    # Some tasks have another goal with a smaller model, under the name "DATASET-PRESET".
-    smaller = f"{dataset}-{found['preset']}"
     try:
-        threshold = task.goal_on(smaller if smaller in task.stand_ins else dataset, light)
+        threshold = task.goal_on(str(found["dataset"]), bool(found["light"]), found["preset"])
     except ValueError:
         return None
     return {"metric": f"val_global_{task.metric}", "threshold": threshold, "minimize": task.minimize}

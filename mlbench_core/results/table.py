@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.pool import Group, Series, differences, series, workload
+from mlbench_core.results.pool import Group, Series, differences, plural, series, workload
 from mlbench_core.results.prices import price_index
 from mlbench_core.results.record import goal_text
 from mlbench_core.results.stats import describe, performance_profile, performance_score, welch_test
@@ -353,7 +353,7 @@ def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]
     times: dict[str, dict[str, float | None]] = {}
     for group in groups:
         algorithm = str(group.configuration.get("algorithm") or "default")
-        name = f"{algorithm}, {group.workers} worker{'' if group.workers == 1 else 's'}"
+        name = f"{algorithm}, {plural(group.workers, 'worker')}"
         mean = _mean(group.values("total_s")) or None
         solved = 2 * len(group.reached) > len(group.records)
         row, task = times.setdefault(name, {}), _workload_text(group)

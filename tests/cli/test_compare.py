@@ -169,7 +169,7 @@ def test_a_submission_that_follows_the_rules(submission: Path, call: Call) -> No
         "ok: sgd-0: the result follows from the raw lines",
         "ok: sgd-0: closed division: the hyper-parameters are those of the task",
         "ok: sgd-0: the source is commit abababababab",
-        "ok: sgd-0: the sum of the phases differs from the training time by 0.0% at most",
+        "ok: sgd-0: the sum of the phases exceeds the training time by 0.0% at most",
     ]
     assert lines[-4:] == [
         "ok: sgd, 1 worker: the seeds differ: 0, 1, 2, 3, 4",
@@ -228,7 +228,7 @@ def test_changed_files_and_phases_break_rules(submission: Path, call: Call) -> N
     found = json.loads(call("results", "check", str(submission), "--json", code=1).stdout)
     failed = {each["subject"]: each["reason"] for each in found if each["status"] == "fail"}
     assert failed["sgd-1"].startswith("it cannot be verified: times.rank_0.train_s of result.json is 1.0")
-    assert failed["sgd-2"].startswith("the sum of the phases differs from the training time by 36.")
+    assert failed["sgd-2"].startswith("the sum of the phases exceeds the training time by 36.")
 
 
 def test_a_collection_is_one_page_with_links(folder: Path, call: Call, tmp_path: Path, no_drawing: None) -> None:

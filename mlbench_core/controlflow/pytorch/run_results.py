@@ -27,11 +27,12 @@ import torch.distributed as dist
 from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.distributed.pytorch.process_groups import get_backend_tensor, is_distributed
 from mlbench_core.errors import MLBenchError
-from mlbench_core.results.configuration import Configuration, goal_of
+from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.environment import describe_environment
 from mlbench_core.results.folder import finish_folder, lines_path, prepare_folder, write_environment
 from mlbench_core.results.lines import LinesSink
 from mlbench_core.tasks import TASKS
+from mlbench_core.tracking.goal import describe_goal
 
 __all__ = ["RunResults", "task_results"]
 
@@ -131,7 +132,12 @@ class RunResults:
         except (OSError, ValueError, RuntimeError, MLBenchError) as problem:
             logger.error("the result in %s is incomplete: %s: %s", self.folder, type(problem).__name__, problem)
         if self.result is not None:
-            self._send(self.result)
+            log = (self._run_id, 0, self.result["epochs"])
+            if self.result["goal"] is not None:
+                # The tracker sent the goal with the times of rank 0; this one has those of the slowest worker.
+                LogMetrics.log(*log, "goal", json.dumps(goal_message(self.result)))
+            LogMetrics.log(*log, "result", json.dumps(self.result))
+            LogMetrics.flush(_FLUSH_TIMEOUT_S)
 
     def _who_shares_the_folder(self) -> list[bool]:
         """Return for each rank if its folder is that of rank 0, the same on all workers."""
@@ -178,14 +184,6 @@ class RunResults:
                 path.write_bytes(zlib.decompress(bytes(received)))
             elif self._rank == sender:
                 path.unlink()
-
-    def _send(self, result: Mapping[str, Any]) -> None:
-        """Send the result to the master, and the goal with the times of the slowest worker."""
-        log = (self._run_id, 0, result["epochs"])
-        if result["goal"] is not None:
-            LogMetrics.log(*log, "goal", json.dumps(goal_message(result)))
-        LogMetrics.log(*log, "result", json.dumps(result))
-        LogMetrics.flush(_FLUSH_TIMEOUT_S)
 
 
 def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,6 +257,6 @@ def _configuration(args: argparse.Namespace, uid: str, workers: int, backend: st
         network=os.environ.get("MLBENCH_NETWORK") or None,
         light=args.light_target,
         changed=tuple(sorted(set(options) - _FREE_OPTIONS)),
-        goal=goal_of(goal),
+        goal=None if goal is None else describe_goal(goal),
         seed=getattr(args, "seed", None),
     )
