@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from mlbench_core.results.folder import read_environment
 from mlbench_core.results.pool import Group
@@ -85,8 +86,8 @@ def _run_lines(groups: Sequence[Group], folder: Path) -> list[str]:
             link = escape(record.name)
             if record.folder is not None:
                 target = Path(os.path.relpath(record.folder.resolve(), folder.resolve())).as_posix()
-                # A bracket would end the link.
-                link = f"[{link}](<{target.replace('<', '%3C').replace('>', '%3E')}/result.json>)"
+                # A space or a bracket would end the link.
+                link = f"[{link}]({quote(target)}/result.json)"
             cells = (escape(group.label), group.workers, link, seed, reached, total)
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines

@@ -241,7 +241,7 @@ def test_a_collection_is_one_page_with_links(folder: Path, call: Call, tmp_path:
     assert "- Machine: Model 7, 2 cores, 16 GiB\n" in page
     assert "commit abababababab" in page
     assert "```bash\npython main.py --seed 1\n```" in page
-    assert "| adam | 1 | [adam-1](<../../runs/adam-1/result.json>) | 1 | yes | 18.00 |" in page
+    assert "| adam | 1 | [adam-1](../../runs/adam-1/result.json) | 1 | yes | 18.00 |" in page
     assert (out / "../../runs/adam-1/result.json").is_file()
     row = next(csv.DictReader((out / "runs.csv").read_text().splitlines()))
     assert (row["name"], row["seed"], row["time_to_goal_s"]) == ("adam-1", "1", "18.0")
