@@ -98,7 +98,7 @@ class _Options:
         if self.task is not None and (self.image or self.command):
             raise click.UsageError("--task cannot be given with --image or --command: a task has its own command")
         if self.output is not None and not self.wait:
-            raise click.UsageError("--output needs --wait")
+            raise click.UsageError("--output needs --wait: the results are saved when the runs have ended")
         last = settings.read(settings.LAST_RUN)
         asked = self.task is None and self.command is None and self.image is None
         self.name = self.name or _ask("the name", "NAME", last.get("name"))
@@ -139,7 +139,7 @@ class _Options:
             raise click.UsageError(f"--seed after -- cannot be given with {option}: each run gets a seed of its own")
         if self.task is not None and not self.task.has_goal:
             raise click.UsageError(
-                f"{option} cannot be given with task {self.task.key}: it only measures, without seed"
+                f"{option} cannot be given with task {self.task.key}: it only measures, and uses no seed"
             )
         if self.task is None and not any(SEED in word for word in (self.command or "", *self.arguments)):
             raise click.UsageError(
@@ -216,7 +216,7 @@ class _Options:
     metavar="BASE",
     help=f"Seed of the first run; each further run gets the next one (default with --repeats: {FIRST_SEED}).",
 )
-@click.option("--exclusive", is_flag=True, help="Run each alone: at no time does the master run another one.")
+@click.option("--exclusive", is_flag=True, help="Run each run alone: the master starts no other run meanwhile.")
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")
 @click.option(

@@ -1,6 +1,6 @@
 r"""Check that runs converge as fast as the reference of their task, by the rule of MLPerf.
 
-A submission that reaches the goal in suspiciously few epochs has often changed what is trained. MLPerf therefore
+A submission that reaches the goal in suspiciously few epochs has often changed the training problem. MLPerf therefore
 publishes reference convergence points and refuses submissions that are faster than chance allows. The rule, as in the
 package ``mlperf-logging`` (``rcp_checker``): with the olympic mean :math:`m` and the standard deviation :math:`s`
 (divisor :math:`n`) of the reference's :math:`n` seeds, the olympic mean of :math:`k` runs must be at least
@@ -121,7 +121,7 @@ class Reference:
         check_int("batch_size", self.batch_size)
         check_finite_at_least_0("resolution", self.resolution)
         if self.unit not in _UNITS:
-            raise ValueError(f"unit must be 'epochs' or 'steps', not {self.unit!r}")
+            raise ValueError(f"unit must be 'epochs' or 'steps', not {self.unit!r}: name the unit of the values")
         if len(self.values) < LEAST_SEEDS:
             raise ValueError(f"values must have at least {LEAST_SEEDS} seeds, not {len(self.values)}: run more seeds")
         for seed, value in self.values.items():
@@ -222,13 +222,13 @@ class Reference:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigurationError(
-                f"{path} must be a reference, which it is not: {reason}; make it with benchmarks/references/make.py"
+                f"{path} must hold a reference, but {reason}: make it with benchmarks/references/make.py"
             ) from error
 
 
 @dataclass(frozen=True)
 class ConvergenceCheck:
-    """The result of :func:`check_convergence`. Numbers are None if the verdict has no such number.
+    """The result of :func:`check_convergence`. A number that the verdict does not have is None.
 
     Attributes:
         verdict: ``"consistent"``, ``"fast"`` (suspiciously), ``"slow"`` (suspiciously, or two runs did not reach the
@@ -243,8 +243,8 @@ class ConvergenceCheck:
         largest: Largest mean that agrees with the reference.
         p_fast: Probability of a mean this small or smaller if the runs converge as the reference does.
         p_slow: Probability of a mean this large or larger.
-        score_factor: Factor for the time to the goal, at least 1. MLPerf multiplies with it, so that a run with lucky
-            seeds has no advantage: the reference's mean divided by the mean.
+        score_factor: The reference's mean divided by the mean, at least 1. MLPerf multiplies the time to the goal by
+            this factor, so that lucky seeds give no advantage.
     """
 
     verdict: str
@@ -332,7 +332,7 @@ def load_references(folder: Path | None = None) -> list[Reference]:
     """
     folder = folder or _FOLDER
     if not folder.is_dir():
-        raise ConfigurationError(f"the folder of the references must exist, and {folder} does not")
+        raise ConfigurationError(f"folder must be a folder of references, not {folder}: it does not exist")
     return [Reference.load(path) for path in sorted(folder.glob("*.json"))]
 
 

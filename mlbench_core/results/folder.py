@@ -66,7 +66,7 @@ def prepare_folder(folder: Path, *, resume: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     found = [path for path in folder.iterdir() if path.name in FILES or path.match("metrics.rank-*.jsonl")]
     if resume:
-        # The result is written again at the end. Until then, none is better than one of the earlier part.
+        # The result is written again at the end. Until then, no result is better than an outdated one.
         for name in (RESULT, OFFICIAL, MLPERF):
             (folder / name).unlink(missing_ok=True)
     elif found:
@@ -94,7 +94,7 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 
 def finish_folder(folder: Path) -> dict[str, Any]:
-    """Write the result of a run that has ended, and the files beside it.
+    """Write the result of a run that has ended, and the other files that follow from its raw lines.
 
     The raw lines of all workers are joined in ``metrics.jsonl``.
 
@@ -198,7 +198,7 @@ def verify_folder(folder: Path) -> list[str]:
         folder: The result folder.
 
     Returns:
-        The problems, each in one sentence; empty if the folder is sound.
+        The problems, each in one sentence; empty if nothing is wrong.
     """
     if not (folder / RESULT).exists():
         return [f"{RESULT} is missing: the run did not end, or this is not a result folder"]
@@ -250,7 +250,7 @@ def _differences(written: Any, computed: Any, place: str = "") -> list[str]:
 
 
 def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
-    """Check that the goal was reached at the first statistic that reaches it, and not elsewhere."""
+    """Check that the result has its goal at the first statistic that reaches the threshold."""
     goal = result["goal"]
     if goal is None or goal["metric"] is None or goal["threshold"] is None:
         return []
@@ -260,7 +260,8 @@ def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
             if not goal["reached"]:
                 return [f"{goal['metric']} reached the goal at step {line['step']}, but the result says it did not"]
             if line["step"] != goal["step"] or value != goal["value"]:
-                return [f"the goal was reached at step {line['step']} with {value}, not as the result says"]
+                claimed = f"at step {goal['step']} with {goal['value']}"
+                return [f"the goal was reached at step {line['step']} with {value}, but the result says {claimed}"]
             return []
     return ["the result says that the goal was reached, but no statistic reached it"] if goal["reached"] else []
 

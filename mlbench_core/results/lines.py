@@ -1,4 +1,4 @@
-r"""Write and read the raw lines of a run: what each worker recorded, one JSON object per line.
+r"""Write and read the raw lines of a run: the records of each worker, one JSON object per line.
 
 Every line has the fields ``rank``, ``kind`` and ``time`` (ISO 8601, UTC). The kinds, in the order in which a worker
 writes them::
@@ -12,7 +12,7 @@ writes them::
 ``step`` is the number of finished training batches, ``time_s`` the seconds since the start of the run's clock, and
 ``totals`` holds times (seconds) and counts since the start of the run.
 
-A killed worker can leave half a line at the end of its file. :func:`read_lines` skips such a line and counts it.
+A killed worker can leave half a line at the end of its file. :class:`RawLines` skips and lists such a line.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LinesSink:
         self._last_write_s = time.monotonic()
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
-        """Do nothing: the times of steps, which come this way, are in the totals of the line ``epoch``."""
+        """Do nothing: only times of steps arrive here, and the totals of the line ``epoch`` contain them."""
 
     def record(self, name: str, value: float | str, epoch: int, step: int, time_s: float) -> None:
         """Keep one statistic for the next write."""
@@ -105,7 +105,7 @@ class LinesSink:
     def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         pending, self._pending = self._pending, []
         self._last_write_s = time.monotonic()
-        # Written out by hand, because json.dumps takes ten times as long and some of it runs inside training batches.
+        # Not json.dumps: it takes ten times as long, and some of these writes happen inside training batches.
         records = "".join(
             f'{{"rank":{self._rank},"kind":"stat","time":"{_text(now)}","epoch":{epoch},"step":{step},'
             f'"time_s":{time_s!r},"name":{_quoted(name)},"value":{_json_value(value)}}}\n'
@@ -198,7 +198,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 def read_lines(folder: Path) -> RawLines:
     """Return the raw lines of all workers in a result folder.
 
-    A run that ended has them in ``metrics.jsonl``; of a run that was killed, each worker's file is there.
+    A run that ended has them in ``metrics.jsonl``. A run that was killed has one file for each worker.
 
     Args:
         folder: The result folder.

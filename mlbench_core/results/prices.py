@@ -1,4 +1,4 @@
-"""Compute what a run costs, from an editable table of machine prices.
+"""Compute the price of a run from an editable table of machine prices.
 
 The table that ships with MLBench is ``prices.toml`` beside this module. Prices change: copy the file, correct it, and
 give its path.
@@ -28,7 +28,7 @@ class Machine:
 
     Attributes:
         name: Name to ask for, unique in the table.
-        provider: Who rents the machine out, and in which region.
+        provider: Company that rents the machine out, and the region.
         cpu: The processor.
         cores: Number of (virtual) cores.
         memory_gib: Memory in GiB.

@@ -51,7 +51,7 @@ class Column:
     Attributes:
         key: Name in JSON and CSV; the unit is its last part if it has one.
         header: Title with the unit, for people.
-        digits: Digits after the point; None for a text.
+        digits: Digits after the decimal point; None for a text.
         table: Title of the table for people that has this column.
     """
 
@@ -116,7 +116,7 @@ class Comparison:
             ``interval_high_s``, ``effect``, ``p`` and ``verdict``.
         profile: Share of the tasks that each algorithm solves within each of :data:`RATIOS` of the best time, and
             ``score``; empty with one task.
-        differences: What differs between the groups, see :func:`~mlbench_core.results.pool.differences`.
+        differences: Differences between the groups, see :func:`~mlbench_core.results.pool.differences`.
         remarks: Sentences for people.
     """
 
@@ -143,7 +143,7 @@ class Comparison:
         return found
 
     def notes(self) -> list[str]:
-        """Return the lines below the tables: what differs, how to read them, and the remarks."""
+        """Return the lines below the tables: the differences between rows, explanations and remarks."""
         lines = []
         if self.differences:
             parts = []
@@ -229,7 +229,7 @@ def compare_groups(
 def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
     """Return the rows of one series."""
     groups = of.groups
-    # A group of which no run reached the goal has no time that could be compared.
+    # A group has no time to compare if none of its runs reached the goal.
     seconds = {group.workers: mean for group in groups if (mean := _mean(group.values("total_s")))}
     base = min(seconds, default=0)
     scale: dict[int, dict[str, float | None]] = {}
@@ -341,8 +341,8 @@ def _test(a: Group, b: Group) -> dict[str, Any]:
 def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]:
     """Return the mean time to the goal of each algorithm on each workload, for performance profiles.
 
-    Several settings of one algorithm count as one: its fastest counts, as after tuning. A setting of which at most half
-    of the runs reach the goal does not solve the workload.
+    Of several settings of one algorithm, the fastest counts, as after tuning. A setting solves the workload if more
+    than half of its runs reach the goal.
 
     Args:
         groups: Groups of runs.

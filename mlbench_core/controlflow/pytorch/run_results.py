@@ -128,7 +128,7 @@ class RunResults:
                 self._bring_lines()
             if self._rank == 0:
                 self.result = finish_folder(self.folder)
-        # The training is done or has failed for another reason; a full disk must not replace that.
+        # An error here, such as a full disk, must not hide how the training itself ended.
         except (OSError, ValueError, RuntimeError, MLBenchError) as problem:
             logger.error("the result in %s is incomplete: %s: %s", self.folder, type(problem).__name__, problem)
         if self.result is not None:
@@ -140,7 +140,7 @@ class RunResults:
             LogMetrics.flush(_FLUSH_TIMEOUT_S)
 
     def _who_shares_the_folder(self) -> list[bool]:
-        """Return for each rank if its folder is that of rank 0, the same on all workers."""
+        """Return for each rank if its folder is that of rank 0; all workers get the same answer."""
         if not is_distributed() or dist.get_world_size() == 1:
             return [True] * (self._rank + 1)
         # 62 bits, because the number travels as int64.
