@@ -1,9 +1,9 @@
 r"""Check that runs converge as fast as the reference of their task, by the rule of MLPerf.
 
 A submission that reaches the goal in suspiciously few epochs has often changed the training problem. MLPerf therefore
-publishes reference convergence points and refuses submissions that are faster than chance allows. The rule, as in the
-package ``mlperf-logging`` (``rcp_checker``): with the olympic mean :math:`m` and the standard deviation :math:`s`
-(divisor :math:`n`) of the reference's :math:`n` seeds, the olympic mean of :math:`k` runs must be at least
+publishes reference convergence points and refuses submissions that are faster than chance allows. The rule is that of
+the package ``mlperf-logging`` (``rcp_checker``). The reference has :math:`n` seeds with the olympic mean :math:`m` and
+the standard deviation :math:`s` (divisor :math:`n`). The olympic mean of :math:`k` runs must then be at least
 
 .. math::
 
@@ -15,7 +15,7 @@ count in the sizes. The same distance above :math:`m` is the limit for "suspicio
 Most tasks validate once an epoch, so the quantity is discrete: the goal was reached at some moment of the last epoch.
 If all seeds need the same number of epochs, :math:`s` is 0, and MLPerf's rule refuses every smaller mean. Here
 :math:`s` is at least the standard deviation of a rounding error, :math:`r / \sqrt{12}` for the resolution :math:`r`
-(1 epoch): two of five runs may then be one epoch faster, and three may not. A resolution of 0 gives MLPerf's rule
+(1 epoch). Two of five runs may then be one epoch faster, and three may not. A resolution of 0 gives MLPerf's rule
 without this change.
 """
 

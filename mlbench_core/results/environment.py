@@ -100,8 +100,8 @@ def describe_environment(
     Args:
         seeds: Seeds of the run by name, for example ``{"global": 42}``.
         data_files: Files of the data set. At most 1,000 of them are described; folders are left out. Each file has its
-            size and its SHA-256. Files beyond the first GiB in total are not read as a whole: they have the time of
-            their last change instead, and ``sha256_of_parts``, the SHA-256 of their first, middle and last MiB.
+            size and its SHA-256. Files beyond the first GiB in total are not read as a whole. Instead, they have the
+            time of their last change, and ``sha256_of_parts``, the SHA-256 of their first, middle and last MiB.
         program: The script or program of the run; None for that of this process.
 
     Returns:

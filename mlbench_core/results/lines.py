@@ -9,7 +9,7 @@ writes them::
     goal    the goal is reached: metric, threshold, minimize, value, text, time_to_goal_s, totals, epoch, step, time_s
     end     the run ends: state, reason, totals, epochs, best_metric_value, best_epoch, batch_times, ...
 
-``step`` is the number of finished training batches, ``time_s`` the seconds since the start of the run's clock, and
+``step`` is the number of finished training batches, and ``time_s`` the seconds since the start of the run's clock.
 ``totals`` holds times (seconds) and counts since the start of the run.
 
 A killed worker can leave half a line at the end of its file. :class:`RawLines` skips and lists such a line.

@@ -228,8 +228,8 @@ def _text(value: Any) -> str:
 def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a short label for each row: the values of the properties in which rows differ.
 
-    Every part of the configuration that differs is in the label. Goal, machine and software are added only as far as
-    two labels would be equal without them: the goal follows from the task, and many properties of a machine differ
+    Every part of the configuration that differs is in the label. Goal, machine and software are added only if two
+    labels would be equal without them. The goal follows from the task, and many properties of a machine differ
     together.
     """
     differing = [name for name in _names(rows) if len({_text(row.get(name)) for row in rows}) > 1]

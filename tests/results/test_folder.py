@@ -101,7 +101,7 @@ def test_a_goal_that_was_reached_before_is_found(tmp_path: Path) -> None:
     change(folder / "metrics.jsonl", '"value":80.0}', '"value":95.0}')
     finish_folder(folder)
     assert verify_folder(folder) == [
-        "the goal was reached at step 10 with 95.0, but the result says at step 20 with 96.0"
+        "the goal was reached at step 10 with 95.0, but the result says at step 30 with 90.0"
     ]
 
 

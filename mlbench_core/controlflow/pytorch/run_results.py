@@ -46,7 +46,8 @@ _NOT_OPTIONS = frozenset(
         "sink",
     )
 )
-# Options that the closed division leaves free: how numbers are computed and sent, and when a run ends.
+# Options that the closed division leaves free. They decide how numbers are computed and sent, when a run ends, and on
+# which further data it is evaluated.
 _FREE_OPTIONS = frozenset(
     (
         *("overlap", "shared_memory", "compile", "channels_last", "precision", "autocast", "bf16"),
