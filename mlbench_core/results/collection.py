@@ -63,7 +63,8 @@ def collection_page(
         "## Tables",
         "",
         comparison.as_markdown(),
-        "The same numbers: [table.csv](table.csv), [results.json](results.json); each run: [runs.csv](runs.csv).",
+        "[table.csv](table.csv) and [results.json](results.json) have the same numbers, "
+        "[runs.csv](runs.csv) those of each run.",
         "",
     ]
     if captions:

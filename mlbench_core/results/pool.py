@@ -97,10 +97,10 @@ def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
         if not ended:
             known = [f"{record.epochs} epochs" if record.epochs else "", f"{record.train_s or 0:.1f} s of training"]
             after = f" ({', '.join(filter(None, known))})" if record.train_s else ""
-            reason = "did not reach its goal" if record.state == "unfinished" else "not finished"
-            remarks.append(f"{record.name} is {record.state} and {reason}{after}: left out")
+            missed = " and did not reach its goal" if record.state == "unfinished" else ""
+            remarks.append(f"{record.name} has the state '{record.state}'{missed}{after}: left out")
         elif record.workers is None:
-            remarks.append(f"{record.name} does not say how many workers it had: left out")
+            remarks.append(f"{record.name} has no recorded number of workers: left out")
         else:
             kept.append(record)
     return kept, remarks

@@ -60,7 +60,7 @@ def _check_run(record: RunRecord) -> Iterable[Finding]:
         return
     if record.state != "finished":
         # A repeat that failed is part of the result, so it breaks no rule. It counts for nothing below.
-        yield Finding("ok", record.name, f"the run is {record.state}, and is reported as such")
+        yield Finding("ok", record.name, f"the run has the state '{record.state}' and is reported with it")
     problems = verify_folder(record.folder)
     if problems:
         yield Finding("fail", record.name, f"it cannot be verified: {'; '.join(problems)}")
@@ -128,7 +128,11 @@ def _check_group(group: Group) -> Iterable[Finding]:
     elif not group.remarks:
         yield Finding("ok", subject, f"the seeds differ: {', '.join(map(str, seeds))}")
     enough = len(group.records) >= LEAST_REPEATS
-    yield Finding("ok" if enough else "fail", subject, f"{len(group.records)} of at least {LEAST_REPEATS} runs")
+    yield Finding(
+        "ok" if enough else "fail",
+        subject,
+        f"{plural(len(group.records), 'run')}, at least {LEAST_REPEATS} are required",
+    )
     if group.records[0].goal is not None:
         missed = ", ".join(record.name for record in group.records if record.reached is False)
         reason = f"{len(group.reached)} of {len(group.records)} runs reached the goal"

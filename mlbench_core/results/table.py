@@ -152,12 +152,12 @@ class Comparison:
                 # The beginning of a hash is enough to tell two of them apart.
                 longest = 12 if name.endswith(("commit", "sha256")) else None
                 parts.append(f"{name} ({', '.join(str(value)[:longest] for value in shown)})")
-            lines.append(f"Different between the rows: {'; '.join(parts)}.")
+            lines.append(f"The rows differ in {'; '.join(parts)}.")
         goals = list(dict.fromkeys(f"{row['workload']}: {row['goal']}" for row in self.rows))
         lines.append(f"Goal: {'; '.join(goals)}. Times are training times until the goal, of the runs that reached it.")
         if self.tests:
             lines.append(
-                "Tests: Welch, two-sided at 5 %, each pair by itself. The effect is Hedges' g; 0.8 and more is large."
+                "Tests: Welch's t test, two-sided at 5 % for each pair. The effect is Hedges' g; 0.8 and more is large."
             )
         return [*lines, *self.remarks]
 
