@@ -352,11 +352,12 @@ def find_reference(configuration: Mapping[str, Any], references: Sequence[Refere
     Raises:
         ConfigurationError: A reference that ships with MLBench is damaged.
     """
+    goal = configuration.get("goal") or {}
+    same = ("task", "dataset", "preset", "algorithm", "workers")
     for reference in load_references() if references is None else references:
-        same = ("task", "dataset", "preset", "algorithm", "workers")
         if (
             all(configuration.get(name) == getattr(reference, name) for name in same)
-            and _same_goal(configuration.get("goal"), reference.goal)
+            and all(goal.get(name) == reference.goal.get(name) for name in ("metric", "threshold", "minimize"))
             and deciding_options(configuration.get("options") or {}) == dict(reference.options)
         ):
             return reference
@@ -380,9 +381,3 @@ def deciding_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _trimmed_mean(values: Iterable[float]) -> float:
     """Return the olympic mean of at least three values, which may be infinite."""
     return statistics.fmean(sorted(values)[1:-1])
-
-
-def _same_goal(goal: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:
-    """Return True if both goals have the same metric, threshold and direction."""
-    names = ("metric", "threshold", "minimize")
-    return goal is not None and all(goal.get(name) == wanted.get(name) for name in names)

@@ -149,7 +149,7 @@ class Comparison:
             parts = []
             for name, values in self.differences.items():
                 shown = ("none" if value is None else goal_text(value) if name == "goal" else value for value in values)
-                # The beginning of a hash is enough to tell two of them apart.
+                # The beginning of a hash is enough to distinguish two of them.
                 longest = 12 if name.endswith(("commit", "sha256")) else None
                 parts.append(f"{name} ({', '.join(str(value)[:longest] for value in shown)})")
             lines.append(f"The rows differ in {'; '.join(parts)}.")

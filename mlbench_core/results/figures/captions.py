@@ -31,7 +31,11 @@ def caption(groups: Sequence[Group]) -> str:
         >>> caption(pool(runs))
         'Task 1a. No goal recorded. Machine not recorded. n = 2 runs.'
     """
-    sentences = [_workload(groups), _goal(groups), _machine(groups), _runs(groups)]
+    counts = {len(group.records) for group in groups}
+    runs = f"n = {_range(counts)} {'run' if counts == {1} else 'runs'}"
+    if len(groups) > 1:
+        runs += " of each configuration"
+    sentences = [_workload(groups), _goal(groups), _machine(groups), runs]
     lost = [
         f"{name_of(group)} ({missed} of {len(group.records)})"
         for group in groups
@@ -121,12 +125,6 @@ def _machine(groups: Sequence[Group]) -> str:
     if max(hosts) > 1:
         parts.append(f"{_range(hosts)} hosts")
     return f"Machine: {', '.join(parts)}"
-
-
-def _runs(groups: Sequence[Group]) -> str:
-    counts = {len(group.records) for group in groups}
-    noun = "run" if counts == {1} else "runs"
-    return f"n = {_range(counts)} {noun}{' of each configuration' if len(groups) > 1 else ''}"
 
 
 def _range(numbers: Iterable[int]) -> str:
