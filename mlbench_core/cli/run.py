@@ -104,7 +104,7 @@ class _Options:
         if self.task is not None and (self.image or self.command):
             raise click.UsageError("--task cannot be given with --image or --command: a task has its own command")
         if self.output is not None and not self.wait:
-            raise click.UsageError("--output needs --wait")
+            raise click.UsageError("--output needs --wait: the results are saved when the runs have ended")
         last = settings.read(settings.LAST_RUN)
         asked = self.task is None and self.command is None and self.image is None
         self.name = self.name or _ask("the name", "NAME", last.get("name"))
@@ -148,7 +148,7 @@ class _Options:
             raise click.UsageError(f"--seed after -- cannot be given with {option}: each run gets a seed of its own")
         if self.task is not None and not self.task.has_goal:
             raise click.UsageError(
-                f"{option} cannot be given with task {self.task.key}: it only measures, without seed"
+                f"{option} cannot be given with task {self.task.key}: it only measures, and uses no seed"
             )
         if self.task is None and not any(SEED in word for word in (self.command or "", *self.arguments)):
             raise click.UsageError(
@@ -225,7 +225,7 @@ class _Options:
     metavar="BASE",
     help=f"Seed of the first run; each further run gets the next one (default with --repeats: {FIRST_SEED}).",
 )
-@click.option("--exclusive", is_flag=True, help="Run each alone: at no time does the master run another one.")
+@click.option("--exclusive", is_flag=True, help="Run each run alone: the master starts no other run meanwhile.")
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")
 @click.option(
@@ -346,11 +346,8 @@ def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goa
     """Return the goal for the progress display. Its threshold is None if the task has no goal for the data set."""
     if task is None or task.metric is None:
         return None
-    dataset, preset = _option(arguments, "--dataset"), _option(arguments, "--preset")
-    # Some tasks have another goal with a smaller model, under the name "DATASET-PRESET".
-    smaller = f"{dataset or task.dataset}-{preset}"
     try:
-        threshold = task.goal_on(smaller if smaller in task.stand_ins else dataset, light)
+        threshold = task.goal_on(_option(arguments, "--dataset"), light, _option(arguments, "--preset"))
     except ValueError:
         threshold = None
     return _wait.Goal(task.metric, threshold, task.minimize, _max_epochs(task, arguments))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
+from mlbench_core.results.folder import read_environment
 from mlbench_core.results.pool import Group
 from mlbench_core.results.record import RunRecord
 from mlbench_core.results.table import Comparison, escape, safe_cell
@@ -64,7 +63,8 @@ def collection_page(
         "## Tables",
         "",
         comparison.as_markdown(),
-        "The same numbers: [table.csv](table.csv), [results.json](results.json); each run: [runs.csv](runs.csv).",
+        "[table.csv](table.csv) and [results.json](results.json) have the same numbers, "
+        "[runs.csv](runs.csv) those of each run.",
         "",
     ]
     if captions:
@@ -128,11 +128,9 @@ def recorded_commands(groups: Sequence[Group]) -> list[str]:
     found = []
     for group in groups:
         folder = group.records[0].folder
-        if folder is not None and (folder / "environment.json").is_file():
-            content: Any = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-            words = content.get("command_line") if isinstance(content, dict) else None
-            if isinstance(words, list):
-                found.append(shlex.join(map(str, words)))
+        words = None if folder is None else read_environment(folder).get("command_line")
+        if isinstance(words, list):
+            found.append(shlex.join(map(str, words)))
     return _distinct(found)
 
 

@@ -1,4 +1,4 @@
-"""Describe the result of one run as tables, figures and comparisons need it, wherever it was read from."""
+"""Describe the result of one run for tables, figures and comparisons, whatever its source is."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class RunRecord:
         Args:
             result: The content.
             folder: The result folder with the raw lines, if there is one.
-            source: Where the content is from.
+            source: Path of the folder or file, or ``"master"``.
             remarks: Notes for people.
         """
         run, goal = result.get("run") or {}, result.get("goal") or {}
@@ -230,7 +230,7 @@ class RunRecord:
         Args:
             metrics: Entries of every metric, oldest first: ``{name: [{"date", "value", ...}, ...]}``.
             run: The run as the master describes it: ``name``, ``num_workers``, ``state``, ``command`` and so on.
-            source: Where the metrics are from.
+            source: Path of the file, or ``"master"``.
 
         Raises:
             ConfigurationError: The metric ``result @ 0`` does not follow its schema, or has an unknown version.
@@ -279,7 +279,7 @@ def _slowest(value: Any) -> Any:
 
 
 def _totals_by_step(lines: Iterable[Mapping[str, Any]], name: str) -> dict[int, list[tuple[int, float]]]:
-    """Return for each rank the steps at which it wrote its totals, and the named one of them by then."""
+    """Return, for each rank, the steps of its lines with totals, and the value of the named total at each."""
     found: dict[int, dict[int, float]] = {}
     for line in lines:
         totals = line.get("totals")

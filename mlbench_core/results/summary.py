@@ -1,4 +1,4 @@
-"""Compute the result of a run from its raw lines; this writes ``result.json``, and verifies it later.
+"""Compute the result of a run from its raw lines, to write ``result.json`` and to verify it later.
 
 The times of a run are those of its slowest worker, phase by phase: the maximum over all workers of the time of each
 phase. The times of rank 0 stand beside them.
@@ -21,7 +21,7 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @dataclass
 class _Worker:
-    """The lines of one worker that decide the result; each is the last of its kind."""
+    """The lines of one worker that decide the result: its first goal, and the last line of every other kind."""
 
     start: dict[str, Any] | None = None
     first_start: dict[str, Any] | None = None
@@ -166,7 +166,7 @@ def _steps(ranks: list[_Worker]) -> dict[str, dict[str, float]]:
 
 
 def _goal(ranks: list[_Worker], configuration: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the goal: when and after which times it was reached, or that it was missed; None without a goal."""
+    """Return the goal with its moment and the times until then, or as missed; None without a goal."""
     wanted = configuration.get("goal")
     reached = [worker.goal for worker in ranks if worker.goal is not None]
     if wanted is None and not reached:

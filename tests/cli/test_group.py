@@ -33,8 +33,8 @@ def test_commands_and_their_static_help() -> None:
     """Each command loads, and the line of the overview is the line of the command."""
     context = click.Context(cli_group)
     assert set(cli_group.list_commands(context)) == {
-        *("charts", "compare", "completion", "delete", "download", "env", "get-dashboard-url", "import", "logs", "master"),
-        *("results", "run", "status", "stop", "tasks"),
+        *("charts", "compare", "completion", "delete", "download", "env", "get-dashboard-url", "import", "logs"),
+        *("master", "results", "run", "status", "stop", "tasks"),
     }
     for name in COMMANDS:
         command = cli_group.get_command(context, name)

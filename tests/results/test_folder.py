@@ -100,7 +100,9 @@ def test_a_goal_that_was_reached_before_is_found(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     change(folder / "metrics.jsonl", '"value":80.0}', '"value":95.0}')
     finish_folder(folder)
-    assert verify_folder(folder) == ["the goal was reached at step 10 with 95.0, not as the result says"]
+    assert verify_folder(folder) == [
+        "the goal was reached at step 10 with 95.0, but the result says at step 30 with 90.0"
+    ]
 
 
 def test_steps_that_take_longer_than_the_training_are_found(tmp_path: Path) -> None:
