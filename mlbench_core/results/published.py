@@ -165,6 +165,8 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
     configuration = describe_run(run, workers)
     if "metric" in goal:
         named = {key: goal.get(key) for key in ("metric", "threshold", "minimize")}
+        if "budget_s" in goal:
+            named["budget_s"] = goal["budget_s"]
         configuration["goal"] = named if goal["metric"] else None
     return {
         "name": str(run.get("name") or "run"),

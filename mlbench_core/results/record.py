@@ -255,7 +255,7 @@ def goal_text(goal: Mapping[str, Any] | None) -> str:
     """Return a goal as a text.
 
     Args:
-        goal: ``metric``, ``threshold`` and ``minimize``, or None.
+        goal: ``metric``, ``threshold``, ``minimize`` and, for a fixed training time, ``budget_s``; or None.
 
     Example:
         >>> goal_text({"metric": "val_global_Prec@1", "threshold": 95.0, "minimize": False})
@@ -263,14 +263,14 @@ def goal_text(goal: Mapping[str, Any] | None) -> str:
     """
     if not goal:
         return "no goal"
-    if goal.get("metric") is None:
-        budget_s = number(goal.get("budget_s"))
-        return "a goal of the script" if budget_s is None else f"{budget_s:g} s of training"
-    threshold = number(goal.get("threshold"))
-    shown = "?" if threshold is None else f"{threshold:g}"
+    threshold, budget_s = number(goal.get("threshold")), number(goal.get("budget_s"))
     # A goal watches the validation on the data of all workers unless its metric says otherwise.
-    metric = str(goal["metric"]).removeprefix("val_global_")
-    return f"{metric} {'<=' if goal.get('minimize') else '>='} {shown}"
+    metric = str(goal.get("metric") or "").removeprefix("val_global_")
+    if budget_s is not None:
+        return f"{metric} after {budget_s:g} s of training".removeprefix(" after ")
+    if not metric:
+        return "a goal of the script"
+    return metric if threshold is None else f"{metric} {'<=' if goal.get('minimize') else '>='} {threshold:g}"
 
 
 def _slowest(value: Any) -> Any:

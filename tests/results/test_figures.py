@@ -255,6 +255,10 @@ def test_learning_curves_have_bands_and_count_the_runs_that_remain(tmp_path: Pat
     assert (
         "Line: mean over the runs; band: minimum to maximum. Mean and band end with the shortest run" in drawn.caption
     )
+    budget = {"metric": METRIC, "threshold": None, "minimize": None, "budget_s": 60.0}
+    runs_with_budget = [with_curve(tmp_path, [60.0, 80.0], seed=seed, goal=budget) for seed in (1, 2)]
+    (curve,) = drawing(figures.draw_learning_curves, pool(runs_with_budget), "epochs").figure.axes
+    assert len(curve.lines) == 1, "the goal of a fixed training time has no threshold to draw"
     timed = drawing(figures.draw_learning_curves, pool(runs), "time")
     mean = timed.figure.axes[0].lines[0]
     assert (mean.get_xdata()[0], mean.get_xdata()[-1]) == (20.0, 30.0), "the times that both runs cover"

@@ -103,19 +103,24 @@ def _draw(
     labels = list(dict.fromkeys(group.label for group, _ in bands))
     looks = dict(zip(labels, canvas.series_looks(len(labels)), strict=True))
     entries: dict[str, Any] = {}
+    goal_line = None
     for index, (number, axes) in enumerate(zip(workers, curves, strict=True)):
         same = [(group, found) for group, found in bands if group.workers == number]
         for group, found in same:
             line = _curve(axes, found, looks[group.label])
             entries.setdefault(group.label, line)
-        goal_line = axes.axhline(goal["threshold"], linestyle=(0, (4, 2)), color=canvas.GRAY, linewidth=0.8)
+        # The goal of a fixed training time has no threshold.
+        if goal.get("threshold") is not None:
+            look: canvas.Look = {"linestyle": (0, (4, 2)), "color": canvas.GRAY, "linewidth": 0.8}
+            goal_line = axes.axhline(goal["threshold"], **look)
         axes.set_ylabel(goal["metric"])
         if len(workers) > 1:
             note: canvas.Look = {"ha": "right", "va": "bottom", "size": 6, "style": "italic"}
             axes.annotate(plural(number, "worker"), (1, 0), (-3, 3), "axes fraction", "offset points", **note)
         if uneven:
             _count(counts[index], same, looks)
-    entries["goal"] = goal_line
+    if goal_line is not None:
+        entries["goal"] = goal_line
     _label(curves + counts, axis, max(found.ends[-1] for _, found in bands))
     figure.align_ylabels()
     canvas.title(curves[0], f"Learning curves against {axis.title}", groups)
