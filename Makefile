@@ -28,7 +28,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) install --quiet -c requirements/development.txt -e '.[dev]'
 	touch $@
 
+# A master that ran before the demo stays; the one that the demo starts must not be left behind, not even by Ctrl-C.
 demo: $(VENV)/.installed
+	if ! $(BIN)/mlbench get-dashboard-url >/dev/null 2>&1; then \
+	  trap '$(BIN)/mlbench master --stop' EXIT; trap 'exit 130' INT TERM; fi; \
 	$(BIN)/mlbench run demo 1 2 --task 1a --num-cpus 1 --replace --wait --output demo-results -- --dataset digits --channels-last
 
 lint: $(VENV)/.installed-dev

@@ -119,12 +119,14 @@ class Task:
         """Return the task's own data set as an option takes it, for example ``"cifar10"``."""
         return self.data.lower().replace("-", "")
 
-    def goal_on(self, dataset: str | None, light: bool = False) -> float:
+    def goal_on(self, dataset: str | None, light: bool = False, preset: str | None = None) -> float:
         """Return the threshold of the goal on a data set.
 
         Args:
             dataset: Name of the task's own data set or of a stand-in; None is the task's own.
             light: True for the light goal.
+            preset: The preset of the model. Some tasks have another goal with a smaller model, which ``stand_ins`` has
+                under the name ``"DATASET-PRESET"``.
 
         Raises:
             ValueError: The task has no goal on that data set (the message lists the known ones), or none at all.
@@ -138,7 +140,8 @@ class Task:
         goals = {self.dataset: (self.goal, self.light_goal), **self.stand_ins}
         if dataset is not None and dataset not in goals:
             raise ValueError(f"dataset must be one of {', '.join(sorted(goals))} for task {self.key}, not {dataset!r}")
-        return goals[dataset or self.dataset][1 if light else 0]
+        dataset = dataset or self.dataset
+        return goals.get(f"{dataset}-{preset}", goals[dataset])[1 if light else 0]
 
     @property
     def script(self) -> Path:

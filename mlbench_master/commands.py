@@ -10,7 +10,7 @@ from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.schemas import DEFAULT_BANDWIDTH, RunIn
 
-__all__ = ["check_options", "resolve_backend", "resolve_command"]
+__all__ = ["check_gpus", "check_options", "resolve_backend", "resolve_command"]
 
 _CUSTOM_BACKEND = "custom_backend"
 _CUSTOM_IMAGE = "custom_image"
@@ -80,6 +80,7 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
     Raises:
         ValueError: An option cannot be fulfilled; the message names the field and a remedy.
     """
+    _check_combination(run, launcher)
     notes = []
     if run.max_bandwidth < DEFAULT_BANDWIDTH and not launcher.limits_bandwidth:
         raise ValueError(
@@ -87,6 +88,8 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
             f"the {launcher.name} launcher cannot limit the bandwidth; leave it out and limit the network itself, for "
             "example with tc"
         )
+    if run.gpu_enabled:
+        check_gpus(run.num_workers, launcher)
     own_image = run.task is None and run.custom_image_name not in (None, _CUSTOM_IMAGE)
     if own_image and not launcher.starts_containers:
         notes.append(
@@ -105,6 +108,57 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
             "the others itself, as mpirun does"
         )
     return all_nodes, notes
+
+
+def _check_combination(run: RunIn, launcher: Launcher) -> None:
+    """Refuse fields that would be ignored because of ``task`` or ``command``, which no client of version 3.0 sends."""
+    chosen = "task" if run.task is not None else "command"
+    is_custom = run.image_name is not None and run.image_name.startswith(_CUSTOM_IMAGE)
+    if run.arguments and run.task is None and (run.command is not None or is_custom):
+        given = str(run.arguments)[:80]
+        raise ValueError(f"arguments: must be left out without a task, not {given}: add them to the command")
+    if run.task is None and run.command is None:
+        return
+    rivals = {"custom_image_command": run.custom_image_command}
+    if run.task is not None or not launcher.starts_containers:
+        rivals.update(image_name=run.image_name, custom_image_name=run.custom_image_name)
+    if run.task is not None:
+        rivals["command"] = run.command
+    for field, value in rivals.items():
+        if value not in (None, _CUSTOM_IMAGE):
+            raise ValueError(
+                f"{field}: must be left out with {chosen}, not {value[:80]!r}: the {launcher.name} launcher would "
+                f"ignore it; leave out {field} or {chosen}"
+            )
+    if not run.run_all_nodes and run.num_workers > 1 and run.backend.lower() in BACKENDS:
+        raise ValueError(
+            f"run_all_nodes: must be true with backend {run.backend.lower()}, not false: every worker runs the "
+            "command; leave it out, or give a custom_backend whose first worker starts the others"
+        )
+
+
+def check_gpus(num_workers: int, launcher: Launcher) -> None:
+    """Refuse a run with GPUs that the launcher can never start.
+
+    Args:
+        num_workers: Number of workers, each of which needs a GPU.
+        launcher: The launcher that will start it.
+
+    Raises:
+        ValueError: The launcher has fewer GPUs; the message names the fields and a remedy.
+    """
+    gpus = launcher.gpus
+    if gpus is None or num_workers <= len(gpus):
+        return
+    if not gpus:
+        raise ValueError(
+            f"gpu_enabled: must be false, not true: the {launcher.name} launcher found no GPU on this machine; leave "
+            "it out to compute on the CPU, or check nvidia-smi and CUDA_VISIBLE_DEVICES and restart the master"
+        )
+    raise ValueError(
+        f"num_workers: must be at most {len(gpus)} with gpu_enabled, not {num_workers}: each worker needs a GPU of its "
+        f"own, and the {launcher.name} launcher has {len(gpus)}; start fewer workers"
+    )
 
 
 def _task_command(task: Task, run: RunIn, of_image: Sequence[str] = ()) -> tuple[str, str]:

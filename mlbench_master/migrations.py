@@ -20,6 +20,8 @@ Version 1 had no table with a version. Version 2 added ``schema_version`` and ``
 
 VERSION_TABLE = "schema_version"
 _TABLES_OF_VERSION_1 = {"runs", "metrics"}
+# Any number that no other program is likely to lock in the same database of PostgreSQL.
+_LOCK = 0x6D6C62656E6368
 # SQLite reads the whole file for the check, about 0.3 s for 100 MB.
 _LARGEST_CHECKED_BYTES = 2**30
 
@@ -43,6 +45,9 @@ def prepare_database(engine: sa.Engine, metadata: sa.MetaData) -> None:
             connection.rollback()
             # Python's sqlite3 begins no transaction before CREATE and ALTER.
             connection.exec_driver_sql("BEGIN IMMEDIATE")
+        elif engine.dialect.name == "postgresql":
+            # Of two masters that start at the same time, one waits for the tables of the other.
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
         versions = metadata.tables[VERSION_TABLE]
         found = _version(connection, versions)
         if found > VERSION:

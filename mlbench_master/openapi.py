@@ -41,7 +41,7 @@ _MEANINGS = {
     403: "The Host or the Origin of the request may not use this master.",
     404: "It does not exist.",
     408: "The request did not arrive in time.",
-    409: "The name is in use.",
+    409: "The name is in use, or the run was imported before.",
     413: "The body is too long.",
     415: "The body is neither JSON nor a URL-encoded form.",
     429: "Too many wrong tokens were sent.",

@@ -75,8 +75,8 @@ class ResultFolder:
             root: The folder of :meth:`~mlbench_master.launchers.Launcher.results`.
 
         Returns:
-            The folder with the newest ``result.json``, or without any, the one with the newest of :data:`FILES`. None
-            if there is no folder with one of them.
+            The folder with the newest ``result.json``. If no folder has one, that with the newest of :data:`FILES`.
+            None without any of these files.
         """
         if root is None or os.open not in os.supports_dir_fd:
             return None
@@ -139,7 +139,7 @@ class ResultFolder:
 
 
 def is_result(content: str | bytes | None) -> bool:
-    """Return whether a text or a file is a JSON object, and so can be a result.
+    """Return True if a text or a file is a JSON object, and so can be a result.
 
     Example:
         >>> is_result('{"schema_version": 1}'), is_result("[1]"), is_result('{"value": NaN}'), is_result(None)
@@ -176,7 +176,7 @@ def _dated_runs(top: int, task: str) -> Iterator[tuple[tuple[bool, int], str]]:
 
 
 def _date(folder: int, name: str) -> int:
-    """Return the time of the last change of a file in nanoseconds since 1970, 0 if there is no regular file."""
+    """Return the time of the last change of a file in nanoseconds since 1970, 0 without a regular file."""
     try:
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except OSError:

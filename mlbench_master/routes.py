@@ -34,8 +34,20 @@ from mlbench_master.openapi import (
     parameters,
     request_body,
 )
+from mlbench_master.results import RESULT_METRIC
 from mlbench_master.scheduler import Scheduler
-from mlbench_master.schemas import MAX_BATCH, MAX_ID, LogsQuery, MetricIn, MetricQuery, RunIn, RunsQuery, describe_error
+from mlbench_master.schemas import (
+    DEFAULT_BANDWIDTH,
+    MAX_BATCH,
+    MAX_ID,
+    LogsQuery,
+    MetricIn,
+    MetricQuery,
+    RunImport,
+    RunIn,
+    RunsQuery,
+    describe_error,
+)
 from mlbench_master.store import NameInUseError, NewMetric, Run, Store, new_run, pod_owner, run_owner
 
 __all__ = ["results_of", "router", "run_or_404"]
@@ -206,6 +218,40 @@ def create_run(
         raise HTTPException(409, message) from None
     events.publish("state", {"id": run.id, "name": run.name, "state": run.state})
     scheduler.wake()
+    return run.to_json()
+
+
+@runs_router.post(
+    "/import/",
+    summary="Add a run that ended without this master; nothing is started",
+    openapi_extra=request_body(RunImport),
+    **documented(RunOut, 400, 408, 409, 413, 415, status=201),
+)
+def import_run(
+    body: Annotated[Any, Depends(read_body(MAX_RUN_BYTES))], store: StorePart, events: EventsPart
+) -> dict[str, Any]:
+    wanted = _validated(RunImport, body)
+    notes = {"notes": ["imported from a result folder"], **({"reason": wanted.reason} if wanted.reason else {})}
+    created = to_us(wanted.created_at)
+    # The state is final from the beginning, so the scheduler never sees the run.
+    new = Run(
+        created_at=created,
+        started_at=created,
+        finished_at=to_us(wanted.finished_at),
+        max_bandwidth=DEFAULT_BANDWIDTH,
+        image="",
+        run_all_nodes=True,
+        job_metadata=json.dumps(notes),
+        **wanted.model_dump(exclude={"fingerprint", "created_at", "finished_at", "reason"}),
+    )
+    run = store.import_run(new, wanted.fingerprint)
+    # The client sends this metric last. Without it, the import was cut off, and may be continued.
+    if store.newest_value(run_owner(run.id), RESULT_METRIC) is not None:
+        raise HTTPException(
+            409,
+            f"fingerprint: it was imported before as {run.name!r} (id {run.id}); delete that run to import it again",
+        )
+    events.publish("state", {"id": run.id, "name": run.name, "state": run.state})
     return run.to_json()
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from mlbench_core.errors import MLBenchError
+from mlbench_master.commands import check_gpus
 from mlbench_master.dates import now_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Job, JobStatus, Launcher
@@ -28,7 +30,14 @@ _STOPPED = JobStatus("failed", "stopped by a user")
 
 
 class Scheduler:
-    """A thread that starts waiting runs, smallest first, when enough cores are free, and records how they end.
+    """A thread that starts waiting runs when enough cores and GPUs are free, and records how they end.
+
+    The run with the fewest cores starts first. A run with GPUs takes one for each worker until it ends. A run for which
+    too few are free lets others pass.
+
+    No run waits indefinitely if every run ends. After ``patience_s`` seconds, a run comes before all younger ones, and
+    none of them starts before it. So only runs that are already running, and older ones, can delay it. Their number is
+    finite. When they have ended, nothing else runs. Then the next run always starts, also one that is exclusive.
 
     A run that needs more cores than the machine has starts when nothing else runs, with a warning in its log.
     Otherwise it would wait indefinitely. After a restart of the master, runs that continue are watched again. Runs that
@@ -57,6 +66,7 @@ class Scheduler:
         poll_s: Seconds between two polls.
         lease: The right to look after the runs of the database, which must be acquired; None if no other master can
             use the database.
+        patience_s: Seconds after which a waiting run comes before all younger ones.
     """
 
     def __init__(
@@ -67,6 +77,7 @@ class Scheduler:
         worker_env: dict[str, str],
         poll_s: float = 0.25,
         lease: Lease | None = None,
+        patience_s: float = 3600.0,
     ) -> None:
         self._store = store
         self._launcher = launcher
@@ -74,8 +85,10 @@ class Scheduler:
         self._worker_env = worker_env
         self._poll_s = poll_s
         self._lease = lease
+        self._patience_s = patience_s
         # Reentrant, because an exception while a run starts ends it.
         self._lock = threading.RLock()
+        self.has_runs = True  # at the last poll, waiting or running; True while it is unknown
         self._stopping: set[int] = set()  # runs that stop_run is ending, so that no poll records another reason
         self._wake = threading.Event()
         self._closed = False
@@ -147,17 +160,42 @@ class Scheduler:
         running = [run for run in self._store.runs("started") if self._goes_on(self._watch, run)]
         with self._lock:
             used = sum(_cores(run) for run in running)
-            for run in sorted(self._store.runs("initialized"), key=lambda run: (_cores(run), run.id)):
-                fits = used + _cores(run) <= self._launcher.capacity
+            lent = {gpu for run in running for gpu in _lent_gpus(run)}
+            waiting = self._store.runs("initialized")
+            self.has_runs = bool(running or waiting)
+            for run in sorted(waiting, key=self._turn):
+                free = self._free_gpus(run, lent)
+                has_cores = used + _cores(run) <= self._launcher.capacity
                 # Runs on one machine share its memory bandwidth and its network, so a run that is to be measured runs
                 # alone. While it waits its turn, the runs after it wait, too.
                 alone = any(_is_exclusive(other) for other in (run, *running))
                 # The runs are sorted by their cores, so none of the others fits either.
-                if running and (alone or not fits):
+                if running and (alone or not has_cores):
                     break
-                if self._goes_on(self._launch, run):
+                if running and free is None:
+                    if self._has_waited_long(run):
+                        break
+                    continue  # larger runs may need fewer GPUs
+                if self._goes_on(partial(self._launch, gpus=free or ()), run):
                     running.append(run)
                     used += _cores(run)
+                    lent.update(free or ())
+
+    def _turn(self, run: Run) -> tuple[bool, float, int]:
+        """Return the place of a waiting run in the queue."""
+        waited_long = self._has_waited_long(run)
+        return not waited_long, 0 if waited_long else _cores(run), run.id
+
+    def _has_waited_long(self, run: Run) -> bool:
+        return now_us() - run.created_at >= self._patience_s * 1e6
+
+    def _free_gpus(self, run: Run, lent: Collection[str]) -> tuple[str, ...] | None:
+        """Return the GPUs that a run would get, empty if it needs none; None if it has to wait for some."""
+        gpus = self._launcher.gpus if run.gpu_enabled else None
+        if gpus is None:
+            return ()
+        free = tuple(gpu for gpu in gpus if gpu not in lent)
+        return free[: run.num_workers] if run.num_workers <= len(free) else None
 
     def _loop(self) -> None:
         known = ""
@@ -167,8 +205,11 @@ class Scheduler:
                 # A master that was stopped for a while must not touch the runs of its successor.
                 if self.is_in_charge:
                     self.tick()
+                else:
+                    self.has_runs = False
                 known = ""
             except Exception as error:  # the thread must outlive an unreachable database
+                self.has_runs = True
                 # Once and not four times a second, which would fill the disk.
                 if known != repr(error):
                     known = repr(error)
@@ -235,8 +276,8 @@ class Scheduler:
             with contextlib.suppress(SQLAlchemyError):
                 self._store.update_run(run.id, {"reason": reason}, only_in=("started",))
 
-    def _launch(self, run: Run) -> bool:
-        """Start a run; return whether it continues."""
+    def _launch(self, run: Run, gpus: tuple[str, ...]) -> bool:
+        """Start a run with the GPUs lent to it; return whether it continues."""
         notes = list(run.metadata_dict().get("notes", ()))
         capacity = self._launcher.capacity
         if _cores(run) > capacity:
@@ -252,6 +293,7 @@ class Scheduler:
             num_cpus=run.num_cpus,
             backend=run.backend,
             gpu_enabled=run.gpu_enabled,
+            gpus=gpus,
             all_nodes=run.run_all_nodes,
             image=run.image,
             env={**self._worker_env, "MLBENCH_RUN_ID": str(run.id), "MLBENCH_RUN_NAME": run.name},
@@ -262,11 +304,15 @@ class Scheduler:
         started = None
         if run.id not in self._stopping:
             changes: dict[str, Any] = {"state": "started", "job_id": job_id, "started_at": now_us()}
-            place = {"started_at_place": self._launcher.place}
-            started = self._store.update_run(run.id, place, only_in=("initialized",), **changes)
+            # The GPUs are recorded, too, so that the next master does not lend them to another run.
+            facts = {"started_at_place": self._launcher.place, **({"gpus": list(gpus)} if gpus else {})}
+            started = self._store.update_run(run.id, facts, only_in=("initialized",), **changes)
         if started is None:
             return False
         try:
+            # A restarted master may have fewer GPUs than the one that accepted the run.
+            if run.gpu_enabled:
+                check_gpus(run.num_workers, self._launcher)
             self._launcher.start(job)
         except (MLBenchError, ValueError) as error:
             self._finish(started, JobStatus("failed", str(error)))
@@ -346,6 +392,12 @@ def _last_lines(lines: list[str]) -> list[str]:
 
 def _is_exclusive(run: Run) -> bool:
     return run.metadata_dict().get("exclusive") is True
+
+
+def _lent_gpus(run: Run) -> list[str]:
+    gpus = run.metadata_dict().get("gpus")
+    # A damaged record may hold anything.
+    return [gpu for gpu in gpus if isinstance(gpu, str)] if isinstance(gpus, list) else []
 
 
 def _cores(run: Run) -> float:

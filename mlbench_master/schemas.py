@@ -22,6 +22,7 @@ __all__ = [
     "LogsQuery",
     "MetricIn",
     "MetricQuery",
+    "RunImport",
     "RunIn",
     "RunsQuery",
     "describe_error",
@@ -100,6 +101,11 @@ def _command(text: str) -> str:
 _TEXT_OR_NUMBER: Any = str | float | bool
 Text = Annotated[str, AfterValidator(_plain_text)]
 Line = Annotated[Text, AfterValidator(_one_line)]
+RunName = Annotated[
+    Text,
+    AfterValidator(_dns_label),
+    Field(json_schema_extra={"pattern": "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", "maxLength": 63}),
+]
 Identifier = Annotated[int, Field(ge=1, le=MAX_ID)]
 Command = Annotated[Line, Field(max_length=16_384), AfterValidator(_command)]
 
@@ -166,16 +172,13 @@ class RunIn(_Body):
         custom_backend: Name of a custom backend.
         run_all_nodes: True if every worker runs the command. With False and a custom backend, only the first one does,
             and starts the others itself.
-        gpu_enabled: True if the workers use GPUs: the command gets ``--gpu``.
+        gpu_enabled: True if the workers use GPUs: the command gets ``--gpu``, and each worker a GPU of its own. More
+            workers than GPUs are refused.
         light_target: True for the light goal of the task: the command gets ``--light``.
         exclusive: True to run it alone: it starts when no other run is running, and no other run starts until it ends.
     """
 
-    name: Annotated[
-        Text,
-        AfterValidator(_dns_label),
-        Field(json_schema_extra={"pattern": "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", "maxLength": 63}),
-    ]
+    name: RunName
     num_workers: Annotated[int, Field(ge=1, le=4096)]
     num_cpus: Annotated[float, Field(gt=0, le=4096, allow_inf_nan=False)] = 1.0
     max_bandwidth: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = DEFAULT_BANDWIDTH
@@ -195,6 +198,38 @@ class RunIn(_Body):
     gpu_enabled: bool = False
     light_target: bool = False
     exclusive: bool = False
+
+
+class RunImport(_Body):
+    """A run that ended elsewhere, without this master; its metrics follow as those of any other run.
+
+    Attributes:
+        fingerprint: SHA-256 of what identifies the run, in hexadecimal digits. A run is imported only once.
+        name: A DNS label. If a run has this name, the new one gets a number at the end.
+        state: How it ended.
+        created_at: Its start.
+        finished_at: Its end.
+        reason: The reason of a failure.
+        num_workers: Number of worker processes.
+        num_cpus: Cores of each worker.
+        backend: The backend of its communication.
+        command: A worker's command line.
+        gpu_enabled: True if the workers used GPUs.
+        light_target: True for the light goal of the task.
+    """
+
+    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    name: RunName
+    state: Literal["finished", "failed"]
+    created_at: Date
+    finished_at: Date
+    reason: Annotated[Text, Field(max_length=4096)] | None = None
+    num_workers: Annotated[int, Field(ge=1, le=4096)]
+    num_cpus: Annotated[float, Field(gt=0, le=4096, allow_inf_nan=False)] = 1.0
+    backend: Annotated[Line, Field(max_length=64)] = "unknown"
+    command: Annotated[Text, Field(max_length=16_384)] = ""
+    gpu_enabled: bool = False
+    light_target: bool = False
 
 
 class MetricQuery(_Body):

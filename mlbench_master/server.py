@@ -52,6 +52,7 @@ def serve(
     database_url: str | None = None,
     data_dir: Path | None = None,
     launcher: str = "local",
+    end_when_idle_s: float | None = None,
 ) -> None:
     """Run the master in this process until SIGINT or SIGTERM; the next master takes over its runs.
 
@@ -63,6 +64,7 @@ def serve(
         database_url: SQLAlchemy URL; by default SQLite in the data folder.
         data_dir: Folder for database and logs; by default ``master`` in the user's folder.
         launcher: One of :data:`~mlbench_master.launchers.LAUNCHERS`.
+        end_when_idle_s: Seconds without a run or a request after which the master ends; None to keep running.
 
     Raises:
         ConfigurationError: The address, the certificate, the folder or the database cannot be used.
@@ -72,11 +74,19 @@ def serve(
     from mlbench_master.app import create_app
     from mlbench_master.connections import ACCEPTED_AT_ONCE, LISTEN_BACKLOG, Connection, LogLimit
     from mlbench_master.events import EventBus
+    from mlbench_master.idle import IdleClock
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             listener.listen(LISTEN_BACKLOG)  # asyncio has set it to the number that it accepts at once
+
+        async def on_tick(self, counter: int) -> bool:
+            """Return True if the server must end, which uvicorn asks ten times per second."""
+            if end_when_idle_s is not None and clock.look() >= end_when_idle_s and not self.should_exit:
+                _log.info("the master is ending: no run and no request for %g s", end_when_idle_s)
+                self.should_exit = True
+            return await super().on_tick(counter)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             """End at a signal, without uvicorn's second raise of the signal, which would skip the callers' cleanup."""
@@ -102,11 +112,14 @@ def serve(
         url = _url(listen, listener.getsockname()[1])
         token = None if no_token else token or random_token(folder)
         app = create_app(database_url, folder, token, make_launcher(launcher, folder), url)
+        clock = IdleClock(app, lambda: app.state.scheduler.has_runs)
         started(url, app.state.access)
         _log.info("MLBench master on %s (data in %s)", url, folder)
         _say_who_has_access(url, app.state.access, listen)
+        if end_when_idle_s is not None:
+            _log.info("it ends after %g s without a run or a request", end_when_idle_s)
         config = uvicorn.Config(
-            app,
+            clock,
             http=Connection,
             ws="none",
             backlog=ACCEPTED_AT_ONCE,

@@ -51,6 +51,9 @@ _PAGE = 2000
 # SQLite joins at most 500 SELECTs by UNION, and old versions of it take 999 parameters in a list.
 _MANY = 500
 _BUSY_MS = 30_000
+_NAME_CHARACTERS = 63
+# The entry in the metadata of an imported run that identifies it.
+_FINGERPRINT = "fingerprint"
 # SQLite's number for auto_vacuum=INCREMENTAL.
 _INCREMENTAL = 2
 # One step moves 4 MB, in which other threads cannot write.
@@ -73,7 +76,7 @@ class Run(_Base):
     __table_args__ = {"sqlite_autoincrement": True}  # noqa: RUF012 - SQLAlchemy's form
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(sa.String(63), unique=True)
+    name: Mapped[str] = mapped_column(sa.String(_NAME_CHARACTERS), unique=True)
     created_at: Mapped[int] = mapped_column(sa.BigInteger)
     started_at: Mapped[int | None] = mapped_column(sa.BigInteger)
     finished_at: Mapped[int | None] = mapped_column(sa.BigInteger)
@@ -266,6 +269,8 @@ class Store:
             prepare_database(self._engine, _Base.metadata)
         except (SQLAlchemyError, ImportError, OSError, ConfigurationError) as error:
             reason = str(error).splitlines()[0]
+            if isinstance(error, ModuleNotFoundError) and error.name == "psycopg":
+                reason += " (pip install 'mlbench-core[postgres]')"
             shown = repr(database_url)
             # An URL may hold a password, which must not reach a log.
             with contextlib.suppress(SQLAlchemyError):
@@ -339,6 +344,30 @@ class Store:
             raise NameInUseError(run.name) from error
         return run
 
+    def import_run(self, run: Run, fingerprint: str) -> Run:
+        """Add a run that ended without this master, unless it was added before.
+
+        Args:
+            run: The run, without an id. If its name is in use, it gets a number at its end.
+            fingerprint: A text that identifies the run.
+
+        Returns:
+            The run with its id, or the one that was added with this fingerprint before.
+        """
+        with self._writing() as session:
+            # The output of a worker may hold the same text, so the metadata is parsed, too.
+            for found in session.scalars(sa.select(Run).where(Run.job_metadata.contains(fingerprint))):
+                if found.metadata_dict().get(_FINGERPRINT) == fingerprint:
+                    return found
+            name = run.name
+            for number in itertools.count(2):
+                if session.scalar(sa.select(Run.id).where(Run.name == run.name)) is None:
+                    break
+                run.name = f"{name[: _NAME_CHARACTERS - len(str(number)) - 1].rstrip('-')}-{number}"
+            run.job_metadata = json.dumps({**run.metadata_dict(), _FINGERPRINT: fingerprint})
+            session.add(run)
+        return run
+
     def run(self, run_id: int) -> Run | None:
         """Return the run with this id, or None."""
         with self._reading() as session:
@@ -356,7 +385,8 @@ class Store:
             The runs, which no session knows: changes of them are not saved.
         """
         columns = {column.key: getattr(Run, column.key) for column in sa.inspect(Run).columns}
-        if self._engine.dialect.name == "sqlite":
+        is_sqlite = self._engine.dialect.name == "sqlite"
+        if is_sqlite:
             # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged record is left out.
             slim = sa.func.json_remove(Run.job_metadata, "$.stdout", "$.stderr")
             columns["job_metadata"] = sa.case((sa.func.json_valid(Run.job_metadata) == 1, slim), else_="{}")
@@ -365,7 +395,13 @@ class Store:
             query = query.where(Run.state.in_(states))
         with self._reading() as session:
             rows = session.execute(query.order_by(Run.id).limit(limit)).mappings()
-            return [Run(**row) for row in rows]
+            found = [Run(**row) for row in rows]
+        if not is_sqlite:
+            # PostgreSQL parses no JSON with an escaped NUL, which the output of a worker may hold.
+            for run in found:
+                metadata = run.metadata_dict()
+                run.job_metadata = json.dumps({k: v for k, v in metadata.items() if k not in ("stdout", "stderr")})
+        return found
 
     def update_run(
         self,
@@ -665,9 +701,14 @@ def new_run(**values: Any) -> Run:
 
 def _make_engine(database_url: str) -> sa.Engine:
     url = sa.make_url(database_url)
+    # Without the name of a driver, SQLAlchemy 2.0 looks for psycopg2, and it refuses the usual "postgres://".
+    if url.drivername in ("postgres", "postgresql"):
+        url = url.set(drivername="postgresql+psycopg")
+    # FastAPI answers requests in up to 40 threads.
+    pool = {"pool_size": 10, "max_overflow": 40}
     if url.get_backend_name() != "sqlite":
         # The server may have closed a connection since its last use.
-        return sa.create_engine(url, pool_pre_ping=True)
+        return sa.create_engine(url, pool_pre_ping=True, **pool)
     # The pool lends a connection to one thread after another.
     arguments = {"check_same_thread": False, "timeout": 30}
     # A database in memory exists as long as its one connection.
@@ -675,8 +716,7 @@ def _make_engine(database_url: str) -> sa.Engine:
         engine = sa.create_engine(url, poolclass=StaticPool, connect_args=arguments)
     else:
         Path(url.database or "").expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
-        # FastAPI answers requests in up to 40 threads.
-        engine = sa.create_engine(url, connect_args=arguments, pool_size=10, max_overflow=40)
+        engine = sa.create_engine(url, connect_args=arguments, **pool)
     event.listen(engine, "connect", _prepare_sqlite)
     return engine
 

@@ -33,9 +33,9 @@ def test_the_files_and_names_on_the_page_about_the_architecture_exist() -> None:
     assert missing == []
 
 
-def test_the_page_about_the_architecture_follows_five_journeys_by_file_names() -> None:
+def test_the_page_about_the_architecture_follows_six_journeys_by_file_names() -> None:
     journeys = re.findall(r"^## (An? .*)$", ARCHITECTURE.read_text(), re.MULTILINE)
-    assert journeys == ["A gradient", "A metric", "A batch", "A run", "An attention call"]
+    assert journeys == ["A gradient", "A metric", "A batch", "A run", "A result", "An attention call"]
     assert len(REFERENCES) > 60
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,14 @@ class MasterClient(RestClient):
     def create(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Start a run and return it."""
         return self.json(dict, "POST", "runs/", json=dict(request))
+
+    def import_run(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the record of a run that ended without the master, and return the run."""
+        return self.json(dict, "POST", "runs/import/", json=dict(record))
+
+    def add_metrics(self, metrics: Sequence[Mapping[str, Any]]) -> None:
+        """Add up to 10,000 metrics; those with an id that the master knows are not added again."""
+        self.send("POST", "metrics/", json=list(metrics))
 
     def stop(self, run_id: int | str) -> None:
         """Stop a run and keep its metrics."""

@@ -33,6 +33,8 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 5080
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
+# Nobody looks after a master that a command started, so it must not run indefinitely.
+END_WHEN_IDLE_S = 1800.0
 _LOCK = "master.lock"
 _PORTS_TRIED = 50
 
@@ -125,6 +127,7 @@ def find_or_start(dashboard_url: str | None = None) -> Location:
         if location is None:
             location = _start()
             remark(f"started the master: {location.url} (stop it with 'mlbench master --stop')")
+            remark(f"it ends after {END_WHEN_IDLE_S / 60:g} minutes without a run or a request")
             remark(f"open it in a browser: {login_url(location)}")
     return location
 
@@ -155,7 +158,8 @@ def check_installed() -> None:
 
 def master_command(host: str, port: int) -> list[str]:
     """Return the command of a master process; secrets are not in it, because all users can see arguments."""
-    return [sys.executable, "-m", "mlbench_core.cli", "master", "--host", host, "--port", str(port)]
+    address = ("--host", host, "--port", str(port))
+    return [sys.executable, "-m", "mlbench_core.cli", "master", *address, "--end-when-idle", f"{END_WHEN_IDLE_S:g}"]
 
 
 def _is_free(port: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,13 +44,12 @@ def follow(
         pooled: Show one row for the repeats of a configuration, instead of one for each run.
 
     Raises:
-        MLBenchError: A run failed, or its metrics are incomplete.
+        MLBenchError: A run failed, its metrics are incomplete, or Ctrl-C ended the waiting.
     """
-    names = " ".join(str(item["name"]) for item in started)
     try:
         ended = _wait.wait_for(client, started, goal)
     except KeyboardInterrupt:
-        raise MLBenchError(f"stopped waiting; the runs continue ('mlbench stop {names}' stops them)") from None
+        raise MLBenchError(_interrupted(client, started)) from None
     # A failed run is saved, too, because its metrics show how far it came.
     records = [_save(client, item, folder) for item in ended]
     chart = _draw(folder, records)
@@ -76,6 +76,28 @@ def follow(
             problems.append(f"results of run {item['name']} are incomplete: {clean(str(missing))}")
     if problems:
         raise MLBenchError("; ".join(problems))
+
+
+def _interrupted(client: MasterClient, started: Sequence[Mapping[str, Any]]) -> str:
+    """Ask on a terminal if Ctrl-C should also stop the runs, and return what became of them."""
+    names = " ".join(clean(item["name"]) for item in started)
+    continues = f"stopped waiting; the runs continue ('mlbench stop {names}' stops them)"
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return continues
+    try:
+        # The terminal shows ^C at the end of its last line.
+        remark("")
+        if not click.confirm("Stop the runs, too? Otherwise only the watching stops, and they continue.", err=True):
+            return continues
+    # A second Ctrl-C leaves at once, and so does the end of the input.
+    except click.Abort:
+        remark("")
+        return continues
+    # The last one first: it may still wait, and would start when an earlier one frees its cores.
+    for item in reversed(started):
+        remark(f"stopping {clean(item['name'])}")
+        client.stop(item["id"])
+    return f"stopped the runs {names}; their metrics are kept"
 
 
 def _save(client: MasterClient, item: Mapping[str, Any], folder: Path) -> RunRecord:

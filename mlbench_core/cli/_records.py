@@ -65,7 +65,7 @@ class Pricing:
 
     @property
     def remarks(self) -> list[str]:
-        """Return a sentence on the price, empty if it is unknown."""
+        """Return a sentence on the price as a list; an empty list without a machine."""
         if self.machine is None:
             return []
         kind = "spot" if self.spot else "regular"
@@ -117,7 +117,7 @@ def find_records(places: Sequence[str], dashboard_url: str | None) -> list[RunRe
 
     Raises:
         ConfigurationError: A path has no result.
-        MasterNotFoundError: A place is not a path, and there is no master.
+        MasterNotFoundError: A place is not a path, and no master is found.
         MasterRequestError: The master has no such run.
     """
     paths = [place for place in places if Path(place).exists()]
@@ -150,7 +150,7 @@ def from_master(client: MasterClient, runs: Sequence[dict[str, Any]]) -> list[Ru
 
 
 def matches(name: str, pattern: str | None) -> bool:
-    """Return whether a name matches a shell pattern or contains a text; without a pattern every name matches."""
+    """Return True if a name matches a shell pattern or contains a text; without a pattern every name matches."""
     if not pattern:
         return True
     return fnmatch.fnmatchcase(name, pattern) if any(c in pattern for c in "*?[") else pattern in name
@@ -178,21 +178,22 @@ def compare_records(
 
 
 def print_comparison(comparison: Comparison, form: str) -> None:
-    """Write a comparison to standard output, and the notes below a table to standard error.
+    """Write a comparison to standard output, and the notes on a table or on CSV to standard error.
 
     Args:
         comparison: The comparison.
         form: One of :data:`FORMATS`.
     """
+    # JSON has the remarks, and Markdown all notes.
     if form == "json":
         print_json(comparison.as_json())
-    elif form == "csv":
-        click.echo(comparison.as_csv(), nl=False)
-    elif form == "markdown":
-        click.echo(comparison.as_markdown(), nl=False)
-    if form in ("json", "markdown"):
         return
-    if form == "table":
+    if form == "markdown":
+        click.echo(comparison.as_markdown(), nl=False)
+        return
+    if form == "csv":
+        click.echo(comparison.as_csv(), nl=False)
+    else:
         for place, (columns, rows) in enumerate(comparison.tables()):
             if place:
                 click.echo()

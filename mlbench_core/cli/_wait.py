@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from mlbench_core.cli._client import FINAL_STATES, MasterClient
 from mlbench_core.cli._output import clean, remark, seconds
+from mlbench_core.cli._progress import Goal, Progress
 from mlbench_core.errors import MasterRequestError
 
 __all__ = ["Goal", "Progress", "wait_for"]
@@ -23,53 +24,11 @@ LOST_MASTER_S = 120.0
 """Seconds for which requests to the master may fail (a restart, a network failure) before waiting ends."""
 
 
-@dataclass(frozen=True)
-class Goal:
-    """The value that a run should reach, used only for the display: the training script decides."""
-
-    metric: str
-    threshold: float | None
-    minimize: bool = False
-
-
-@dataclass
-class Progress:
-    """The progress of a run while it runs."""
-
-    name: str
-    state: str = "initialized"
-    epochs: int = 0
-    metric: str | None = None
-    value: float | None = None
-    goal: Goal | None = None
-
-    @property
-    def fraction(self) -> float:
-        """Return the progress of the metric toward the goal, from 0 to 1; 1 if the run has finished."""
-        if self.state == "finished":
-            return 1.0
-        threshold = self.goal.threshold if self.goal else None
-        if self.value is None or not threshold or self.value <= 0:
-            return 0.0
-        minimize = self.goal is not None and self.goal.minimize
-        return min(threshold / self.value if minimize else self.value / threshold, 1.0)
-
-    def describe(self) -> str:
-        """Return state, number of epochs and metric in one line."""
-        parts = [self.state]
-        # A number of epochs and not "epoch N", because the logs of the workers count epochs from 0.
-        if self.epochs:
-            parts.append(f"{self.epochs} epoch{'' if self.epochs == 1 else 's'} done")
-        if self.value is not None:
-            target = f" of {self.goal.threshold:g}" if self.goal and self.goal.threshold else ""
-            parts.append(f"{self.metric} {self.value:.4g}{target}")
-        return clean(", ".join(parts))
-
-
 def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal | None) -> list[dict[str, Any]]:
     """Watch runs until all have ended, and show their progress on standard error.
 
-    On a terminal, one line per run is updated in place. Elsewhere, a line is written when something changes.
+    On a terminal, a table with one line per run is updated in place. Elsewhere, a line is written when something
+    changes.
 
     Args:
         client: The master of the runs.
@@ -85,8 +44,7 @@ def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal
     watched = {run["id"]: Progress(name=str(run["name"]), goal=goal) for run in runs}
     latest = {run["id"]: dict(run) for run in runs}
     failing_since: float | None = None
-    pause = threading.Event()
-    with _bars() if sys.stderr.isatty() else contextlib.nullcontext(_lines()) as show:
+    with _display() as show:
         while True:
             try:
                 for run_id, progress in watched.items():
@@ -108,7 +66,8 @@ def wait_for(client: MasterClient, runs: Sequence[Mapping[str, Any]], goal: Goal
             show(list(watched.values()))
             if all(progress.state in FINAL_STATES for progress in watched.values()):
                 return [latest[run["id"]] for run in runs]
-            pause.wait(POLL_S)
+            # Not the wait of an Event, which Ctrl-C at a bad moment breaks with a RuntimeError about its lock.
+            time.sleep(POLL_S)
 
 
 def _update(client: MasterClient, progress: Progress, run: Mapping[str, Any]) -> None:
@@ -120,7 +79,24 @@ def _update(client: MasterClient, progress: Progress, run: Mapping[str, Any]) ->
             progress.epochs = len(entries)
             with contextlib.suppress(TypeError, ValueError):
                 progress.value = float(entries[-1]["value"])
+            progress.epoch_s = _epoch_s(entries)
+        if progress.started_at is None:
+            progress.started_at = time.monotonic()
     progress.state = str(run.get("state"))
+    if progress.state in FINAL_STATES and progress.ended_at is None:
+        progress.ended_at = time.monotonic()
+
+
+def _epoch_s(entries: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the mean seconds from one entry to the next, or None if there are too few."""
+    if len(entries) < 2:
+        return None
+    try:
+        # Before version 3.11, Python did not know the letter for UTC.
+        first, last = (datetime.fromisoformat(str(entries[i]["date"]).replace("Z", "+00:00")) for i in (0, -1))
+        return (last - first).total_seconds() / (len(entries) - 1)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _metric_name(client: MasterClient, progress: Progress, run_id: int | str) -> str | None:
@@ -136,6 +112,14 @@ def _metric_name(client: MasterClient, progress: Progress, run_id: int | str) ->
 Show = Callable[[Sequence[Progress]], None]
 
 
+def _display() -> contextlib.AbstractContextManager[Show]:
+    if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        return contextlib.nullcontext(_lines())
+    from mlbench_core.cli._live import live_table
+
+    return live_table()
+
+
 def _lines() -> Show:
     """Return a display that writes a plain line for each run that has changed."""
     shown: dict[str, str] = {}
@@ -149,34 +133,3 @@ def _lines() -> Show:
                 remark(f"[{seconds(time.monotonic() - start)}] {clean(run.name)}: {text}")
 
     return show
-
-
-@contextlib.contextmanager
-def _bars() -> Iterator[Show]:
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    # markup=False, because rich would read a name with brackets as a style.
-    columns = (
-        TextColumn("{task.fields[run]}", style="bold", markup=False),
-        BarColumn(bar_width=30),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[text]}", markup=False),
-    )
-    with Bars(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(runs: Sequence[Progress]) -> None:
-            for run in runs:
-                if run.name not in tasks:
-                    tasks[run.name] = bars.add_task("", total=1.0, start=False, run=clean(run.name), text="")
-                task = tasks[run.name]
-                # A run that waits for free workers must not show elapsed time.
-                if run.state == "started":
-                    bars.start_task(task)
-                if run.state in FINAL_STATES:
-                    bars.stop_task(task)
-                bars.update(task, completed=run.fraction, text=run.describe())
-
-        yield show

@@ -6,11 +6,15 @@ Import only click here: this module determines how fast ``mlbench --help`` is.
 from __future__ import annotations
 
 import importlib
-from typing import IO, Any
+import keyword
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 from mlbench_core.errors import MLBenchError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 __all__ = ["COMMANDS", "MOVED", "LazyGroup", "cli_group"]
 
@@ -18,10 +22,12 @@ __all__ = ["COMMANDS", "MOVED", "LazyGroup", "cli_group"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "charts": ("charts", "Draw charts of downloaded results, or of a master's runs."),
     "compare": ("compare", "Compare runs: mean, spread, confidence interval, tests, prices."),
+    "completion": ("completion", "Print the completion script of bash, zsh or fish."),
     "delete": ("runs", "Delete runs and their metrics."),
     "download": ("runs", "Download the metrics of a run as a zip file."),
     "env": ("env", "Describe this machine, as a bug report needs it."),
     "get-dashboard-url": ("master", "Print the address of the dashboard."),
+    "import": ("imports", "Add result folders to the master."),
     "logs": ("runs", "Show the output of the workers of a run."),
     "master": ("master", "Start the master in the foreground, or stop it."),
     "results": ("results", "Verify result folders, check them against the rules, collect them."),
@@ -69,7 +75,9 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         module = importlib.import_module(f"mlbench_core.cli.{COMMANDS[cmd_name][0]}")
-        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        # "import" is a word of Python, so its function is called import_.
+        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name.replace("-", "_")
+        command: click.Command = getattr(module, name)
         return command
 
     def resolve_command(
@@ -88,6 +96,14 @@ class LazyGroup(click.Group):
         rows += [(name, command.get_short_help_str()) for name, command in self.commands.items()]
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the subcommands that begin with ``incomplete``, loading none of them, and the group's options."""
+        from click.shell_completion import CompletionItem
+
+        items = [CompletionItem(name, help=line) for name, (_, line) in COMMANDS.items() if name.startswith(incomplete)]
+        # Not the group's own method, which would import the module of every command.
+        return [*items, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the subcommand and turn expected errors into one line and exit status 1."""

@@ -16,12 +16,13 @@ from mlbench_core.cli._records import (
     print_comparison,
     write_comparison,
 )
+from mlbench_core.cli.completion import complete_runs_and_files
 
 __all__ = ["compare"]
 
 
 @click.command()
-@click.argument("places", metavar="PATH|NAME...", nargs=-1, required=True)
+@click.argument("places", metavar="PATH|NAME...", nargs=-1, required=True, shell_complete=complete_runs_and_files)
 @click.option("--baseline", metavar="LABEL", help="Test each configuration against this one (default: every pair).")
 @price_options
 @click.option(

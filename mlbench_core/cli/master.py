@@ -55,7 +55,14 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--key", type=_FILE, help="Private key (PEM) of the certificate, if its file does not hold it.")
 @click.option("--data-dir", type=click.Path(file_okay=False, path_type=Path), help="Folder for database and logs.")
 @click.option("--launcher", type=click.Choice(LAUNCHERS), default="local", show_default=True, help="What starts runs.")
+@click.option(
+    "--end-when-idle",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="End after this time without a run, waiting or running, and without a request (default: never).",
+)
 @click.option("--stop", "stop", is_flag=True, help="Stop the master that runs on this machine.")
+@click.option("--json", "as_json", is_flag=True, help="With --stop: write JSON instead of text.")
 @click.pass_context
 def master(
     ctx: click.Context,
@@ -70,6 +77,8 @@ def master(
     database_url: str | None,
     data_dir: Path | None,
     launcher: str,
+    end_when_idle: float | None,
+    as_json: bool,
 ) -> None:
     """Start the master in the foreground, or stop the one that 'mlbench run' started.
 
@@ -77,8 +86,13 @@ def master(
     """
     if stop:
         known = _embedded.stop_embedded()
-        click.echo(f"stopped the master at {known['url']} (process {known['pid']})")
+        if as_json:
+            print_json(dict(known))
+        else:
+            click.echo(f"stopped the master at {known['url']} (process {known['pid']})")
         return
+    if as_json:
+        raise click.UsageError("--json needs --stop: a master that runs prints a log")
     token = _token(ctx, token, token_file, no_token)
     if not token and not is_loopback(host):
         raise click.UsageError(
@@ -106,7 +120,8 @@ def master(
         remember_master(url, os.getpid(), access.token, access.key)
 
     try:
-        serve(Listen(host, port, certificate, key), token, started, no_token, database_url, data_dir, launcher)
+        listen = Listen(host, port, certificate, key)
+        serve(listen, token, started, no_token, database_url, data_dir, launcher, end_when_idle)
     finally:
         forget_master(os.getpid())
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from mlbench_core.cli._output import clean, print_json, remark
+from mlbench_core.cli._output import clean, json_option, print_json, remark
 from mlbench_core.cli._records import Pricing, compare_records, price_options, write_texts
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.results.folder import find_folders, verify_folder
 from mlbench_core.results.load import load
 
-__all__ = ["results"]
+__all__ = ["result_folders", "results"]
 
 _FOLDERS = click.argument(
     "folders", metavar="FOLDER...", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path)
@@ -27,14 +27,14 @@ def results() -> None:
 
 @results.command()
 @_FOLDERS
-@click.option("--json", "as_json", is_flag=True, help="Write JSON instead of text.")
+@json_option
 def verify(folders: Sequence[Path], as_json: bool) -> None:
     """Recompute the result of each run in FOLDER... from its raw lines.
 
     A FOLDER is a result folder, or has result folders at any depth. The schema and the checksums of the files are
     checked, too. Exit status 1 if something does not match.
     """
-    places = _result_folders(folders)
+    places = result_folders(folders)
     problems = {str(place): verify_folder(place) for place in places}
     if as_json:
         print_json(problems)
@@ -47,13 +47,19 @@ def verify(folders: Sequence[Path], as_json: bool) -> None:
         raise MLBenchError(f"{wrong} of {len(problems)} result folders cannot be verified")
 
 
-def _result_folders(folders: Sequence[Path]) -> list[Path]:
+def result_folders(folders: Sequence[Path]) -> list[Path]:
+    """Return the result folders at or below some folders.
+
+    Raises:
+        ConfigurationError: There is none at or below one of them.
+    """
     found = []
     for folder in folders:
         inside = list(find_folders(folder)) if folder.is_dir() else []
         if not inside:
             raise ConfigurationError(
-                f"{folder} must be a result folder or have result folders below it, and it has none"
+                f"{folder} must be a result folder or have result folders below it, but it has none: "
+                "give the folder of a run"
             )
         found += inside
     return list(dict.fromkeys(found))
@@ -61,7 +67,7 @@ def _result_folders(folders: Sequence[Path]) -> list[Path]:
 
 @results.command()
 @_FOLDERS
-@click.option("--json", "as_json", is_flag=True, help="Write JSON instead of text.")
+@json_option
 def check(folders: Sequence[Path], as_json: bool) -> None:
     """Check the runs in FOLDER... against the rules of a submission.
 
@@ -70,7 +76,7 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
     """
     from mlbench_core.results.rules import check_rules
 
-    findings = check_rules(load(_result_folders(folders)))
+    findings = check_rules(load(result_folders(folders)))
     if as_json:
         print_json([{"status": each.status, "subject": each.subject, "reason": each.reason} for each in findings])
     else:
@@ -100,7 +106,10 @@ def check(folders: Sequence[Path], as_json: bool) -> None:
     help="Command that made the runs, for the page; may be given several times (default: as recorded by the runs).",
 )
 @price_options
-def collect(folders: Sequence[Path], output: Path, title: str, commands: Sequence[str], pricing: Pricing) -> None:
+@json_option
+def collect(
+    folders: Sequence[Path], output: Path, title: str, commands: Sequence[str], pricing: Pricing, as_json: bool
+) -> None:
     """Make one page of all runs in FOLDER...: tables, figures, and links to the result folders."""
     from mlbench_core.results.collection import collection_page, recorded_commands, runs_csv
     from mlbench_core.results.figures import drawings, save
@@ -115,5 +124,9 @@ def collect(folders: Sequence[Path], output: Path, title: str, commands: Sequenc
     )
     records = [record for group in groups for record in group.records]
     texts = {"index.md": page, "table.csv": comparison.as_csv(), "runs.csv": runs_csv(records)}
-    for path in [*write_texts(output, {**texts, "results.json": comparison.as_json()}), *written]:
+    paths = [*write_texts(output, {**texts, "results.json": comparison.as_json()}), *written]
+    if as_json:
+        print_json({"files": [str(path) for path in paths]})
+        return
+    for path in paths:
         click.echo(path)

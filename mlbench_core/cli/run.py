@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from mlbench_core.cli import _embedded, _follow, _wait
 from mlbench_core.cli._client import MasterClient
@@ -25,6 +26,8 @@ CUSTOM_IMAGE = "custom_image"
 SEED = "{seed}"
 # The seed of every task without --seed.
 FIRST_SEED = 42
+# These tasks validate several times per epoch, so the number of validations does not tell how many epochs are left.
+_VALIDATED_OFTEN = ("4a",)
 
 
 class _TaskType(click.ParamType):
@@ -38,6 +41,9 @@ class _TaskType(click.ParamType):
             return get_task(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(key, help=task.title) for key, task in TASKS.items() if key.startswith(incomplete)]
 
 
 class _Cores(click.FloatRange):
@@ -98,7 +104,7 @@ class _Options:
         if self.task is not None and (self.image or self.command):
             raise click.UsageError("--task cannot be given with --image or --command: a task has its own command")
         if self.output is not None and not self.wait:
-            raise click.UsageError("--output needs --wait")
+            raise click.UsageError("--output needs --wait: the results are saved when the runs have ended")
         last = settings.read(settings.LAST_RUN)
         asked = self.task is None and self.command is None and self.image is None
         self.name = self.name or _ask("the name", "NAME", last.get("name"))
@@ -109,16 +115,19 @@ class _Options:
             _check_name(name)
         if asked:
             self.task = _ask_task(ctx, last.get("task"))
+            if self.task is None:
+                self.image = _ask(f"the image ({CUSTOM_IMAGE}: none)", "--image", last.get("image") or CUSTOM_IMAGE)
         if self.task is None and not self.command:
-            subject = f"the command of image {self.image}" if self.image else "the command"
+            subject = "the command" if self.image in (None, CUSTOM_IMAGE) else f"the command of image {self.image}"
             self.command = _ask(subject, "--command", last.get("command"))
         if self.backend is None and asked:
             default = last.get("backend") or BACKENDS[0]
-            self.backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=default)
+            self.backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=default, err=True)
         self.backend = self.backend or (self.task.backends if self.task else BACKENDS)[0]
         self._check_backend()
         self._check_seeds()
-        values = {"name": self.name, "num_workers": self.num_workers, "task": self.task.key if self.task else None}
+        task = self.task.key if self.task else None
+        values = {"name": self.name, "num_workers": self.num_workers, "task": task, "image": self.image}
         settings.remember(settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend})
 
     def _check_backend(self) -> None:
@@ -139,7 +148,7 @@ class _Options:
             raise click.UsageError(f"--seed after -- cannot be given with {option}: each run gets a seed of its own")
         if self.task is not None and not self.task.has_goal:
             raise click.UsageError(
-                f"{option} cannot be given with task {self.task.key}: it only measures, without seed"
+                f"{option} cannot be given with task {self.task.key}: it only measures, and uses no seed"
             )
         if self.task is None and not any(SEED in word for word in (self.command or "", *self.arguments)):
             raise click.UsageError(
@@ -216,7 +225,7 @@ class _Options:
     metavar="BASE",
     help=f"Seed of the first run; each further run gets the next one (default with --repeats: {FIRST_SEED}).",
 )
-@click.option("--exclusive", is_flag=True, help="Run each alone: at no time does the master run another one.")
+@click.option("--exclusive", is_flag=True, help="Run each run alone: the master starts no other run meanwhile.")
 @click.option("--replace", is_flag=True, help="Delete earlier runs of the same names first.")
 @click.option("--wait", is_flag=True, help="Watch the runs; at their end show the results and draw the charts.")
 @click.option(
@@ -337,14 +346,22 @@ def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goa
     """Return the goal for the progress display. Its threshold is None if the task has no goal for the data set."""
     if task is None or task.metric is None:
         return None
-    dataset, preset = _option(arguments, "--dataset"), _option(arguments, "--preset")
-    # Some tasks have another goal with a smaller model, under the name "DATASET-PRESET".
-    smaller = f"{dataset or task.dataset}-{preset}"
     try:
-        threshold = task.goal_on(smaller if smaller in task.stand_ins else dataset, light)
+        threshold = task.goal_on(_option(arguments, "--dataset"), light, _option(arguments, "--preset"))
     except ValueError:
         threshold = None
-    return _wait.Goal(task.metric, threshold, task.minimize)
+    return _wait.Goal(task.metric, threshold, task.minimize, _max_epochs(task, arguments))
+
+
+def _max_epochs(task: Task, arguments: Sequence[str]) -> int | None:
+    """Return the number of epochs after which a run of a task ends without its goal, or None if it is not known."""
+    if task.key in _VALIDATED_OFTEN:
+        return None
+    given = _option(arguments, "--epochs")
+    if given is not None:
+        return int(given) if given.isdecimal() else None
+    # A preset may have a budget of its own, which only the script knows.
+    return task.max_epochs if _option(arguments, "--preset") is None else None
 
 
 def _option(arguments: Sequence[str], option: str) -> str | None:

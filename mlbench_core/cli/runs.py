@@ -25,6 +25,7 @@ from mlbench_core.cli._output import (
     print_table,
     remark,
 )
+from mlbench_core.cli.completion import complete_runs
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.files import replacing
 
@@ -37,7 +38,7 @@ _METRIC_NAME = re.compile(r"(?:train_|val_)?(?:global_)?(.*?)(?: @ \d+)?", re.DO
 
 
 @click.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=complete_runs)
 @click.option(
     "--metric", "-m", metavar="M", help="Show every value of this metric, for example 'Prec@1' or 'val_loss @ 0'."
 )
@@ -113,7 +114,7 @@ def _cell(value: object) -> str:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_runs)
 @click.option("--follow", "-f", is_flag=True, help="Continue until the run has ended.")
 @dashboard_option
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object per line.")
@@ -135,35 +136,46 @@ def logs(name: str, follow: bool, dashboard_url: str | None, as_json: bool) -> N
 
 
 @click.command()
-@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_runs)
 @dashboard_option
-def stop(names: tuple[str, ...], dashboard_url: str | None) -> None:
+@json_option
+def stop(names: tuple[str, ...], dashboard_url: str | None, as_json: bool) -> None:
     """Stop the runs NAME... and keep their metrics."""
     with connect(dashboard_url) as client:
         # All names are looked up first, so that a wrong one stops nothing.
-        for run in [client.find(name) for name in names]:
-            if run.get("state") in FINAL_STATES:
-                click.echo(f"{clean(run['name'])} has ended already ({run['state']})")
-                continue
-            client.stop(run["id"])
-            click.echo(f"stopped {clean(run['name'])}")
+        runs = [client.find(name) for name in names]
+        for run in runs:
+            has_ended = run.get("state") in FINAL_STATES
+            if not has_ended:
+                client.stop(run["id"])
+            if not as_json:
+                name = clean(run["name"])
+                click.echo(f"{name} has ended already ({run['state']})" if has_ended else f"stopped {name}")
+        if as_json:
+            print_json([client.run(run["id"]) for run in runs])
 
 
 @click.command()
-@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, shell_complete=complete_runs)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @dashboard_option
-def delete(names: tuple[str, ...], yes: bool, dashboard_url: str | None) -> None:
+@json_option
+def delete(names: tuple[str, ...], yes: bool, dashboard_url: str | None, as_json: bool) -> None:
     """Delete the runs NAME... with their metrics and logs, and stop those that are running."""
     with connect(dashboard_url) as client:
         # All names are looked up first, so that a wrong one deletes nothing.
         runs = [client.find(name) for name in names]
         if not yes and not _confirmed([str(run["name"]) for run in runs]):
             click.echo("nothing deleted", err=True)
+            if as_json:
+                print_json([])
             return
         for run in runs:
             client.delete(run["id"])
-            click.echo(f"deleted {clean(run['name'])}")
+            if not as_json:
+                click.echo(f"deleted {clean(run['name'])}")
+        if as_json:
+            print_json([{"id": run["id"], "name": run["name"]} for run in runs])
 
 
 def _confirmed(names: Sequence[str]) -> bool:
@@ -179,7 +191,7 @@ def _confirmed(names: Sequence[str]) -> bool:
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", shell_complete=complete_runs)
 @click.option(
     "--output",
     "-o",

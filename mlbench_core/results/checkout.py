@@ -14,7 +14,7 @@ from mlbench_core.files import digest
 __all__ = ["describe_checkout"]
 
 _TIMEOUT_S = 10.0
-# Hashing more than this would delay the run.
+# To hash more than this would delay the run.
 _MOST_CHANGED_BYTES = 256 << 20
 # Other new files may be data, or the results of earlier runs: with them, no two runs would have the same difference.
 _CODE = (
@@ -41,9 +41,9 @@ _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR"
 def describe_checkout(path: Path, *, accept_new: bool = False) -> dict[str, Any] | None:
     """Describe the checkout to which a file or folder belongs.
 
-    The local difference consists of the files that differ from the commit: changed and removed files, and new files of
-    code or settings (such as ``.py``, ``.cu`` or ``.yaml``) that Git does not ignore. Its hash depends only on their
-    names and contents, and not on the version or the settings of Git. Submodules count with their name only.
+    The local difference consists of the files that differ from the commit. These are changed and removed files, and new
+    files of code or settings (such as ``.py``, ``.cu`` or ``.yaml``) that Git does not ignore. The hash depends only on
+    their names and contents, and not on the version or the settings of Git. Of a submodule, only the name counts.
 
     Git runs neither a hook nor a file system monitor, and writes nothing to the repository. Each of four commands may
     take 10 seconds.

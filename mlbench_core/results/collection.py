@@ -66,7 +66,8 @@ def collection_page(
         "## Tables",
         "",
         comparison.as_markdown(),
-        "The same numbers: [table.csv](table.csv), [results.json](results.json); each run: [runs.csv](runs.csv).",
+        "[table.csv](table.csv) and [results.json](results.json) have the same numbers, "
+        "[runs.csv](runs.csv) those of each run.",
         "",
     ]
     if captions:
@@ -130,10 +131,9 @@ def recorded_commands(groups: Sequence[Group]) -> list[str]:
     found = []
     for group in groups:
         folder = group.records[0].folder
-        if folder is not None:
-            words = read_environment(folder).get("command_line")
-            if isinstance(words, list):
-                found.append(shlex.join(map(str, words)))
+        words = None if folder is None else read_environment(folder).get("command_line")
+        if isinstance(words, list):
+            found.append(shlex.join(map(str, words)))
     return _distinct(found)
 
 

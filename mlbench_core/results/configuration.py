@@ -1,4 +1,4 @@
-"""Describe the program of a run and its settings, which decide if two runs are repeats of each other."""
+"""Describe the program of a run and its settings. Two runs are repeats if only their seeds differ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Configuration", "goal_of"]
+__all__ = ["Configuration"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Configuration:
         network: The emulated network, as text.
         light: True if the light goal ends the run.
         changed: Names of the hyper-parameters that differ from the task's own.
-        goal: ``metric``, ``threshold`` and ``minimize`` of the goal.
+        goal: ``metric``, ``threshold`` and ``minimize`` of the goal, see
+            :func:`~mlbench_core.tracking.goal.describe_goal`.
         seed: The seed of the run.
 
     Example:
@@ -59,21 +60,3 @@ class Configuration:
         """
         division = "closed" if self.task is not None and not self.changed else "open"
         return {**asdict(self), "options": dict(self.options), "changed": sorted(self.changed), "division": division}
-
-
-def goal_of(goal: Any) -> dict[str, Any] | None:
-    """Return metric, threshold and direction of a goal, as far as it states them as attributes.
-
-    Args:
-        goal: A goal of a tracker, for example a :class:`~mlbench_core.evaluation.goals.TimeToGoal`, or None.
-
-    Returns:
-        ``metric``, ``threshold`` and ``minimize``, each of which may be None; or None without a goal.
-    """
-    if goal is None:
-        return None
-    # The goal of a fixed training time has a budget instead of a threshold.
-    found = {name: getattr(goal, name, None) for name in ("metric", "threshold", "minimize", "budget_s")}
-    if found["budget_s"] is None:
-        del found["budget_s"]
-    return found

@@ -1,9 +1,9 @@
 r"""Check that runs converge as fast as the reference of their task, by the rule of MLPerf.
 
-A submission that reaches the goal in suspiciously few epochs has often changed what is trained. MLPerf therefore
-publishes reference convergence points and refuses submissions that are faster than chance allows. The rule, as in the
-package ``mlperf-logging`` (``rcp_checker``): with the olympic mean :math:`m` and the standard deviation :math:`s`
-(divisor :math:`n`) of the reference's :math:`n` seeds, the olympic mean of :math:`k` runs must be at least
+A submission that reaches the goal in suspiciously few epochs has often changed the training problem. MLPerf therefore
+publishes reference convergence points and refuses submissions that are faster than chance allows. The rule is that of
+the package ``mlperf-logging`` (``rcp_checker``). The reference has :math:`n` seeds with the olympic mean :math:`m` and
+the standard deviation :math:`s` (divisor :math:`n`). The olympic mean of :math:`k` runs must then be at least
 
 .. math::
 
@@ -15,7 +15,7 @@ count in the sizes. The same distance above :math:`m` is the limit for "suspicio
 Most tasks validate once an epoch, so the quantity is discrete: the goal was reached at some moment of the last epoch.
 If all seeds need the same number of epochs, :math:`s` is 0, and MLPerf's rule refuses every smaller mean. Here
 :math:`s` is at least the standard deviation of a rounding error, :math:`r / \sqrt{12}` for the resolution :math:`r`
-(1 epoch): two of five runs may then be one epoch faster, and three may not. A resolution of 0 gives MLPerf's rule
+(1 epoch). Two of five runs may then be one epoch faster, and three may not. A resolution of 0 gives MLPerf's rule
 without this change.
 """
 
@@ -121,7 +121,7 @@ class Reference:
         check_int("batch_size", self.batch_size)
         check_finite_at_least_0("resolution", self.resolution)
         if self.unit not in _UNITS:
-            raise ValueError(f"unit must be 'epochs' or 'steps', not {self.unit!r}")
+            raise ValueError(f"unit must be 'epochs' or 'steps', not {self.unit!r}: name the unit of the values")
         if len(self.values) < LEAST_SEEDS:
             raise ValueError(f"values must have at least {LEAST_SEEDS} seeds, not {len(self.values)}: run more seeds")
         for seed, value in self.values.items():
@@ -222,13 +222,13 @@ class Reference:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigurationError(
-                f"{path} must be a reference, which it is not: {reason}; make it with benchmarks/references/make.py"
+                f"{path} must hold a reference, but {reason}: make it with benchmarks/references/make.py"
             ) from error
 
 
 @dataclass(frozen=True)
 class ConvergenceCheck:
-    """The result of :func:`check_convergence`. Numbers are None if the verdict has no such number.
+    """The result of :func:`check_convergence`. A number that the verdict does not have is None.
 
     Attributes:
         verdict: ``"consistent"``, ``"fast"`` (suspiciously), ``"slow"`` (suspiciously, or two runs did not reach the
@@ -243,8 +243,8 @@ class ConvergenceCheck:
         largest: Largest mean that agrees with the reference.
         p_fast: Probability of a mean this small or smaller if the runs converge as the reference does.
         p_slow: Probability of a mean this large or larger.
-        score_factor: Factor for the time to the goal, at least 1. MLPerf multiplies with it, so that a run with lucky
-            seeds has no advantage: the reference's mean divided by the mean.
+        score_factor: The reference's mean divided by the mean, at least 1. MLPerf multiplies the time to the goal by
+            this factor, so that lucky seeds give no advantage.
     """
 
     verdict: str
@@ -332,7 +332,7 @@ def load_references(folder: Path | None = None) -> list[Reference]:
     """
     folder = folder or _FOLDER
     if not folder.is_dir():
-        raise ConfigurationError(f"the folder of the references must exist, and {folder} does not")
+        raise ConfigurationError(f"folder must be a folder of references, not {folder}: it does not exist")
     return [Reference.load(path) for path in sorted(folder.glob("*.json"))]
 
 
@@ -352,11 +352,12 @@ def find_reference(configuration: Mapping[str, Any], references: Sequence[Refere
     Raises:
         ConfigurationError: A reference that ships with MLBench is damaged.
     """
+    goal = configuration.get("goal") or {}
+    same = ("task", "dataset", "preset", "algorithm", "workers")
     for reference in load_references() if references is None else references:
-        same = ("task", "dataset", "preset", "algorithm", "workers")
         if (
             all(configuration.get(name) == getattr(reference, name) for name in same)
-            and _same_goal(configuration.get("goal"), reference.goal)
+            and all(goal.get(name) == reference.goal.get(name) for name in ("metric", "threshold", "minimize"))
             and deciding_options(configuration.get("options") or {}) == dict(reference.options)
         ):
             return reference
@@ -380,9 +381,3 @@ def deciding_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _trimmed_mean(values: Iterable[float]) -> float:
     """Return the olympic mean of at least three values, which may be infinite."""
     return statistics.fmean(sorted(values)[1:-1])
-
-
-def _same_goal(goal: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> bool:
-    """Return True if both goals have the same metric, threshold and direction."""
-    names = ("metric", "threshold", "minimize")
-    return goal is not None and all(goal.get(name) == wanted.get(name) for name in names)

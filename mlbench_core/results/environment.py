@@ -71,7 +71,7 @@ _VARIABLES = {
 }
 
 _SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|(?<!BY)PASS|PWD|CREDENTIAL|AUTH", re.IGNORECASE)
-# A word of the name must end so: --api-key and --apikey match, --max-tokens and --tokenizer do not.
+# One of these must be the end of a word in the name: --api-key and --apikey match, --max-tokens and --tokenizer do not.
 _SECRET_NAME = (
     r"[\w.+-]*(?:token|key|secret|password|passwd|passphrase|(?<!by)pass|pwd|credentials?|auth)(?![a-z0-9])[\w.-]*"
 )
@@ -104,8 +104,8 @@ def describe_environment(
     Args:
         seeds: Seeds of the run by name, for example ``{"global": 42}``.
         data_files: Files of the data set. At most 1,000 of them are described; folders are left out. Each file has its
-            size and its SHA-256. Files beyond the first GiB in total are not read as a whole: they have the time of
-            their last change instead, and ``sha256_of_parts``, the SHA-256 of their first, middle and last MiB.
+            size and its SHA-256. Files beyond the first GiB in total are not read as a whole. Instead, they have the
+            time of their last change, and ``sha256_of_parts``, the SHA-256 of their first, middle and last MiB.
         program: The script or program of the run; None for that of this process.
 
     Returns:
@@ -222,7 +222,7 @@ def describe_torch() -> dict[str, Any] | None:
     if torch is None:
         return None
     cuda = _can_use_cuda(torch)
-    # Functions, because looking a part of torch up may fail, too.
+    # Functions, because access to an attribute of torch may fail, too.
     return {
         "version": _read(lambda: str(torch.__version__)),
         "cuda": _read(lambda: torch.version.cuda),
@@ -300,9 +300,10 @@ def software_of(environment: Mapping[str, Any]) -> dict[str, Any]:
         environment: The result of :func:`describe_environment`, or of reading ``environment.json``.
 
     Returns:
-        ``mlbench_core``, ``python``, ``torch``, ``os``, ``nccl`` and ``driver``, and the ``commit`` and the
-        ``difference_sha256`` of the checkout of the program, or else of that of ``mlbench_core``. If both are in
-        different checkouts, the version of ``mlbench_core`` names its own commit and difference: ``4.0+g0123.d4567``.
+        ``mlbench_core``, ``python``, ``torch``, ``os``, ``nccl`` and ``driver``, then ``commit`` and
+        ``difference_sha256``. These two are those of the program's checkout, or of the checkout of ``mlbench_core`` if
+        the program has none. If the checkouts differ, the version of ``mlbench_core`` ends with its own commit and
+        difference: ``4.0+g0123.d4567``.
     """
     system, torch = environment.get("system") or {}, environment.get("torch") or {}
     checkouts = environment.get("checkouts") or {}
@@ -329,7 +330,7 @@ def mask_command_line(arguments: Sequence[str]) -> list[str]:
     """Replace the secrets in a command line by ``***``.
 
     Secrets are the values of options and assignments such as ``--token``, ``--api-key`` or ``MLBENCH_TOKEN=``, user
-    names and passwords in URLs, such parameters of URLs, and bearer tokens.
+    names and passwords in URLs, parameters of URLs with such names, and bearer tokens.
 
     Args:
         arguments: The command line.
@@ -446,8 +447,8 @@ def _memory_limit() -> int | None:
 def _control_groups(controller: str) -> Iterator[Path]:
     """Yield the folders of this process's control groups (Linux) for a resource, of both versions.
 
-    A limit of any of them holds. Inside a container, the folder of a group may be missing, and the root is the group of
-    the container.
+    Each of them may have a limit. Inside a container, the folder of a group may be missing, and the root is the group
+    of the container.
     """
     for line in (_read_file(_PROC / "self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)

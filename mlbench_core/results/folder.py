@@ -20,7 +20,7 @@ from typing import Any
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.files import digest, replacing
-from mlbench_core.results.lines import RawLines, read_lines, statistics
+from mlbench_core.results.lines import RawLines, ends_line, read_lines, statistics
 from mlbench_core.results.mlperf import mlperf_lines
 from mlbench_core.results.schema import check_result
 from mlbench_core.results.summary import summarize
@@ -73,7 +73,7 @@ def prepare_folder(folder: Path, *, resume: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     found = [path for path in folder.iterdir() if path.name in FILES or path.match("metrics.rank-*.jsonl")]
     if resume:
-        # The result is written again at the end. Until then, none is better than one of the earlier part.
+        # The result is written again at the end. Until then, no result is better than an outdated one.
         for name in (RESULT, OFFICIAL, MLPERF):
             (folder / name).unlink(missing_ok=True)
     elif found:
@@ -91,16 +91,17 @@ def write_environment(folder: Path, environment: Mapping[str, Any]) -> None:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """Return the content of ``environment.json``; empty if the folder has none.
+    """Return the content of ``environment.json``, empty if the folder has no such file.
 
     Raises:
         ConfigurationError: The file does not hold a JSON object.
     """
-    return _read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    path = folder / ENVIRONMENT
+    return _read_json(path) if path.exists() else {}
 
 
 def finish_folder(folder: Path) -> dict[str, Any]:
-    """Write the result of a run that has ended, and the files beside it.
+    """Write the result of a run that has ended, and the other files that follow from its raw lines.
 
     The raw lines of all workers are joined in ``metrics.jsonl``.
 
@@ -140,19 +141,11 @@ def _join(folder: Path) -> None:
         for path in sources:
             with path.open("rb") as part:
                 shutil.copyfileobj(part, joined)
-            if not _ends_line(path):
-                joined.write(b"\n")
+                if not ends_line(part):
+                    joined.write(b"\n")
     for path in sources:
         if path.name != LINES:
             path.unlink()
-
-
-def _ends_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        if not file.seek(0, 2):
-            return True
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"
 
 
 def _texts(result: Mapping[str, Any], environment: Mapping[str, Any], lines: RawLines) -> dict[str, str]:
@@ -211,7 +204,7 @@ def verify_folder(folder: Path) -> list[str]:
         folder: The result folder.
 
     Returns:
-        The problems, each in one sentence; empty if the folder is sound.
+        The problems, each in one sentence; empty if nothing is wrong.
     """
     if not (folder / RESULT).exists():
         return [f"{RESULT} is missing: the run did not end, or this is not a result folder"]
@@ -273,7 +266,7 @@ def _differences(written: Any, computed: Any, place: str = "") -> list[str]:
 
 
 def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
-    """Check that the goal was reached at the first statistic that reaches it, and not elsewhere."""
+    """Check that the result has its goal at the first statistic that reaches the threshold."""
     goal = result["goal"]
     if goal is None or goal["metric"] is None or goal["threshold"] is None:
         return []
@@ -283,7 +276,11 @@ def _check_goal(result: Mapping[str, Any], lines: RawLines) -> list[str]:
             if not goal["reached"]:
                 return [f"{goal['metric']} reached the goal at step {line['step']}, but the result says it did not"]
             if (line["step"], line["epoch"] + 1, value) != (goal["step"], goal["epochs"], goal["value"]):
-                return [f"the goal was reached at step {line['step']} with {value}, not as the result says"]
+                claimed = f"at step {goal['step']} in epoch {goal['epochs']} with {goal['value']}"
+                return [
+                    f"the goal was reached at step {line['step']} in epoch {line['epoch'] + 1} with {value}, but the "
+                    f"result says {claimed}"
+                ]
             return []
     return ["the result says that the goal was reached, but no statistic reached it"] if goal["reached"] else []
 

@@ -1,4 +1,4 @@
-r"""Write and read the raw lines of a run: what each worker recorded, one JSON object per line.
+r"""Write and read the raw lines of a run: the records of each worker, one JSON object per line.
 
 Every line has the fields ``rank``, ``kind`` and ``time`` (ISO 8601, UTC). The kinds, in the order in which a worker
 writes them::
@@ -9,10 +9,10 @@ writes them::
     goal    the goal is reached: metric, threshold, minimize, value, text, time_to_goal_s, totals, epoch, step, time_s
     end     the run ends: state, reason, totals, epochs, best_metric_value, best_epoch, batch_times, ...
 
-``step`` is the number of finished training batches, ``time_s`` the seconds since the start of the run's clock, and
+``step`` is the number of finished training batches, and ``time_s`` the seconds since the start of the run's clock.
 ``totals`` holds times (seconds) and counts since the start of the run.
 
-A killed worker can leave half a line at the end of its file. :func:`read_lines` skips such a line and counts it.
+A killed worker can leave half a line at the end of its file. :class:`RawLines` skips and lists such a line.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-__all__ = ["SCHEMA_VERSION", "LinesSink", "RawLines", "read_lines", "statistics"]
+__all__ = ["SCHEMA_VERSION", "LinesSink", "RawLines", "ends_line", "read_lines", "statistics"]
 
 SCHEMA_VERSION = 1
 """Version of the format of raw lines and of ``result.json``."""
@@ -68,7 +68,7 @@ class LinesSink:
         self._last_write_s = time.monotonic()
 
     def __call__(self, name: str, value: float | str, epoch: int, step: int, /) -> None:
-        """Do nothing: the times of steps, which come this way, are in the totals of the line ``epoch``."""
+        """Do nothing: only times of steps arrive here, and the totals of the line ``epoch`` contain them."""
 
     def record(self, name: str, value: float | str, epoch: int, step: int, time_s: float) -> None:
         """Keep one statistic for the next write."""
@@ -111,14 +111,10 @@ class LinesSink:
         """Write the statistics that wait."""
         self._write([])
 
-    def close(self) -> None:
-        """Write the statistics that wait."""
-        self._write([])
-
     def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         pending, self._pending = self._pending, []
         self._last_write_s = time.monotonic()
-        # Written out by hand, because json.dumps takes ten times as long and some of it runs inside training batches.
+        # Not json.dumps: it takes ten times as long, and some of these writes happen inside training batches.
         records = "".join(
             f'{{"rank":{self._rank},"kind":"stat","time":"{_text(now)}","epoch":{epoch},"step":{step},'
             f'"time_s":{time_s!r},"name":{_quoted(name)},"value":{_json_value(value)}}}\n'
@@ -131,7 +127,7 @@ class LinesSink:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b") as file:
                 # A killed process may have left half a line, which must not swallow the next one.
-                if file.tell() and not _ends_line(file):
+                if not ends_line(file):
                     file.write(b"\n")
                 file.write(text.encode())
         except OSError as error:
@@ -139,10 +135,12 @@ class LinesSink:
             raise
 
 
-def _ends_line(file: Any) -> bool:
-    """Return True if the last byte of a file is a line feed."""
+def ends_line(file: BinaryIO) -> bool:
+    """Return True if an open file is empty or ends with a line feed; the position is then at its end."""
+    if not file.seek(0, 2):
+        return True
     file.seek(-1, 2)
-    return bool(file.read(1) == b"\n")
+    return file.read(1) == b"\n"
 
 
 _quoted = functools.lru_cache(maxsize=1024)(json.dumps)
@@ -240,7 +238,7 @@ def _is_number(value: Any) -> bool:
 def read_lines(folder: Path) -> RawLines:
     """Return the raw lines of all workers in a result folder.
 
-    A run that ended has them in ``metrics.jsonl``; of a run that was killed, each worker's file is there.
+    A run that ended has them in ``metrics.jsonl``. A run that was killed has one file for each worker.
 
     Args:
         folder: The result folder.

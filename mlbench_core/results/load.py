@@ -55,7 +55,8 @@ def load(paths: Iterable[str | os.PathLike[str]], *, empty_is_error: bool = True
         found = list(_load(path))
         if not found and empty_is_error:
             raise ConfigurationError(
-                f"no result in {path}: name a result folder, or a file of 'mlbench run --wait' or 'mlbench download'"
+                f"{path} must have a result, but it has none: name a result folder, or a file of "
+                "'mlbench run --wait' or 'mlbench download'"
             )
         for record in found:
             try:

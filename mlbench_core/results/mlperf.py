@@ -1,13 +1,13 @@
 """Write the log of a run with the keys of MLPerf, as the package ``mlperf-logging`` reads it.
 
-The log is a view of the raw lines of rank 0. Nothing is added to make a log complete that the run does not know. A
-submitter adds ``submission_org`` and ``submission_status``.
+The log is a view of the raw lines of rank 0. A value that the run does not know is left out, even if MLPerf requires
+it. A submitter adds ``submission_org`` and ``submission_status``.
 
 ===============================  ============================================================================
 key                              value
 ===============================  ============================================================================
-``submission_benchmark``         ``mlbench_task1a`` and so on, with ``_digits`` on this stand-in for its data
-                                 and ``_light`` with the light goal; or ``mlbench_`` and the program's name
+``submission_benchmark``         ``mlbench_task1a`` and so on, with ``_digits`` if these replace its data set,
+                                 ``_light`` with the light goal; or ``mlbench_`` and the program's name
 ``submission_division``          ``closed`` or ``open``, by the rules of MLBench
 ``submission_platform``          Hosts, processor and GPUs
 ``cache_clear``                  False: MLBench clears no cache
@@ -48,7 +48,7 @@ __all__ = ["mlperf_lines"]
 _START, _END, _POINT = "INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
-# Names of options by the key of MLPerf that they give, the first that is known counts.
+# Key of MLPerf, and the options that give its value; the first one that is known counts.
 _OPTIONS = {
     "global_batch_size": ("global_batch_size", "global_batch"),
     "gradient_accumulation_steps": ("gradient_accumulation_steps", "update_freq"),
@@ -184,8 +184,8 @@ class _Log:
         """Write the start of the run's wall clock, if a line shows when it was."""
         # A part of the run that failed before its clock started may have left nothing but its start.
         first = takewhile(lambda line: line["kind"] != "start", dropwhile(lambda line: line["kind"] == "start", lines))
-        # A line may be written later than at its own time on the clock, but never earlier. The end of such a run has no
-        # time on the clock.
+        # A line may be written later than at its own time on the clock, but never earlier. The line "end" after a
+        # failure has no time on the clock.
         times_ms = (_milliseconds(line) - line["time_s"] * 1e3 for line in first if "time_s" in line)
         start_ms = min(times_ms, default=None)
         self.is_stopped = start_ms is None
@@ -238,7 +238,7 @@ class _Log:
         last, stop_ms = self._validation[-1], _milliseconds(self._validation[-1])
         start_ms = self._trained_ms
         if line is not None and "totals" in line and self._validation_s is not None:
-            # Of several validations in an epoch, this is the time of all. The last began after the last batch anyway.
+            # With several validations in an epoch, this is the time of all of them. So the last batch is a limit, too.
             validation_ms = (line["totals"]["validation_s"] - self._validation_s) * 1e3
             start_ms = max(start_ms, round(stop_ms - validation_ms))
         continues = line is not None and line["kind"] == "stat" and line["epoch"] == self._epoch

@@ -1,4 +1,4 @@
-"""Group runs that are repeats of each other, and name what differs between groups.
+"""Group runs that are repeats of each other, and name the differences between groups.
 
 Two runs are repeats if their configurations, machines and software are equal except for the seed. Groups that
 differ only in the number of workers are a series: it shows how a configuration scales.
@@ -15,9 +15,9 @@ from typing import Any
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.record import UNKNOWN, RunRecord, goal_text
 
-__all__ = ["Group", "Series", "check_comparable", "differences", "pool", "series", "usable", "workload"]
+__all__ = ["Group", "Series", "check_comparable", "differences", "plural", "pool", "series", "usable", "workload"]
 
-# These options say which run it is, and where its files are.
+# These options name the run and the folders of its files.
 _NEUTRAL_OPTIONS = {"resume", "run_id", "seed", "root_checkpoint", "root_dataset", "root_output"}
 # The configuration has fields of their own for these options.
 _SAME_AS = {"optimizer": "algorithm", "light_target": "light", "gpu": "device"}
@@ -32,7 +32,7 @@ class Group:
     """Runs that are repeats of each other.
 
     Attributes:
-        label: What distinguishes the group from the others, except the number of workers.
+        label: The settings that distinguish the group from the others, except the number of workers.
         workers: Number of workers.
         configuration: The configuration of the runs, without the seed.
         records: The runs.
@@ -57,7 +57,7 @@ class Group:
 
     @property
     def reached(self) -> tuple[RunRecord, ...]:
-        """Return the runs that reached their goal; of runs without a goal, those that do not say that they missed."""
+        """Return all runs except those that missed their goal; a run without a goal has not missed it."""
         return tuple(record for record in self.records if record.reached is not False)
 
     def values(self, name: str) -> list[float]:
@@ -85,10 +85,10 @@ class Series:
 
 
 def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
-    """Select the runs that can be compared: those that ended, or reached their goal before they were killed.
+    """Select the runs that can be compared: those that finished, or reached their goal before they were killed.
 
     Returns:
-        The runs, and for each run that is left out a sentence with the reason.
+        The runs, and a sentence with the reason for each run that is left out.
     """
     kept, remarks = [], []
     for record in records:
@@ -97,13 +97,23 @@ def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
         if not ended:
             known = [f"{record.epochs} epochs" if record.epochs else "", f"{record.train_s or 0:.1f} s of training"]
             after = f" ({', '.join(filter(None, known))})" if record.train_s else ""
-            reason = "did not reach its goal" if record.state == "unfinished" else "not finished"
-            remarks.append(f"{record.name} is {record.state} and {reason}{after}: left out")
+            missed = " and did not reach its goal" if record.state == "unfinished" else ""
+            remarks.append(f"{record.name} has the state '{record.state}'{missed}{after}: left out")
         elif record.workers is None:
-            remarks.append(f"{record.name} does not say how many workers it had: left out")
+            remarks.append(f"{record.name} has no recorded number of workers: left out")
         else:
             kept.append(record)
     return kept, remarks
+
+
+def plural(number: float, noun: str) -> str:
+    """Return a number with its noun.
+
+    Example:
+        >>> plural(1, "run"), plural(2, "run")
+        ('1 run', '2 runs')
+    """
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"
 
 
 def workload(record: RunRecord | Group) -> tuple[str, str]:
@@ -140,7 +150,7 @@ def pool(records: Sequence[RunRecord]) -> list[Group]:
         records: Runs whose number of workers is known, see :func:`usable`.
 
     Returns:
-        Groups, series by series and fewest workers first. Their labels name what differs between the series.
+        Groups, series by series and fewest workers first. Their labels name the differences between the series.
     """
     found: dict[str, list[RunRecord]] = {}
     for record in records:
@@ -171,7 +181,7 @@ def series(groups: Sequence[Group]) -> list[Series]:
 
 
 def differences(groups: Sequence[Group]) -> dict[str, list[Any]]:
-    """Name what differs between groups.
+    """Name the differences between groups.
 
     Returns:
         Properties, for example ``"algorithm"``, ``"options.rank"`` or ``"machine.cpu"``, and their different values.
@@ -218,8 +228,9 @@ def _text(value: Any) -> str:
 def _labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a short label for each row: the values of the properties in which rows differ.
 
-    Every part of the configuration that differs is in the label. Goal, machine and software are only if the label would
-    not be different otherwise: the goal follows from the task, and many properties of a machine differ together.
+    Every part of the configuration that differs is in the label. Goal, machine and software are added only if two
+    labels would be equal without them. The goal follows from the task, and many properties of a machine differ
+    together.
     """
     differing = [name for name in _names(rows) if len({_text(row.get(name)) for row in rows}) > 1]
     chosen = [name for name in differing if not name.startswith(("goal", "machine.", "software."))]
@@ -241,7 +252,7 @@ def _distinct(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> int:
 
 
 def _numbered(labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Add a number to a label that rows with different values share, as two programs of the same file name do."""
+    """Add a number to equal labels of different rows, for example of two programs with the same file name."""
     seen: dict[str, list[str]] = {}
     found = []
     for label, row in zip(labels, rows, strict=True):
@@ -254,7 +265,7 @@ def _numbered(labels: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _part(name: str, value: Any) -> str:
-    """Return one property as a part of a label; an empty text if it says nothing, as a flag that is off."""
+    """Return one property as a part of a label; an empty text for a flag that is off."""
     if value is None or value is False:
         return ""
     if name == "goal":
@@ -270,7 +281,7 @@ def _part(name: str, value: Any) -> str:
         # "python -u /long/path/train.py" is shown as "train.py".
         "program": Path(str(value).rsplit(" ", 1)[-1]).name,
         "preset": f"preset {value}",
-        "threads": f"{value:g} thread{'' if value == 1 else 's'}" if isinstance(value, int | float) else str(value),
+        "threads": plural(value, "thread") if isinstance(value, int | float) else str(value),
         "device": {"cpu": "CPU", "cuda": "GPU"}.get(str(value), str(value)),
         "light": "light goal",
         "changed": "changed " + " ".join(map(str, value)) if isinstance(value, list) and value else "",

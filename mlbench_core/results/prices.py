@@ -1,4 +1,4 @@
-"""Compute what a run costs, from an editable table of machine prices.
+"""Compute the price of a run from an editable table of machine prices.
 
 The table that ships with MLBench is ``prices.toml`` beside this module. Prices change: copy the file, correct it, and
 give its path.
@@ -6,7 +6,6 @@ give its path.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -29,7 +28,7 @@ class Machine:
 
     Attributes:
         name: Name to ask for, unique in the table.
-        provider: Who rents the machine out, and in which region.
+        provider: Company that rents the machine out, and the region.
         cpu: The processor.
         cores: Number of (virtual) cores.
         memory_gib: Memory in GiB.
@@ -108,24 +107,21 @@ def load_prices(path: Path | None = None) -> dict[str, Machine]:
     return machines
 
 
-def price_of(
-    train_s: float, workers: int, machine: Machine, spot: bool = False, *, workers_per_machine: int = 1
-) -> float | None:
-    """Return the price of a run on machines that are paid by the second.
+def price_of(train_s: float, workers: int, machine: Machine, spot: bool = False) -> float | None:
+    """Return the price of a run if each worker has a machine of its own, which is paid by the second.
 
     Args:
         train_s: Seconds of training, for example the time to the goal.
         workers: Number of workers.
         machine: Kind of the machines.
         spot: If True, use the price of interruptible machines.
-        workers_per_machine: Workers that share a machine. The price is that of whole machines.
 
     Returns:
         The price in the currency of the machine, or None if its price is not known.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The time is negative or not finite, or a number of workers is below 1.
+        ValueError: The time is negative or not finite, or the number of workers is below 1.
 
     Example:
         >>> round(price_of(1800, 4, load_prices()["gcp-n1-standard-4"]), 3)
@@ -133,11 +129,8 @@ def price_of(
     """
     check_finite_at_least_0("train_s", train_s)
     check_int("workers", workers)
-    check_int("workers_per_machine", workers_per_machine)
     per_hour = machine.spot_per_hour if spot else machine.price_per_hour
-    if per_hour is None:
-        return None
-    return train_s / _SECONDS_PER_HOUR * math.ceil(workers / workers_per_machine) * per_hour
+    return None if per_hour is None else train_s / _SECONDS_PER_HOUR * workers * per_hour
 
 
 def price_index(train_s: float, workers: int, base_train_s: float, base_workers: int = 1) -> float:

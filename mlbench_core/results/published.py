@@ -45,7 +45,7 @@ _CUSTOM_IMAGE = "custom_image"
 
 
 def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str, Any]:
-    """Return the configuration of a run without a result folder, as far as the master's description tells it.
+    """Return the configuration of a run without a result folder, as far as the master's description has it.
 
     Args:
         run: The run as the master describes it. Its command line has the task, the options and the seed.
@@ -53,7 +53,7 @@ def describe_run(run: Mapping[str, Any], workers: int | None = None) -> dict[str
 
     Returns:
         Entries as in the ``configuration`` of a result file; one that is unknown is missing. ``image``,
-        ``max_bandwidth`` (in Mbit/s) and ``series`` are further entries, because only they may distinguish two runs.
+        ``max_bandwidth`` (in Mbit/s) and ``series`` are further entries, because two runs may differ in them only.
     """
     job = run.get("job_metadata")
     command = run.get("command") or (job.get("command") if isinstance(job, Mapping) else None)
@@ -90,11 +90,8 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _goal_of(task: Task, found: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the goal of a task on the data set of a run, or None if the task has none on it."""
-    dataset, light = str(found["dataset"]), bool(found["light"])
-    # Some tasks have another goal with a smaller model, under the name "DATASET-PRESET".
-    smaller = f"{dataset}-{found['preset']}"
     try:
-        threshold = task.goal_on(smaller if smaller in task.stand_ins else dataset, light)
+        threshold = task.goal_on(str(found["dataset"]), bool(found["light"]), found["preset"])
     except ValueError:
         return None
     return {"metric": f"val_global_{task.metric}", "threshold": threshold, "minimize": task.minimize}
@@ -145,7 +142,7 @@ def latest_json(metrics: Metrics, name: str) -> dict[str, Any]:
 
 
 def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a :class:`~mlbench_core.results.record.RunRecord` that the metrics of a run tell.
+    """Return the fields of a :class:`~mlbench_core.results.record.RunRecord` that the metrics of a run contain.
 
     The metric ``summary @ 0``, which a training script sends at its end, and ``goal @ 0``, which its tracker sends,
     take precedence. A run without them has reached its goal if it has the metric ``TaskResult @ 0``. Times then come
@@ -168,6 +165,8 @@ def read_fields(metrics: Metrics, run: Mapping[str, Any]) -> dict[str, Any]:
     configuration = describe_run(run, workers)
     if "metric" in goal:
         named = {key: goal.get(key) for key in ("metric", "threshold", "minimize")}
+        if "budget_s" in goal:
+            named["budget_s"] = goal["budget_s"]
         configuration["goal"] = named if goal["metric"] else None
     return {
         "name": str(run.get("name") or "run"),

@@ -1,4 +1,4 @@
-"""Describe the result of one run as tables, figures and comparisons need it, wherever it was read from."""
+"""Describe the result of one run for tables, figures and comparisons, whatever its source is."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class RunRecord:
         Args:
             result: The content.
             folder: The result folder with the raw lines, if there is one.
-            source: Where the content is from.
+            source: Path of the folder or file, or ``"master"``.
             remarks: Notes for people.
         """
         run, goal = result.get("run") or {}, result.get("goal") or {}
@@ -233,7 +233,7 @@ class RunRecord:
         Args:
             metrics: Entries of every metric, oldest first: ``{name: [{"date", "value", ...}, ...]}``.
             run: The run as the master describes it: ``name``, ``num_workers``, ``state``, ``command`` and so on.
-            source: Where the metrics are from.
+            source: Path of the file, or ``"master"``.
 
         Raises:
             ConfigurationError: The metric ``result @ 0`` does not follow its schema, or has an unknown version.
@@ -258,7 +258,7 @@ def goal_text(goal: Mapping[str, Any] | None) -> str:
     """Return a goal as a text.
 
     Args:
-        goal: ``metric``, ``threshold`` and ``minimize``, or None.
+        goal: ``metric``, ``threshold``, ``minimize`` and, for a fixed training time, ``budget_s``; or None.
 
     Example:
         >>> goal_text({"metric": "val_global_Prec@1", "threshold": 95.0, "minimize": False})
@@ -266,14 +266,14 @@ def goal_text(goal: Mapping[str, Any] | None) -> str:
     """
     if not goal:
         return "no goal"
-    if goal.get("metric") is None:
-        budget_s = number(goal.get("budget_s"))
-        return "a goal of the script" if budget_s is None else f"{budget_s:g} s of training"
-    threshold = number(goal.get("threshold"))
-    shown = "?" if threshold is None else f"{threshold:g}"
+    threshold, budget_s = number(goal.get("threshold")), number(goal.get("budget_s"))
     # A goal watches the validation on the data of all workers unless its metric says otherwise.
-    metric = str(goal["metric"]).removeprefix("val_global_")
-    return f"{metric} {'<=' if goal.get('minimize') else '>='} {shown}"
+    metric = str(goal.get("metric") or "").removeprefix("val_global_")
+    if budget_s is not None:
+        return f"{metric} after {budget_s:g} s of training".removeprefix(" after ")
+    if not metric:
+        return "a goal of the script"
+    return metric if threshold is None else f"{metric} {'<=' if goal.get('minimize') else '>='} {threshold:g}"
 
 
 def _slowest(value: Any) -> Any:
@@ -282,7 +282,7 @@ def _slowest(value: Any) -> Any:
 
 
 def _totals_by_step(lines: Iterable[Mapping[str, Any]], name: str) -> dict[int, list[tuple[int, float]]]:
-    """Return for each rank the steps at which it wrote its totals, and the named one of them by then."""
+    """Return, for each rank, the steps of its lines with totals, and the value of the named total at each."""
     found: dict[int, dict[int, float]] = {}
     for line in lines:
         totals = line.get("totals")

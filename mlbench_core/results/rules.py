@@ -9,7 +9,7 @@ from pathlib import Path
 from mlbench_core.results.convergence import check_convergence, find_reference
 from mlbench_core.results.folder import verify_folder
 from mlbench_core.results.lines import read_lines
-from mlbench_core.results.pool import Group, pool, usable
+from mlbench_core.results.pool import Group, plural, pool, usable
 from mlbench_core.results.record import RunRecord
 
 __all__ = ["LEAST_REPEATS", "Finding", "check_rules"]
@@ -17,7 +17,7 @@ __all__ = ["LEAST_REPEATS", "Finding", "check_rules"]
 LEAST_REPEATS = 5
 """Runs of one configuration that a submission needs."""
 
-# Share of the training time by which the sum of the phases may differ from it.
+# Share of the training time by which the sum of the phases may exceed it.
 _MOST_DIFFERENCE = 0.01
 
 
@@ -28,7 +28,7 @@ class Finding:
     Attributes:
         status: ``"ok"``, ``"fail"`` or ``"cannot be checked"``.
         subject: The run or the configuration.
-        reason: What was found.
+        reason: The reason for the status, for people.
     """
 
     status: str
@@ -60,7 +60,7 @@ def _check_run(record: RunRecord) -> Iterable[Finding]:
         return
     if record.state != "finished":
         # A repeat that failed is part of the result, so it breaks no rule. It counts for nothing below.
-        yield Finding("ok", record.name, f"the run is {record.state}, and is reported as such")
+        yield Finding("ok", record.name, f"the run has the state '{record.state}' and is reported with it")
     problems = verify_folder(record.folder)
     if problems:
         yield Finding("fail", record.name, f"it cannot be verified: {'; '.join(problems)}")
@@ -81,7 +81,11 @@ def _check_division(record: RunRecord) -> Finding:
     if division == "open":
         return Finding("ok", record.name, f"open division, changed: {names or 'the program itself'}")
     if changed:
-        return Finding("fail", record.name, f"the closed division allows no change of hyper-parameters, not of {names}")
+        return Finding(
+            "fail",
+            record.name,
+            f"the closed division allows no changed hyper-parameter, not {names}",
+        )
     return Finding("ok", record.name, "closed division: the hyper-parameters are those of the task")
 
 
@@ -95,31 +99,30 @@ def _check_source(record: RunRecord) -> Finding:
     source += f" with the local difference {str(difference)[:12]}"
     if record.configuration.get("division") == "open":
         return Finding("cannot be checked", record.name, f"{source}: publish the difference with the result")
-    return Finding("fail", record.name, f"{source}: the closed division allows none")
+    return Finding("fail", record.name, f"{source}: the closed division allows no difference")
 
 
 def _check_phases(record: RunRecord, folder: Path) -> Finding:
-    """Compare the sum of the phases with the training time of each worker: a step must not count twice."""
+    """Check that the phases of no worker add up to more than its training time: a step must not count twice."""
     last = {line["rank"]: line["totals"] for line in read_lines(folder) if isinstance(line.get("totals"), dict)}
-    worst = None
+    excesses = []
     for totals in last.values():
         train_s = totals.get("train_s") or 0.0
         total_s = sum(
             totals.get(f"{phase}_s") or 0.0 for phase in ("compute", "communication", "metrics", "preprocess")
         )
-        # The rest of the training time is the phase "other".
-        excess = max(total_s - train_s, 0.0) / train_s if train_s else 0.0
-        if worst is None or excess > worst:
-            worst = excess
-    if worst is None:
+        # A smaller sum is not wrong: the rest of the training time is the phase "other".
+        excesses.append(max(total_s - train_s, 0.0) / train_s if train_s else 0.0)
+    if not excesses:
         return Finding("cannot be checked", record.name, "the training time is not recorded")
-    reason = f"the sum of the phases differs from the training time by {worst:.1%} at most"
+    worst = max(excesses)
+    reason = f"the sum of the phases exceeds the training time by {worst:.1%} at most"
     return Finding("ok" if worst <= _MOST_DIFFERENCE else "fail", record.name, reason)
 
 
 def _check_group(group: Group) -> Iterable[Finding]:
-    subject = f"{group.label}, {group.workers} worker{'' if group.workers == 1 else 's'}"
-    # A run whose seed occurs twice is left out of the group, with a remark.
+    subject = f"{group.label}, {plural(group.workers, 'worker')}"
+    # pool() leaves out a run whose seed occurs twice, and adds a remark.
     yield from (Finding("fail", subject, remark) for remark in group.remarks)
     seeds = [record.seed for record in group.records]
     if None in seeds:
@@ -127,7 +130,11 @@ def _check_group(group: Group) -> Iterable[Finding]:
     elif not group.remarks:
         yield Finding("ok", subject, f"the seeds differ: {', '.join(map(str, seeds))}")
     enough = len(group.records) >= LEAST_REPEATS
-    yield Finding("ok" if enough else "fail", subject, f"{len(group.records)} of at least {LEAST_REPEATS} runs")
+    yield Finding(
+        "ok" if enough else "fail",
+        subject,
+        f"{plural(len(group.records), 'run')}, at least {LEAST_REPEATS} are required",
+    )
     if group.records[0].goal is not None:
         missed = ", ".join(record.name for record in group.records if record.reached is False)
         reason = f"{len(group.reached)} of {len(group.records)} runs reached the goal"

@@ -317,8 +317,8 @@ def performance_profile(
     A goal that was not reached counts as an infinite time. A task that nobody solved still counts in :math:`|S|`.
 
     Args:
-        times: Time to the goal, in any unit, by algorithm and task. None, or a task that is left out, is a goal that
-            was not reached.
+        times: Time to the goal, in any unit, by algorithm and task. None or a missing task means that the
+            goal was not reached.
         ratios: The factors :math:`\tau`, each at least 1.
 
     Returns:
@@ -326,7 +326,7 @@ def performance_profile(
 
     Raises:
         TypeError: A time or ratio is not a number.
-        ValueError: There is no algorithm or no task, a time is not positive and finite, or a ratio is below 1.
+        ValueError: ``times`` has no algorithm or no task, a time is not positive and finite, or a ratio is below 1.
 
     Example:
         >>> times = {"sgd": {"1a": 10.0, "2a": 40.0}, "adam": {"1a": 15.0, "2a": None}}
@@ -368,8 +368,8 @@ def performance_score(times: Mapping[str, Mapping[str, float | None]], tau_max: 
 
     Raises:
         TypeError: A time or ``tau_max`` is not a number.
-        ValueError: There is no algorithm or no task, a time is not positive and finite, or ``tau_max`` is not finite
-            and above 1.
+        ValueError: ``times`` has no algorithm or no task, a time is not positive and finite, or ``tau_max`` is not
+            finite and above 1.
 
     Example:
         >>> performance_score({"sgd": {"1a": 10.0, "2a": 40.0}, "adam": {"1a": 25.0, "2a": None}})
@@ -482,5 +482,5 @@ def _beta_fraction(x: float, a: float, b: float) -> float:
 
 
 def _reciprocal(value: float) -> float:
-    """Return 1 / value, where a 0 of the fraction is replaced by a tiny number."""
+    """Return 1 / value; a tiny number takes the place of a value near 0."""
     return 1 / (value if abs(value) > _SMALLEST else _SMALLEST)

@@ -1,4 +1,4 @@
-"""Compute the result of a run from its raw lines; this writes ``result.json``, and verifies it later.
+"""Compute the result of a run from its raw lines, to write ``result.json`` and to verify it later.
 
 The times of a run are those of its slowest worker, phase by phase: the maximum over all workers of the time of each
 phase. The times of rank 0 stand beside them.
@@ -14,14 +14,14 @@ from mlbench_core.results.environment import machine_of, software_of
 from mlbench_core.results.lines import SCHEMA_VERSION
 from mlbench_core.statistics import QuantileSketch
 
-__all__ = ["summarize"]
+__all__ = ["goal_message", "summarize"]
 
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass
 class _Worker:
-    """The lines of one worker that decide the result; each is the last of its kind."""
+    """The lines of one worker that decide the result: its first goal, and the last line of every other kind."""
 
     start: dict[str, Any] | None = None
     first_start: dict[str, Any] | None = None
@@ -166,7 +166,7 @@ def _steps(ranks: list[_Worker]) -> dict[str, dict[str, float]]:
 
 
 def _goal(ranks: list[_Worker], configuration: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the goal: when and after which times it was reached, or that it was missed; None without a goal."""
+    """Return the goal with its moment and the times until then, or as missed; None without a goal."""
     wanted = configuration.get("goal")
     reached = [worker.goal for worker in ranks if worker.goal is not None]
     if wanted is None and not reached:
@@ -221,3 +221,21 @@ def _best(end: Mapping[str, Any], configuration: Mapping[str, Any]) -> dict[str,
 
 def _known(ends: list[dict[str, Any]], name: str) -> list[Any]:
     return [end[name] for end in ends if end.get(name) is not None]
+
+
+def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the goal of a result as the metric ``goal`` carries it: times of the slowest worker, and of rank 0.
+
+    Args:
+        result: The content of a ``result.json`` whose ``goal`` is not None.
+    """
+    goal = result["goal"]
+
+    def times_of(worker: str) -> dict[str, Any]:
+        times = (goal["times"] or result["times"])[worker]
+        phases = {phase: times[f"{phase}_s"] for phase in ("compute", "communication", "metrics", "data")}
+        reached_s = goal["time_to_goal_s"]
+        return {"time_to_goal_s": None if reached_s is None else reached_s[worker], "phases_s": phases}
+
+    names = ("metric", "threshold", "minimize", "reached", "value", "epochs")
+    return {**{name: goal[name] for name in names}, **times_of("slowest"), "rank_0": times_of("rank_0")}

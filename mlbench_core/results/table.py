@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.pool import Group, Series, differences, series, workload
+from mlbench_core.results.pool import Group, Series, differences, plural, series, workload
 from mlbench_core.results.prices import price_index
 from mlbench_core.results.record import goal_text
 from mlbench_core.results.stats import describe, performance_profile, performance_score, welch_test
@@ -54,7 +54,7 @@ class Column:
     Attributes:
         key: Name in JSON and CSV; the unit is its last part if it has one.
         header: Title with the unit, for people.
-        digits: Digits after the point; None for a text.
+        digits: Digits after the decimal point; None for a text.
         table: Title of the table for people that has this column.
     """
 
@@ -119,7 +119,7 @@ class Comparison:
             ``interval_high_s``, ``effect``, ``p`` and ``verdict``.
         profile: Share of the tasks that each algorithm solves within each of :data:`RATIOS` of the best time, and
             ``score``; empty with one task.
-        differences: What differs between the groups, see :func:`~mlbench_core.results.pool.differences`.
+        differences: Differences between the groups, see :func:`~mlbench_core.results.pool.differences`.
         remarks: Sentences for people.
     """
 
@@ -146,21 +146,21 @@ class Comparison:
         return found
 
     def notes(self) -> list[str]:
-        """Return the lines below the tables: what differs, how to read them, and the remarks."""
+        """Return the lines below the tables: the differences between rows, explanations and remarks."""
         lines = []
         if self.differences:
             parts = []
             for name, values in self.differences.items():
                 shown = ("none" if value is None else goal_text(value) if name == "goal" else value for value in values)
-                # The beginning of a hash is enough to tell two of them apart.
+                # The beginning of a hash is enough to distinguish two of them.
                 longest = 12 if name.endswith(("commit", "sha256")) else None
                 parts.append(f"{name} ({', '.join(str(value)[:longest] for value in shown)})")
-            lines.append(f"Different between the rows: {'; '.join(parts)}.")
+            lines.append(f"The rows differ in {'; '.join(parts)}.")
         goals = list(dict.fromkeys(f"{row['workload']}: {row['goal']}" for row in self.rows))
         lines.append(f"Goal: {'; '.join(goals)}. Times are training times until the goal, of the runs that reached it.")
         if self.tests:
             lines.append(
-                "Tests: Welch, two-sided at 5 %, each pair by itself. The effect is Hedges' g; 0.8 and more is large."
+                "Tests: Welch's t test, two-sided at 5 % for each pair. The effect is Hedges' g; 0.8 and more is large."
             )
         return [*lines, *self.remarks]
 
@@ -232,7 +232,7 @@ def compare_groups(
 def _rows(of: Series, price: Price | None) -> list[dict[str, Any]]:
     """Return the rows of one series."""
     groups = of.groups
-    # A group of which no run reached the goal has no time that could be compared.
+    # A group has no time to compare if none of its runs reached the goal.
     seconds = {group.workers: mean for group in groups if (mean := _mean(group.values("total_s")))}
     base = min(seconds, default=0)
     scale: dict[int, dict[str, float | None]] = {}
@@ -344,8 +344,8 @@ def _test(a: Group, b: Group) -> dict[str, Any]:
 def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]:
     """Return the mean time to the goal of each algorithm on each workload, for performance profiles.
 
-    Several settings of one algorithm count as one: its fastest counts, as after tuning. A setting of which at most half
-    of the runs reach the goal does not solve the workload.
+    Of several settings of one algorithm, the fastest counts, as after tuning. A setting solves the workload if more
+    than half of its runs reach the goal.
 
     Args:
         groups: Groups of runs.
@@ -356,7 +356,7 @@ def times_to_goal(groups: Sequence[Group]) -> dict[str, dict[str, float | None]]
     times: dict[str, dict[str, float | None]] = {}
     for group in groups:
         algorithm = str(group.configuration.get("algorithm") or "default")
-        name = f"{algorithm}, {group.workers} worker{'' if group.workers == 1 else 's'}"
+        name = f"{algorithm}, {plural(group.workers, 'worker')}"
         mean = _mean(group.values("total_s")) or None
         solved = 2 * len(group.reached) > len(group.records)
         row, task = times.setdefault(name, {}), _workload_text(group)

@@ -132,7 +132,7 @@ def goal_metric(tracker: TrackedRun) -> dict[str, Any] | None:
     Returns:
         The goal as :func:`describe_goal` returns it, with ``reached``, ``value``, ``time_to_goal_s``, ``epochs`` and
         ``phases_s``. If it was reached, these belong to that moment, and ``epochs`` counts the epoch that ran then.
-        Otherwise ``epochs`` and ``phases_s`` are those of the run so far. None if there is no goal.
+        Otherwise ``epochs`` and ``phases_s`` are those of the run so far. None without a goal.
     """
     if tracker.goal is None and not tracker.goal_reached:
         return None

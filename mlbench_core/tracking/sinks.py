@@ -3,7 +3,7 @@
 A sink is called ``sink(name, value, epoch, step)``. It may also have these methods:
 
 * ``record(name, value, epoch, step, time_s)`` receives the statistics instead of the sink itself. ``time_s`` is the
-  time that the number belongs to, in seconds since ``Tracker.start()``. The sink itself then receives only the numbers
+  time that the number belongs to, in seconds since ``Tracker.start()``. The sink itself is then called only for numbers
   that the events contain, too: the times of the steps, and the result of the goal.
 * ``event(kind, content)`` receives the events of the run, see :meth:`SinkList.event`.
 * ``flush()`` is called after each epoch and at the end.
@@ -11,8 +11,9 @@ A sink is called ``sink(name, value, epoch, step)``. It may also have these meth
 
 A sink that raises an exception receives nothing more. The tracker names it once in a warning, and the run continues.
 
-:func:`make_sink` makes a sink of a text, for example of a command line. A package adds sinks with the entry point group
-``mlbench.sinks``: a name, and a function or class that returns a sink. It takes no argument, or one text.
+:func:`make_sink` makes a sink from a text, for example from an option of a command. A package adds sinks with the
+entry point group ``mlbench.sinks``: a name, and a function or class that returns a sink. It takes no argument, or one
+text.
 
 Example:
     >>> from mlbench_core.tracking.tracker import Tracker
@@ -327,7 +328,7 @@ _BUILT_IN: dict[str, Callable[..., Sink]] = {
 
 
 def make_sink(text: str) -> Sink:
-    """Make a sink of ``NAME`` or ``NAME:ARGUMENT``.
+    """Make a sink from ``NAME`` or ``NAME:ARGUMENT``.
 
     Args:
         text: The name is one of
@@ -342,7 +343,7 @@ def make_sink(text: str) -> Sink:
         The sink, for the argument ``sinks`` of a tracker.
 
     Raises:
-        ConfigurationError: The name is unknown, the argument is missing or too much, or the code of an entry point
+        ConfigurationError: The name is unknown, the argument is missing or not expected, or the code of an entry point
             cannot be imported.
         MissingDependencyError: The sink needs a package that is not installed.
 

@@ -23,6 +23,7 @@ class Job:
         num_cpus: Cores of each worker.
         backend: Communication backend.
         gpu_enabled: True if workers use GPUs.
+        gpus: Entries of CUDA_VISIBLE_DEVICES, one for each worker by rank; empty if the launcher assigns no GPUs.
         all_nodes: True if every worker runs the command; else only the first one does, and starts the others itself.
         image: Container image, for launchers that use one.
         env: Environment variables of the workers, in addition to those of the master.
@@ -36,6 +37,7 @@ class Job:
     num_cpus: float = 1.0
     backend: str = "gloo"
     gpu_enabled: bool = False
+    gpus: tuple[str, ...] = ()
     all_nodes: bool = True
     image: str = ""
     env: dict[str, str] = field(default_factory=dict)
@@ -108,6 +110,15 @@ class Launcher(ABC):
     @abstractmethod
     def capacity(self) -> float:
         """Return the number of cores for all workers together."""
+
+    @property
+    def gpus(self) -> tuple[str, ...] | None:
+        """Return the GPUs for all workers together, of which a run gets one for each worker.
+
+        Returns:
+            Entries of CUDA_VISIBLE_DEVICES; None if this launcher does not assign GPUs, as in a cluster that does.
+        """
+        return None
 
     @abstractmethod
     def start(self, job: Job) -> str:

@@ -5,6 +5,11 @@ WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are set. A P
 (``main.py --run_id {run_id}``) runs in this Python. With the backend ``mpi``, one ``mpirun`` starts all ranks, because
 MPI workers find each other through it. The command line is split as a shell would split it, but no shell runs it.
 
+A worker of a run with GPUs sees only its own GPU. Then LOCAL_RANK is 0 and LOCAL_WORLD_SIZE is 1, so that a script that
+calls ``torch.cuda.set_device(local_rank)`` finds it. If one process starts all workers (``mpirun``, or a command that
+runs only in worker 0), that process assigns the local ranks. Each worker then sees all GPUs of the run in the order of
+the ranks, and its local rank is the number of its GPU.
+
 Each run has a supervisor process, which outlives the master. The files in the run's folder carry its state::
 
     job.json         written by the master before the start: commands, environment
@@ -32,6 +37,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +47,7 @@ from typing_extensions import TypedDict
 
 import mlbench_core
 from mlbench_core.errors import ConfigurationError
+from mlbench_master.launchers.gpus import find_gpus
 from mlbench_master.launchers.interface import Job, JobStatus, Launcher, LogLine, LogPage
 from mlbench_master.launchers.logs import DEFAULT_LIMIT_MB, LogReader, append_log, last_file, open_at_once
 from mlbench_master.launchers.mpirun import is_mpirun, mpirun_command
@@ -78,12 +85,15 @@ class LocalLauncher(Launcher):
     Args:
         folder: Folder for the folders of runs; it is created if missing.
         cores: Number of cores for workers; by default those that this process may use.
+        gpus: GPUs for workers, as entries of CUDA_VISIBLE_DEVICES; by default those that this process may use.
         grace_s: Seconds between SIGTERM and SIGKILL for a worker.
     """
 
     name = "local"
 
-    def __init__(self, folder: Path, cores: int | None = None, grace_s: float = 3.0) -> None:
+    def __init__(
+        self, folder: Path, cores: int | None = None, grace_s: float = 3.0, gpus: Sequence[str] | None = None
+    ) -> None:
         self._folder = folder.expanduser().absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         self.place = f"{socket.gethostname()}:{self._folder}"
@@ -91,6 +101,7 @@ class LocalLauncher(Launcher):
             # A container or taskset may leave this process fewer cores than the machine has; macOS cannot say.
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._cores = cores
+        self._gpus = None if gpus is None else tuple(gpus)
         self._grace_s = grace_s
         self._readers: dict[str, LogReader] = {}
 
@@ -98,6 +109,14 @@ class LocalLauncher(Launcher):
     def capacity(self) -> float:
         """Return the number of cores for workers."""
         return float(self._cores)
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Return the GPUs for workers; see :attr:`Launcher.gpus`."""
+        # Only when a run asks for GPUs, because nvidia-smi can take seconds.
+        if self._gpus is None:
+            self._gpus = find_gpus()
+        return self._gpus
 
     def start(self, job: Job) -> str:
         """Start a job; see :meth:`Launcher.start`."""
@@ -304,16 +323,21 @@ def worker_commands(job: Job, port: int = 29500) -> list[dict[str, Any]]:
     if argv[0].endswith(".py"):
         argv = [sys.executable, *argv]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if job.gpus:
+        meeting["CUDA_VISIBLE_DEVICES"] = ",".join(job.gpus)
     if not job.all_nodes:
         return [{"argv": _ranked(argv, 0), "env": meeting, "rank": 0}]
     if job.backend == "mpi":
         return [{**_mpi_command(job, argv), "env": meeting, "rank": None}]
     size = str(job.num_workers)
     world = {**meeting, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    return [
-        {"argv": _ranked(argv, rank), "env": {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}, "rank": rank}
-        for rank in range(job.num_workers)
-    ]
+    commands: list[dict[str, Any]] = []
+    for rank in range(job.num_workers):
+        env = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if job.gpus:
+            env.update(CUDA_VISIBLE_DEVICES=job.gpus[rank], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        commands.append({"argv": _ranked(argv, rank), "env": env, "rank": rank})
+    return commands
 
 
 def _mpi_command(job: Job, argv: list[str]) -> dict[str, Any]:

@@ -47,6 +47,13 @@ _DISK_PAUSE_S = 0.25
 _PR_SET_CHILD_SUBREAPER = 36
 _MPIRUN_FAILURE = re.compile(r"process rank (\d+) with PID|^\s*Process name: \[.*,(\d+)\]\s*$")
 _SHELL_SIGNAL = 128  # mpirun and shells report a signal as 128 plus its number
+# Of a Python program that an exception or argparse ends; another status belongs to a program that has chosen it.
+_PYTHON_STATUSES = (1, 2)
+# The form of argparse, in which the tasks report errors of the user and of the network.
+_ERROR_LINE = re.compile(r"[\w.-]+: error: ")
+# torch writes the rank before each line of a traceback, once the process group is open.
+_TORCH_PREFIX = re.compile(r"\[rank\d+\]: ?")
+_LONGEST_ERROR = 300
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -96,8 +103,10 @@ class _Supervisor:
         # Rank and exit status of each process in the order of their ends; None is a request to stop.
         self._ended: queue.SimpleQueue[tuple[int | None, int] | None] = queue.SimpleQueue()
         self._stopping = False
-        self._reason = ""
         self._failed_rank: int | None = None
+        self._failed_to_start = ""
+        self._in_traceback: set[int | None] = set()  # ranks of which the next lines belong to a traceback
+        self._errors: dict[int | None, str] = {}  # the latest exception or error message, by rank
         self._readers: list[threading.Thread] = []
 
     def run(self) -> None:
@@ -118,7 +127,7 @@ class _Supervisor:
             try:
                 self._start(**command)
             except OSError as error:
-                self._reason = f"cannot start {command['argv'][0]!r}: {error.strerror or error}"
+                self._failed_to_start = f"cannot start {command['argv'][0]!r}: {error.strerror or error}"
                 break
         else:
             returncode = self._wait()
@@ -129,17 +138,25 @@ class _Supervisor:
         for reader in self._readers:
             reader.join(timeout=5)
         if self._stopping:
-            self._reason, returncode = "stopped", returncode or -signal.SIGTERM
-        if returncode and not self._reason:
-            by_signal = self._failed_rank is not None and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
-            self._reason = describe_exit(self._failed_rank, _SHELL_SIGNAL - returncode if by_signal else returncode)
-        self._log.write(None, "system", self._reason or "finished")
+            returncode = returncode or -signal.SIGTERM
+        reason = self._reason(returncode)
+        self._log.write(None, "system", reason or "finished")
         if self._log.dropped:
             lost = f"{self._log.dropped} lines of output could not be written: {self._log.problem}"
-            self._reason = f"{self._reason}; {lost}" if self._reason else lost
-        self._write_status(
-            {"returncode": returncode, "reason": self._reason[:_LONGEST_REASON], "finished_at": finished_at}
-        )
+            reason = f"{reason}; {lost}" if reason else lost
+        self._write_status({"returncode": returncode, "reason": reason[:_LONGEST_REASON], "finished_at": finished_at})
+
+    def _reason(self, returncode: int) -> str:
+        """Return how the run failed, in one line; call it when all output has been read."""
+        if self._stopping:
+            return "stopped"
+        if self._failed_to_start or not returncode:
+            return self._failed_to_start
+        by_mpirun = self._failed_rank is not None and self._commands[0]["rank"] is None
+        by_signal = by_mpirun and _SHELL_SIGNAL < returncode < 2 * _SHELL_SIGNAL
+        reason = describe_exit(self._failed_rank, _SHELL_SIGNAL - returncode if by_signal else returncode)
+        error = self._errors.get(self._failed_rank, "") if returncode in _PYTHON_STATUSES else ""
+        return f"{reason}: {error}" if error else reason
 
     def _reserve_status(self) -> None:
         with contextlib.suppress(OSError):
@@ -206,7 +223,7 @@ class _Supervisor:
             if returncode and not status:
                 status, deadline = returncode, time.monotonic() + self._grace_s
                 if rank is not None:
-                    self._reason = describe_exit(rank, returncode)
+                    self._failed_rank = rank
         return status
 
     def _read(self, pipe: IO[bytes], rank: int | None, stream: str, prefix: str | None) -> None:
@@ -218,13 +235,25 @@ class _Supervisor:
                 text = readable(raw.rstrip(b"\r\n").rpartition(b"\r")[2])
                 marked = re.match(prefix, text) if prefix else None
                 if marked is not None:
-                    self._log.write(int(marked[1]), stream, text[marked.end() :])
+                    self._write_line(int(marked[1]), stream, text[marked.end() :])
                     continue
-                self._log.write(rank, stream, text)
+                self._write_line(rank, stream, text)
                 # Open MPI and MPICH report the failed rank nowhere but in their output.
                 failure = _MPIRUN_FAILURE.search(text) if rank is None and self._failed_rank is None else None
                 if failure is not None:
                     self._failed_rank = int(failure[1] or failure[2])
+
+    def _write_line(self, rank: int | None, stream: str, text: str) -> None:
+        """Log a line of a worker; the line after a traceback's frames is the exception, which may have ended it."""
+        self._log.write(rank, stream, text)
+        if stream != "stderr":
+            return
+        line = _TORCH_PREFIX.sub("", text, count=1)
+        if line.startswith('  File "'):
+            self._in_traceback.add(rank)
+        elif _ERROR_LINE.match(line) or (rank in self._in_traceback and line.strip() and not line.startswith(" ")):
+            self._in_traceback.discard(rank)
+            self._errors[rank] = line[:_LONGEST_ERROR]
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def test_filter_output_and_price(folder: Path, call: Call, tmp_path: Path, drawn
 
 def test_runs_that_cannot_be_drawn_are_named(folder: Path, call: Call, drawn: list[Any]) -> None:
     save(folder / "bad.json", {"name": "bad", "num_workers": 1, "state": "failed"}, {})
-    assert "bad is failed and not finished: left out of the charts" in call("charts", str(folder)).stderr
+    assert "bad has the state 'failed': left out of the charts" in call("charts", str(folder)).stderr
     assert drawn[0][0] == ["demo-1", "demo-2", "demo-4"]
 
 

@@ -54,7 +54,7 @@ def test_result_folders_of_anybody_are_compared(folder: Path, call: Call) -> Non
     lines = [line.split() for line in shown.stdout.splitlines()]
     assert lines[1][:6] == ["adam", "1", "2", "2", "0", "19.50"]
     assert lines[2][:6] == ["sgd", "1", "2", "2", "0", "34.50"]
-    assert "Different between the rows: algorithm (adam, sgd)." in shown.stderr
+    assert "The rows differ in algorithm (adam, sgd)." in shown.stderr
     assert "Goal: task 1a on digits: Prec@1 >= 90." in shown.stderr
 
 
@@ -70,10 +70,10 @@ def test_paths_and_names_are_mixed(fake: FakeMaster, folder: Path, call: Call) -
     assert (rows[2]["standard_deviation_s"], rows[2]["olympic_mean_s"]) == (2.0, 51.5)
     half = 4.302653 * 2.0 / 3**0.5
     assert (rows[2]["interval_low_s"], rows[2]["interval_high_s"]) == pytest.approx((51.5 - half, 51.5 + half))
-    assert "bad-1 is failed and not finished: left out" in json.loads(result.stdout)["remarks"]
+    assert "bad-1 has the state 'failed': left out" in json.loads(result.stdout)["remarks"]
     assert "now-1 has not ended: left out" in result.stderr
     error = call("compare", "bad-1", code=1).stderr
-    assert "bad-1 is failed and not finished: left out" in error and "nothing to compare" in error
+    assert "bad-1 has the state 'failed': left out" in error and "nothing to compare" in error
     assert "no run 'nothing' at" in call("compare", "nothing", code=1).stderr
 
 
@@ -103,7 +103,10 @@ def test_a_killed_run_is_named_and_counts_only_if_it_reached_its_goal(folder: Pa
     write_run(folder / "early", workers=1, algorithm="sgd", seed=3, finish=False, epochs=2)
     write_run(folder / "late", workers=1, algorithm="sgd", seed=4, finish=False)
     shown = call("compare", str(folder))
-    assert "early is unfinished and did not reach its goal (2 epochs, 20.0 s of training): left out" in shown.stderr
+    assert (
+        "early has the state 'unfinished' and did not reach its goal (2 epochs, 20.0 s of training): left out"
+        in shown.stderr
+    )
     assert f"late: {folder / 'late'} has no result.json: the run did not end" in shown.stderr
     assert shown.stdout.splitlines()[2].split()[:4] == ["sgd", "1", "3", "3"]
 
@@ -169,11 +172,11 @@ def test_a_submission_that_follows_the_rules(submission: Path, call: Call) -> No
         "ok: sgd-0: the result follows from the raw lines",
         "ok: sgd-0: closed division: the hyper-parameters are those of the task",
         "ok: sgd-0: the source is commit abababababab",
-        "ok: sgd-0: the sum of the phases differs from the training time by 0.0% at most",
+        "ok: sgd-0: the sum of the phases exceeds the training time by 0.0% at most",
     ]
     assert lines[-4:] == [
         "ok: sgd, 1 worker: the seeds differ: 0, 1, 2, 3, 4",
-        "ok: sgd, 1 worker: 5 of at least 5 runs",
+        "ok: sgd, 1 worker: 5 runs, at least 5 are required",
         "ok: sgd, 1 worker: 5 of 5 runs reached the goal",
         "ok: sgd, 1 worker: 3.00 epochs to the goal, the reference allows 2.64 to 3.36",
     ]
@@ -188,7 +191,7 @@ def dirty(division: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("runs", "line"),
     [
-        ([{}], "fail: sgd, 1 worker: 1 of at least 5 runs"),
+        ([{}], "fail: sgd, 1 worker: 1 run, at least 5 are required"),
         ([{}, {"epoch_s": 12.0}], "fail: sgd, 1 worker: run-1 has the seed 0 of run-0: it counts once"),
         ([{"seed": None}], "fail: sgd, 1 worker: the seed of every run must be recorded"),
         ([{"environment": {}}], "fail: run-0: the commit of the source must be known: run it in a checkout"),
@@ -228,7 +231,7 @@ def test_changed_files_and_phases_break_rules(submission: Path, call: Call) -> N
     found = json.loads(call("results", "check", str(submission), "--json", code=1).stdout)
     failed = {each["subject"]: each["reason"] for each in found if each["status"] == "fail"}
     assert failed["sgd-1"].startswith("it cannot be verified: times.rank_0.train_s of result.json is 1.0")
-    assert failed["sgd-2"].startswith("the sum of the phases differs from the training time by 36.")
+    assert failed["sgd-2"].startswith("the sum of the phases exceeds the training time by 36.")
 
 
 def test_a_collection_is_one_page_with_links(folder: Path, call: Call, tmp_path: Path, no_drawing: None) -> None:
@@ -255,7 +258,8 @@ def test_files_of_wait_are_collected(call: Call, tmp_path: Path) -> None:
         run = {"name": f"demo-{workers}", "num_workers": workers, "state": "finished", "command": "python x.py"}
         metrics = {"summary @ 0": [entry(json.dumps(summary(workers, compute, 8.0 * (workers - 1))))]}
         save(tmp_path / "runs" / f"demo-{workers}.json", run, metrics)
-    call("results", "collect", str(tmp_path / "runs"), "-o", str(tmp_path / "page"))
+    made = call("results", "collect", str(tmp_path / "runs"), "-o", str(tmp_path / "page"), "--json").stdout
+    assert str(tmp_path / "page" / "index.md") in json.loads(made)["files"]
     page = (tmp_path / "page" / "index.md").read_text()
     assert "](speedup.png)" in page and "([SVG](speedup.svg))" in page
     assert (tmp_path / "page" / "speedup.png").is_file()

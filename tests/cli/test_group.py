@@ -33,14 +33,24 @@ def test_commands_and_their_static_help() -> None:
     """Each command loads, and the line of the overview is the line of the command."""
     context = click.Context(cli_group)
     assert set(cli_group.list_commands(context)) == {
-        *("charts", "compare", "delete", "download", "env", "get-dashboard-url", "logs", "master"),
-        *("results", "run", "status", "stop", "tasks"),
+        *("charts", "compare", "completion", "delete", "download", "env", "get-dashboard-url", "import", "logs"),
+        *("master", "results", "run", "status", "stop", "tasks"),
     }
     for name in COMMANDS:
         command = cli_group.get_command(context, name)
         assert isinstance(command, click.Command), name
         assert command.name == name
         assert command.help
+
+
+def test_every_command_has_json() -> None:
+    context = click.Context(cli_group)
+    commands: list[click.Command | None] = []
+    for name in COMMANDS:
+        command = cli_group.get_command(context, name)
+        commands += command.commands.values() if isinstance(command, click.Group) else [command]
+    without = [c.name for c in commands if c and not any("--json" in parameter.opts for parameter in c.params)]
+    assert without == ["completion"], "its output is a script"
 
 
 def test_module_runs_as_the_command() -> None:

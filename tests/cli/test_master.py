@@ -46,6 +46,7 @@ def test_run_with_the_embedded_master_from_start_to_stop(real_master: None, call
     own = ("--image", "custom_image", "--command", line, "--num-cpus", "0.5", "--output", str(tmp_path / "out"))
     result = call("run", "x", "1", "2", *own, "--wait", "--json", "--", "--a", "b c")
     assert "started the master: http://127.0.0.1:" in result.stderr
+    assert "it ends after 30 minutes without a run or a request" in result.stderr
     assert [item["state"] for item in json.loads(result.stdout)["results"]] == ["finished", "finished"]
     assert "[0] rank 0 ['--a', 'b c']" in call("logs", "x-1").stdout
     assert "[1] rank 1 ['--a', 'b c']" in call("logs", "x-2", "--follow").stdout
@@ -61,7 +62,8 @@ def test_run_with_the_embedded_master_from_start_to_stop(real_master: None, call
     known = settings.read(settings.MASTER)
     assert call("get-dashboard-url").stdout == f"{known['url']}\n"
     assert "a master with the same data runs at" in call("master", code=1).stderr
-    assert known["url"] in call("master", "--stop").stdout
+    assert json.loads(call("master", "--stop", "--json").stdout) == {"url": known["url"], "pid": known["pid"]}
+    assert "--json needs --stop" in call("master", "--json", code=2).stderr
     assert start_mark(known["pid"]) is None
     assert "no embedded master is running" in call("master", "--stop", code=1).stderr
     assert "no master is running" in call("status", code=1).stderr

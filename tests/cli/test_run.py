@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -184,10 +185,15 @@ def test_a_terminal_shows_a_menu_of_tasks(
     assert fake.requests[0]["task"] == key
 
 
-def test_the_last_entry_of_the_menu_asks_for_a_command(fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch) -> None:
+def test_the_last_entry_of_the_menu_asks_for_image_and_command(
+    fake: FakeMaster, call: Call, patch: pytest.MonkeyPatch
+) -> None:
     patch.setattr(run_module, "_interactive", lambda: True)
-    assert "[6] a command of your own" in call("run", "demo", "1", input="6\nsleep 1\n\n").stderr
+    assert "[6] a command of your own" in call("run", "demo", "1", input="6\n\nsleep 1\n\n").stderr
     assert fake.requests[0]["command"] == "sleep 1"
+    call("run", "image", "1", input="6\nme/img:1\npython x.py\n\n")
+    assert fake.requests[1]["custom_image_name"] == "me/img:1"
+    assert fake.requests[1]["custom_image_command"] == "python x.py"
     assert "3a, 4a, 4b, not '7'" in call("run", "more", "1", input="7\n\n", code=2).stderr
 
 
@@ -374,10 +380,32 @@ def test_fraction_of_the_goal(value: float | None, goal: _wait.Goal | None, frac
     assert _wait.Progress("a", "started", value=value, goal=goal).fraction == fraction
 
 
-def test_bars_draw_on_a_terminal(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    patch.setenv("COLUMNS", "100")
-    with _wait._bars() as show:
-        show([_wait.Progress("a-1", "started", 3, "Prec@1", 60.0, _wait.Goal("Prec@1", 80.0))])
-        show([_wait.Progress("a-1", "finished", 4, "Prec@1", 81.0, _wait.Goal("Prec@1", 80.0))])
-    assert "a-1" in (shown := capsys.readouterr().err)
-    assert "finished, 4 epochs done, Prec@1 81 of 80" in shown
+@pytest.mark.parametrize(
+    ("key", "options", "most"),
+    [
+        ("1a", "", 164),
+        ("1a", "--epochs 3", 3),
+        ("1a", "--epochs=3", 3),
+        ("1a", "--epochs many", None),
+        ("3a", "--preset small", None),
+        ("4a", "--epochs 3", None),
+    ],
+)
+def test_the_largest_number_of_epochs_is_that_of_the_script(key: str, options: str, most: int | None) -> None:
+    goal = run_module._goal(get_task(key), False, options.split())
+    assert goal is not None
+    assert goal.max_epochs == most
+
+
+def test_time_left_is_a_bound_of_a_run_that_runs() -> None:
+    goal = _wait.Goal("Prec@1", 80.0, max_epochs=10)
+    running = _wait.Progress("a", "started", 4, "Prec@1", 60.0, goal, epoch_s=2.5)
+    assert running.most_left_s == 15.0
+    assert dataclasses.replace(running, epochs=12).most_left_s == 0.0
+    unknown = ({"state": "finished"}, {"epoch_s": None}, {"goal": None})
+    assert [dataclasses.replace(running, **change).most_left_s for change in unknown] == [None] * 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("entries", [[entry(1.0)], [entry(1.0), {"value": "2"}], [entry(1.0), {"date": "today"}]])
+def test_a_rate_needs_two_dates(entries: list[dict[str, Any]]) -> None:
+    assert _wait._epoch_s(entries) is None

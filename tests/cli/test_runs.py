@@ -135,6 +135,18 @@ def interrupted(*arguments: object, **options: object) -> None:
         raise click.Abort from None
 
 
+def test_stop_and_delete_as_json(fake: FakeMaster, call: Call) -> None:
+    fake.add("a-1", state="started")
+    fake.add("b-1", state="finished")
+    stopped = json.loads(call("stop", "a-1", "b-1", "--json").stdout)
+    assert [(run["name"], run["state"]) for run in stopped] == [("a-1", "failed"), ("b-1", "finished")]
+    assert json.loads(call("delete", "a-1", "--json", input="n\n").stdout) == []
+    assert json.loads(call("delete", "a-1", "b-1", "--yes", "--json").stdout) == [
+        {"id": 1, "name": "a-1"},
+        {"id": 2, "name": "b-1"},
+    ]
+
+
 def test_delete_of_an_unknown_run_deletes_nothing(fake: FakeMaster, call: Call) -> None:
     fake.add("a-1")
     call("delete", "a-1", "missing", "--yes", code=1)

@@ -182,9 +182,22 @@ def test_wishes_are_honored_or_refused_never_ignored(client: Any) -> None:
             {"command": None, "task": "1a", "backend": "custom_backend", "custom_backend": "x", "run_all_nodes": "no"},
             "run_all_nodes: must be true for a task",
         ),
+        ({"run_all_nodes": False}, "run_all_nodes: must be true with backend gloo, not false: every worker runs"),
+        ({"image_name": "me/mine:1"}, "image_name: must be left out with command, not 'me/mine:1': the idle launcher"),
+        ({"custom_image_name": "me/mine:1"}, "custom_image_name: must be left out with command, not 'me/mine:1'"),
+        ({"custom_image_command": "x"}, "custom_image_command: must be left out with command, not 'x'"),
+        ({"task": "0"}, "command: must be left out with task, not 'sleep 1'"),
+        ({"command": None, "task": "0", "image_name": "i"}, "image_name: must be left out with task, not 'i'"),
+        ({"arguments": ["-x"]}, r"arguments: must be left out without a task, not \['-x'\]: add them to the command"),
+        (
+            {"command": None, "image_name": "custom_image", "custom_image_command": "x", "arguments": "-x"},
+            "arguments: must be left out without a task",
+        ),
     ):
         refused = client.post("/api/runs/", json={**body, **change})
         assert refused.status_code == 400 and re.search(words, refused.json()["message"])
+    assert client.post("/api/runs/", json={**body, "name": "plain", "image_name": "custom_image"}).status_code == 201
+    assert client.post("/api/runs/", json={**body, "name": "single", "num_workers": 1, "run_all_nodes": 0}).is_success
     image = {"image_name": "custom_image", "custom_image_name": "me/mine:1", "custom_image_command": "sleep 1"}
     made = client.post("/api/runs/", json={**body, "command": None, **image}).json()
     (note,) = made["job_metadata"]["notes"]
@@ -198,6 +211,23 @@ def test_wishes_are_honored_or_refused_never_ignored(client: Any) -> None:
     assert (
         client.post("/api/runs/", json={**body, "name": "all", "max_bandwidth": 1000}).json()["run_all_nodes"] is True
     )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        ((), "gpu_enabled: must be false, not true: the idle launcher found no GPU on this machine; leave it out"),
+        (("0", "1"), "num_workers: must be at most 2 with gpu_enabled, not 3: each worker needs a GPU of its own"),
+    ],
+)
+def test_a_run_that_needs_more_gpus_than_there_are_is_refused(
+    client: Any, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(IdleLauncher, "gpus", gpus)
+    body = {"name": "wish", "num_workers": 3, "command": "sleep 1", "gpu_enabled": True}
+    refused = client.post("/api/runs/", json=body)
+    assert refused.status_code == 400 and refused.json()["message"].startswith(message)
+    assert client.post("/api/runs/", json={**body, "gpu_enabled": False}).status_code == 201
 
 
 def test_refused_runs_say_which_field(client: Any, run: dict[str, Any]) -> None:

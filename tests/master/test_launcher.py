@@ -137,6 +137,54 @@ def test_a_worker_that_fails_ends_the_others(client: TestClient, script: Path, t
     assert processes_of(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        ("os.kill(os.getpid(), 9)", "worker 1 died: signal 9 (SIGKILL)"),
+        ("ctypes.string_at(0)", "worker 1 died: signal 11 (SIGSEGV)"),
+        ("sys.exit(3)", "worker 1 failed: exit status 3"),
+        ("sys.exit(1)", "worker 1 failed: exit status 1"),
+        ("sys.exit('no data')", "worker 1 failed: exit status 1"),
+        ("int('x')", "worker 1 failed: exit status 1: ValueError: invalid literal for int() with base 10: 'x'"),
+        # The later of two chained exceptions ended the worker; only the first line of its message is shown.
+        ("import argparse; argparse.ArgumentParser('a.py').error('no --x')",
+         "worker 1 failed: exit status 2: a.py: error: no --x"),
+        ("{}['a']", "worker 1 failed: exit status 1: KeyError: 'a'"),
+        ("exec(')')", "worker 1 failed: exit status 1: SyntaxError: unmatched ')'"),
+        ("raise RuntimeError('one\\n\\ntwo')", "worker 1 failed: exit status 1: RuntimeError: one"),
+        ("raise KeyError('x' * 400)", f"worker 1 failed: exit status 1: KeyError: '{'x' * 289}"),
+        ("traceback.print_exc(); sys.exit(4)", "worker 1 failed: exit status 4"),
+    ],
+)  # fmt: skip
+def test_the_reason_says_which_rank_failed_and_how(tmp_path: Path, ending: str, reason: str) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import ctypes, os, sys, time, traceback\n"
+        "if os.environ['RANK'] != '1': time.sleep(100)\n"
+        "try:\n    raise OSError('before')\nexcept OSError as error:\n"
+        "    print('  File \"not an error\"')\n    print('ValueError: of stdout')\n"
+        f"    {ending}\n"
+    )
+    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
+    job = launcher.start(Job(run_id=1, name="a", command=str(script), num_workers=2))
+    status = wait_for(lambda: None if launcher.poll(job).state == "running" else launcher.poll(job))
+    assert (status.state, status.reason) == ("failed", reason)
+
+
+def test_the_reason_has_no_prefix_of_torch(tmp_path: Path) -> None:
+    """After init_process_group, torch writes the rank before each line of an uncaught exception."""
+    script = tmp_path / "fails.py"
+    trace = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n    ^^^\nValueError: bad\n'
+    lines = "".join(f"[rank1]: {line}\n" for line in trace.splitlines())
+    script.write_text(
+        f"import os, sys\nsys.stderr.write({lines!r} + '[W1 c10d.cpp:1] Warning: late\\n')\nos._exit(1)\n"
+    )
+    launcher = LocalLauncher(tmp_path / "runs", grace_s=0.1)
+    job = launcher.start(Job(run_id=1, name="a", command=str(script), num_workers=1))
+    status = wait_for(lambda: None if launcher.poll(job).state == "running" else launcher.poll(job))
+    assert status.reason == "worker 0 failed: exit status 1: ValueError: bad"
+
+
 def test_a_custom_backend_may_start_the_command_once(client: TestClient, tmp_path: Path) -> None:
     """Without run_all_nodes the first worker starts the others, with an mpirun of its own for example."""
     own = tmp_path / "own.py"
@@ -273,6 +321,63 @@ def test_every_rank_is_a_process_of_its_own() -> None:
     ranked = commands("main.py --rank {rank}")
     assert [command["argv"][1:] for command in ranked] == [["main.py", "--rank", "0"], ["main.py", "--rank", "1"]]
     assert commands("echo '$HOME; {rank}'")[1]["argv"] == ["echo", "$HOME; 1"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "listing", "gpus"),
+    [
+        (None, "GPU 0: A (UUID: GPU-1a)\nGPU 1: A (UUID: GPU-2b)", ("GPU-1a", "GPU-2b")),
+        (None, "GPU 0: A (UUID: GPU-1)\n  MIG 1g Device 0: (UUID: MIG-2)\n  MIG 1g Device 1: (UUID: MIG-3)\n"
+         "GPU 1: A (UUID: GPU-4)", ("MIG-2", "MIG-3", "GPU-4")),
+        (None, None, ()),
+        ("1,0", "GPU 0: A (UUID: GPU-1)\nGPU 1: A (UUID: GPU-2)", ("1", "0")),
+        ("0, 3", "GPU 0: A (UUID: GPU-1)", ("0",)),
+        ("2,GPU-9,2", None, ("2", "GPU-9")),
+        ("0,-1,1", None, ("0",)),
+        ("", "GPU 0: A (UUID: GPU-1)", ()),
+        ("1", "exit 9", ("1",)),
+    ],
+)  # fmt: skip
+def test_the_launcher_finds_the_gpus_that_it_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, listing: str | None, gpus: tuple[str, ...]
+) -> None:
+    if listing is not None:
+        program = tmp_path / "nvidia-smi"
+        said = listing if listing.startswith("exit") else f'[ "$*" = -L ] && printf "{listing}"'
+        program.write_text(f"#!/bin/sh\n{said}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert LocalLauncher(tmp_path).gpus == gpus
+
+
+def test_each_worker_sees_its_own_gpu_as_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlbench_master import create_app
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2,GPU-3")
+    script = tmp_path / "place.py"
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"
+    script.write_text(f"import os\nprint('place', *(os.environ[name] for name in {names}))\n")
+    app = create_app(data_dir=tmp_path / "data", launcher=LocalLauncher(tmp_path / "runs", cores=2))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        body = {"num_workers": 2, "num_cpus": 1, "command": str(script)}
+        run = client.post("/api/runs/", json={"name": "gpu", "gpu_enabled": True, **body}).json()
+        done = wait_state(client, run["id"], "finished", "failed")
+        assert sorted(done["job_metadata"]["stdout"]) == ["place 0 0 2 1 GPU-1", "place 1 0 2 1 GPU-2"]
+        assert done["job_metadata"]["gpus"] == ["GPU-1", "GPU-2"]
+        run = client.post("/api/runs/", json={"name": "cpu", **body}).json()
+        done = wait_state(client, run["id"], "finished", "failed")
+        places = ["place 0 0 2 2 GPU-1,GPU-2,GPU-3", "place 1 1 2 2 GPU-1,GPU-2,GPU-3"]
+        assert (sorted(done["job_metadata"]["stdout"]), "gpus" in done["job_metadata"]) == (places, False)
+
+
+@pytest.mark.parametrize("changes", [{"backend": "mpi", "command": "mpirun -n 2 main.py"}, {"all_nodes": False}])
+def test_a_command_that_starts_all_workers_sees_all_gpus_of_the_run(changes: dict[str, Any]) -> None:
+    fields = {"run_id": 1, "name": "a", "command": "main.py", "num_workers": 2, "gpus": ("3", "1"), **changes}
+    (command,) = worker_commands(Job(**fields))
+    assert command["env"]["CUDA_VISIBLE_DEVICES"] == "3,1"
 
 
 MEETING = """

@@ -15,6 +15,8 @@ from mlbench_master.scheduler import Scheduler
 from mlbench_master.store import Run, Store, new_run
 from tests.master.helpers import IdleLauncher
 
+HOUR_US = 3_600_000_000
+
 
 class FaultyLauncher(IdleLauncher):
     """Fails in some of its methods for the first run, and only for that."""
@@ -93,15 +95,23 @@ def test_a_database_that_is_away_ends_no_run(store: Store) -> None:
     assert [run.state for run in ticks(store, launcher)] == ["finished", "finished"]
 
 
-def test_an_exclusive_run_runs_alone(tmp_path: Path) -> None:
-    made = Store(f"sqlite:///{tmp_path / 'master.db'}")
-    for name, workers, metadata in (("a", 1, "{}"), ("b", 2, '{"exclusive": true}'), ("c", 3, "{}"), ("d", 3, "{}")):
-        made.add_run(
-            new_run(
-                name=name, num_workers=workers, num_cpus=1, max_bandwidth=1000, image="", backend="gloo",
-                command="true", job_metadata=metadata,
-            )
-        )  # fmt: skip
+@pytest.fixture
+def empty(tmp_path: Path) -> Store:
+    return Store(f"sqlite:///{tmp_path / 'empty.db'}")
+
+
+def add(store: Store, name: str, workers: int, metadata: str = "{}", **more: Any) -> Run:
+    fields = {"num_cpus": 1, "max_bandwidth": 1000, "image": "", "backend": "gloo", "command": "true", **more}
+    return store.add_run(new_run(name=name, num_workers=workers, job_metadata=metadata, **fields))
+
+
+EXCLUSIVE = '{"exclusive": true}'
+
+
+def test_an_exclusive_run_runs_alone(empty: Store) -> None:
+    made = empty
+    for name, workers, metadata in (("a", 1, "{}"), ("b", 2, EXCLUSIVE), ("c", 3, "{}"), ("d", 3, "{}")):
+        add(made, name, workers, metadata)
     launcher = FaultyLauncher(OSError())
     scheduler = Scheduler(made, launcher, EventBus(), {})
 
@@ -115,3 +125,108 @@ def test_an_exclusive_run_runs_alone(tmp_path: Path) -> None:
     assert states_after("finished") == ["b"]
     assert states_after("running") == ["b"]
     assert states_after("finished") == ["c", "d"]
+
+
+class QueueLauncher(IdleLauncher):
+    """Has cores and GPUs; its runs end when the test says so."""
+
+    capacity = 4.0  # type: ignore[assignment]
+
+    def __init__(self, gpus: tuple[str, ...] | None = None) -> None:
+        self._gpus = gpus
+        self.jobs: dict[str, Job] = {}
+        self.ended: set[str] = set()
+
+    @property
+    def gpus(self) -> tuple[str, ...] | None:
+        return self._gpus
+
+    def start(self, job: Job) -> str:
+        self.jobs[job.name] = job
+        return super().start(job)
+
+    def poll(self, job_id: str) -> JobStatus:
+        names = {f"idle-{job.run_id}": name for name, job in self.jobs.items()}
+        return JobStatus("finished" if names.get(job_id) in self.ended else "running")
+
+
+def running_after(scheduler: Scheduler, store: Store, launcher: QueueLauncher, *ended: str) -> list[str]:
+    """Names of the runs that run after some have ended."""
+    launcher.ended.update(ended)
+    scheduler.tick()
+    return [run.name for run in store.runs("started")]
+
+
+def test_smaller_runs_overtake_an_exclusive_one_only_for_an_hour(empty: Store) -> None:
+    launcher = QueueLauncher()
+    scheduler = Scheduler(empty, launcher, EventBus(), {})
+    add(empty, "s0", 1)
+    assert running_after(scheduler, empty, launcher) == ["s0"]
+    alone = add(empty, "alone", 3, EXCLUSIVE)
+    for number in range(1, 4):  # each new run is smaller and starts at once
+        add(empty, f"s{number}", 1)
+        assert running_after(scheduler, empty, launcher, f"s{number - 1}") == [f"s{number}"]
+    empty.update_run(alone.id, created_at=alone.created_at - HOUR_US)
+    add(empty, "s4", 1)
+    assert running_after(scheduler, empty, launcher) == ["s3"]
+    assert running_after(scheduler, empty, launcher, "s3") == ["alone"]
+    assert running_after(scheduler, empty, launcher, "alone") == ["s4"]
+
+
+def test_runs_that_have_waited_long_start_by_age(empty: Store) -> None:
+    launcher = QueueLauncher()
+    scheduler = Scheduler(empty, launcher, EventBus(), {})
+    for name, workers in (("half", 2), ("whole", 4), ("quarter", 1), ("new", 1)):
+        run = add(empty, name, workers)
+        if name in ("whole", "quarter"):
+            empty.update_run(run.id, created_at=run.created_at - 2 * HOUR_US)
+        if name == "half":
+            assert running_after(scheduler, empty, launcher) == ["half"]
+    # Two cores are free, but the oldest run needs four.
+    assert running_after(scheduler, empty, launcher) == ["half"]
+    assert running_after(scheduler, empty, launcher, "half") == ["whole"]
+    assert running_after(scheduler, empty, launcher, "whole") == ["quarter", "new"]
+
+
+def test_runs_wait_for_gpus_and_larger_runs_without_them_do_not(empty: Store) -> None:
+    launcher = QueueLauncher(("a", "b", "c"))
+    scheduler = Scheduler(empty, launcher, EventBus(), {})
+    for name, workers, cores, wants in (
+        ("two", 2, 0.1, True), ("also", 2, 0.2, True), ("cpu", 2, 1, False), ("one", 1, 1, True),
+    ):  # fmt: skip
+        add(empty, name, workers, num_cpus=cores, gpu_enabled=wants)
+    assert running_after(scheduler, empty, launcher) == ["two", "cpu", "one"]
+    assert {name: job.gpus for name, job in launcher.jobs.items()} == {"two": ("a", "b"), "cpu": (), "one": ("c",)}
+    # Another master takes over and knows which GPUs are lent.
+    scheduler = Scheduler(empty, launcher, EventBus(), {})
+    assert running_after(scheduler, empty, launcher, "one") == ["two", "cpu"]
+    assert running_after(scheduler, empty, launcher, "two") == ["also", "cpu"]
+    assert launcher.jobs["also"].gpus == ("a", "b")
+    assert [run.metadata_dict().get("gpus") for run in empty.runs("started")] == [["a", "b"], None]
+
+
+def test_a_run_that_has_waited_long_for_gpus_gets_the_next_ones(empty: Store) -> None:
+    launcher = QueueLauncher(("a", "b"))
+    scheduler = Scheduler(empty, launcher, EventBus(), {})
+    add(empty, "s0", 1, gpu_enabled=True)
+    assert running_after(scheduler, empty, launcher) == ["s0"]
+    both = add(empty, "both", 2, gpu_enabled=True, num_cpus=0.1)
+    add(empty, "s1", 1, gpu_enabled=True)
+    assert running_after(scheduler, empty, launcher) == ["s0", "s1"]
+    add(empty, "s2", 1, gpu_enabled=True)
+    empty.update_run(both.id, created_at=both.created_at - HOUR_US)
+    assert running_after(scheduler, empty, launcher, "s0") == ["s1"]
+    assert running_after(scheduler, empty, launcher, "s1") == ["both"]
+
+
+def test_a_master_that_restarts_with_fewer_gpus_fails_a_run_that_needs_more(empty: Store) -> None:
+    run = add(empty, "two", 2, gpu_enabled=True)
+    empty.update_run(add(empty, "old", 1).id, state="started", job_id="idle-2", job_metadata={"gpus": 7})
+    launcher = QueueLauncher(("a",))
+    scheduler = Scheduler(empty, launcher, EventBus(), {})
+    launcher.jobs["old"] = Job(run_id=2, name="old", command="true", num_workers=1)
+    assert running_after(scheduler, empty, launcher) == ["old"]
+    assert running_after(scheduler, empty, launcher, "old") == []
+    failed = empty.run(run.id)
+    assert failed is not None and failed.state == "failed" and "two" not in launcher.jobs
+    assert failed.metadata_dict()["reason"].startswith("num_workers: must be at most 1 with gpu_enabled, not 2: each")

@@ -174,12 +174,14 @@ def test_a_reference_survives_its_file(tmp_path: Path) -> None:
 )
 def test_a_damaged_reference_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(ConfigurationError, match=rf"bad\.json must be a reference, which it is not: .*{message}"):
+    with pytest.raises(ConfigurationError, match=rf"bad\.json must hold a reference, but .*{message}.*: make it"):
         load_references(tmp_path)
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"the folder of the references must exist, and .*absent does not"):
+    with pytest.raises(
+        ConfigurationError, match=r"^folder must be a folder of references, not .*absent: it does not exist"
+    ):
         load_references(tmp_path / "absent")
 
 

@@ -129,7 +129,7 @@ def test_the_time_by_phase_is_stacked_and_hidden_communication_is_beside_it() ->
     assert [text.get_text() for text in axes.texts if text.get_text()[:1].isdigit()] == ["84.0", "52.0"]
     table = columns(drawn)
     assert (table["runs"], table["total_s"], table["communication_hidden_s"]) == ([2, 3], [84.0, 52.0], [0.0, 5.0])
-    assert "Hatched below a bar: communication that was hidden." in drawn.caption
+    assert "Hatched below a bar: hidden communication." in drawn.caption
     assert "an interval that leaves the axes is cut" not in drawn.caption
     assert "so the bars can exceed the totals" not in drawn.caption
     slowest = dataclasses.replace(record(2, communication=8.0), phases_s={"compute": 85.0, "communication": 9.0})
@@ -192,7 +192,7 @@ def test_the_communication_share_and_the_price_index() -> None:
         drawing(figures.draw_communication_share, pool(repeats(1, (80.0,))))
     # Task 4a as published: 4 workers are 2.56 times faster; at equal prices of a worker, the index is 4 / 2.56^2.
     published = pool([record(1, 1, 254.0), record(4, 1, 98.0)])
-    drawn = drawing(figures.draw_price_index, published, lambda group: 3.6)
+    drawn = drawing(figures.draw_price_index, published, 3.6)
     assert lines(drawn.figure.axes[0])["sgd"][1] == [1.0, pytest.approx(4 / 2.56**2)]
     assert columns(drawn)["price"] == pytest.approx([256.0 / 1000, 4 * 100.0 / 1000])
 
@@ -205,7 +205,7 @@ def test_the_pareto_front_has_only_what_reached_the_goal() -> None:
         *[record(1, seed, 18.0, reached=seed == 0, algorithm="partly") for seed in range(2)],
         *repeats(1, (3.0, 3.0), reached=False, algorithm="never"),
     ]
-    drawn = drawing(figures.draw_time_against_price, pool(runs), lambda group: 36.0)
+    drawn = drawing(figures.draw_time_against_price, pool(runs), 36.0)
     (axes,) = drawn.figure.axes
     # The two repeats are equal, so the error bars have no length.
     points = sorted((x, y) for container in axes.containers for x, y in zip(*container[0].get_data(), strict=True))
@@ -220,11 +220,9 @@ def test_the_pareto_front_has_only_what_reached_the_goal() -> None:
         )
     )
     assert table == {("sgd", 1): False, ("sgd", 2): True, ("sgd", 4): False, ("partly", 1): False}
-    assert "Not drawn, because no run reached the goal or the price is unknown: never with 1 worker." in drawn.caption
-    with pytest.raises(ConfigurationError, match="the price of a worker for an hour is not known"):
-        drawing(figures.draw_time_against_price, pool(runs), lambda group: None)
+    assert "Not drawn, because no run reached the goal: never with 1 worker." in drawn.caption
     with pytest.raises(ConfigurationError, match="no task and goal in common"):
-        drawing(figures.draw_time_against_price, pool([*runs, record(task="1b")]), lambda group: 1.0)
+        drawing(figures.draw_time_against_price, pool([*runs, record(task="1b")]), 1.0)
 
 
 def with_curve(
@@ -257,6 +255,10 @@ def test_learning_curves_have_bands_and_count_the_runs_that_remain(tmp_path: Pat
     assert (
         "Line: mean over the runs; band: minimum to maximum. Mean and band end with the shortest run" in drawn.caption
     )
+    budget = {"metric": METRIC, "threshold": None, "minimize": None, "budget_s": 60.0}
+    runs_with_budget = [with_curve(tmp_path, [60.0, 80.0], seed=seed, goal=budget) for seed in (1, 2)]
+    (curve,) = drawing(figures.draw_learning_curves, pool(runs_with_budget), "epochs").figure.axes
+    assert len(curve.lines) == 1, "the goal of a fixed training time has no threshold to draw"
     timed = drawing(figures.draw_learning_curves, pool(runs), "time")
     mean = timed.figure.axes[0].lines[0]
     assert (mean.get_xdata()[0], mean.get_xdata()[-1]) == (20.0, 30.0), "the times that both runs cover"
@@ -333,7 +335,7 @@ def test_nothing_is_cut_and_nothing_overlaps(name: str) -> None:
     makers = {
         "overview": lambda: figures.draw_overview(groups),
         "total_time_by_phase": lambda: figures.draw_phases(groups),
-        "time_to_goal_against_price": lambda: figures.draw_time_against_price(groups, lambda group: 1.0),
+        "time_to_goal_against_price": lambda: figures.draw_time_against_price(groups, 1.0),
     }
     with figures.style():
         drawn = makers[name]()

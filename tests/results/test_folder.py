@@ -105,7 +105,9 @@ def test_a_goal_that_was_reached_before_is_found(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     change(folder / "metrics.jsonl", '"value":80.0}', '"value":95.0}')
     finish_folder(folder)
-    assert verify_folder(folder) == ["the goal was reached at step 10 with 95.0, not as the result says"]
+    assert verify_folder(folder) == [
+        "the goal was reached at step 10 in epoch 1 with 95.0, but the result says at step 30 in epoch 3 with 90.0"
+    ]
 
 
 def test_steps_that_take_longer_than_the_training_are_found(tmp_path: Path) -> None:
@@ -322,7 +324,10 @@ def test_a_run_that_lost_lines_on_a_full_disk_does_not_count_as_finished(
     [
         ({"time_to_goal_s": 1.0}, "rank 0 reached the goal in 1.000 s, but had trained 30.000 s"),
         ({"totals": {**totals(30.0), "tokens": -1}}, "totals of rank 0 are negative: tokens"),
-        ({"epoch": 0}, "the goal was reached at step 30 with 90.0, not as the result says"),
+        (
+            {"epoch": 0},
+            "the goal was reached at step 30 in epoch 3 with 90.0, but the result says at step 30 in epoch 1 with 90.0",
+        ),
     ],
 )
 def test_a_forged_goal_is_found_though_all_checksums_are_right(

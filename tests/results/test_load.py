@@ -81,7 +81,7 @@ def test_bad_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="missing must be a folder or a file with results"):
         load([tmp_path / "missing"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigurationError, match=r"no result in .*empty: name a result folder"):
+    with pytest.raises(ConfigurationError, match=r"empty must have a result, but it has none: name a result folder"):
         load([tmp_path / "empty"])
 
 

@@ -141,7 +141,7 @@ def test_runs_that_cannot_be_compared_are_named() -> None:
     kept, remarks = usable([a_record("a"), failed, RunRecord("b", state="unknown"), late, replace(early, epochs=2)])
     assert [record.name for record in kept] == ["a", "late"], "late was killed after it reached its goal"
     assert remarks == [
-        "bad is failed and not finished: left out",
-        "b does not say how many workers it had: left out",
-        "early is unfinished and did not reach its goal (2 epochs, 20.0 s of training): left out",
+        "bad has the state 'failed': left out",
+        "b has no recorded number of workers: left out",
+        "early has the state 'unfinished' and did not reach its goal (2 epochs, 20.0 s of training): left out",
     ]

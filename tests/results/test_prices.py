@@ -51,11 +51,10 @@ def test_every_row_that_ships_says_where_its_price_comes_from() -> None:
     assert [machine.name for machine in machines if machine.price_per_hour is None] == ["epyc-2"]
 
 
-def test_the_price_is_that_of_whole_machines_for_the_time(tmp_path: Path) -> None:
+def test_the_price_is_that_of_a_machine_for_each_worker(tmp_path: Path) -> None:
     mine = load_prices(write(tmp_path, ROW + PRICE))["mine"]
     assert price_of(1200, 3, mine) == pytest.approx(3)
     assert price_of(1200, 3, mine, spot=True) == pytest.approx(0.6)
-    assert price_of(1200, 3, mine, workers_per_machine=2) == pytest.approx(2)
     assert price_of(0, 3, mine) == 0
     assert price_of(1200, 3, MINE) is None
     assert price_of(1200, 3, MINE, spot=True) is None
@@ -103,11 +102,10 @@ def test_a_missing_table_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "workers", "per_machine", "message"),
-    [(-1, 1, 1, "train_s"), (float("nan"), 1, 1, "train_s"), (1, 0, 1, "workers"), (1, 1, 0, "workers_per_machine")],
+    ("seconds", "workers", "message"), [(-1, 1, "train_s"), (float("nan"), 1, "train_s"), (1, 0, "workers")]
 )
-def test_wrong_numbers_are_named(seconds: float, workers: int, per_machine: int, message: str) -> None:
+def test_wrong_numbers_are_named(seconds: float, workers: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message} must be"):
-        price_of(seconds, workers, MINE, workers_per_machine=per_machine)
+        price_of(seconds, workers, MINE)
     with pytest.raises(ValueError, match=r"^base_train_s must be finite and positive"):
         price_index(1, 1, base_train_s=0)

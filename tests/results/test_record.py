@@ -97,6 +97,8 @@ def test_a_published_goal_needs_no_text() -> None:
     record = RunRecord.from_metrics({"goal @ 0": [{"value": json.dumps(goal)}]}, {"name": "a", "num_workers": 2})
     assert (record.reached, record.time_to_goal_s, record.epochs_to_goal) == (True, 12.5, 4)
     assert (record.phases_s, record.goal_text) == (goal["phases_s"], "F1 >= 0.5")
+    timed = json.dumps({**goal, "threshold": None, "budget_s": 60.0})
+    assert RunRecord.from_metrics({"goal @ 0": [{"value": timed}]}, {"name": "a"}).goal_text.startswith("F1 after 60 s")
     missed = {**goal, "reached": False, "time_to_goal_s": None}
     record = RunRecord.from_metrics(
         {"goal @ 0": [{"value": json.dumps(missed)}], "TaskResult @ 0": [entry("text")]}, {"name": "a"}
@@ -231,6 +233,8 @@ def test_a_command_line_tells_the_configuration() -> None:
         ({"metric": "val_global_Prec@1", "threshold": 95.0, "minimize": False}, "Prec@1 >= 95"),
         ({"metric": None, "threshold": None}, "a goal of the script"),
         ({"metric": None, "budget_s": 60.0}, "60 s of training"),
+        ({"metric": "val_global_Prec@1", "threshold": None, "budget_s": 60.0}, "Prec@1 after 60 s of training"),
+        ({"metric": "val_global_Prec@1", "threshold": None}, "Prec@1"),
     ],
 )
 def test_goals_as_text(goal: dict[str, Any] | None, text: str) -> None:

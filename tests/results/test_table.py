@@ -156,7 +156,7 @@ def test_people_get_tables_with_units_and_notes() -> None:
     assert "| WORKERS | TRAINING (s) | SPEED-UP |" in text, "two tables, each with its units"
     assert "| a\\|b | 1 |" in text, "a bar would end the cell"
     assert "PRICE |" not in text, "a column without values is left out"
-    assert "Different between the rows: algorithm (a\\|b, sgd)." in text
+    assert "The rows differ in algorithm (a\\|b, sgd)." in text
     assert "Goal: task 1a on digits: Prec@1 \\>= 95." in text
     assert text.endswith("x is left out\n")
 

@@ -42,6 +42,7 @@ ERRORS = {
     ("post", "/api/metrics/"): {400, 404, 408, 413, 415},
     ("get", "/api/runs/"): {400},
     ("post", "/api/runs/"): {400, 408, 409, 413, 415},
+    ("post", "/api/runs/import/"): {400, 408, 409, 413, 415},
     ("get", "/api/runs/{run_id}/"): {404},
     ("delete", "/api/runs/{run_id}/"): {404},
     ("post", "/api/runs/{run_id}/stop/"): {404},

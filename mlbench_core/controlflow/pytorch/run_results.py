@@ -29,11 +29,13 @@ from mlbench_core.client.log_metrics import LogMetrics
 from mlbench_core.distributed.pytorch.process_groups import get_backend_tensor, is_distributed
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.files import lock
-from mlbench_core.results.configuration import Configuration, goal_of
+from mlbench_core.results.configuration import Configuration
 from mlbench_core.results.environment import describe_environment
 from mlbench_core.results.folder import finish_folder, lines_path, prepare_folder, write_environment
 from mlbench_core.results.lines import LinesSink
+from mlbench_core.results.summary import goal_message
 from mlbench_core.tasks import TASKS
+from mlbench_core.tracking.goal import describe_goal
 
 __all__ = ["RunResults", "task_results"]
 
@@ -47,7 +49,8 @@ _NOT_OPTIONS = frozenset(
         "sink",
     )
 )
-# Options that the closed division leaves free: how numbers are computed and sent, and when a run ends.
+# Options that the closed division leaves free. They decide how numbers are computed and sent, when a run ends, and on
+# which further data it is evaluated.
 _FREE_OPTIONS = frozenset(
     (
         *("overlap", "shared_memory", "compile", "channels_last", "precision", "autocast", "bf16"),
@@ -140,13 +143,18 @@ class RunResults:
                 self._bring_lines()
             if self._rank == 0:
                 self.result = finish_folder(self.folder)
-        # The training is done or has failed for another reason; a full disk must not replace that.
+        # An error here, such as a full disk, must not hide how the training itself ended.
         except (OSError, ValueError, RuntimeError, MLBenchError) as problem:
             logger.error("the result in %s is incomplete: %s: %s", self.folder, type(problem).__name__, problem)
         finally:
             self._claimed.close()
         if self.result is not None:
-            self._send(self.result)
+            log = (self._run_id, 0, self.result["epochs"])
+            if self.result["goal"] is not None:
+                # The tracker sent the goal with the times of rank 0; this one has those of the slowest worker.
+                LogMetrics.log(*log, "goal", json.dumps(goal_message(self.result)))
+            LogMetrics.log(*log, "result", json.dumps(self.result))
+            LogMetrics.flush(_FLUSH_TIMEOUT_S)
 
     def _claim(self) -> None:
         """Keep other runs out of the folder until this one ends: the lines of two runs must not be mixed."""
@@ -161,7 +169,7 @@ class RunResults:
             logger.debug("%s is on a file system without locks", self.folder)
 
     def _who_shares_the_folder(self) -> list[bool]:
-        """Return for each rank if its folder is that of rank 0, the same on all workers."""
+        """Return for each rank if its folder is that of rank 0; all workers get the same answer."""
         if not is_distributed() or dist.get_world_size() == 1:
             return [True] * (self._rank + 1)
         # 62 bits, because the number travels as int64.
@@ -205,28 +213,6 @@ class RunResults:
                 path.write_bytes(zlib.decompress(bytes(received)))
             elif self._rank == sender:
                 path.unlink()
-
-    def _send(self, result: Mapping[str, Any]) -> None:
-        """Send the result to the master, and the goal with the times of the slowest worker."""
-        log = (self._run_id, 0, result["epochs"])
-        if result["goal"] is not None:
-            LogMetrics.log(*log, "goal", json.dumps(goal_message(result)))
-        LogMetrics.log(*log, "result", json.dumps(result))
-        LogMetrics.flush(_FLUSH_TIMEOUT_S)
-
-
-def goal_message(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the goal of a result as the metric ``goal`` carries it: times of the slowest worker, and of rank 0."""
-    goal = result["goal"]
-
-    def times_of(worker: str) -> dict[str, Any]:
-        times = (goal["times"] or result["times"])[worker]
-        phases = {phase: times[f"{phase}_s"] for phase in ("compute", "communication", "metrics", "data")}
-        reached_s = goal["time_to_goal_s"]
-        return {"time_to_goal_s": None if reached_s is None else reached_s[worker], "phases_s": phases}
-
-    names = ("metric", "threshold", "minimize", "reached", "value", "epochs")
-    return {**{name: goal[name] for name in names}, **times_of("slowest"), "rank_0": times_of("rank_0")}
 
 
 def task_results(
@@ -286,6 +272,6 @@ def _configuration(args: argparse.Namespace, uid: str, workers: int, backend: st
         network=os.environ.get("MLBENCH_NETWORK") or None,
         light=args.light_target,
         changed=tuple(sorted(set(options) - _FREE_OPTIONS)),
-        goal=goal_of(goal),
+        goal=None if goal is None else describe_goal(goal),
         seed=getattr(args, "seed", None),
     )

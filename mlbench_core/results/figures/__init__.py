@@ -1,7 +1,7 @@
 """Draw figures of results, as PNG, SVG and CSV.
 
-Every figure is for a column of 8 cm, safe for colour-blind readers, and readable in grey print. Its caption, in small
-print below the axes, says task, goal, machine, number of runs and what its error bars are.
+Every figure is for a column of 8 cm, safe for color-blind readers, and readable in gray print. Its caption, in small
+print below the axes, names the task, the goal, the machine, the number of runs and the kind of its error bars.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.figures.bars import draw_phases, draw_steps, panel_height, phase_bars
+from mlbench_core.results.figures.bars import draw_phases, draw_steps, panel_height, phase_bars, with_time
 from mlbench_core.results.figures.canvas import PAGE_IN, Drawing, finish, new_figure, save, style
 from mlbench_core.results.figures.captions import caption
 from mlbench_core.results.figures.curves import AGAINST, draw_learning_curves
-from mlbench_core.results.figures.numbers import of_runs
 from mlbench_core.results.figures.scaling import (
     draw_communication_share,
     draw_price_index,
@@ -49,9 +48,6 @@ __all__ = [
     "style",
 ]
 
-Prices = Callable[["Group"], "float | None"] | float | None
-"""Price of one worker for an hour: one for all groups, a function that returns it for a group, or unknown."""
-
 _logger = logging.getLogger(__name__)
 
 
@@ -67,11 +63,11 @@ def draw_overview(groups: Sequence[Group]) -> Drawing:
     Raises:
         ConfigurationError: No run reported a time.
     """
-    known = [group for group in groups if of_runs(group, "total_s")]
+    known = with_time(groups)
     try:
         every = scaling_series(groups)
     except ConfigurationError:
-        # Without a speed-up, the phases are the whole overview.
+        # The phases are the whole overview if no speed-up can be computed.
         return dataclasses.replace(draw_phases(groups), name="overview", rows=[])
     figure = new_figure(PAGE_IN, max(panel_height(known), 3.3))
     parts = figure.subplot_mosaic([["phases", "measured"], ["phases", "without"]])
@@ -92,13 +88,13 @@ def draw_overview(groups: Sequence[Group]) -> Drawing:
 
 
 def drawings(
-    groups: Sequence[Group], prices: Prices = None, report: Callable[[str], None] | None = None
+    groups: Sequence[Group], price_per_hour: float | None = None, report: Callable[[str], None] | None = None
 ) -> Iterator[Drawing]:
     """Draw every figure for which the groups have data, one after the other.
 
     Args:
         groups: Groups of runs, see :func:`mlbench_core.results.pool.pool`.
-        prices: Price of one worker for an hour: a number, or a function that returns it for a group.
+        price_per_hour: Price of one worker for an hour; None if it is unknown.
         report: Called with one sentence for each figure that is not drawn, with the reason. By default, the sentence is
             logged.
 
@@ -108,19 +104,18 @@ def drawings(
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    price = prices if callable(prices) else lambda group: prices
     makers: dict[str, Callable[[], Drawing]] = {
         "overview": lambda: draw_overview(groups),
         "total_time_by_phase": lambda: draw_phases(groups),
         "speedup": lambda: draw_speed_up(groups),
         "time_all_phases": lambda: draw_steps(groups),
-        "price_index": lambda: draw_price_index(groups, price),
+        "price_index": lambda: draw_price_index(groups, price_per_hour),
         "communication_share": lambda: draw_communication_share(groups),
         **{f"learning_curves_{x}": lambda x=x: draw_learning_curves(groups, x) for x in AGAINST},  # type: ignore[misc]
     }
-    # Nobody expects these two without prices, or of a single task.
-    if prices is not None:
-        makers["time_to_goal_against_price"] = lambda: draw_time_against_price(groups, price)
+    # Without a price, or with a single task, a report that these two are not drawn would only be noise.
+    if price_per_hour is not None:
+        makers["time_to_goal_against_price"] = lambda: draw_time_against_price(groups, price_per_hour)
     if len({workload(group) for group in groups}) > 1:
         makers["performance_profile"] = lambda: draw_performance_profile(groups)
     for name, make in makers.items():
@@ -136,14 +131,17 @@ def drawings(
 
 
 def draw_all(
-    groups: Sequence[Group], folder: Path, prices: Prices = None, report: Callable[[str], None] | None = None
+    groups: Sequence[Group],
+    folder: Path,
+    price_per_hour: float | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> list[Path]:
     """Write every figure for which the groups have data as PNG and SVG, and its numbers as CSV.
 
     Args:
         groups: Groups of runs, see :func:`mlbench_core.results.pool.pool`.
         folder: The folder to write to.
-        prices: See :func:`drawings`.
+        price_per_hour: See :func:`drawings`.
         report: See :func:`drawings`.
 
     Returns:
@@ -153,6 +151,5 @@ def draw_all(
         ConfigurationError: No run reported a time, so there is nothing to draw.
         MissingDependencyError: matplotlib is not installed.
     """
-    if not any(of_runs(group, "total_s") for group in groups):
-        raise ConfigurationError("none of the runs reported a time: nothing to draw")
-    return [path for drawing in drawings(groups, prices, report) for path in save(drawing, folder)]
+    with_time(groups)
+    return [path for drawing in drawings(groups, price_per_hour, report) for path in save(drawing, folder)]

@@ -1,6 +1,6 @@
 """Draw the training time by phase or by step as one bar for each number of workers.
 
-Bars lie, so that the time axis runs from left to right as in a trace, and long labels have a line of their own.
+Bars are horizontal, so that time runs from left to right as in a trace, and long labels have a line of their own.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mlbench_core.results.record import PHASES, STEPS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_phases", "draw_steps", "phase_bars"]
+__all__ = ["draw_phases", "draw_steps", "panel_height", "phase_bars", "with_time"]
 
 _COMMUNICATION = "#E69F00"
-# In grey print, the hatch distinguishes what the color no longer does.
+# The hatch distinguishes the phases in gray print.
 _PHASE_LOOKS: dict[str, canvas.Look] = {
     "compute": {"facecolor": "#0072B2", "hatch": ""},
     "communication": {"facecolor": _COMMUNICATION, "hatch": ""},
@@ -66,7 +66,7 @@ def draw_phases(groups: Sequence[Group]) -> canvas.Drawing:
     Raises:
         ConfigurationError: No run reported a time.
     """
-    groups = _with_time(groups)
+    groups = with_time(groups)
     figure = canvas.new_figure(canvas.COLUMN_IN, panel_height(groups))
     axes = figure.subplots()
     text = phase_bars(axes, groups, canvas.COLUMN_IN)
@@ -121,9 +121,9 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
     """Draw one bar for each group: its phases, its hidden communication and the interval of its total.
 
     Args:
-        axes: Where to draw.
-        groups: Groups with a time.
-        width: Width in inches of the axes with their labels.
+        axes: The axes to draw on.
+        groups: Groups with a time, see :func:`with_time`.
+        width: Width in inches, the labels of the axes included.
 
     Returns:
         The caption.
@@ -143,14 +143,14 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
             label="communication (hidden)",
         )
         sentences.append(
-            "Hatched below a bar: communication that was hidden. It ran at the same time as the computation above it "
-            "and is not part of the total."
+            "Hatched below a bar: hidden communication. It ran at the same time as the computation and is not part of "
+            "the total."
         )
     totals = [(y, _total(group)) for y, group in places]
     cut = _intervals(axes, totals)
     canvas.title(axes, "Training time by phase", groups)
     if any(sum(_phases(group).values()) > 1.001 * _total(group).value for group in groups):
-        sentences.append("Each phase is that of the worker that was slowest in it, so the bars can exceed the totals.")
+        sentences.append("Each phase is that of its slowest worker, so the bars can exceed the totals.")
     if any(total.low is not None for _, total in totals):
         sentences.append(f"{INTERVAL}{'; an interval that leaves the axes is cut' if cut else ''}.")
     if any(group.reached and len(group.reached) < len(group.records) for group in groups):
@@ -160,7 +160,12 @@ def phase_bars(axes: Axes, groups: Sequence[Group], width: float) -> str:
     return " ".join(sentences)
 
 
-def _with_time(groups: Sequence[Group]) -> list[Group]:
+def with_time(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups with a run that reported its time.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
     found = [group for group in groups if of_runs(group, "total_s")]
     if not found:
         raise ConfigurationError("none of the runs reported a time: nothing to draw")
@@ -169,15 +174,15 @@ def _with_time(groups: Sequence[Group]) -> list[Group]:
 
 def _total(group: Group) -> Estimate:
     found = mean(of_runs(group, "total_s"))
-    assert found is not None, "groups without a time are left out"
+    assert found is not None, "with_time() leaves out groups without a time"
     return found
 
 
 def _phases(group: Group) -> dict[str, float]:
-    """Return the mean time of each phase; what is left of the total time counts as other."""
+    """Return the mean time of each phase; the rest of the total time counts as other."""
     found = _means([record.phases_s for record in timed(group)], PHASES)
     left = _total(group).value - sum(found.values())
-    # A smaller difference is an error of rounding.
+    # A smaller difference is a rounding error.
     if left > 1e-6 * _total(group).value:
         found["other"] = found.get("other", 0.0) + left
     return found
@@ -261,8 +266,8 @@ def _write_values(axes: Axes, values: Sequence[tuple[float, float, float]]) -> N
     """Write each value to the right of its bar, and leave room for it.
 
     Args:
-        axes: Where to write.
-        values: For each bar its place, the value, and where the bar with its interval ends.
+        axes: The axes to write on.
+        values: For each bar its place, its value, and the end of the bar with its interval.
     """
     for y, value, end in values:
         axes.annotate(canvas.number(value), (end, y), (3, 0), textcoords="offset points", va="center", size=6)

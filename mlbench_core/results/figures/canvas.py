@@ -1,8 +1,8 @@
 """Set up, finish and save a figure: one style, a legend and a caption below the axes, files that can be reproduced.
 
 Figures are made without pyplot, so they need no display and leave no global state. The style is
-``mlbench_core/results/mlbench.mplstyle``; settings of the user do not change a figure, so the same input gives the same
-bytes with the same version of matplotlib.
+``mlbench_core/results/mlbench.mplstyle``. Settings of the user do not change a figure. With the same version of
+matplotlib, the same input therefore gives the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLUMN_IN",
-    "GREY",
+    "GRAY",
     "PAGE_IN",
     "Drawing",
     "Look",
@@ -50,8 +50,8 @@ COLUMN_IN = 3.15
 PAGE_IN = 6.6
 """Width in inches of a figure for two columns."""
 
-GREY = "#555555"
-"""Color of what is not a measurement, such as the line of the ideal speed-up."""
+GRAY = "#555555"
+"""Color of lines and texts that are not a measurement, such as the line of the ideal speed-up."""
 
 _STYLE = Path(__file__).resolve().parents[1] / "mlbench.mplstyle"
 _NOTE_PT = 5.5
@@ -156,7 +156,7 @@ def title(axes: Axes, text: str, groups: Sequence[Group]) -> None:
         wrap(subtitle(groups, short), COLUMN_IN - 0.45, _NOTE_PT + 0.5).split("\n") for short in (False, True)
     )
     first, *more = brief if len(whole) > 1 else whole
-    look: Look = {"size": _NOTE_PT + 0.5, "color": GREY, "va": "bottom"}
+    look: Look = {"size": _NOTE_PT + 0.5, "color": GRAY, "va": "bottom"}
     # The caption has the whole text.
     axes.annotate(first + " ..." * bool(more), (0, 1), (0, 3), "axes fraction", "offset points", **look)
 
@@ -179,7 +179,7 @@ def finish(figure: Figure, caption: str, handles: Sequence[Any], labels: Sequenc
     Args:
         figure: A figure of :func:`new_figure`.
         caption: The caption.
-        handles: What the legend explains, as matplotlib takes it.
+        handles: The lines and areas that the legend explains, as ``Figure.legend`` takes them.
         labels: The texts of the legend.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -202,7 +202,7 @@ def finish(figure: Figure, caption: str, handles: Sequence[Any], labels: Sequenc
     total = height + note_in + legend_in
     figure.set_size_inches(width, total)
     left = _MARGIN_IN / width
-    text = figure.text(left, _MARGIN_IN / total, note, size=_NOTE_PT, color=GREY, va="bottom", linespacing=1.15)
+    text = figure.text(left, _MARGIN_IN / total, note, size=_NOTE_PT, color=GRAY, va="bottom", linespacing=1.15)
     text.set_in_layout(False)
     if legend is not None:
         legend.set_bbox_to_anchor((left, (note_in + 0.04) / total))

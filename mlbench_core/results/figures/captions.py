@@ -1,24 +1,22 @@
-"""Say below a figure what it shows: task, goal, machine, number of runs, and which runs missed their goal."""
+"""Write the captions of figures: task, goal, machine, number of runs, and the runs that missed their goal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mlbench_core.results.pool import Group, plural
 from mlbench_core.results.record import goal_text
 
-if TYPE_CHECKING:
-    from mlbench_core.results.pool import Group
-
-__all__ = ["INTERVAL", "caption", "goal_of", "name_of", "plural", "subtitle"]
+__all__ = ["INTERVAL", "caption", "name_of", "shared_goal", "subtitle"]
 
 INTERVAL = "Error bars: 95 % confidence interval of the mean (Student's t)"
-"""What the error bars of a mean are."""
+"""Description of the error bars of a mean."""
 
 
 def caption(groups: Sequence[Group]) -> str:
-    """Describe what was measured: task, goal, machine, number of runs, and which runs missed their goal.
+    """Describe a measurement: task, goal, machine, number of runs, and the runs that missed their goal.
 
     Args:
         groups: The groups in the figure or table.
@@ -33,7 +31,11 @@ def caption(groups: Sequence[Group]) -> str:
         >>> caption(pool(runs))
         'Task 1a. No goal recorded. Machine not recorded. n = 2 runs.'
     """
-    sentences = [_workload(groups), _goal(groups), _machine(groups), _runs(groups)]
+    counts = {len(group.records) for group in groups}
+    runs = f"n = {_range(counts)} {'run' if counts == {1} else 'runs'}"
+    if len(groups) > 1:
+        runs += " of each configuration"
+    sentences = [_workload(groups), _goal(groups), _machine(groups), runs]
     lost = [
         f"{name_of(group)} ({missed} of {len(group.records)})"
         for group in groups
@@ -49,15 +51,15 @@ def subtitle(groups: Sequence[Group], short: bool = False) -> str:
 
     Args:
         groups: The groups in the figure.
-        short: True to leave out the data set and what else all groups have in common.
+        short: True to leave out the data set, the backend and other settings that all groups share.
     """
-    workload, goal = _workload(groups), goal_of(groups)
+    workload, goal = _workload(groups), shared_goal(groups)
     workload = workload.partition(" (")[0] if short else workload
     return f"{workload}, goal: {goal_text(goal)}" if goal else workload
 
 
-def goal_of(groups: Sequence[Group]) -> Mapping[str, Any] | None:
-    """Return the goal that all groups share; None if they have none, or several, or a goal without a metric."""
+def shared_goal(groups: Sequence[Group]) -> Mapping[str, Any] | None:
+    """Return the goal that all groups share; None if they have no goal, several, or one without a metric."""
     goal = _shared(group.configuration.get("goal") for group in groups)
     return goal if goal and goal.get("metric") is not None else None
 
@@ -65,16 +67,6 @@ def goal_of(groups: Sequence[Group]) -> Mapping[str, Any] | None:
 def name_of(group: Group) -> str:
     """Return a group's label and its number of workers, for a list in a sentence."""
     return f"{group.label} with {plural(group.workers, 'worker')}"
-
-
-def plural(number: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    Example:
-        >>> plural(1, "run"), plural(2, "run")
-        ('1 run', '2 runs')
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _shared(values: Iterable[Any]) -> Any:
@@ -106,7 +98,7 @@ def _program(configuration: Mapping[str, Any]) -> str:
 
 
 def _goal(groups: Sequence[Group]) -> str:
-    goal = goal_of(groups)
+    goal = shared_goal(groups)
     if goal:
         return f"Goal: {goal_text(goal)}"
     goals = [goal for group in groups if (goal := group.configuration.get("goal"))]
@@ -133,12 +125,6 @@ def _machine(groups: Sequence[Group]) -> str:
     if max(hosts) > 1:
         parts.append(f"{_range(hosts)} hosts")
     return f"Machine: {', '.join(parts)}"
-
-
-def _runs(groups: Sequence[Group]) -> str:
-    counts = {len(group.records) for group in groups}
-    noun = "run" if counts == {1} else "runs"
-    return f"n = {_range(counts)} {noun}{' of each configuration' if len(groups) > 1 else ''}"
 
 
 def _range(numbers: Iterable[int]) -> str:

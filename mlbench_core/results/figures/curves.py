@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures import canvas
-from mlbench_core.results.figures.captions import caption, goal_of, name_of, plural
+from mlbench_core.results.figures.captions import caption, name_of, shared_goal
 from mlbench_core.results.figures.numbers import Band, band
-from mlbench_core.results.pool import Group, workload
+from mlbench_core.results.pool import Group, plural, workload
 from mlbench_core.results.record import CurvePoint
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ __all__ = ["AGAINST", "Axis", "draw_learning_curves"]
 
 @dataclass(frozen=True)
 class Axis:
-    """What a learning curve is drawn against.
+    """The horizontal axis of learning curves.
 
     Attributes:
-        title: For the title of the figure.
-        label: For the axis.
-        shared: True if all numbers of workers have the same axis.
-        place: Return the place of a point; None if it is unknown.
+        title: Its name in the title of the figure.
+        label: Its label.
+        shared: True if the panels of all numbers of workers have the same axis.
+        place: Function that returns the place of a point on the axis; None if it is unknown.
     """
 
     title: str
@@ -38,26 +38,21 @@ class Axis:
 
 
 AGAINST: dict[str, Axis] = {
-    "epochs": Axis("epochs", "epochs", True, lambda point: _epochs(point)),
+    # The tracker counts epochs from 0; a value before the first batch belongs to 0 trained epochs.
+    "epochs": Axis("epochs", "epochs", True, lambda point: point.epoch + 1 if point.step else 0),
     "time": Axis("training time", "training time in seconds", False, lambda point: point.train_s),
     "bytes": Axis("bytes sent", "sent by all workers", False, lambda point: point.bytes),
 }
-"""What learning curves can be drawn against."""
-
+"""Horizontal axes of learning curves by name."""
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
-
-
-def _epochs(point: CurvePoint) -> int:
-    """Return the epochs that were trained when a value was recorded; the tracker counts epochs from 0."""
-    return point.epoch + 1 if point.step else 0
 
 
 def draw_learning_curves(groups: Sequence[Group], against: str = "epochs") -> canvas.Drawing:
     """Draw the goal's metric of every group: the mean over the runs, and a band from their minimum to their maximum.
 
-    The mean and the band end with the shortest run. Runs that went on are drawn as thin lines, and a narrow panel below
-    counts the runs that remain.
+    The mean and the band end with the shortest run. Longer runs continue as thin lines, and a narrow panel below counts
+    them.
 
     Args:
         groups: Groups of runs with result folders.
@@ -72,9 +67,9 @@ def draw_learning_curves(groups: Sequence[Group], against: str = "epochs") -> ca
     """
     if against not in AGAINST:
         raise ConfigurationError(f"against must be one of {', '.join(AGAINST)}, not {against!r}: choose one of them")
-    goal = goal_of(groups)
+    goal = shared_goal(groups)
     if goal is None or len({workload(group) for group in groups}) > 1:
-        raise ConfigurationError("the runs have no task and goal in common, whose metric a learning curve shows")
+        raise ConfigurationError("the runs have no task and goal in common, so there is no common metric to draw")
     bands = [(group, found) for group in groups if (found := _band(group, goal["metric"], AGAINST[against]))]
     if not bands:
         raise ConfigurationError(f"no run recorded {goal['metric']} with its {AGAINST[against].title}")
@@ -108,19 +103,24 @@ def _draw(
     labels = list(dict.fromkeys(group.label for group, _ in bands))
     looks = dict(zip(labels, canvas.series_looks(len(labels)), strict=True))
     entries: dict[str, Any] = {}
+    goal_line = None
     for index, (number, axes) in enumerate(zip(workers, curves, strict=True)):
         same = [(group, found) for group, found in bands if group.workers == number]
         for group, found in same:
             line = _curve(axes, found, looks[group.label])
             entries.setdefault(group.label, line)
-        goal_line = axes.axhline(goal["threshold"], linestyle=(0, (4, 2)), color=canvas.GREY, linewidth=0.8)
+        # The goal of a fixed training time has no threshold.
+        if goal.get("threshold") is not None:
+            look: canvas.Look = {"linestyle": (0, (4, 2)), "color": canvas.GRAY, "linewidth": 0.8}
+            goal_line = axes.axhline(goal["threshold"], **look)
         axes.set_ylabel(goal["metric"])
         if len(workers) > 1:
             note: canvas.Look = {"ha": "right", "va": "bottom", "size": 6, "style": "italic"}
             axes.annotate(plural(number, "worker"), (1, 0), (-3, 3), "axes fraction", "offset points", **note)
         if uneven:
             _count(counts[index], same, looks)
-    entries["goal"] = goal_line
+    if goal_line is not None:
+        entries["goal"] = goal_line
     _label(curves + counts, axis, max(found.ends[-1] for _, found in bands))
     figure.align_ylabels()
     canvas.title(curves[0], f"Learning curves against {axis.title}", groups)
@@ -193,8 +193,8 @@ def _caption(groups: Sequence[Group], bands: Sequence[tuple[Group, Band]], axis:
         sentences.append("Line: mean over the runs; band: minimum to maximum.")
     if any(found.tails for _, found in bands):
         sentences.append(
-            "Mean and band end with the shortest run; thin lines are the runs that went on, and the narrow panel "
-            "counts the runs that remain."
+            "Mean and band end with the shortest run. Thin lines are longer runs, and the narrow panel counts the runs "
+            "that remain."
         )
     drawn = [group for group, _ in bands]
     missing = [name_of(group) for group in groups if not any(group is one for one in drawn)]

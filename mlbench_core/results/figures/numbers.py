@@ -111,7 +111,7 @@ def ratio(above: Sequence[float], below: Sequence[float], power: int = 1) -> Est
         power: The ratio is raised to this power.
 
     Returns:
-        The ratio, or None if a mean is missing or not positive. The interval is missing if both have the same one run.
+        The ratio, or None if a mean is missing or not positive. The interval is missing if a side has a single run.
 
     Example:
         >>> ratio([10.0], [4.0]).value
@@ -147,11 +147,12 @@ def speed_up(groups: Sequence[Group], without_communication: bool = False) -> li
 
     Args:
         groups: Groups of one series, fewest workers first.
-        without_communication: Take the exposed communication off the time of every group except the first, which stays
-            the common reference.
+        without_communication: True to subtract the exposed communication from the time of every group. The first group,
+            as measured, is the reference in both cases.
 
     Returns:
-        One estimate for each group: exactly 1, without an interval, for the first. None stands for a missing time.
+        One estimate for each group; None if a time is missing. As measured, the first is exactly 1, without an
+        interval.
     """
     reference = of_runs(groups[0], "total_s") if groups else []
     found: list[Estimate | None] = []

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures import canvas
-from mlbench_core.results.figures.captions import INTERVAL, caption, name_of, plural
+from mlbench_core.results.figures.captions import INTERVAL, caption, name_of
 from mlbench_core.results.figures.numbers import (
     Estimate,
     communication_share,
@@ -17,7 +17,7 @@ from mlbench_core.results.figures.numbers import (
     speed_up,
     with_equal_outcome,
 )
-from mlbench_core.results.pool import Group, Series, series
+from mlbench_core.results.pool import Group, Series, plural, series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,13 +95,13 @@ def draw_communication_share(groups: Sequence[Group]) -> canvas.Drawing:
     return canvas.Drawing("communication_share", figure, text, rows)
 
 
-def draw_price_index(groups: Sequence[Group], price_per_hour: Callable[[Group], float | None]) -> canvas.Drawing:
+def draw_price_index(groups: Sequence[Group], price_per_hour: float | None = None) -> canvas.Drawing:
     """Draw the price index of each series, with a line at 1: below it, more workers pay for themselves.
 
     Args:
         groups: Groups of runs.
-        price_per_hour: Return the price of one worker for an hour, or None if it is unknown. It is only written as a
-            number, because it cancels out in the index.
+        price_per_hour: Price of one worker for an hour; None if it is unknown. The index does not depend on it. It only
+            gives the column ``price`` of the CSV file.
 
     Returns:
         The figure ``price_index``.
@@ -114,7 +114,7 @@ def draw_price_index(groups: Sequence[Group], price_per_hour: Callable[[Group], 
     axes = figure.subplots()
     indices = [price_index(one.groups) for one in every]
     _prepare(axes, every)
-    axes.axhline(1.0, linestyle=(0, (4, 2)), color=canvas.GREY, linewidth=0.8, label="break-even")
+    axes.axhline(1.0, linestyle=(0, (4, 2)), color=canvas.GRAY, linewidth=0.8, label="break-even")
     _lines(axes, every, indices)
     axes.set_ylabel("price increase / performance increase")
     cut = _limit(axes, indices, 0.0, 1.35 * max(1.0, *(value.value for row in indices for value in row if value)))
@@ -126,9 +126,11 @@ def draw_price_index(groups: Sequence[Group], price_per_hour: Callable[[Group], 
     rows: list[list[Any]] = [["setup", "workers", *names]]
     for one, row in zip(every, indices, strict=True):
         for group, value in zip(one.groups, row, strict=True):
-            times, hour = of_runs(group, "total_s"), price_per_hour(group)
+            times = of_runs(group, "total_s")
             total = sum(times) / len(times) if times else None
-            price = None if hour is None or total is None else group.workers * total / 3600 * hour
+            price = None
+            if price_per_hour is not None and total is not None:
+                price = group.workers * total / 3600 * price_per_hour
             rows.append([one.label, group.workers, total, price, *_cells(value)])
     return canvas.Drawing("price_index", figure, text, rows)
 
@@ -163,7 +165,7 @@ def speed_up_panels(panels: Sequence[Axes], groups: Sequence[Group], every: Sequ
     for axes, rows, text in zip(panels, measured, ("as measured", "without communication"), strict=True):
         _prepare(axes, every)
         for index, start in enumerate(starts):
-            ideal: canvas.Look = {"linestyle": (0, (4, 2)), "color": canvas.GREY, "linewidth": 0.8}
+            ideal: canvas.Look = {"linestyle": (0, (4, 2)), "color": canvas.GRAY, "linewidth": 0.8}
             # One entry in the legend stands for the lines of all starts.
             # With both axes logarithmic, as with both linear, the ideal is a straight line.
             axes.plot([start, largest], [1.0, largest / start], label="_" * bool(index) + "ideal", **ideal)
@@ -183,7 +185,7 @@ def speed_up_panels(panels: Sequence[Axes], groups: Sequence[Group], every: Sequ
     over = plural(starts[0], "worker") if len(starts) == 1 else "the fewest workers"
     canvas.title(panels[0], f"Speed-up over {over}", groups)
     text = _scaling_caption(groups, every, [row for panel in measured for row in panel], cut)
-    return f"{text} Without communication: the time waited for it is taken off the time of the larger runs."
+    return f"{text} Without communication: exposed communication is subtracted from all times but the reference."
 
 
 def _scaling_caption(groups: Sequence[Group], every: Sequence[Series], rows: Sequence[Estimates], cut: bool) -> str:

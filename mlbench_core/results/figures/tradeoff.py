@@ -1,13 +1,13 @@
-"""Draw what a time to goal costs, and how algorithms compare over several tasks."""
+"""Draw the time to the goal against its price, and the performance profiles of algorithms over several tasks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_core.results.figures import canvas
-from mlbench_core.results.figures.captions import INTERVAL, caption, goal_of, name_of
+from mlbench_core.results.figures.captions import INTERVAL, caption, name_of, shared_goal
 from mlbench_core.results.figures.numbers import Estimate, mean, pareto_front
 from mlbench_core.results.pool import Group, series, workload
 from mlbench_core.results.stats import performance_profile
@@ -15,35 +15,35 @@ from mlbench_core.results.table import times_to_goal
 
 __all__ = ["draw_performance_profile", "draw_time_against_price"]
 
+# AlgoPerf integrates its profiles up to this ratio.
+_LARGEST_RATIO = 4.0
 
-def draw_time_against_price(groups: Sequence[Group], price_per_hour: Callable[[Group], float | None]) -> canvas.Drawing:
+
+def draw_time_against_price(groups: Sequence[Group], price_per_hour: float) -> canvas.Drawing:
     """Draw the time to the goal against the price of the run, with the Pareto front.
 
-    Only groups that reached their goal are drawn. A group of which some runs missed the goal is drawn hollow and is not
-    part of the front. The caption names the groups that are not drawn.
+    Only groups that reached their goal are drawn. If some of its runs missed the goal, a group is drawn hollow and is
+    not part of the front. The caption names the groups that are not drawn.
 
     Args:
         groups: Groups of runs with the same goal.
-        price_per_hour: Return the price of one worker for an hour, or None if it is unknown.
+        price_per_hour: Price of one worker for an hour.
 
     Returns:
         The figure ``time_to_goal_against_price``.
 
     Raises:
-        ConfigurationError: No price is known, tasks or goals differ, or no run reached the goal.
+        ConfigurationError: Tasks or goals differ, or no run reached the goal.
     """
-    if goal_of(groups) is None or len({workload(group) for group in groups}) > 1:
+    if shared_goal(groups) is None or len({workload(group) for group in groups}) > 1:
         raise ConfigurationError("the runs have no task and goal in common")
-    hours = {id(group): price_per_hour(group) for group in groups}
-    if not any(hour is not None for hour in hours.values()):
-        raise ConfigurationError("the price of a worker for an hour is not known: pass the prices")
     points: list[tuple[Group, Estimate, float]] = []
     for group in groups:
-        time, hour = mean(group.values("time_to_goal_s")), hours[id(group)]
-        if time is not None and hour is not None:
-            points.append((group, time, group.workers * time.value / 3600 * hour))
+        time = mean(group.values("time_to_goal_s"))
+        if time is not None:
+            points.append((group, time, group.workers * time.value / 3600 * price_per_hour))
     if not points:
-        raise ConfigurationError("no run with a known price reached its goal: nothing to draw")
+        raise ConfigurationError("no run reached its goal")
     figure, text = _draw_prices(groups, points)
     front = _front(points)
     rows: list[list[Any]] = [
@@ -66,7 +66,7 @@ def _draw_prices(groups: Sequence[Group], points: Sequence[tuple[Group, Estimate
     axes = figure.subplots()
     front = _front(points)
     if front:
-        dashed: canvas.Look = {"color": canvas.GREY, "linestyle": (0, (4, 2)), "linewidth": 0.8}
+        dashed: canvas.Look = {"color": canvas.GRAY, "linestyle": (0, (4, 2)), "linewidth": 0.8}
         axes.step(*zip(*front, strict=True), where="post", zorder=1, label="Pareto front", **dashed)
     every = series([group for group, _, _ in points])
     looks = dict(zip((one.label for one in every), canvas.series_looks(len(every)), strict=True))
@@ -122,18 +122,17 @@ def _price_caption(groups: Sequence[Group], points: Sequence[tuple[Group, Estima
     drawn = [group for group, _, _ in points]
     left_out = [name_of(group) for group in groups if not any(group is one for one in drawn)]
     if left_out:
-        sentences.append(f"Not drawn, because no run reached the goal or the price is unknown: {', '.join(left_out)}.")
+        sentences.append(f"Not drawn, because no run reached the goal: {', '.join(left_out)}.")
     return " ".join(sentences)
 
 
-def draw_performance_profile(groups: Sequence[Group], largest_ratio: float = 4.0) -> canvas.Drawing:
-    """Draw AlgoPerf's performance profile: the share of tasks that an algorithm solves within a ratio of the best time.
+def draw_performance_profile(groups: Sequence[Group]) -> canvas.Drawing:
+    """Draw AlgoPerf's performance profiles: the share of tasks solved within a ratio of the best time.
 
     The times are those of :func:`mlbench_core.results.table.times_to_goal`.
 
     Args:
         groups: Groups of runs of several tasks.
-        largest_ratio: Where the horizontal axis ends.
 
     Returns:
         The figure ``performance_profile``.
@@ -148,14 +147,14 @@ def draw_performance_profile(groups: Sequence[Group], largest_ratio: float = 4.0
     tasks = {task for row in times.values() for task in row}
     if len(tasks) < 2 or len(times) < 2:
         raise ConfigurationError("a performance profile needs at least two tasks and two algorithms")
-    ratios = [1 + (largest_ratio - 1) * index / 200 for index in range(201)]
+    ratios = [1 + (_LARGEST_RATIO - 1) * index / 200 for index in range(201)]
     profile = performance_profile(times, ratios)
     figure = canvas.new_figure(canvas.COLUMN_IN, 2.3)
     axes = figure.subplots()
     for look, (name, shares) in zip(canvas.series_looks(len(profile)), profile.items(), strict=True):
         axes.step(ratios, shares, where="post", label=name, markevery=40, **look)
     axes.set_ylim(0, 1.05)
-    axes.set_xlim(1, largest_ratio)
+    axes.set_xlim(1, _LARGEST_RATIO)
     axes.set_xlabel("time to goal / best time to goal")
     axes.set_ylabel("share of tasks")
     canvas.title(axes, "Performance profile", groups)

@@ -1,0 +1,207 @@
+"""The master on a real PostgreSQL: a throwaway server on a Unix socket, with tests of the API and of its own.
+
+They are skipped where the programs of PostgreSQL or the package psycopg are missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("psycopg", reason="needs the extra 'postgres'")
+
+import sqlalchemy as sa
+
+from mlbench_master import create_app, migrations
+from mlbench_master.store import LeaseRow, NewMetric, Run, Store, new_run, run_owner
+from tests.master.helpers import IdleLauncher, TestClient
+
+# These tests run here again, with the client of this module.
+from tests.master.test_api import (
+    run,  # noqa: F401 - a fixture
+    test_a_list_is_all_or_nothing,  # noqa: F401
+    test_a_run_has_every_field,  # noqa: F401
+    test_a_stored_date_out_of_range_does_not_hide_the_other_metrics,  # noqa: F401
+    test_asking_for_a_part,  # noqa: F401
+    test_deleting_takes_the_metrics_and_never_reuses_the_id,  # noqa: F401
+    test_diverged_values_are_kept,  # noqa: F401
+    test_pods_and_all_metrics,  # noqa: F401
+    test_repeated_delivery_is_harmless_and_order_is_by_date,  # noqa: F401
+    test_the_first_and_the_last_date_are_read_back,  # noqa: F401
+    test_the_zip_holds_safe_names_and_the_official_result,  # noqa: F401
+)
+from tests.master.test_queries import add_run, test_the_page_of_a_run_has_the_latest_value_of_each_metric  # noqa: F401
+
+_NUMBERS = itertools.count()
+
+
+def program(name: str) -> str:
+    """Path of a program of PostgreSQL; Debian keeps them outside of PATH."""
+    versions = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
+    found = shutil.which(name) or (str(versions[-1]) if versions else None)
+    if found is None:
+        pytest.skip(f"needs the program {name} of PostgreSQL")
+    return found
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    """The folder of the socket of a server, which a user without rights runs: PostgreSQL refuses to run as root."""
+    initdb, control = program("initdb"), program("pg_ctl")
+    # The path of a Unix socket has at most 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="mlbench-pg-", dir="/tmp"))
+    user: dict[str, Any] = {}
+    if os.getuid() == 0:
+        user = {"user": "nobody", "extra_groups": ()}
+        shutil.chown(folder, "nobody")
+    data = folder / "data"
+
+    def call(*arguments: str) -> None:
+        # The server would keep a pipe open.
+        with (folder.parent / f"{folder.name}.log").open("ab") as log:
+            subprocess.run(arguments, check=True, cwd="/", stdout=log, stderr=log, timeout=60, **user)
+
+    try:
+        call(initdb, "-D", str(data), "-A", "trust", "-U", "mlbench", "-E", "UTF8", "--no-locale", "--no-sync")
+        call(control, "-D", str(data), "-w", "-o", f"-F -k {folder} -c listen_addresses=", "start")
+        try:
+            yield str(folder)
+        finally:
+            call(control, "-D", str(data), "-w", "-m", "immediate", "stop")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder.parent / f"{folder.name}.log").unlink(missing_ok=True)
+
+
+@pytest.fixture
+def url(postgres: str) -> str:
+    """The address of an empty schema, which takes a hundredth of the time of an empty database."""
+    database, name = f"postgresql://mlbench@/postgres?host={postgres}", f"test{next(_NUMBERS)}"
+    run_sql(database, f"CREATE SCHEMA {name}")
+    return f"{database}&options=-csearch_path%3D{name}"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    made = Store(url)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client(url: str, tmp_path: Path) -> Iterator[TestClient]:
+    """A master with an empty database."""
+    app = create_app(database_url=url, data_dir=tmp_path, launcher=IdleLauncher())
+    with TestClient(app, base_url="http://127.0.0.1:5080", raise_server_exceptions=False) as test_client:
+        yield test_client
+
+
+def run_sql(url: str, *statements: str) -> list[Any]:
+    """Execute statements in one transaction; the rows of the last one."""
+    engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    try:
+        with engine.begin() as connection:
+            results = [connection.execute(sa.text(statement)) for statement in statements]
+            return list(results[-1]) if results[-1].returns_rows else []
+    finally:
+        engine.dispose()
+
+
+def a_run(name: str, **values: Any) -> Run:
+    columns = {"num_workers": 1, "num_cpus": 1.0, "max_bandwidth": 1.0, "image": "", "backend": "gloo", "command": "x"}
+    return new_run(name=name, **columns, **values)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_database_of_an_older_version_is_brought_to_this_one(url: str, version: int) -> None:
+    store = Store(url)
+    run_id = store.add_run(a_run("kept")).id
+    store.add_metrics([NewMetric(run_owner(run_id), "loss", 1, "0.5", client_id="a")])
+    store.close()
+    run_sql(url, "ALTER TABLE runs DROP COLUMN goal", "UPDATE schema_version SET version = 2")
+    if version == 1:
+        run_sql(url, "DROP TABLE schema_version", "DROP TABLE master_lease")
+    store = Store(url)
+    try:
+        goal = NewMetric(run_owner(run_id), "goal @ 0", 2, '{"reached": true, "epochs": 3}')
+        assert store.add_metrics([NewMetric(run_owner(run_id), "loss", 1, "0.5", client_id="a"), goal]) == 1
+        [kept] = store.runs()
+        assert (kept.name, kept.goal_record is not None and kept.goal_record.epochs) == ("kept", 3)
+        assert store.add_run(a_run("next")).id == run_id + 1
+    finally:
+        store.close()
+    assert run_sql(url, "SELECT version FROM schema_version") == [(migrations.VERSION,)]
+
+
+def test_masters_that_start_together_make_the_tables_once(url: str) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        stores = list(pool.map(lambda _: Store(url), range(8)))
+    rows = [LeaseRow(f"master {number}", 1, "host", "place", number, "start") for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(lambda store, row: store.replace_lease(None, row), stores, rows))
+    assert sorted(taken) == [False] * 7 + [True]
+    assert stores[0].lease() == rows[taken.index(True)]
+    for store in stores:
+        store.close()
+
+
+def test_deliveries_of_many_threads_are_stored_once(store: Store) -> None:
+    owner = run_owner(store.add_run(a_run("r")).id)
+    metrics = [NewMetric(owner, "loss", date, str(date), client_id=str(date)) for date in range(3000)]
+    barrier = threading.Barrier(6)
+
+    def deliver(index: int) -> int:
+        barrier.wait()
+        # Rows in another order could lock each other out if transactions ran at the same time.
+        ordered = metrics if index % 2 else metrics[::-1]
+        return sum(store.add_metrics(ordered[start : start + 1000]) for start in range(0, 3000, 1000))
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sum(pool.map(deliver, range(6))) == 3000
+    assert [point.value for point in store.points(owner, "loss")] == list(map(str, range(3000)))
+
+
+def test_a_list_of_runs_is_without_their_output(store: Store) -> None:
+    output = '{"stdout": ["a\\u0000b"], "stderr": ["c"], "notes": ["d"]}'
+    run_id = store.add_run(a_run("r", job_metadata=output)).id
+    assert [found.metadata_dict() for found in store.runs()] == [{"notes": ["d"]}]
+    stored = store.run(run_id)
+    assert stored is not None and stored.job_metadata == output
+
+
+def test_a_connection_that_the_server_closed_is_replaced(store: Store, url: str) -> None:
+    store.check()
+    ended = run_sql(
+        url,
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND pid <> pg_backend_pid()",
+    )
+    assert ended == [(True,)]
+    store.check()
+    assert store.add_run(a_run("r")).id == 1
+
+
+def test_imported_runs_are_found_again(store: Store) -> None:
+    first = store.import_run(a_run("r"), "a" * 64)
+    assert store.import_run(a_run("r"), "a" * 64).id == first.id
+    assert store.import_run(a_run("r"), "b" * 64).name == "r-2"
+
+
+def test_statements_do_not_grow_with_metrics(store: Store) -> None:
+    run_id = add_run(store, "r", 8, 20)
+    statements: list[str] = []
+    sa.event.listen(store._engine, "before_cursor_execute", lambda *a: statements.append(a[2]))
+    counts = store.metric_counts([run_owner(run_id)])
+    values = [[point.value for point in points] for _, _, points in store.entries(counts)]
+    assert values == [["0", "1", "2"]] * 160
+    assert len(statements) == 2
