@@ -124,7 +124,8 @@ def test_a_damaged_folder_needs_force(master: httpx.Client, call: Call, tmp_path
 
     killed = write_run(tmp_path / "killed", finish=False)
     with (killed / "metrics.rank-0.jsonl").open("a") as file:
-        file.write('{"rank":0,"kind":"stat","name":"val_loss","time":"2026-01-01T00:00:00+00:00","value":null}\n{"ran')
+        place = '"epoch":2,"step":30,"time_s":31.5,"time":"2026-01-01T00:00:00+00:00"'
+        file.write(f'{{"rank":0,"kind":"stat","name":"val_loss",{place},"value":null}}\n{{"ran')
     assert "result.json is missing" in call("import", str(killed), code=1).stderr
     call("import", str(killed), "--force")
     run = master.get("runs/2/").json()

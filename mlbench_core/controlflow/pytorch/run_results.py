@@ -195,7 +195,12 @@ class RunResults:
             if shares:
                 continue
             path = lines_path(self.folder, sender)
-            content = zlib.compress(path.read_bytes()) if self._rank == sender else b""
+            kept, content = path.with_name(f"sent-{path.name}"), b""
+            if self._rank == sender:
+                content = zlib.compress(path.read_bytes())
+                # Out of the way before rank 0 writes its copy: if the folders are the same after all, because a network
+                # file system showed the mark too late, the copy must not be removed below.
+                path.replace(kept)
             size = get_backend_tensor(torch.tensor([len(content)]))
             dist.broadcast(size, src=sender)
             received = bytearray()
@@ -212,7 +217,7 @@ class RunResults:
             if self._rank == 0:
                 path.write_bytes(zlib.decompress(bytes(received)))
             elif self._rank == sender:
-                path.unlink()
+                kept.unlink()
 
 
 def task_results(
