@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 __all__ = ["IdleClock"]
 
-# Between two looks the server may have been suspended with all its runs and clients, which is no idle time of theirs.
+# The whole machine may be suspended between two polls. Runs and clients are suspended too, so that time does not count.
 _LONGEST_STEP_S = 1.0
 
 

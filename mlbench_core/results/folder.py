@@ -113,7 +113,7 @@ def finish_folder(folder: Path) -> dict[str, Any]:
 
     Raises:
         ConfigurationError: The result does not follow its schema, for example because a raw line was changed.
-        ValueError: There are no raw lines.
+        ValueError: The folder has no raw lines.
     """
     _join(folder)
     environment = read_environment(folder)

@@ -263,7 +263,7 @@ def number(*values: object) -> float | None:
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             try:
                 found = float(value)
-            # An integer of hundreds of digits is no float.
+            # float() cannot convert an integer of hundreds of digits.
             except (ValueError, OverflowError):
                 continue
             if math.isfinite(found):

@@ -128,7 +128,7 @@ def test_steps_fill_in_for_a_missing_summary() -> None:
 
 
 def reached(train_s: float) -> str:
-    """What a script of version 3.0 posts as ``TaskResult``: its goal's text."""
+    """Return the text of a reached goal, which a script of version 3.0 posts as ``TaskResult``."""
 
     class Clock:
         get_total_train_time = staticmethod(lambda: train_s)

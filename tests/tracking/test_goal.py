@@ -1,4 +1,4 @@
-"""What a tracker tells its sinks and the master about the goal and the course of a run."""
+"""A tracker reports the goal and the events of a run to its sinks and to the master."""
 
 from __future__ import annotations
 
