@@ -9,13 +9,11 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import MagicMock
 
 import pytest
-from freezegun import freeze_time
 
 from mlbench_core.evaluation.goals import (
     accuracy_after_time_goal,
@@ -50,18 +48,6 @@ class Recorder:
     def event(self, kind: str, content: dict[str, Any]) -> None:
         # The raw lines of a run are JSON.
         self.events.append((kind, json.loads(json.dumps(content, allow_nan=False))))
-
-
-@pytest.fixture
-def log() -> Iterator[MagicMock]:
-    with patch("mlbench_core.tracking.tracker.LogMetrics") as log_metrics:
-        yield log_metrics.log
-
-
-@pytest.fixture
-def clock() -> Iterator[Clock]:
-    with freeze_time("2026-01-01") as frozen, patch("mlbench_core.tracking.tracker.cuda_in_use", return_value=False):
-        yield frozen
 
 
 def goals_sent(log: MagicMock) -> list[dict[str, Any]]:

@@ -10,14 +10,13 @@ import math
 import random
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, call, patch
 
 import pytest
-from freezegun import freeze_time
 
 from mlbench_core.errors import CheckpointError
 from mlbench_core.statistics import QuantileSketch
@@ -27,19 +26,6 @@ from mlbench_core.utils import AverageMeter, Tracker
 ACCURACY = SimpleNamespace(name="Prec@1")
 STEPS = ("load", "fwd_pass", "comp_loss", "backprop", "agg", "opt_step", "comp_metrics")
 Clock = Any
-
-
-@pytest.fixture
-def log() -> Iterator[MagicMock]:
-    with patch("mlbench_core.tracking.tracker.LogMetrics") as log_metrics:
-        yield log_metrics.log
-
-
-@pytest.fixture
-def clock() -> Iterator[Clock]:
-    # Events of a real device would measure real time, even if an earlier test of this process has initialized CUDA.
-    with freeze_time("2026-01-01") as frozen, patch("mlbench_core.tracking.tracker.cuda_in_use", return_value=False):
-        yield frozen
 
 
 def make(**options: Any) -> Tracker:
