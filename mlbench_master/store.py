@@ -27,7 +27,7 @@ from sqlalchemy.pool import StaticPool
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.goals import GOAL_METRIC, RunGoal, read_goal
-from mlbench_master.migrations import VERSION_TABLE, prepare_database
+from mlbench_master.migrations import REVISION_TABLE, VERSION_TABLE, prepare_database
 
 __all__ = [
     "GOAL_TEXT_METRIC",
@@ -196,8 +196,16 @@ def _text(value: object) -> str:
 _POINT = (Metric.id, Metric.date, Metric.value, Metric.cumulative, Metric.extra)
 
 
+class _Revision(_Base):
+    """The version of the tables for Alembic; see :mod:`mlbench_master.migrations`."""
+
+    __tablename__ = REVISION_TABLE
+
+    version_num: Mapped[str] = mapped_column(sa.String(32), primary_key=True)
+
+
 class _Version(_Base):
-    """The version of the tables; see :mod:`mlbench_master.migrations`."""
+    """The version of the tables for masters before Alembic."""
 
     __tablename__ = VERSION_TABLE
 
@@ -287,7 +295,7 @@ class Store:
     def check(self) -> None:
         """Raise an SQLAlchemyError if the database does not answer."""
         with self._reading() as session:
-            session.execute(sa.select(_Version.version)).all()
+            session.execute(sa.select(_Revision.version_num)).all()
 
     # The lease
 
