@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, BackgroundTasks, Depends, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -19,7 +21,7 @@ from mlbench_master.bodies import MAX_METRICS_BYTES, MAX_RUN_BYTES, read_body
 from mlbench_master.commands import check_options, resolve_backend, resolve_command
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
-from mlbench_master.launchers.interface import Launcher
+from mlbench_master.launchers.interface import Launcher, LogPage
 from mlbench_master.leftovers import new_metric
 from mlbench_master.openapi import (
     Added,
@@ -43,6 +45,7 @@ from mlbench_master.schemas import (
     LogsQuery,
     MetricIn,
     MetricQuery,
+    PodsQuery,
     RunImport,
     RunIn,
     RunsQuery,
@@ -86,9 +89,23 @@ def health(store: StorePart, scheduler: SchedulerPart) -> dict[str, str]:
     return {"status": "ok", "version": mlbench_core.__version__}
 
 
-@router.get("/pods/", summary="The workers of all runs", **documented(list[Pod]))
-def pods(store: StorePart) -> list[dict[str, Any]]:
-    return [pod for run in store.runs() for pod in _pods(run)]
+@router.get(
+    "/pods/",
+    summary="The workers of all runs, or a page of them",
+    openapi_extra=parameters(PodsQuery),
+    **documented(list[Pod], 400, in_pages=True),
+)
+def pods(request: Request, store: StorePart) -> JSONResponse:
+    query = _validated(PodsQuery, dict(request.query_params))
+    run_id, after_rank = map(int, query.after.split("-"))
+    # Each run has a worker, so one run more than pods is enough.
+    runs = store.runs(after=run_id - 1, limit=None if query.limit is None else query.limit + 1)
+    places = ((run, rank, name) for run in runs for rank, name in enumerate(run.worker_names()))
+    wanted = (place for place in places if place[0].id != run_id or place[1] > after_rank)
+    found = list(itertools.islice(wanted, query.limit))
+    follows = query.limit is not None and len(found) == query.limit
+    after = f"{found[-1][0].id}-{found[-1][1]}" if found else ""
+    return JSONResponse([_pod(*place) for place in found], headers=_link(request, follows, after=after))
 
 
 @router.get(
@@ -171,16 +188,19 @@ def add_metrics(
     "/",
     summary="All runs, or a page of them, without the output of their workers",
     openapi_extra=parameters(RunsQuery),
-    **documented(list[RunOut], 400),
+    **documented(list[RunOut], 400, in_pages=True),
 )
 def runs(request: Request, store: StorePart) -> JSONResponse:
     query = _validated(RunsQuery, dict(request.query_params))
-    found = store.runs(after=query.after, limit=query.limit)
-    # As in version 3.0 the answer is a list, so the address of the next page is in a header.
+    found = store.runs(*query.state, **query.model_dump(exclude={"state"}))
     follows = query.limit is not None and len(found) == query.limit
-    link = f'</api/runs/?limit={query.limit}&after={found[-1].id}>; rel="next"' if follows else None
+    # An id is still the right place when runs before it have been deleted. Other orders do not have such a mark.
+    if query.sort == "id":
+        headers = _link(request, follows, after=found[-1].id if found else 0, offset=None)
+    else:
+        headers = _link(request, follows, offset=query.offset + len(found))
     # FastAPI would look at every value before it encodes them.
-    return JSONResponse([run.to_json() for run in found], headers={"Link": link} if link else None)
+    return JSONResponse([run.to_json() for run in found], headers=headers)
 
 
 @runs_router.post(
@@ -284,15 +304,16 @@ def stop_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[st
     "/{run_id}/logs/",
     summary="Lines of a run's log",
     openapi_extra=parameters(LogsQuery),
-    **documented(Logs, 400, 404),
+    **documented(Logs, 400, 404, in_pages=True),
 )
-def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> dict[str, Any]:
+def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> JSONResponse:
     run = run_or_404(store, run_id)
-    first = _validated(LogsQuery, dict(request.query_params)).since_line
-    if run.job_id is None:
-        return {"lines": [], "next": first}
-    page = launcher.logs(run.job_id, first)
-    return {"lines": page.lines, "next": page.next}
+    query = _validated(LogsQuery, dict(request.query_params))
+    page = LogPage([], query.since_line)
+    if run.job_id is not None:
+        page = launcher.logs(run.job_id, query.since_line, query.limit)
+    headers = _link(request, bool(page.lines), since_line=page.next)
+    return JSONResponse({"lines": page.lines, "next": page.next}, headers=headers)
 
 
 @runs_router.get("/{run_id}/result/", summary="The result.json of a run", **documented(dict[str, Any], 404))
@@ -354,17 +375,28 @@ def _pod_or_404(store: Store, name: str) -> None:
     raise HTTPException(404, f"id: there is no pod {name[:80]!r}; for a run's metrics add metric_type=run")
 
 
-def _pods(run: Run) -> list[dict[str, Any]]:
-    labels = {"app": "mlbench", "component": "worker", "run": run.name, "run_id": str(run.id)}
-    return [
-        {
-            "name": name,
-            "labels": json.dumps({**labels, "rank": str(rank)}),  # text, as in version 3.0
-            "phase": _PHASES.get(run.state, "Unknown"),
-            "ip": "127.0.0.1",
-        }
-        for rank, name in enumerate(run.worker_names())
-    ]
+def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
+    labels = {"app": "mlbench", "component": "worker", "run": run.name, "run_id": str(run.id), "rank": str(rank)}
+    return {
+        "name": name,
+        "labels": json.dumps(labels),  # text, as in version 3.0
+        "phase": _PHASES.get(run.state, "Unknown"),
+        "ip": "127.0.0.1",
+    }
+
+
+def _link(request: Request, follows: bool, **changes: object) -> dict[str, str]:
+    """Return the header with the address of the next page; a list stays a list, as in version 3.0.
+
+    Args:
+        request: The request of this page.
+        follows: False if this page is the last one.
+        **changes: The query parameters that the next page has in place of those of this page; None for none.
+    """
+    if not follows:
+        return {}
+    query = {name: value for name, value in {**request.query_params, **changes}.items() if value is not None}
+    return {"Link": f'<{request.url.path}?{urlencode(query)}>; rel="next"'}
 
 
 def _entry(metric: MetricIn, new: NewMetric) -> dict[str, Any]:
