@@ -49,6 +49,14 @@ _NEW_RUN = {
     "goal_result": None,
     "goal": None,
 }
+_CURVE = {
+    "name": "train_loss @ 0",
+    "count": 3,
+    "time_s": [0.5, 1.5, 2.5],
+    "epoch": [1.0, 2.0, None],
+    "step": [0, 1, 2],
+    "value": [0.5, 0.25, None],
+}
 _POINT = {"date": "2026-01-31T12:00:01.500000Z", "value": "0.25", "cumulative": False}
 _FULL_POINT = {**_POINT, "name": "train_loss @ 0", "metadata": '{"rank": 0, "epoch": 1}'}
 _METRIC = {
@@ -126,6 +134,7 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
             }
         ]
     },
+    ("get", "/api/pods/{name}/curves/"): {"One metric": {"curves": [{**_CURVE, "name": "cpu"}], "last_id": 3}},
     ("get", "/api/events/"): {
         "A run starts": ': connected\n\nevent: state\ndata: {"id": 1, "name": "my-run", "state": "started"}\n\n'
     },
@@ -174,6 +183,7 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
             "next": 1,
         }
     },
+    ("get", "/api/runs/{run_id}/curves/"): {"One metric": {"curves": [_CURVE], "last_id": 3}},
     ("get", "/api/runs/{run_id}/result/"): {"Its beginning": {"schema_version": 1}},
 }
 """Answers to requests that succeed, by method and path, with a title each."""
@@ -182,6 +192,8 @@ MESSAGES: dict[int | tuple[int, str, str], str] = {
     400: "limit: Input should be greater than or equal to 1 (got '0')",
     (400, "get", "/api/metrics/{owner_id}/"): "last_n: Input should be greater than or equal to 1 (got '0')",
     (400, "get", "/api/runs/{run_id}/logs/"): "since_line: Input should be greater than or equal to 0 (got '-1')",
+    (400, "get", "/api/pods/{name}/curves/"): "points: Input should be greater than or equal to 1 (got '0')",
+    (400, "get", "/api/runs/{run_id}/curves/"): "points: Input should be greater than or equal to 1 (got '0')",
     (400, "post", "/api/metrics/"): "value: is required",
     (400, "post", "/api/runs/"): "num_workers: Input should be greater than or equal to 1 (got 0)",
     (400, "post", "/api/runs/import/"): "state: Input should be 'finished' or 'failed' (got 'lost')",
@@ -189,6 +201,7 @@ MESSAGES: dict[int | tuple[int, str, str], str] = {
     403: "Origin: 'https://example.org' may not write to this master",
     404: "id: there is no run '77'",
     (404, "get", "/api/metrics/{owner_id}/"): "id: there is no pod '77'; for a run's metrics add metric_type=run",
+    (404, "get", "/api/pods/{name}/curves/"): "id: there is no pod '77'; for a run's metrics add metric_type=run",
     (404, "post", "/api/metrics/"): "run_id: there is no run 77",
     408: "the request did not arrive within 10 s",
     409: "name: there is a run named 'my-run'; choose another name or delete that run",

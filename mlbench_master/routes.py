@@ -19,12 +19,14 @@ import mlbench_core
 from mlbench_master import export
 from mlbench_master.bodies import MAX_METRICS_BYTES, MAX_RUN_BYTES, read_body
 from mlbench_master.commands import check_options, resolve_backend, resolve_command
+from mlbench_master.curves import curves_json, start_of
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Launcher, LogPage
 from mlbench_master.leftovers import new_metric
 from mlbench_master.openapi import (
     Added,
+    Curves,
     Entry,
     Health,
     Logs,
@@ -42,6 +44,7 @@ from mlbench_master.schemas import (
     DEFAULT_BANDWIDTH,
     MAX_BATCH,
     MAX_ID,
+    CurvesQuery,
     LogsQuery,
     MetricIn,
     MetricQuery,
@@ -96,7 +99,7 @@ def health(store: StorePart, scheduler: SchedulerPart) -> dict[str, str]:
     **documented(list[Pod], 400, in_pages=True),
 )
 def pods(request: Request, store: StorePart) -> JSONResponse:
-    query = _validated(PodsQuery, dict(request.query_params))
+    query = _query(PodsQuery, request)
     run_id, after_rank = map(int, query.after.split("-"))
     # Each run has a worker, so one run more than pods is enough.
     runs = store.runs(after=run_id - 1, limit=None if query.limit is None else query.limit + 1)
@@ -106,6 +109,19 @@ def pods(request: Request, store: StorePart) -> JSONResponse:
     follows = query.limit is not None and len(found) == query.limit
     after = f"{found[-1][0].id}-{found[-1][1]}" if found else ""
     return JSONResponse([_pod(*place) for place in found], headers=_link(request, follows, after=after))
+
+
+@router.get(
+    "/pods/{name}/curves/",
+    summary="The metrics of a pod for charts",
+    openapi_extra=parameters(CurvesQuery),
+    **documented(Curves, 400, 404),
+)
+def pod_curves(name: str, request: Request, store: StorePart) -> StreamingResponse:
+    _pod_or_404(store, name)
+    # Only the metrics of a pod whose run was deleted have no run.
+    run = store.run_named(name.rpartition("-worker-")[0])
+    return _curves(request, store, pod_owner(name), None if run is None else start_of(run))
 
 
 @router.get(
@@ -132,7 +148,7 @@ def all_metrics(store: StorePart) -> StreamingResponse:
     **documented(Metrics, 400, 404, media=("application/json", "application/zip")),
 )
 def metrics(owner_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> StreamingResponse:
-    query = _validated(MetricQuery, dict(request.query_params))
+    query = _query(MetricQuery, request)
     run: Run | None = None
     if query.metric_type == "run":
         run = run_or_404(store, owner_id)
@@ -191,7 +207,7 @@ def add_metrics(
     **documented(list[RunOut], 400, in_pages=True),
 )
 def runs(request: Request, store: StorePart) -> JSONResponse:
-    query = _validated(RunsQuery, dict(request.query_params))
+    query = _query(RunsQuery, request, "state")
     found = store.runs(*query.state, **query.model_dump(exclude={"state"}))
     follows = query.limit is not None and len(found) == query.limit
     # An id is still the right place when runs before it have been deleted. Other orders do not have such a mark.
@@ -308,12 +324,23 @@ def stop_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[st
 )
 def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> JSONResponse:
     run = run_or_404(store, run_id)
-    query = _validated(LogsQuery, dict(request.query_params))
+    query = _query(LogsQuery, request)
     page = LogPage([], query.since_line)
     if run.job_id is not None:
         page = launcher.logs(run.job_id, query.since_line, query.limit)
     headers = _link(request, bool(page.lines), since_line=page.next)
     return JSONResponse({"lines": page.lines, "next": page.next}, headers=headers)
+
+
+@runs_router.get(
+    "/{run_id}/curves/",
+    summary="The metrics of a run for charts",
+    openapi_extra=parameters(CurvesQuery),
+    **documented(Curves, 400, 404),
+)
+def run_curves(run_id: str, request: Request, store: StorePart) -> StreamingResponse:
+    run = run_or_404(store, run_id)
+    return _curves(request, store, run_owner(run.id), start_of(run))
 
 
 @runs_router.get("/{run_id}/result/", summary="The result.json of a run", **documented(dict[str, Any], 404))
@@ -351,6 +378,14 @@ def _validated(model: type[Any], data: Any, prefix: str = "") -> Any:
         raise HTTPException(400, describe_error(error, prefix)) from None
 
 
+def _query(model: type[Any], request: Request, *lists: str) -> Any:
+    """Return the query parameters of a request; those in ``lists`` may be given several times."""
+    given = request.query_params
+    # HTML forms send the fields that the user left empty.
+    several = {name: [value for value in given.getlist(name) if value] for name in lists}
+    return _validated(model, {**given, **several})
+
+
 def run_or_404(store: Store, run_id: str) -> Run:
     """Return the run with the id in a path, or raise an HTTPException with status 404."""
     # isdigit alone accepts digits of other scripts, and int of thousands of digits is slow.
@@ -368,10 +403,10 @@ def results_of(run: Run, launcher: Launcher) -> Path | None:
 
 def _pod_or_404(store: Store, name: str) -> None:
     # PostgreSQL refuses NUL in a parameter. A worker that has not posted yet is a pod without metrics.
-    is_name = "\x00" not in name and len(name) <= 253
-    has_metrics = is_name and store.metric_counts([pod_owner(name)])
-    if has_metrics or any(name in run.worker_names() for run in store.runs()):
-        return
+    if "\x00" not in name and len(name) <= 253:
+        run = store.run_named(name.rpartition("-worker-")[0])
+        if (run is not None and name in run.worker_names()) or store.metric_counts([pod_owner(name)]):
+            return
     raise HTTPException(404, f"id: there is no pod {name[:80]!r}; for a run's metrics add metric_type=run")
 
 
@@ -385,6 +420,12 @@ def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
     }
 
 
+def _curves(request: Request, store: Store, owner: str, start_us: int | None) -> StreamingResponse:
+    query = _query(CurvesQuery, request, "metric")
+    pieces = curves_json(store, owner, start_us, query.metric, query.points)
+    return _StreamedResponse(pieces, media_type="application/json")
+
+
 def _link(request: Request, follows: bool, **changes: object) -> dict[str, str]:
     """Return the header with the address of the next page; a list stays a list, as in version 3.0.
 
@@ -395,7 +436,8 @@ def _link(request: Request, follows: bool, **changes: object) -> dict[str, str]:
     """
     if not follows:
         return {}
-    query = {name: value for name, value in {**request.query_params, **changes}.items() if value is not None}
+    query = [(name, value) for name, value in request.query_params.multi_items() if name not in changes]
+    query += [(name, str(value)) for name, value in changes.items() if value is not None]
     return {"Link": f'<{request.url.path}?{urlencode(query)}>; rel="next"'}
 
 

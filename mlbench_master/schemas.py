@@ -21,6 +21,8 @@ __all__ = [
     "MAX_BATCH",
     "MAX_ID",
     "MAX_LINES",
+    "MAX_POINTS",
+    "CurvesQuery",
     "LogsQuery",
     "MetricIn",
     "MetricQuery",
@@ -37,6 +39,9 @@ MAX_BATCH = 10_000
 # Databases store ids as signed integers of 64 bits.
 MAX_ID = 2**63 - 1
 MAX_LINES = 5000
+# A screen has fewer columns of pixels.
+MAX_POINTS = 2000
+_MAX_CURVES = 100
 DEFAULT_BANDWIDTH = 1000.0
 _POD_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _MAY_BE_EMPTY = ("value", "metadata")
@@ -91,10 +96,6 @@ def _json_to_text(value: object) -> object:
 def _split(value: object) -> object:
     """Split arguments that are one text, as a shell would; a list stays as it is."""
     return shlex.split(value) if isinstance(value, str) else value
-
-
-def _split_commas(value: object) -> object:
-    return value.split(",") if isinstance(value, str) else value
 
 
 def _command(text: str) -> str:
@@ -264,6 +265,18 @@ class MetricQuery(_Body):
     format: Literal["json", "zip", "api"] = "json"
 
 
+class CurvesQuery(_Body):
+    """The query parameters of ``GET /api/runs/{id}/curves/`` and of ``GET /api/pods/{name}/curves/``.
+
+    Attributes:
+        metric: Names of the metrics to include; without one, the names and counts of all metrics.
+        points: Maximum number of points of each curve; the smallest and the largest values are kept.
+    """
+
+    metric: Annotated[list[Annotated[Text, Field(max_length=255)]], Field(max_length=_MAX_CURVES)] = []
+    points: Annotated[int, Field(ge=1, le=MAX_POINTS)] = MAX_POINTS
+
+
 class LogsQuery(_Body):
     """The query parameters of ``GET /api/runs/{id}/logs/``.
 
@@ -280,7 +293,7 @@ class RunsQuery(_Body):
     """The query parameters of ``GET /api/runs/``.
 
     Attributes:
-        state: Only runs in one of these states, separated by commas.
+        state: Only runs in one of these states.
         name: Only runs with this text in their name; upper and lower case are the same.
         sort: The order, with ``-`` for the largest value first. Runs without a value come last, and those with equal
             values are ordered by id.
@@ -289,7 +302,7 @@ class RunsQuery(_Body):
         offset: Number of first runs to leave out.
     """
 
-    state: Annotated[list[State], BeforeValidator(_split_commas)] = []
+    state: list[State] = []
     name: Annotated[Text, Field(max_length=255)] = ""
     sort: Sort = "id"
     limit: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None

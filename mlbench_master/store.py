@@ -387,6 +387,11 @@ class Store:
         with self._reading() as session:
             return session.get(Run, run_id) if run_id <= _MAX_RUN_ID else None
 
+    def run_named(self, name: str) -> Run | None:
+        """Return the run with this name, or None."""
+        with self._reading() as session:
+            return session.scalar(sa.select(Run).where(Run.name == name))
+
     def runs(
         self,
         *states: str,
@@ -541,6 +546,46 @@ class Store:
                     _record_goal(session, metric)
         return added
 
+    def thin_metrics(
+        self, owner: str, names: Collection[str], mark: str, since: int, until: int, interval_us: int
+    ) -> None:
+        """Replace the entries of each interval of time by one with their mean value and date.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            names: The metrics.
+            mark: Only entries whose ``client_id`` begins with this text.
+            since: Only entries from this date on (microseconds since 1970), a multiple of ``interval_us``.
+            until: Only entries before this date.
+            interval_us: Length of an interval in microseconds.
+        """
+        found = sa.select(Metric.id, Metric.name, Metric.date, Metric.value).order_by(Metric.name, Metric.date)
+        found = found.where(Metric.owner == owner, Metric.name.in_(names), Metric.client_id.startswith(mark))
+        with self._writing() as session:
+            rows = session.execute(found.where(Metric.date >= since, Metric.date < until)).all()
+            for _, group in itertools.groupby(rows, key=lambda row: (row.name, row.date // interval_us)):
+                entries = list(group)
+                if len(entries) < 2:
+                    continue
+                try:
+                    mean = sum(float(entry.value) for entry in entries) / len(entries)
+                except ValueError:  # of a damaged record
+                    continue
+                date = sum(entry.date for entry in entries) // len(entries)
+                first, *others = (entry.id for entry in entries)
+                session.execute(sa.update(Metric).where(Metric.id == first).values(date=date, value=f"{mean:.15g}"))
+                for start in range(0, len(others), _MANY):
+                    session.execute(sa.delete(Metric).where(Metric.id.in_(others[start : start + _MANY])))
+
+    def newest_date(self, owners: Sequence[str], name: str) -> int:
+        """Return the latest date of a metric of any of the owners in microseconds since 1970; 0 without entries."""
+        latest = [0]
+        with self._reading() as session:
+            for start in range(0, len(owners), _MANY):
+                part = sa.and_(Metric.owner.in_(owners[start : start + _MANY]), Metric.name == name)
+                latest.append(session.scalar(sa.select(sa.func.max(Metric.date)).where(part)) or 0)
+        return max(latest)
+
     def newest_value(self, owner: str, name: str) -> str | None:
         """Return the latest value of a metric, or None without one.
 
@@ -687,6 +732,17 @@ class Store:
         with self._reading() as session:
             rows = session.execute(query.order_by(Metric.name)).all()
         return [(row[0], _point(row[1:])) for row in rows if isinstance(row[0], str)]
+
+    def last_id(self) -> int:
+        """Return the id of the entry that arrived last, 0 without one."""
+        with self._reading() as session:
+            return session.scalar(sa.select(sa.func.max(Metric.id))) or 0
+
+    def first_date(self, owner: str, name: str) -> int | None:
+        """Return the earliest date of a metric, or None without one."""
+        with self._reading() as session:
+            date = session.scalar(sa.select(sa.func.min(Metric.date)).where(Metric.owner == owner, Metric.name == name))
+        return date if isinstance(date, int) else None
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Session]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +65,7 @@ def names(page: list[dict[str, Any]]) -> str:
     [
         ("", "a-1 a-2 a-3 b-1 b-2 b-3"),
         ("state=finished", "a-1 b-1 b-3"),
-        ("state=initialized,started", "a-3 b-2"),
+        ("state=initialized&state=&state=started", "a-3 b-2"),
         ("name=B-", "b-1 b-2 b-3"),
         ("name=-2&state=failed", "a-2"),
         ("name=%25", ""),
@@ -102,7 +103,7 @@ def test_pods_come_in_pages_of_whole_and_of_parts_of_runs(client: Any) -> None:
     assert json.loads(whole[2]["labels"])["rank"] == "2"
     for limit in (1, 2, 3, 4, 10, 11):
         in_pages = pages(client, f"/api/pods/?limit={limit}")
-        assert sum(in_pages, []) == whole, limit
+        assert list(itertools.chain(*in_pages)) == whole, limit
         assert all(len(page) == limit for page in in_pages[:-1])
     for query in ("after=1", "after=x-1", "after=-1", "after=1-1-1", "limit=0"):
         assert client.get(f"/api/pods/?{query}").status_code == 400, query
@@ -127,7 +128,7 @@ def test_a_log_comes_in_pages(tmp_path: Path) -> None:
             assert client.get(f"{address}?{query}").status_code == 400, query
 
 
-@pytest.mark.parametrize("query", ["state=lost", "state=,", "sort=command", "sort=--id", "offset=-1", "limit=10001"])
+@pytest.mark.parametrize("query", ["state=lost", "sort=command", "sort=--id", "offset=-1", "limit=10001"])
 def test_a_wrong_query_names_the_parameter(client: Any, query: str) -> None:
     answer = client.get(f"/api/runs/?{query}")
     assert (answer.status_code, answer.json()["message"].split(":")[0].split(".")[0]) == (400, query.split("=")[0])

@@ -40,6 +40,7 @@ def run(client: Any) -> dict[str, Any]:
 ERRORS = {
     ("get", "/api/health/"): set(),
     ("get", "/api/pods/"): {400},
+    ("get", "/api/pods/{name}/curves/"): {400, 404},
     ("get", "/api/events/"): set(),
     ("get", "/api/metrics/"): set(),
     ("get", "/api/metrics/{owner_id}/"): {400, 404},
@@ -50,6 +51,7 @@ ERRORS = {
     ("get", "/api/runs/{run_id}/"): {404},
     ("delete", "/api/runs/{run_id}/"): {404},
     ("post", "/api/runs/{run_id}/stop/"): {404},
+    ("get", "/api/runs/{run_id}/curves/"): {400, 404},
     ("get", "/api/runs/{run_id}/logs/"): {400, 404},
     ("get", "/api/runs/{run_id}/result/"): {404},
 }
@@ -84,9 +86,10 @@ def test_parameters_and_bodies_are_described(client: Any) -> None:
     assert of_metrics["since"] == {"type": "string", "format": "date-time"}
     assert set(query("/api/runs/")) == {"state", "name", "sort", "limit", "after", "offset"}
     assert set(query("/api/pods/")) == {"limit", "after"}
+    of_curves = query("/api/pods/{name}/curves/")
+    assert of_curves["metric"]["type"] == "array" and of_curves["points"]["maximum"] == 2000
     assert query("/api/runs/{run_id}/logs/")["since_line"]["type"] == "integer"
     listed = {item["name"]: item for item in paths["/api/runs/"]["get"]["parameters"]}
-    assert (listed["state"]["style"], listed["state"]["explode"]) == ("form", False)
     assert listed["state"]["schema"]["items"]["enum"] == ["initialized", "started", "finished", "failed"]
     assert "-created_at" in listed["sort"]["schema"]["enum"]
     assert listed["after"]["description"] == "Only runs with a larger id."
@@ -128,6 +131,8 @@ def test_the_answers_are_those_described(client: Any, run: dict[str, Any]) -> No
     check(dict[str, Any], client.get(f"/api/runs/{run['id']}/result/"))
     check(described.Logs, client.get(f"/api/runs/{run['id']}/logs/"))
     check(described.RunOut, client.post(f"/api/runs/{run['id']}/stop/"))
+    for query in ("", "metric=m&metric=goal+@+0&points=2"):
+        check(described.Curves, client.get(f"/api/runs/{run['id']}/curves/?{query}"))
     check(described.Error, client.get("/api/runs/77/"))
     packed = client.get(f"/api/metrics/{run['id']}/?metric_type=run&format=zip")
     assert packed.headers["content-type"] == "application/zip" and zipfile.is_zipfile(BytesIO(packed.content))
@@ -202,6 +207,8 @@ def shape(value: Any) -> Any:
 # Requests that are answered with 400; other operations have the parameter `limit`.
 WRONG: dict[tuple[str, str], dict[str, Any]] = {
     ("get", "/api/metrics/{owner_id}/"): {"params": "last_n=0"},
+    ("get", "/api/pods/{name}/curves/"): {"params": "points=0"},
+    ("get", "/api/runs/{run_id}/curves/"): {"params": "points=0"},
     ("get", "/api/runs/{run_id}/logs/"): {"params": "since_line=-1"},
     ("post", "/api/metrics/"): {"json": {"run_id": 1, "name": "m"}},
     ("post", "/api/runs/"): {"json": {"name": "x", "num_workers": 0}},
@@ -215,6 +222,7 @@ def test_the_examples_of_errors_are_what_is_sent(client: Any) -> None:
     for path in ("/api/runs/", "/api/runs/import/"):
         client.post(path, json=next(iter(examples.REQUESTS["post", path].values())))
     metric = {"run_id": 2, "name": "result @ 0", "value": "{}"}
+    client.post("/api/metrics/", json={"pod_name": "1", "name": "m", "value": 1})
     client.post("/api/metrics/", json=metric)  # without it, the import may be continued
     access = client.app.state.access
     browser = TestClient(client.app, base_url=str(client.base_url), cookies={access.cookie: access.open_session()})
