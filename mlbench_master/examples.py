@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["ANSWERS", "MESSAGES", "REQUESTS"]
 
 _COMMAND = "python train.py --rank {rank} --hosts {hosts} --backend {backend}"
-_RUN = {
+_RUN: dict[str, Any] = {
     "id": 1,
     "name": "my-run",
     "created_at": "2026-01-31T12:00:00.000000Z",
@@ -39,7 +39,7 @@ _RUN = {
         "phases_s": {"compute": 350.0, "communication": 50.0, "metrics": 5.0, "data": 2.12},
     },
 }
-_NEW_RUN = {
+_NEW_RUN: dict[str, Any] = {
     **_RUN,
     "started_at": None,
     "finished_at": None,

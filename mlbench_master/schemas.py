@@ -108,8 +108,6 @@ def _command(text: str) -> str:
 
 
 State = Literal["initialized", "started", "finished", "failed"]
-# A Literal takes the values of a tuple in an index.
-Sort = Literal[tuple(sign + column for column in RUN_COLUMNS for sign in ("", "-"))]  # type: ignore[valid-type]
 # The type of the input in the description of the API.
 _TEXT_OR_NUMBER: Any = str | float | bool
 Text = Annotated[str, AfterValidator(_plain_text)]
@@ -304,7 +302,7 @@ class RunsQuery(_Body):
 
     state: list[State] = []
     name: Annotated[Text, Field(max_length=255)] = ""
-    sort: Sort = "id"
+    sort: Annotated[str, Field(pattern=f"^-?({'|'.join(RUN_COLUMNS)})$")] = "id"
     limit: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None
     after: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
     offset: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
