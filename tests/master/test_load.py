@@ -70,7 +70,7 @@ def test_cpu_and_memory_are_those_of_the_whole_tree(started: Any) -> None:
         assert busy["network"] == "machine" and busy["network_in"] >= 0
 
 
-def test_a_child_that_has_ended_counts_once(started: Any) -> None:
+def test_a_child_that_has_ended_counts_once(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one is seen alive, the second one starts and ends between two samples."""
     child = BUSY.replace("60", "0.3")
     parent = (
@@ -78,21 +78,16 @@ def test_a_child_that_has_ended_counts_once(started: Any) -> None:
         "for _ in range(2): subprocess.run(child, stdout=subprocess.DEVNULL)\ntime.sleep(60)\n"
     )
     root = measuring.psutil.Process(started(sys.executable, "-c", parent).pid)
+    # One second between two samples, so that their sum is the time of the CPU.
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=iter(range(10_000)).__next__))
     sampler = LoadSampler(1, {root.pid: 0})
-    seconds, before = 0.0, time.monotonic()
-
-    def sample() -> None:
-        nonlocal seconds, before
-        load = sampler.sample()[0]["cpu"]
-        now = time.monotonic()
-        seconds, before = seconds + load / 100 * (now - before), now
-
+    seconds = []
     while root.cpu_times().children_user == 0:
         time.sleep(0.05)
-        sample()
+        seconds.append(sampler.sample()[0]["cpu"] / 100)
     wait_for(lambda: not root.children() and sum(root.cpu_times()[2:4]) > 0.45)
-    sample()
-    assert seconds == pytest.approx(sum(root.cpu_times()[:4]), abs=0.1)
+    seconds.append(sampler.sample()[0]["cpu"] / 100)
+    assert sum(seconds) == pytest.approx(sum(root.cpu_times()[:4]), abs=0.05)
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"])
