@@ -62,7 +62,8 @@ def test_cpu_and_memory_are_those_of_the_whole_tree(started: Any) -> None:
     def load() -> Any:
         time.sleep(0.2)
         busy, idle = sampler.sample().values()
-        return busy["cpu"] > 5 > idle["cpu"] and (busy, idle)
+        # Other programs may take most of the machine.
+        return busy["cpu"] > 3 > idle["cpu"] and (busy, idle)
 
     busy, idle = wait_for(load)
     assert busy["memory"] < 50_000_000 < idle["memory"]
@@ -70,24 +71,30 @@ def test_cpu_and_memory_are_those_of_the_whole_tree(started: Any) -> None:
         assert busy["network"] == "machine" and busy["network_in"] >= 0
 
 
-def test_a_child_that_has_ended_counts_once(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_has_ended_counts_once(started: Any) -> None:
     """The first one is seen alive, the second one starts and ends between two samples."""
     child = BUSY.replace("60", "0.3")
     parent = (
-        f"import subprocess, sys, time\nprint('x', flush=True)\nchild = [sys.executable, '-c', {child!r}]\n"
+        f"import pathlib, subprocess, sys, time\nprint('x', flush=True)\nchild = [sys.executable, '-c', {child!r}]\n"
         "for _ in range(2): subprocess.run(child, stdout=subprocess.DEVNULL)\ntime.sleep(60)\n"
     )
     root = measuring.psutil.Process(started(sys.executable, "-c", parent).pid)
-    # One second between two samples, so that their sum is the time of the CPU.
-    monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=iter(range(10_000)).__next__))
     sampler = LoadSampler(1, {root.pid: 0})
-    seconds = []
+    seconds, before = 0.0, time.monotonic()
+
+    def sample() -> None:
+        nonlocal seconds, before
+        load = sampler.sample()[0]["cpu"]
+        now = time.monotonic()
+        seconds, before = seconds + load / 100 * (now - before), now
+
     while root.cpu_times().children_user == 0:
         time.sleep(0.05)
-        seconds.append(sampler.sample()[0]["cpu"] / 100)
-    wait_for(lambda: not root.children() and sum(root.cpu_times()[2:4]) > 0.45)
-    seconds.append(sampler.sample()[0]["cpu"] / 100)
-    assert sum(seconds) == pytest.approx(sum(root.cpu_times()[:4]), abs=0.05)
+        sample()
+    # Each child counts its own time in its last loop, of which the system may count a part as its own.
+    wait_for(lambda: not root.children() and sum(root.cpu_times()[2:4]) > 0.5)
+    sample()
+    assert seconds == pytest.approx(sum(root.cpu_times()[:4]), abs=0.1)
 
 
 @pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"])
@@ -196,7 +203,7 @@ def test_a_run_has_the_load_of_its_workers(client: TestClient, tmp_path: Path, m
     def cpu(rank: int) -> float:
         return max((float(entry["value"]) for entry in metrics(rank).get("cpu", ())), default=0)
 
-    wait_for(lambda: cpu(0) > 20 and metrics(1))
+    wait_for(lambda: cpu(0) > 30 and metrics(1))
     assert min(float(entry["value"]) for entry in metrics(1)["memory"]) > 2**20
     shown = client.get("/api/metrics/").json()["pod_metrics"]["loaded-worker-1"]
     assert set(shown) == {"cpu", "memory", "network_in", "network_out"}  # this machine lends no GPU to the run
