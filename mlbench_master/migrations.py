@@ -8,14 +8,14 @@ from mlbench_core.errors import ConfigurationError
 
 __all__ = ["MIGRATIONS", "VERSION", "VERSION_TABLE", "prepare_database"]
 
-VERSION = 3
+VERSION = 4
 """Version of the tables that this version of the master writes."""
 
-MIGRATIONS: dict[int, tuple[str, ...]] = {1: (), 2: ("ALTER TABLE runs ADD COLUMN goal TEXT",)}
+MIGRATIONS: dict[int, tuple[str, ...]] = {1: (), 2: ("ALTER TABLE runs ADD COLUMN goal TEXT",), 3: ()}
 """SQL statements that lead from each version to the next one. Tables that are missing are created after them.
 
 Version 1 had no table with a version. Version 2 added ``schema_version`` and ``master_lease``. Version 3 added
-``runs.goal``.
+``runs.goal``. Version 4 added ``metric_pages``.
 """
 
 VERSION_TABLE = "schema_version"

@@ -385,7 +385,9 @@ def _curves(request: Request, store: Store, owner: str, start_us: int | None) ->
     given = request.query_params
     query = _validated(CurvesQuery, {**given, "metric": given.getlist("metric")})
     pieces = curves_json(store, owner, start_us, query.metric, query.points)
-    return _StreamedResponse(pieces, media_type="application/json")
+    # Metrics of an earlier version of the master are read slowly, but only once.
+    task = BackgroundTask(store.pack_loose, owner, query.metric)
+    return _StreamedResponse(pieces, media_type="application/json", background=task)
 
 
 def _pods(run: Run) -> list[dict[str, Any]]:

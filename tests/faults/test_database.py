@@ -45,7 +45,7 @@ def database(tmp_path: Path) -> Path:
         (["DELETE FROM schema_version"], "its table schema_version is damaged"),
         (["ALTER TABLE runs DROP COLUMN light_target"], "its table runs lacks the columns light_target"),
         (
-            [f"DROP TABLE {name}" for name in ("runs", "metrics", "schema_version", "master_lease")]
+            [f"DROP TABLE {name}" for name in ("runs", "metrics", "metric_pages", "schema_version", "master_lease")]
             + ["CREATE TABLE django_migrations (id INTEGER)"],
             "it belongs to another program, with the tables django_migrations; give an empty database",
         ),
