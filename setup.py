@@ -102,7 +102,7 @@ setup(
     package_data={
         "mlbench_core": ["py.typed"],
         "mlbench_core.results": ["*.json", "*.mplstyle", "*.toml", "references/*.json"],
-        "mlbench_master": ["py.typed", "static/*", "templates/*"],
+        "mlbench_master": ["py.typed", "static/*", "static/vendor/*", "templates/*"],
         "": ["README.md", "Dockerfile"],
     },
 )

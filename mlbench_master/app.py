@@ -109,7 +109,7 @@ def create_app(
     app.state.store, app.state.scheduler, app.state.launcher, app.state.events = store, scheduler, launcher, events
     app.include_router(router)
     app.state.access = access
-    app.include_router(make_pages(store, launcher, token is not None))
+    app.include_router(make_pages())
     add_login(app, access)
     app.mount("/static", StaticFiles(directory=Path(__file__).parent / "static"), name="static")
     _add_error_handlers(app)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from mlbench_master.bodies import read_login
-from mlbench_master.pages import render
+from mlbench_master.pages.render import page, render
 from mlbench_master.security import CODE_S, TOO_MANY_GUESSES, Access
 
 __all__ = ["add_login", "login_path"]
@@ -66,8 +66,8 @@ def add_login(app: FastAPI, access: Access) -> None:
         return {"path": login_path(access), "expires_s": CODE_S}
 
     @router.get("/docs/")
-    def api_page() -> HTMLResponse:
-        return render("api.html", api=app.openapi(), can_log_out=access.token is not None)
+    def api_page(request: Request) -> HTMLResponse:
+        return page(request, "api.html", api=app.openapi())
 
     def _answer(request: Request, is_right: bool, problem: str) -> Response:
         if not is_right:

@@ -29,10 +29,11 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_master.columns import PAGE, Columns
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.goals import GOAL_METRIC, RunGoal, read_goal
-from mlbench_master.migrations import VERSION_TABLE, prepare_database
+from mlbench_master.migrations import REVISION_TABLE, VERSION_TABLE, prepare_database
 
 __all__ = [
     "GOAL_TEXT_METRIC",
+    "RUN_COLUMNS",
     "LeaseRow",
     "Metric",
     "NameInUseError",
@@ -43,6 +44,9 @@ __all__ = [
     "pod_owner",
     "run_owner",
 ]
+
+RUN_COLUMNS = ("id", "name", "state", "created_at", "started_at", "finished_at", "num_workers", "backend")
+"""The columns by which a list of runs can be sorted."""
 
 # The first worker of a task sends this metric when it reaches the goal.
 GOAL_TEXT_METRIC = "TaskResult @ 0"
@@ -213,8 +217,16 @@ class _Page(_Base):
     data: Mapped[bytes] = mapped_column(sa.LargeBinary)
 
 
+class _Revision(_Base):
+    """The version of the tables for Alembic; see :mod:`mlbench_master.migrations`."""
+
+    __tablename__ = REVISION_TABLE
+
+    version_num: Mapped[str] = mapped_column(sa.String(32), primary_key=True)
+
+
 class _Version(_Base):
-    """The version of the tables; see :mod:`mlbench_master.migrations`."""
+    """The version of the tables for masters before Alembic."""
 
     __tablename__ = VERSION_TABLE
 
@@ -306,7 +318,7 @@ class Store:
     def check(self) -> None:
         """Raise an SQLAlchemyError if the database does not answer."""
         with self._reading() as session:
-            session.execute(sa.select(_Version.version)).all()
+            session.execute(sa.select(_Revision.version_num)).all()
 
     # The lease
 
@@ -397,13 +409,25 @@ class Store:
         with self._reading() as session:
             return session.scalar(sa.select(Run).where(Run.name == name))
 
-    def runs(self, *states: str, after: int = 0, limit: int | None = None) -> list[Run]:
-        """Return runs by id, without the last lines of their output, which :meth:`run` returns.
+    def runs(
+        self,
+        *states: str,
+        after: int = 0,
+        limit: int | None = None,
+        name: str = "",
+        sort: str = "id",
+        offset: int = 0,
+    ) -> list[Run]:
+        """Return runs without the last lines of their output, which :meth:`run` returns.
 
         Args:
             *states: Only runs in one of these states; by default all.
             after: Only runs with a larger id.
             limit: Maximum number of runs.
+            name: Only runs with this text in their name; upper and lower case are the same.
+            sort: One of :data:`RUN_COLUMNS`, with a ``-`` before it for the largest value first. Runs without a value
+                come last, and those with equal values are ordered by id.
+            offset: Number of first runs to leave out.
 
         Returns:
             The runs, which no session knows: changes of them are not saved.
@@ -414,11 +438,20 @@ class Store:
             # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged record is left out.
             slim = sa.func.json_remove(Run.job_metadata, "$.stdout", "$.stderr")
             columns["job_metadata"] = sa.case((sa.func.json_valid(Run.job_metadata) == 1, slim), else_="{}")
-        query = sa.select(*(value.label(key) for key, value in columns.items())).where(Run.id > after)
+        chosen = sa.select(Run.id).where(Run.id > after)
         if states:
-            query = query.where(Run.state.in_(states))
+            chosen = chosen.where(Run.state.in_(states))
+        if name:
+            chosen = chosen.where(Run.name.icontains(name, autoescape=True))
+        column = getattr(Run, sort.removeprefix("-"))
+        order = [part.desc() if sort.startswith("-") else part for part in (column, Run.id)]
+        order[0] = order[0].nulls_last()
+        if limit is not None or offset:
+            # SQLite would read the whole record of each run that the offset leaves out.
+            chosen = chosen.order_by(*order).limit(limit).offset(offset)
+        query = sa.select(*(value.label(key) for key, value in columns.items())).where(Run.id.in_(chosen))
         with self._reading() as session:
-            rows = session.execute(query.order_by(Run.id).limit(limit)).mappings()
+            rows = session.execute(query.order_by(*order)).mappings()
             found = [Run(**row) for row in rows]
         if not is_sqlite:
             # PostgreSQL parses no JSON with an escaped NUL, which the output of a worker may hold.
@@ -627,6 +660,48 @@ class Store:
             if len(rows) < size:
                 self._loose[owner, name] = loose
                 return
+
+    def thin_metrics(
+        self, owner: str, names: Collection[str], mark: str, since: int, until: int, interval_us: int
+    ) -> None:
+        """Replace the entries of each interval of time by one with their mean value and date.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            names: The metrics.
+            mark: Only entries whose ``client_id`` begins with this text.
+            since: Only entries from this date on (microseconds since 1970), a multiple of ``interval_us``.
+            until: Only entries before this date.
+            interval_us: Length of an interval in microseconds.
+        """
+        found = sa.select(Metric.id, Metric.name, Metric.date, Metric.value).order_by(Metric.name, Metric.date)
+        found = found.where(Metric.owner == owner, Metric.name.in_(names), Metric.client_id.startswith(mark))
+        with self._writing() as session:
+            rows = session.execute(found.where(Metric.date >= since, Metric.date < until)).all()
+            changed = (_Page.owner == owner) & _Page.name.in_(names) & (_Page.end_date >= since)
+            session.execute(sa.delete(_Page).where(changed))
+            for _, group in itertools.groupby(rows, key=lambda row: (row.name, row.date // interval_us)):
+                entries = list(group)
+                if len(entries) < 2:
+                    continue
+                try:
+                    mean = sum(float(entry.value) for entry in entries) / len(entries)
+                except ValueError:  # of a damaged record
+                    continue
+                date = sum(entry.date for entry in entries) // len(entries)
+                first, *others = (entry.id for entry in entries)
+                session.execute(sa.update(Metric).where(Metric.id == first).values(date=date, value=f"{mean:.15g}"))
+                for start in range(0, len(others), _MANY):
+                    session.execute(sa.delete(Metric).where(Metric.id.in_(others[start : start + _MANY])))
+
+    def newest_date(self, owners: Sequence[str], name: str) -> int:
+        """Return the latest date of a metric of any of the owners in microseconds since 1970; 0 without entries."""
+        latest = [0]
+        with self._reading() as session:
+            for start in range(0, len(owners), _MANY):
+                part = sa.and_(Metric.owner.in_(owners[start : start + _MANY]), Metric.name == name)
+                latest.append(session.scalar(sa.select(sa.func.max(Metric.date)).where(part)) or 0)
+        return max(latest)
 
     def newest_value(self, owner: str, name: str) -> str | None:
         """Return the latest value of a metric, or None without one.

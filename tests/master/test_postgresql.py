@@ -22,9 +22,10 @@ pytest.importorskip("psycopg", reason="needs the extra 'postgres'")
 
 import sqlalchemy as sa
 
-from mlbench_master import create_app, migrations
+from mlbench_master import create_app
 from mlbench_master.store import LeaseRow, NewMetric, Run, Store, new_run, run_owner
 from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.old_tables import VERSIONS, check_upgraded, old_tables, upgrade_until_killed
 
 # These tests run here again, with the client of this module.
 from tests.master.test_api import (
@@ -129,25 +130,27 @@ def a_run(name: str, **values: Any) -> Run:
     return new_run(name=name, **columns, **values)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_database_of_an_older_version_is_brought_to_this_one(url: str, version: int) -> None:
-    store = Store(url)
-    run_id = store.add_run(a_run("kept")).id
-    store.add_metrics([NewMetric(run_owner(run_id), "loss", 1, "0.5", client_id="a")])
-    store.close()
-    run_sql(url, "ALTER TABLE runs DROP COLUMN goal", "UPDATE schema_version SET version = 2")
-    if version == 1:
-        run_sql(url, "DROP TABLE schema_version", "DROP TABLE master_lease")
-    store = Store(url)
-    try:
-        goal = NewMetric(run_owner(run_id), "goal @ 0", 2, '{"reached": true, "epochs": 3}')
-        assert store.add_metrics([NewMetric(run_owner(run_id), "loss", 1, "0.5", client_id="a"), goal]) == 1
-        [kept] = store.runs()
-        assert (kept.name, kept.goal_record is not None and kept.goal_record.epochs) == ("kept", 3)
-        assert store.add_run(a_run("next")).id == run_id + 1
-    finally:
+    run_sql(url, *old_tables(version, "postgresql"))
+    with ThreadPoolExecutor(4) as pool:
+        stores = list(pool.map(lambda _: Store(url), range(4)))
+    for store in stores:
+        check_upgraded(store)
+    assert stores[0].add_metrics([NewMetric(run_owner(1), "loss", 1, "0.5", client_id="a")]) == 0
+    assert stores[0].add_run(a_run("next")).id == 2
+    for store in stores:
         store.close()
-    assert run_sql(url, "SELECT version FROM schema_version") == [(migrations.VERSION,)]
+
+
+def test_a_kill_in_an_upgrade_leaves_the_old_tables(url: str) -> None:
+    run_sql(url, *old_tables(1, "postgresql"))
+    upgrade_until_killed(url)
+    names = "SELECT table_name FROM information_schema.tables WHERE table_schema = current_schema ORDER BY 1"
+    assert run_sql(url, names) == [("metrics",), ("runs",)]
+    store = Store(url)
+    check_upgraded(store)
+    store.close()
 
 
 def test_masters_that_start_together_make_the_tables_once(url: str) -> None:

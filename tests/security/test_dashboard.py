@@ -54,7 +54,7 @@ def test_twelve_tabs_share_one_stream_and_follow_a_run(tmp_path: Path, browser: 
     with server(tmp_path / "data", "--token", "sesame") as (base, _):
         first = log_in(browser, base)
         run = talking(base, tmp_path)
-        wait_for(lambda: first.text("#runs tr[data-run] td:nth-child(2)") == "started", what="the new row")
+        wait_for(lambda: first.text("#runs tr[data-run] .state") == "started", what="the new row")
         tabs = [browser.open(f"{base}/runs/{run['id']}/") for _ in range(11)]
         for tab in tabs:
             wait_for(lambda tab=tab: len(numbers(tab)) > 3, what="lines in every tab")
@@ -69,11 +69,11 @@ def test_twelve_tabs_share_one_stream_and_follow_a_run(tmp_path: Path, browser: 
         items = [{"run_id": run["id"], "name": name, "value": value} for name, value in sent]
         httpx.post(f"{base}/api/metrics/", json=items, headers=HEADERS)
         for tab in (first, *tabs):
-            wait_for(lambda tab=tab: "reached in 1.5 s" in tab.text("table"), what="the goal in every tab")
+            wait_for(lambda tab=tab: "reached in 1.5 s" in tab.text("main"), what="the goal in every tab")
         wait_for(lambda: tabs[0].text("#result a") == "result.json", what="the link to the result")
         assert "schema_version" not in tabs[0].text("#metrics")
         # The connections that are left serve the buttons.
-        tabs[10]("window.confirm = () => true; document.querySelector('[data-action=stop]').click()")
+        tabs[10]("window.confirm = () => true; document.querySelector('[data-post$=\"/stop/\"]').click()")
         for tab in tabs:
             wait_for(lambda tab=tab: tab.text("#state") == "failed", what="the end in every tab")
             assert "stopped by a user" in tab.text("#facts")

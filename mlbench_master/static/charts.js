@@ -1,0 +1,121 @@
+// Charts by uPlot, in the colors of the style sheet, as wide as their element. They follow the width and the theme.
+
+/** Return a color of the style sheet, for example color("--c1"). */
+export function color(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/** Return a number with four significant digits. */
+export function short(value) {
+  if (value === null || value === undefined) return "-";
+  const size = Math.abs(value);
+  if (size >= 1e4 && size < 1e15) return Math.round(value).toLocaleString("en-US");
+  return size !== 0 && size < 1e-3 ? value.toExponential(3) : String(Number(value.toPrecision(4)));
+}
+
+/** Return bytes with a unit, as mlbench_master/pages/render.py writes them. */
+export function bytes(value) {
+  if (value === null || value === undefined) return "-";
+  const units = ["B", "KB", "MB", "GB", "TB", "PB"];
+  let power = 0;
+  while (Math.abs(value) >= 999.5 && power < units.length - 1) { value /= 1000; power += 1; }
+  return `${Number(value.toPrecision(3))} ${units[power]}`;
+}
+
+/** Join the points of several curves, each [xs, ys], to the columns of one chart: [all xs, ys of each curve]. */
+export function join(curves) {
+  return uPlot.join(curves.map(([xs, ys]) => [xs, ys]));
+}
+
+/**
+ * Draw a chart into an element, and return the functions of it.
+ *
+ * @param {HTMLElement} element - An empty element.
+ * @param {object} options
+ *   series: [{label, color?, dash?, format?}], one for each column of values;
+ *   xLabel: title of the horizontal axis; isTime: x is in seconds since 1970;
+ *   format: writes a value of the vertical axis; height: pixels; sparkline: no axes and no legend; min, max: of y;
+ *   log: a logarithmic vertical axis.
+ * @param {Array<Array<number|null>>} data - Columns: xs in ascending order, then the values of each series.
+ * @returns {{set: function(Array): void, remove: function(): void}}
+ */
+export function chart(element, options, data) {
+  let columns = data;
+  let plot = null;
+  const isEmpty = () => columns[0].length === 0;
+
+  function draw() {
+    plot?.destroy();
+    plot = null;
+    if (!element.isConnected || element.clientWidth === 0) return;
+    plot = new uPlot(settings(options, element.clientWidth), columns, element);
+  }
+  const resized = new ResizeObserver(() => {
+    if (!element.isConnected) remove();
+    else if (!plot) draw();
+    else plot.setSize({ width: element.clientWidth, height: plot.height });
+  });
+  const theme = matchMedia("(prefers-color-scheme: dark)");
+  theme.addEventListener("change", draw);
+  resized.observe(element);
+
+  function remove() {
+    resized.disconnect();
+    theme.removeEventListener("change", draw);
+    plot?.destroy();
+    plot = null;
+  }
+  function set(fresh) {
+    const wasEmpty = isEmpty();
+    columns = fresh;
+    if (plot && !wasEmpty) plot.setData(columns);
+    else draw();
+  }
+  draw();
+  return { set, remove };
+}
+
+function settings(options, width) {
+  const { sparkline = false, format = short, height = sparkline ? 48 : 256 } = options;
+  const axis = { stroke: color("--faint"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
+  const values = (_, splits) => splits.map((value) => (value === null ? "" : format(value)));
+  const series = options.series.map((one, index) => {
+    const stroke = color(one.color ?? `--c${(index % 8) + 1}`);
+    return {
+      label: one.label,
+      stroke,
+      width: sparkline ? 1.5 : 2,
+      dash: one.dash,
+      fill: sparkline ? `${stroke}22` : undefined,
+      spanGaps: true,
+      points: sparkline ? { show: false } : undefined,
+      value: (_, value) => (one.format ?? format)(value),
+    };
+  });
+  return {
+    width,
+    height,
+    padding: sparkline ? [2, 0, 2, 0] : undefined,
+    cursor: { show: !sparkline, drag: { x: !sparkline, y: false } },
+    legend: { show: !sparkline, live: true },
+    scales: {
+      x: { time: options.isTime ?? false },
+      y: { distr: options.log ? 3 : 1, range: (_, low, high) => range(options, low, high) },
+    },
+    axes: sparkline
+      ? [{ show: false }, { show: false }]
+      : [{ ...axis, label: options.xLabel, labelSize: 24 }, { ...axis, size: 64, values }],
+    series: [{ label: options.xLabel ?? "x", value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
+  };
+}
+
+function date(seconds) {
+  return seconds === null ? "-" : new Date(seconds * 1000).toLocaleTimeString();
+}
+
+function range(options, low, high) {
+  if (low === null) return [options.min ?? 0, options.max ?? 1];
+  if (options.log) return uPlot.rangeLog(low, high, 10, true);
+  const [from, to] = uPlot.rangeNum(low, high, 0.08, true);
+  return [options.min ?? from, options.max === undefined ? to : Math.max(options.max, high)];
+}

@@ -1,0 +1,64 @@
+"""Numbers, dates and texts as the pages write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlbench_master.dates import now_us
+from mlbench_master.pages.render import ago, duration, number, render, size
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "now"),
+        (-5, "now"),
+        (1, "1 s ago"),
+        (59, "59 s ago"),
+        (60, "1 min ago"),
+        (7300, "2 h ago"),
+        (90_000, "1 d ago"),
+    ],
+)
+def test_an_age_has_one_unit(seconds: int, text: str) -> None:
+    assert f">{text}</time>" in ago(now_us() - seconds * 1_000_000 - 1000)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("0.09779698171323388", '<span title="0.09779698171323388">0.0978</span>'),
+        ("97.49303436279297", '<span title="97.49303436279297">97.49</span>'),
+        ("123456.789", '<span title="123456.789">123457</span>'),
+        ("0.0000123456", '<span title="0.0000123456">1.235e-05</span>'),
+        ("300", "300"),
+        ("-12", "-12"),
+        ("123456789012345678901", "123456789012345678901"),
+        ("inf", "inf"),
+        ("", ""),
+        ('{"a": 1}', "{&#34;a&#34;: 1}"),
+        ("<script>", "&lt;script&gt;"),
+    ],
+)
+def test_a_number_is_rounded_and_keeps_its_digits_for_the_mouse(value: str, text: str) -> None:
+    assert str(number(value)) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0.000 s"), (59.94, "59.9 s"), (60, "1 min"), (3599, "59 min 59 s"), (3600, "1 h"), (100_000, "1 d 3 h")],
+)
+def test_a_duration_has_two_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (999.6, "1 KB"), (1e9, "1 GB"), (1e20, "1e+05 PB")]
+)
+def test_a_size_has_a_unit(count: float, text: str) -> None:
+    assert size(count) == text
+
+
+def test_half_a_surrogate_pair_does_not_break_a_page() -> None:
+    answer = render("login.html", message="\ud800<b>")
+    assert b"?&lt;b&gt;" in bytes(answer.body)
