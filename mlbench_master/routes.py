@@ -423,7 +423,9 @@ def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
 def _curves(request: Request, store: Store, owner: str, start_us: int | None) -> StreamingResponse:
     query = _query(CurvesQuery, request, "metric")
     pieces = curves_json(store, owner, start_us, query.metric, query.points)
-    return _StreamedResponse(pieces, media_type="application/json")
+    # Metrics of an earlier version of the master are read slowly, but only once.
+    task = BackgroundTask(store.pack_loose, owner, query.metric)
+    return _StreamedResponse(pieces, media_type="application/json", background=task)
 
 
 def _link(request: Request, follows: bool, **changes: object) -> dict[str, str]:
