@@ -149,6 +149,8 @@ class MetricIn(_Body):
         id: An id from the client. A repeated delivery of the same id for the same run or pod is stored once.
     """
 
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["run_id"]}, {"required": ["pod_name"]}]})
+
     run_id: Identifier | None = None
     pod_name: Annotated[Text, AfterValidator(_pod_name)] | None = None
     name: Annotated[Line, Field(max_length=255)]
@@ -188,6 +190,10 @@ class RunIn(_Body):
         light_target: True for the light goal of the task: the command gets ``--light``.
         exclusive: True to run it alone: it starts when no other run is running, and no other run starts until it ends.
     """
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": [name]} for name in ("command", "task", "image_name")]}
+    )
 
     name: RunName
     num_workers: Annotated[int, Field(ge=1, le=4096)]
