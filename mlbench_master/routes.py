@@ -56,9 +56,9 @@ from mlbench_master.schemas import (
 )
 from mlbench_master.store import NameInUseError, NewMetric, Run, Store, new_run, pod_owner, run_owner
 
-__all__ = ["results_of", "router", "run_or_404"]
+__all__ = ["PHASES", "results_of", "router", "run_or_404"]
 
-_PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
+PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
 _RUN_FIELDS = {"name", "num_workers", "num_cpus", "max_bandwidth", "gpu_enabled", "light_target"}
 
 
@@ -415,7 +415,7 @@ def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "labels": json.dumps(labels),  # text, as in version 3.0
-        "phase": _PHASES.get(run.state, "Unknown"),
+        "phase": PHASES.get(run.state, "Unknown"),
         "ip": "127.0.0.1",
     }
 

@@ -13,7 +13,15 @@ __all__ = ["router"]
 router = APIRouter()
 
 
-@router.get("/")
 @router.get("/runs/")
 def runs_page(request: Request, store: StorePart) -> HTMLResponse:
     return page(request, "runs.html", runs=store.runs()[::-1])
+
+
+def list_runs(store, runs):  # TEMPORARY
+    from types import SimpleNamespace as N
+
+    return [
+        N(run=run, program=run.image or run.command, details="", goal=run.goal_record, value=None, share=None)
+        for run in runs
+    ]

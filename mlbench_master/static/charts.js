@@ -105,7 +105,7 @@ function settings(options, width) {
     axes: sparkline
       ? [{ show: false }, { show: false }]
       : [{ ...axis, label: options.xLabel, labelSize: 24 }, { ...axis, size: 64, values }],
-    series: [{ label: options.xLabel ?? "x", value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
+    series: [{ label: options.xLabel ?? (options.isTime ? "time" : "x"), value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
   };
 }
 
