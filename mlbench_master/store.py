@@ -326,23 +326,32 @@ class Store:
     # Runs
 
     def add_run(self, run: Run) -> Run:
-        """Add a new run.
+        """Add a new run; see :meth:`add_runs`."""
+        return self.add_runs([run])[0]
+
+    def add_runs(self, runs: Sequence[Run]) -> list[Run]:
+        """Add new runs in one transaction: all of them or none.
 
         Args:
-            run: The run, without an id.
+            runs: The runs, without ids.
 
         Returns:
-            The run with its id.
+            The runs with their ids, in the same order.
 
         Raises:
-            NameInUseError: A run of this name exists.
+            NameInUseError: A run of one of the names exists; the error's text is that name.
         """
+        names = [run.name for run in runs]
         try:
             with self._writing() as session:
-                session.add(run)
-        except IntegrityError as error:
-            raise NameInUseError(run.name) from error
-        return run
+                for start in range(0, len(names), _MANY):
+                    known = sa.select(Run.name).where(Run.name.in_(names[start : start + _MANY]))
+                    if (taken := session.scalar(known.order_by(Run.id).limit(1))) is not None:
+                        raise NameInUseError(taken)
+                session.add_all(runs)
+        except IntegrityError as error:  # another program has added one in the meantime, or two names are the same
+            raise NameInUseError(", ".join(names)) from error
+        return list(runs)
 
     def import_run(self, run: Run, fingerprint: str) -> Run:
         """Add a run that ended without this master, unless it was added before.
