@@ -31,6 +31,7 @@ from mlbench_master.migrations import VERSION_TABLE, prepare_database
 
 __all__ = [
     "GOAL_TEXT_METRIC",
+    "RUN_COLUMNS",
     "LeaseRow",
     "Metric",
     "NameInUseError",
@@ -41,6 +42,9 @@ __all__ = [
     "pod_owner",
     "run_owner",
 ]
+
+RUN_COLUMNS = ("id", "name", "state", "created_at", "started_at", "finished_at", "num_workers", "backend")
+"""The columns by which a list of runs can be sorted."""
 
 # The first worker of a task sends this metric when it reaches the goal.
 GOAL_TEXT_METRIC = "TaskResult @ 0"
@@ -382,13 +386,25 @@ class Store:
         with self._reading() as session:
             return session.get(Run, run_id)
 
-    def runs(self, *states: str, after: int = 0, limit: int | None = None) -> list[Run]:
-        """Return runs by id, without the last lines of their output, which :meth:`run` returns.
+    def runs(
+        self,
+        *states: str,
+        after: int = 0,
+        limit: int | None = None,
+        name: str = "",
+        sort: str = "id",
+        offset: int = 0,
+    ) -> list[Run]:
+        """Return runs without the last lines of their output, which :meth:`run` returns.
 
         Args:
             *states: Only runs in one of these states; by default all.
             after: Only runs with a larger id.
             limit: Maximum number of runs.
+            name: Only runs with this text in their name; upper and lower case are the same.
+            sort: One of :data:`RUN_COLUMNS`, with a ``-`` before it for the largest value first. Runs without a value
+                come last, and those with equal values are ordered by id.
+            offset: Number of first runs to leave out.
 
         Returns:
             The runs, which no session knows: changes of them are not saved.
@@ -399,11 +415,20 @@ class Store:
             # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged record is left out.
             slim = sa.func.json_remove(Run.job_metadata, "$.stdout", "$.stderr")
             columns["job_metadata"] = sa.case((sa.func.json_valid(Run.job_metadata) == 1, slim), else_="{}")
-        query = sa.select(*(value.label(key) for key, value in columns.items())).where(Run.id > after)
+        chosen = sa.select(Run.id).where(Run.id > after)
         if states:
-            query = query.where(Run.state.in_(states))
+            chosen = chosen.where(Run.state.in_(states))
+        if name:
+            chosen = chosen.where(Run.name.icontains(name, autoescape=True))
+        column = getattr(Run, sort.removeprefix("-"))
+        order = [part.desc() if sort.startswith("-") else part for part in (column, Run.id)]
+        order[0] = order[0].nulls_last()
+        if limit is not None or offset:
+            # SQLite would read the whole record of each run that the offset leaves out.
+            chosen = chosen.order_by(*order).limit(limit).offset(offset)
+        query = sa.select(*(value.label(key) for key, value in columns.items())).where(Run.id.in_(chosen))
         with self._reading() as session:
-            rows = session.execute(query.order_by(Run.id).limit(limit)).mappings()
+            rows = session.execute(query.order_by(*order)).mappings()
             found = [Run(**row) for row in rows]
         if not is_sqlite:
             # PostgreSQL parses no JSON with an escaped NUL, which the output of a worker may hold.
