@@ -17,7 +17,7 @@ def make(name: str) -> Run:
 def test_a_name_in_use_starts_none_of_the_runs(names: tuple[str, ...]) -> None:
     store = Store("sqlite://")
     store.add_run(make("taken"))
-    with pytest.raises(NameInUseError, match="taken|a, b, a"):
+    with pytest.raises(NameInUseError, match=r"taken|a, b, a"):
         store.add_runs([make(name) for name in names])
     assert [run.name for run in store.runs()] == ["taken"]
     assert [run.id for run in store.add_runs([make("c"), make("b")])] == [2, 3]
