@@ -5,7 +5,7 @@ const chosen = new Set();
 const live = document.getElementById("live");
 const form = document.getElementById("chosen");
 const filter = document.getElementById("filter");
-const texts = { stop: "Their metrics and logs stay.", delete: "Their metrics, logs and results are deleted, too." };
+const texts = { stop: "Metrics and logs stay.", delete: "Metrics, logs and results are deleted, too." };
 
 const boxes = () => document.querySelectorAll("#runs input[name=run]");
 
@@ -32,7 +32,8 @@ form.addEventListener("submit", (event) => {
 
 form.addEventListener("click", async (event) => {
   const action = event.target.dataset.all;
-  if (!action || !confirm(`${event.target.textContent} ${chosen.size} runs? ${texts[action]}`)) return;
+  const runs = chosen.size === 1 ? "run" : "runs";
+  if (!action || !confirm(`${event.target.textContent} ${chosen.size} ${runs}? ${texts[action]}`)) return;
   let problem = "";
   for (const id of [...chosen]) {
     try {
@@ -50,20 +51,45 @@ form.addEventListener("click", async (event) => {
   refresh();
 });
 
-// A reading that began with another filter may end after it, so the list is read once more.
-document.addEventListener("htmx:afterSwap", (event) => {
-  if (event.detail.target.id !== "list") return;
-  show();
-  refresh();
-});
 document.addEventListener("refreshed", show);
-// The browser's way back shows another list, to which the fields of the filter belong.
-document.addEventListener("htmx:historyRestore", () => {
+
+/** Show the list of another address. Without this script, its links and the form do. */
+async function go(address) {
+  // A reading of the earlier address would bring its list back.
+  htmx.trigger("#main", "htmx:abort");
+  // Not from the link, which an update of the list may replace: htmx would drop the answer.
+  const options = { source: "#chosen-count", target: "#list", select: "#list", swap: "outerHTML" };
+  await htmx.ajax("GET", address, options).catch(() => {});
+  show();
+}
+
+document.addEventListener("click", (event) => {
+  const link = event.target.closest("#list a[id^=sort-], #list a[id^=page-]");
+  if (!link || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
+  event.preventDefault();
+  history.pushState(null, "", link.href);
+  filter.elements.sort.value = new URLSearchParams(location.search).get("sort") || "-created_at";
+  go(link.href);
+});
+
+function applyFilter() {
+  const given = new URLSearchParams(new FormData(filter));
+  for (const [name, value] of [...given]) if (!value || value === "-created_at") given.delete(name);
+  const address = `${given}` ? `/runs/?${given}` : "/runs/";
+  history.replaceState(null, "", address);
+  go(address);
+}
+
+let pause;
+filter.addEventListener("input", () => { clearTimeout(pause); pause = setTimeout(applyFilter, 250); });
+filter.addEventListener("submit", (event) => { event.preventDefault(); clearTimeout(pause); applyFilter(); });
+
+window.addEventListener("popstate", () => {
   const address = new URLSearchParams(location.search);
   filter.elements.q.value = address.get("q") || "";
   filter.elements.state.value = address.get("state") || "";
   filter.elements.sort.value = address.get("sort") || "-created_at";
-  show();
+  go(location.href);
 });
 
 on("state", refresh);
