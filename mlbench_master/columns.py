@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["PAGE", "Columns"]
+__all__ = ["PAGE", "Columns", "number_of"]
 
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -61,7 +61,7 @@ class Columns:
         for key, date, value, metadata in rows:
             ids.append(key)
             dates.append(date if isinstance(date, int) else 0)
-            numbers.append(_number(value))
+            numbers.append(number_of(value))
             epochs.append(_epoch(metadata))
         floats = np.array([numbers, epochs], np.float64)
         return cls(np.array(dates, np.int64), np.array(ids, np.int64), floats[0], floats[1])
@@ -93,7 +93,7 @@ class Columns:
         return Columns(*(column[places] for column in self._all()))
 
 
-def _number(value: object) -> float:
+def number_of(value: object) -> float:
     """Return a value as a number, NaN if it is a text or not finite."""
     try:
         number = float(value) if isinstance(value, str) else math.nan

@@ -18,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 import mlbench_core
 from mlbench_master import export
 from mlbench_master.bodies import MAX_METRICS_BYTES, MAX_RUN_BYTES, read_body
-from mlbench_master.commands import check_options, resolve_backend, resolve_command
 from mlbench_master.curves import curves_json, start_of
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
@@ -54,12 +53,12 @@ from mlbench_master.schemas import (
     RunsQuery,
     describe_error,
 )
-from mlbench_master.store import NameInUseError, NewMetric, Run, Store, new_run, pod_owner, run_owner
+from mlbench_master.starting import start_runs
+from mlbench_master.store import NameInUseError, NewMetric, Run, Store, pod_owner, run_owner
 
 __all__ = ["PHASES", "results_of", "router", "run_or_404"]
 
 PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
-_RUN_FIELDS = {"name", "num_workers", "num_cpus", "max_bandwidth", "gpu_enabled", "light_target"}
 
 
 def _part(name: str) -> Any:
@@ -234,26 +233,12 @@ def create_run(
 ) -> dict[str, Any]:
     wanted = _validated(RunIn, body)
     try:
-        image, command = resolve_command(wanted)
-        backend = resolve_backend(wanted)
-        all_nodes, notes = check_options(wanted, launcher)
+        (run,) = start_runs([wanted], store, scheduler, launcher, events)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
-    run = new_run(
-        image=image,
-        command=command,
-        backend=backend,
-        run_all_nodes=all_nodes,
-        job_metadata=json.dumps({"notes": notes, **({"exclusive": True} if wanted.exclusive else {})}),
-        **wanted.model_dump(include=_RUN_FIELDS),
-    )
-    try:
-        run = store.add_run(run)
     except NameInUseError:
         message = f"name: there is a run named {wanted.name!r}; choose another name or delete that run"
         raise HTTPException(409, message) from None
-    events.publish("state", {"id": run.id, "name": run.name, "state": run.state})
-    scheduler.wake()
     return run.to_json()
 
 

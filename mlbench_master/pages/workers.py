@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import HTMLResponse
 
-from mlbench_master.curves import number_of, start_of
+from mlbench_master.columns import number_of
+from mlbench_master.curves import start_of
 from mlbench_master.launchers.interface import Launcher, LogLine
 from mlbench_master.launchers.load import LOAD_METRICS
 from mlbench_master.pages.render import page, size
@@ -59,8 +61,8 @@ class Figure:
     @property
     def text(self) -> str:
         """Return the latest value with its unit, ``-`` without a value. static/load.js writes the same texts."""
-        value = None if self.point is None else number_of(self.point.value)
-        if value is None:
+        value = math.nan if self.point is None else number_of(self.point.value)
+        if math.isnan(value):
             return "-"
         if self.metric in ("cpu", "gpu"):
             return f"{value:.0f} %"
