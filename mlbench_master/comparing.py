@@ -32,7 +32,7 @@ class Compared:
     Attributes:
         groups: The groups of repeats; empty if no run can be compared.
         table: Their comparison.
-        notes: A sentence for each run that is not in the table, or has no times there, by the run's id.
+        notes: A sentence for each run that is not in the table, by the run's id.
         problem: Why the runs cannot be compared with each other, or an empty text.
         goals: If the runs have different goals: the ids of the runs of each goal, by its text.
     """
@@ -68,8 +68,6 @@ def compare(store: Store, runs: Sequence[Run], pricing: Pricing, baseline: str |
             continue
         if not alone:
             notes[run.id] = f"{usable([record])[1][0]}."
-        elif record.total_s is None:
-            notes[run.id] = "It sent no times: its program does not use the Tracker of MLBench."
         records[run.id] = record
     # As in the command: an equal order gives equal texts.
     ordered = sorted(records.values(), key=lambda record: (record.workers or 0, record.name))

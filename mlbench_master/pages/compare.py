@@ -103,7 +103,7 @@ ChoicePart = Annotated[Choice, Depends(_choice)]
 def compare_page(request: Request, store: StorePart, choice: ChoicePart) -> HTMLResponse:
     found = choice.compare(store)
     chosen = {run.id for run in choice.runs}
-    offered = [run for run in store.runs()[::-1] if run.id not in chosen][:_MOST_OFFERED]
+    offered = [run for run in store.runs(sort="-id", limit=_MOST_OFFERED) if run.id not in chosen]
     return page(
         request,
         "compare.html",
@@ -191,6 +191,6 @@ def _title(columns: Sequence[Column]) -> str:
 
 
 def _metric(runs: Sequence[Run]) -> str:
-    """Return the metric whose curves are shown first: that of a goal, or else the loss."""
+    """Return the metric of the first goal that is known, or an empty text."""
     names = (goal.metric for run in runs if (goal := run.goal_record) is not None and goal.metric)
-    return f"{next(names, 'train_loss')} @ 0"
+    return next((f"{name} @ 0" for name in names), "")

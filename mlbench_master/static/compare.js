@@ -50,13 +50,15 @@ options?.addEventListener("focusout", (event) => {
 const curves = new Map();
 const changed = new Set();
 const known = new Set();
+let shown = null; // the chart
+let isTouched = false;
 
 async function ask(id, query) {
   const answer = await fetch(`/api/runs/${id}/curves/${query}`).catch(() => null);
   return answer?.ok ? (await answer.json()).curves : null;
 }
 
-/** Add the metrics of the first worker of some runs to the list; the metric of the goal is chosen first. */
+/** Add the metrics of the first worker of some runs to the list, and at first choose that of the goal or the loss. */
 async function addNames(ids) {
   const answers = await Promise.all(ids.map((id) => ask(id, "")));
   for (const { name } of answers.flatMap((found) => found ?? [])) known.add(name);
@@ -67,8 +69,8 @@ async function addNames(ids) {
     const after = [...metric.options].find((option) => option.value > name) ?? null;
     metric.add(new Option(name.replace(/ @ 0$/, ""), name), after);
   }
-  const wanted = metric.dataset.first;
-  if (!metric.dataset.touched && known.has(wanted)) metric.value = wanted;
+  const first = [metric.dataset.first, "train_loss @ 0"].find((name) => known.has(name));
+  if (!shown && !isTouched && first) metric.value = first;
 }
 
 async function read(ids) {
@@ -128,7 +130,6 @@ function lines() {
   });
 }
 
-let shown = null;
 let signature = "";
 
 function draw() {
@@ -141,7 +142,7 @@ function draw() {
     data.push(curve);
     if (!high) return;
     bands.push([series.length, series.length + 1]);
-    series.push({ label: `${label}, largest`, ...look, hidden: true }, { label: `${label}, smallest`, ...look, hidden: true });
+    for (const edge of ["largest", "smallest"]) series.push({ label: `${label}, ${edge}`, ...look, hidden: true });
     data.push(high, low);
   });
   const fresh = JSON.stringify([metric.value, against.value, series]);
@@ -165,7 +166,7 @@ function draw() {
 if (element) {
   document.getElementById("curves-form").hidden = false;
   metric.addEventListener("change", async () => {
-    metric.dataset.touched = "true";
+    isTouched = true;
     await read(runs().map((run) => run.id));
     draw();
   });

@@ -142,7 +142,7 @@ def test_every_run_without_a_row_or_without_times_has_its_reason(client: Any, ma
     assert shown["waits"][1:3] == ["initialized", "Queued: it joins when it ends."]
     assert shown["trains"][2] == "Running: it joins when it ends."
     assert shown["broke"][2] == "broke has the state 'failed': left out."
-    assert shown["plain"][2] == "It sent no times: its program does not use the Tracker of MLBench."
+    assert shown["plain"][2] == "plain sent no times, because its program does not use the Tracker: left out."
     assert shown["odd"][2] == "Its result cannot be read: it does not follow the schema of a result."
     master.send(runs["trains"], result=master.result("trains", algorithm="rms"))
     master.store.update_run(runs["trains"], state="finished")
