@@ -121,6 +121,8 @@ def test_the_table_is_that_of_the_command(client: Any, master: Master, four: lis
             assert [cell(column, row[column.key]) for column in columns] in shown
     assert len(table.tests) == 1 and "19.50" in text
     assert all(note in html.unescape(text) for note in table.notes())
+    for path in ("/compare/figures/", "/compare/table.csv"):
+        assert f'"{html.escape(address(four, path, baseline="sgd", machine=machine.name))}"' in text
     assert "<option selected>sgd</option>" in text and f'value="{machine.name}" selected' in text
 
 
@@ -243,6 +245,7 @@ def test_the_page_follows_runs_until_they_end(tmp_path: Path) -> None:
         page = browser.open(f"{base}{address(ids)}")
         wait_for(lambda: page.text("#chosen").count("Running") == 2, what="both runs")
         assert "No chosen run has a result yet" in page.text("#comparison")
+        wait_for(lambda: "have sent no metrics yet" in page.text("#curves"), what="the script")
 
         def send(name: str, values: Sequence[float | str]) -> None:
             items = [
