@@ -18,6 +18,7 @@ from mlbench_master.schemas import MAX_BATCH
 
 __all__ = [
     "Added",
+    "Curves",
     "Entry",
     "Health",
     "Logs",
@@ -151,6 +152,29 @@ class MetricsOfAll(BaseModel):
 
     pod_metrics: dict[str, dict[str, list[FullPoint]]]
     run_metrics: dict[str, dict[str, list[FullPoint]]]
+
+
+class Curve(BaseModel):
+    """The entries of a metric for a chart, by date and thinned; only name and count if no metric was asked for.
+
+    ``count`` is the number of all entries. The lists have the same length: seconds since the start of the run, the
+    epoch of the metadata, the number of the entry within its metric (from 0), and the value. Null stands for a missing
+    epoch, and for a value that is not a finite number.
+    """
+
+    name: str
+    count: int
+    time_s: list[float] = []
+    epoch: list[float | None] = []
+    step: list[int] = []
+    value: list[float | None] = []
+
+
+class Curves(BaseModel):
+    """Curves, and the id of the latest entry that is certainly part of them."""
+
+    curves: list[Curve]
+    last_id: int
 
 
 class LogLine(BaseModel):

@@ -17,12 +17,14 @@ import mlbench_core
 from mlbench_master import export
 from mlbench_master.bodies import MAX_METRICS_BYTES, MAX_RUN_BYTES, read_body
 from mlbench_master.commands import check_options, resolve_backend, resolve_command
+from mlbench_master.curves import curves_json, start_of
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.leftovers import new_metric
 from mlbench_master.openapi import (
     Added,
+    Curves,
     Entry,
     Health,
     Logs,
@@ -40,6 +42,7 @@ from mlbench_master.schemas import (
     DEFAULT_BANDWIDTH,
     MAX_BATCH,
     MAX_ID,
+    CurvesQuery,
     LogsQuery,
     MetricIn,
     MetricQuery,
@@ -89,6 +92,19 @@ def health(store: StorePart, scheduler: SchedulerPart) -> dict[str, str]:
 @router.get("/pods/", summary="The workers of all runs", **documented(list[Pod]))
 def pods(store: StorePart) -> list[dict[str, Any]]:
     return [pod for run in store.runs() for pod in _pods(run)]
+
+
+@router.get(
+    "/pods/{name}/curves/",
+    summary="The metrics of a pod for charts",
+    openapi_extra=parameters(CurvesQuery),
+    **documented(Curves, 400, 404),
+)
+def pod_curves(name: str, request: Request, store: StorePart) -> StreamingResponse:
+    _pod_or_404(store, name)
+    # Only the metrics of a pod whose run was deleted have no run.
+    run = store.run_named(name.rpartition("-worker-")[0])
+    return _curves(request, store, pod_owner(name), None if run is None else start_of(run))
 
 
 @router.get(
@@ -295,6 +311,17 @@ def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart
     return {"lines": page.lines, "next": page.next}
 
 
+@runs_router.get(
+    "/{run_id}/curves/",
+    summary="The metrics of a run for charts",
+    openapi_extra=parameters(CurvesQuery),
+    **documented(Curves, 400, 404),
+)
+def run_curves(run_id: str, request: Request, store: StorePart) -> StreamingResponse:
+    run = run_or_404(store, run_id)
+    return _curves(request, store, run_owner(run.id), start_of(run))
+
+
 @runs_router.get("/{run_id}/result/", summary="The result.json of a run", **documented(dict[str, Any], 404))
 def get_result(run_id: str, store: StorePart, launcher: LauncherPart) -> Response:
     run = run_or_404(store, run_id)
@@ -352,6 +379,13 @@ def _pod_or_404(store: Store, name: str) -> None:
     if has_metrics or any(name in run.worker_names() for run in store.runs()):
         return
     raise HTTPException(404, f"id: there is no pod {name[:80]!r}; for a run's metrics add metric_type=run")
+
+
+def _curves(request: Request, store: Store, owner: str, start_us: int | None) -> StreamingResponse:
+    given = request.query_params
+    query = _validated(CurvesQuery, {**given, "metric": given.getlist("metric")})
+    pieces = curves_json(store, owner, start_us, query.metric, query.points)
+    return _StreamedResponse(pieces, media_type="application/json")
 
 
 def _pods(run: Run) -> list[dict[str, Any]]:

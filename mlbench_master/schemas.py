@@ -19,6 +19,8 @@ __all__ = [
     "DEFAULT_BANDWIDTH",
     "MAX_BATCH",
     "MAX_ID",
+    "MAX_POINTS",
+    "CurvesQuery",
     "LogsQuery",
     "MetricIn",
     "MetricQuery",
@@ -32,6 +34,9 @@ __all__ = [
 MAX_BATCH = 10_000
 # Databases store ids as signed integers of 64 bits.
 MAX_ID = 2**63 - 1
+# A screen has fewer columns of pixels.
+MAX_POINTS = 2000
+_MAX_CURVES = 100
 DEFAULT_BANDWIDTH = 1000.0
 _POD_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _MAY_BE_EMPTY = ("value", "metadata")
@@ -250,6 +255,18 @@ class MetricQuery(_Body):
     metric_filter: Annotated[Text, Field(max_length=255)] | None = None
     last_n: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
     format: Literal["json", "zip", "api"] = "json"
+
+
+class CurvesQuery(_Body):
+    """The query parameters of ``GET /api/runs/{id}/curves/`` and of ``GET /api/pods/{name}/curves/``.
+
+    Attributes:
+        metric: Names of the metrics to include; without one, the names and counts of all metrics.
+        points: Maximum number of points of each curve; the smallest and the largest values are kept.
+    """
+
+    metric: Annotated[list[Annotated[Text, Field(max_length=255)]], Field(max_length=_MAX_CURVES)] = []
+    points: Annotated[int, Field(ge=1, le=MAX_POINTS)] = MAX_POINTS
 
 
 class LogsQuery(_Body):

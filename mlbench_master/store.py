@@ -373,6 +373,11 @@ class Store:
         with self._reading() as session:
             return session.get(Run, run_id)
 
+    def run_named(self, name: str) -> Run | None:
+        """Return the run with this name, or None."""
+        with self._reading() as session:
+            return session.scalar(sa.select(Run).where(Run.name == name))
+
     def runs(self, *states: str, after: int = 0, limit: int | None = None) -> list[Run]:
         """Return runs by id, without the last lines of their output, which :meth:`run` returns.
 
@@ -652,6 +657,17 @@ class Store:
         with self._reading() as session:
             rows = session.execute(query.order_by(Metric.name)).all()
         return [(row[0], _point(row[1:])) for row in rows if isinstance(row[0], str)]
+
+    def last_id(self) -> int:
+        """Return the id of the entry that arrived last, 0 without one."""
+        with self._reading() as session:
+            return session.scalar(sa.select(sa.func.max(Metric.id))) or 0
+
+    def first_date(self, owner: str, name: str) -> int | None:
+        """Return the earliest date of a metric, or None without one."""
+        with self._reading() as session:
+            date = session.scalar(sa.select(sa.func.min(Metric.date)).where(Metric.owner == owner, Metric.name == name))
+        return date if isinstance(date, int) else None
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Session]:

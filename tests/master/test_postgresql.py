@@ -40,6 +40,12 @@ from tests.master.test_api import (
     test_the_first_and_the_last_date_are_read_back,  # noqa: F401
     test_the_zip_holds_safe_names_and_the_official_result,  # noqa: F401
 )
+from tests.master.test_curves import (
+    run_key,  # noqa: F401 - a fixture
+    test_a_long_curve_has_at_most_2000_points_and_its_extremes,  # noqa: F401
+    test_curves_are_those_of_the_reference,  # noqa: F401
+    test_names_and_counts_come_without_a_metric,  # noqa: F401
+)
 from tests.master.test_queries import add_run, test_the_page_of_a_run_has_the_latest_value_of_each_metric  # noqa: F401
 
 _NUMBERS = itertools.count()

@@ -36,6 +36,7 @@ def run(client: Any) -> dict[str, Any]:
 ERRORS = {
     ("get", "/api/health/"): set(),
     ("get", "/api/pods/"): set(),
+    ("get", "/api/pods/{name}/curves/"): {400, 404},
     ("get", "/api/events/"): set(),
     ("get", "/api/metrics/"): set(),
     ("get", "/api/metrics/{owner_id}/"): {400, 404},
@@ -46,6 +47,7 @@ ERRORS = {
     ("get", "/api/runs/{run_id}/"): {404},
     ("delete", "/api/runs/{run_id}/"): {404},
     ("post", "/api/runs/{run_id}/stop/"): {404},
+    ("get", "/api/runs/{run_id}/curves/"): {400, 404},
     ("get", "/api/runs/{run_id}/logs/"): {400, 404},
     ("get", "/api/runs/{run_id}/result/"): {404},
 }
@@ -79,6 +81,8 @@ def test_parameters_and_bodies_are_described(client: Any) -> None:
     assert set(of_metrics) == {"metric_type", "since", "summarize", "metric_filter", "last_n", "format"}
     assert of_metrics["since"] == {"type": "string", "format": "date-time"}
     assert set(query("/api/runs/")) == {"limit", "after"}
+    of_curves = query("/api/pods/{name}/curves/")
+    assert of_curves["metric"]["type"] == "array" and of_curves["points"]["maximum"] == 2000
     assert query("/api/runs/{run_id}/logs/")["since_line"]["type"] == "integer"
     body = paths["/api/metrics/"]["post"]["requestBody"]["content"]
     one, many = body["application/json"]["schema"]["oneOf"]
@@ -118,6 +122,8 @@ def test_the_answers_are_those_described(client: Any, run: dict[str, Any]) -> No
     check(dict[str, Any], client.get(f"/api/runs/{run['id']}/result/"))
     check(described.Logs, client.get(f"/api/runs/{run['id']}/logs/"))
     check(described.RunOut, client.post(f"/api/runs/{run['id']}/stop/"))
+    for query in ("", "metric=m&metric=goal+@+0&points=2"):
+        check(described.Curves, client.get(f"/api/runs/{run['id']}/curves/?{query}"))
     check(described.Error, client.get("/api/runs/77/"))
     packed = client.get(f"/api/metrics/{run['id']}/?metric_type=run&format=zip")
     assert packed.headers["content-type"] == "application/zip" and zipfile.is_zipfile(BytesIO(packed.content))
