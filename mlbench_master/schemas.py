@@ -246,7 +246,7 @@ class MetricQuery(_Body):
         summarize: Maximum number of entries of each metric; neighbors are averaged.
         metric_filter: Name of the only metric to include.
         last_n: Number of the latest entries of each metric to include.
-        format: ``"json"``, or for a download ``"zip"``, or ``"csv"`` with the columns name, date, rank, epoch and value.
+        format: ``"json"``, or for a download ``"zip"`` or ``"csv"`` (columns: name, date, rank, epoch, value).
             A text in it that a spreadsheet would calculate begins with an apostrophe.
     """
 
