@@ -27,6 +27,8 @@ _SIZES = ("B", "KB", "MB", "GB", "TB", "PB")
 def ago(us: int | None) -> Markup:
     """Return a date as the time since then, with the exact date where the mouse points; empty for None.
 
+    A damaged record may hold another type, which counts as 1970, as in :func:`~mlbench_master.dates.format_date`.
+
     Example:
         >>> ago(0)  # doctest: +ELLIPSIS
         Markup('<time datetime="1970-01-01T00:00:00.000000Z" title="1970-01-01 00:00:00 UTC">... d ago</time>')
@@ -36,7 +38,9 @@ def ago(us: int | None) -> Markup:
     date = format_date(us)
     title = f"{date[:10]} {date[11:19]} UTC"
     # static/app.js writes the same texts, so that an open page stays right.
-    return Markup('<time datetime="{}" title="{}">{}</time>').format(date, title, _since(now_us() - us))
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(
+        date, title, _since(now_us() - (us if isinstance(us, int) else 0))
+    )
 
 
 def _since(us: int) -> str:
