@@ -225,11 +225,22 @@ def test_without_matplotlib_the_page_says_what_to_install(
     assert answer.status_code == 404 and "mlbench-core[charts]" in answer.json()["message"]
 
 
-def test_a_failed_drawing_is_reported(client: Any, four: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drawing_that_fails_or_must_wait_is_reported_and_not_kept(
+    client: Any, four: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = iter([figures.Figures(missing=["it failed"]), figures.Figures({"speedup": "x"}, {"speedup.svg": b"<svg/>"})])
     monkeypatch.setattr(figures, "_kept", type(figures._kept)())
     monkeypatch.setattr("mlbench_master.pages.compare.can_draw", lambda: True)
-    monkeypatch.setattr(figures.sys, "executable", "/bin/false")
-    assert "The figures could not be drawn" in client.get(address(four, "/compare/figures/")).text
+    with monkeypatch.context() as broken:
+        broken.setattr(figures.sys, "executable", "/bin/false")
+        assert "The figures could not be drawn" in client.get(address(four, "/compare/figures/")).text
+    monkeypatch.setattr(figures, "_draw", lambda content: next(made))
+    for _ in range(figures._MOST_WAITING):
+        figures._turns.acquire()
+    assert "is drawing other figures" in client.get(address(four, "/compare/figures/")).text
+    figures._turns.release(figures._MOST_WAITING)
+    for expected in ("it failed", "speedup.svg", "speedup.svg"):
+        assert expected in client.get(address(four, "/compare/figures/")).text
 
 
 def test_the_page_follows_runs_until_they_end(tmp_path: Path) -> None:
