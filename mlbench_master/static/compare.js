@@ -13,7 +13,7 @@ const DASHES = [undefined, [8, 4], [2, 3], [10, 3, 2, 3], [5, 5], [14, 4], [1, 5
 
 /** Return the chosen runs: id, name, and row in the table ("" without one). */
 function runs() {
-  return [...document.querySelectorAll("#chosen tr[data-run]")].map(({ dataset }) => (
+  return [...document.querySelectorAll("#compared tr[data-run]")].map(({ dataset }) => (
     { id: Number(dataset.run), name: dataset.name, row: dataset.row }
   ));
 }

@@ -256,7 +256,7 @@ def test_the_page_follows_runs_until_they_end(tmp_path: Path) -> None:
             body = {"name": name, "num_workers": 1, "num_cpus": 0.5, "command": f"python {tmp_path / 'wait.py'}"}
             ids.append(httpx.post(f"{base}/api/runs/", json=body).json()["id"])
         page = browser.open(f"{base}{address(ids)}")
-        wait_for(lambda: page.text("#chosen").count("Running") == 2, what="both runs")
+        wait_for(lambda: page.text("#compared").count("Running") == 2, what="both runs")
         assert "No chosen run has a result yet" in page.text("#comparison")
         wait_for(lambda: "have sent no metrics yet" in page.text("#curves"), what="the script")
 
@@ -276,7 +276,7 @@ def test_the_page_follows_runs_until_they_end(tmp_path: Path) -> None:
         send(RESULT_METRIC, [result])
         goes_on.unlink()
         wait_for(lambda: "MEAN (s)" in page.text("#comparison"), what="the table")
-        wait_for(lambda: "centralized_sgd, 1 worker" in page.text("#chosen"), what="the rows")
+        wait_for(lambda: "centralized_sgd, 1 worker" in page.text("#compared"), what="the rows")
         assert page.text("#baseline").split() == ["every", "pair", "centralized_sgd"]
         wait_for(lambda: "The figures need matplotlib" in page.text("#figures"), what="the figures")
         assert not page("document.getElementById('figures-card').hidden")
