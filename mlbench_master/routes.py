@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,8 +130,7 @@ def metrics(owner_id: str, request: Request, store: StorePart, launcher: Launche
         return _StreamedResponse(export.metrics_json(store, owner, selection), media_type="application/json")
     archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
     name = export.safe_file_name(owner.replace(":", "_"), set())
-    headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
-    return _StreamedResponse(archive, media_type="application/zip", headers=headers)
+    return _StreamedResponse(archive, media_type="application/zip", headers=_attachment(f"{name}.zip"))
 
 
 @metrics_router.post(
@@ -284,15 +284,17 @@ def stop_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[st
     "/{run_id}/logs/",
     summary="Lines of a run's log",
     openapi_extra=parameters(LogsQuery),
-    **documented(Logs, 400, 404),
+    **documented(Logs, 400, 404, media=("application/json", "text/plain")),
 )
-def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> dict[str, Any]:
+def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> Any:
     run = run_or_404(store, run_id)
-    first = _validated(LogsQuery, dict(request.query_params)).since_line
+    query: LogsQuery = _validated(LogsQuery, dict(request.query_params))
+    if query.format == "text":
+        text = export.log_text(launcher, run, query)
+        return _StreamedResponse(text, media_type="text/plain", headers=_attachment(export.log_file_name(run, query)))
     if run.job_id is None:
-        return {"lines": [], "next": first}
-    page = launcher.logs(run.job_id, first)
-    return {"lines": page.lines, "next": page.next}
+        return {"lines": [], "next": query.since_line, "previous": query.since_line, "matches": 0}
+    return asdict(launcher.logs(run.job_id, query.since_line, query.limit, query.before_line, query.wanted))
 
 
 @runs_router.get("/{run_id}/result/", summary="The result.json of a run", **documented(dict[str, Any], 404))
@@ -321,6 +323,10 @@ class _StreamedResponse(StreamingResponse):
 
         self.body_iterator = whole()
         await super().__call__(scope, receive, send)
+
+
+def _attachment(name: str) -> dict[str, str]:
+    return {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
 def _validated(model: type[Any], data: Any, prefix: str = "") -> Any:

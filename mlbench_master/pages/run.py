@@ -7,7 +7,8 @@ from fastapi.responses import HTMLResponse
 
 from mlbench_master.dates import format_date
 from mlbench_master.export import result_json
-from mlbench_master.launchers.interface import Launcher, LogLine
+from mlbench_master.launchers.interface import Launcher
+from mlbench_master.pages.logs import log_view
 from mlbench_master.pages.render import page
 from mlbench_master.results import RESULT_METRIC, ResultFolder
 from mlbench_master.routes import LauncherPart, StorePart, results_of, run_or_404
@@ -15,15 +16,12 @@ from mlbench_master.store import Run, run_owner
 
 __all__ = ["router"]
 
-_LOG_LINES = 200
-
 router = APIRouter()
 
 
 @router.get("/runs/{run_id}/")
 def run_page(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
     run = run_or_404(store, run_id)
-    lines, next_line = _last_lines(launcher, run)
     return page(
         request,
         "run.html",
@@ -32,23 +30,8 @@ def run_page(run_id: str, request: Request, store: StorePart, launcher: Launcher
         has_result=result_json(store, run, results_of(run, launcher)) is not None,
         # The page has a link to the result, which is a text of several kilobytes.
         metrics=[item for item in store.latest(run_owner(run.id)) if item[0] != RESULT_METRIC],
-        log="".join(f"{_log_line(line)}\n" for line in lines),
-        next_line=next_line,
+        log=log_view(run, launcher),
     )
-
-
-def _last_lines(launcher: Launcher, run: Run) -> tuple[list[LogLine], int]:
-    """Return the last lines of a run's log, and the number of the next line, with which live lines continue."""
-    if run.job_id is None:
-        return [], 0
-    end = launcher.log_end(run.job_id)
-    count = _LOG_LINES
-    while True:
-        page = launcher.logs(run.job_id, max(0, end - count), count)
-        # An answer is limited in bytes, too, so it may end before the end of the log: fewer lines are then shown.
-        if page.next >= end or count == 1:
-            return page.lines, page.next
-        count //= 2
 
 
 def _facts(run: Run, launcher: Launcher) -> dict[str, str]:
@@ -73,8 +56,3 @@ def _facts(run: Run, launcher: Launcher) -> dict[str, str]:
         "Time by phase": ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases.items()),
         "Result folder": place,
     }
-
-
-def _log_line(line: LogLine) -> str:
-    who = "master" if line["rank"] is None else f"rank {line['rank']}"
-    return f"{line['date']} {who:>7} | {line['text']}"

@@ -45,8 +45,9 @@ class IdleLauncher(Launcher):
     def remove(self, job_id: str) -> None: ...
     def close(self) -> None: ...
 
-    def logs(self, job_id: str, since_line: int = 0, limit: int = 5000) -> LogPage:
-        return LogPage(self.log_tail(job_id)[since_line : since_line + limit], 1)  # type: ignore[arg-type]
+    def logs(self, job_id: str, since_line: int = 0, limit: int = 5000, *_: Any) -> LogPage:
+        lines = [{**line, "line": number} for number, line in enumerate(self.log_tail(job_id))]
+        return LogPage(lines[since_line : since_line + limit], 1)  # type: ignore[arg-type]
 
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:
         return [{"rank": 0, "stream": "stdout", "text": "<b>log</b>", "date": ""}]
