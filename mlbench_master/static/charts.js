@@ -32,10 +32,11 @@ export function join(curves) {
  *
  * @param {HTMLElement} element - An empty element.
  * @param {object} options
- *   series: [{label, color?, dash?, format?}], one for each column of values;
+ *   series: [{label, color?, dash?, format?, hidden?}], one for each column of values;
  *   xLabel: title of the horizontal axis; isTime: x is in seconds since 1970;
  *   format: writes a value of the vertical axis; height: pixels; sparkline: no axes and no legend; min, max: of y;
- *   log: a logarithmic vertical axis.
+ *   log: a logarithmic vertical axis;
+ *   bands: [[high, low]], numbers of series (from 0), between which the color of the first one fills the area.
  * @param {Array<Array<number|null>>} data - Columns: xs in ascending order, then the values of each series.
  * @returns {{set: function(Array): void, remove: function(): void}}
  */
@@ -81,6 +82,8 @@ function settings(options, width) {
   const values = (_, splits) => splits.map((value) => (value === null ? "" : format(value)));
   const series = options.series.map((one, index) => {
     const stroke = color(one.color ?? `--c${(index % 8) + 1}`);
+    // The edge of a band has neither a line nor an entry in the legend, which style.css hides.
+    if (one.hidden) return { label: one.label, stroke, width: 0, spanGaps: true, points: { show: false }, class: "edge" };
     return {
       label: one.label,
       stroke,
@@ -105,7 +108,8 @@ function settings(options, width) {
     axes: sparkline
       ? [{ show: false }, { show: false }]
       : [{ ...axis, label: options.xLabel, labelSize: 24 }, { ...axis, size: 64, values }],
-    series: [{ label: options.xLabel ?? "x", value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
+    bands: (options.bands ?? []).map(([high, low]) => ({ series: [high + 1, low + 1], fill: `${series[high].stroke}33` })),
+    series: [{ label: options.xLabel ?? (options.isTime ? "time" : "x"), value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
   };
 }
 

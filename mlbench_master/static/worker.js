@@ -1,0 +1,8 @@
+// The page of a worker: charts of its load during the whole run. Its log has its own script, logs.js.
+import { on, refresh } from "./app.js";
+import { follow } from "./load.js";
+
+const { run, start } = document.getElementById("worker").dataset;
+
+follow({ from: Number(start) });
+for (const kind of ["state", "deleted"]) on(kind, (data) => { if (data.id === Number(run)) refresh(); });
