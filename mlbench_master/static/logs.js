@@ -110,7 +110,7 @@ function tellState(isCutOff = false) {
   earlier.hidden = previous === 0;
   if (!isCutOff) earlier.textContent = search.value ? "Earlier matches" : "Earlier lines";
   else earlier.textContent = `Searched back to line ${previous.toLocaleString("en")}: continue`;
-  if (matches === null) return;
+  if (matches === null) { tell(""); return; }
   const count = `${matches.count.toLocaleString("en")} ${matches.count === 1 ? "match" : "matches"}`;
   tell(matches.before === 0 ? count : `${count}, counted back to line ${matches.before.toLocaleString("en")}`);
 }
@@ -118,13 +118,12 @@ function tellState(isCutOff = false) {
 /** Count the matches in the whole log, as far as a few requests get. */
 async function count() {
   const counted = { count: 0, before: next };
+  matches = counted; // lines that arrive from now on are added
   for (let turn = 0; turn < MOST_COUNTS && counted.before > 0; turn += 1) {
     const answer = await read({ before_line: counted.before, limit: 0 });
     if (answer === null) return;
-    // Lines that arrived in the meantime were counted into the old object.
     counted.count += answer.matches;
     counted.before = answer.previous;
-    matches = counted;
     tellState();
   }
 }
@@ -144,7 +143,6 @@ async function show() {
   if (mine !== version) return;
   isReading = false;
   if (answer === null) return;
-  tell("");
   ({ previous, next } = answer);
   list.replaceChildren(...answer.lines.map(row));
   tellState(previous > 0 && answer.lines.length < PAGE && filter().length > 0);
@@ -154,8 +152,9 @@ async function show() {
 }
 
 async function showEarlier() {
-  const answer = await read({ before_line: previous, limit: PAGE });
-  if (answer === null) return;
+  const asked = previous;
+  const answer = await read({ before_line: asked, limit: PAGE });
+  if (answer === null || previous !== asked) return; // a second click, for example
   const fromEnd = log.scrollHeight - log.scrollTop;
   previous = answer.previous;
   list.prepend(...answer.lines.map(row));
@@ -228,7 +227,10 @@ on("state", (data) => { if (data.id === id) catchUp(); });
 
 let typing = 0;
 form.addEventListener("submit", (event) => { event.preventDefault(); show(); });
-form.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(show, 300); });
+form.addEventListener("input", () => {
+  clearTimeout(typing);
+  typing = setTimeout(() => { if (form.checkValidity()) show(); }, 300);
+});
 earlier.addEventListener("click", (event) => { event.preventDefault(); showEarlier(); });
 follow.addEventListener("change", () => { if (follow.checked) { toEnd(); catchUp(); } });
 log.addEventListener("scroll", () => { if (isBehind && isAtEnd()) catchUp(); });
