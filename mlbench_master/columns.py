@@ -61,7 +61,8 @@ class Columns:
         for key, date, value, metadata in rows:
             ids.append(key)
             dates.append(date if isinstance(date, int) else 0)
-            numbers.append(number_of(value))
+            number = number_of(value)
+            numbers.append(math.nan if number is None else number)
             epochs.append(_epoch(metadata))
         floats = np.array([numbers, epochs], np.float64)
         return cls(np.array(dates, np.int64), np.array(ids, np.int64), floats[0], floats[1])
@@ -93,13 +94,13 @@ class Columns:
         return Columns(*(column[places] for column in self._all()))
 
 
-def number_of(value: object) -> float:
-    """Return a value as a number, NaN if it is a text or not finite."""
+def number_of(value: object) -> float | None:
+    """Return the value of an entry as a number, or None if it is a text or not finite, which JSON does not have."""
     try:
         number = float(value) if isinstance(value, str) else math.nan
     except ValueError:
-        return math.nan
-    return number if math.isfinite(number) else math.nan
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _epoch(metadata: object) -> float:

@@ -145,7 +145,7 @@ def all_metrics(store: StorePart) -> StreamingResponse:
     "/{owner_id}/",
     summary="The metrics of a pod or a run",
     openapi_extra=parameters(MetricQuery),
-    **documented(Metrics, 400, 404, media=("application/json", "application/zip")),
+    **documented(Metrics, 400, 404, media=("application/json", "application/zip", "text/csv")),
 )
 def metrics(owner_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> StreamingResponse:
     query = _query(MetricQuery, request)
@@ -158,11 +158,15 @@ def metrics(owner_id: str, request: Request, store: StorePart, launcher: Launche
         _pod_or_404(store, owner_id)
     since = None if query.since is None else to_us(query.since)
     selection = export.Selection(since, query.metric_filter, query.last_n, query.summarize)
-    if query.format != "zip":
+    if query.format not in ("zip", "csv"):
         return _StreamedResponse(export.metrics_json(store, owner, selection), media_type="application/json")
-    archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
     name = export.safe_file_name(owner.replace(":", "_"), set())
-    return _StreamedResponse(archive, media_type="application/zip", headers=_attachment(f"{name}.zip"))
+    headers = _attachment(f"{name}.{query.format}")
+    if query.format == "csv":
+        rows = export.metrics_csv(store, owner, selection)
+        return _StreamedResponse(rows, media_type="text/csv", headers=headers)
+    archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
+    return _StreamedResponse(archive, media_type="application/zip", headers=headers)
 
 
 @metrics_router.post(

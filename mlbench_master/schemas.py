@@ -267,7 +267,8 @@ class MetricQuery(_Body):
         summarize: Maximum number of entries of each metric; neighbors are averaged.
         metric_filter: Name of the only metric to include.
         last_n: Number of the latest entries of each metric to include.
-        format: ``"json"``, or ``"zip"`` for a download.
+        format: ``"json"``, or for a download ``"zip"`` or ``"csv"`` (columns: name, date, rank, epoch, value).
+            A text in it that a spreadsheet would calculate begins with an apostrophe.
     """
 
     metric_type: Literal["pod", "run"] = "pod"
@@ -275,7 +276,7 @@ class MetricQuery(_Body):
     summarize: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
     metric_filter: Annotated[Text, Field(max_length=255)] | None = None
     last_n: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
-    format: Literal["json", "zip", "api"] = "json"
+    format: Literal["json", "zip", "csv", "api"] = "json"
 
 
 class CurvesQuery(_Body):

@@ -872,8 +872,11 @@ class Store:
 
     def latest(self, owner: str) -> list[tuple[str, Point]]:
         """Return name and latest entry of each metric of an owner, by name, with one statement."""
-        names = sa.select(Metric.name).where(Metric.owner == owner).distinct().subquery()
         entry = aliased(Metric)
+        # DISTINCT would read all entries. Each step of this recursion finds the next name in the index metrics_by_name.
+        names = sa.select(sa.func.min(Metric.name).label("name")).where(Metric.owner == owner).cte(recursive=True)
+        following = sa.select(sa.func.min(entry.name)).where(entry.owner == owner, entry.name > names.c.name)
+        names = names.union_all(sa.select(following.scalar_subquery()).where(names.c.name.is_not(None)))
         # The index metrics_by_name ends with date and id, so the database reads one entry of each metric.
         newest = sa.select(entry.id).where(entry.owner == owner, entry.name == names.c.name)
         newest = newest.order_by(entry.date.desc(), entry.id.desc()).limit(1)

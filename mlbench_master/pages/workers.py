@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,8 +58,8 @@ class Figure:
     @property
     def text(self) -> str:
         """Return the latest value with its unit, ``-`` without a value. static/load.js writes the same texts."""
-        value = math.nan if self.point is None else number_of(self.point.value)
-        if math.isnan(value):
+        value = None if self.point is None else number_of(self.point.value)
+        if value is None:
             return "-"
         if self.metric in ("cpu", "gpu"):
             return f"{value:.0f} %"
