@@ -5,11 +5,23 @@ The metric ``plan`` comes after the first epoch, and a page shows by it how far 
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-__all__ = ["GOAL_METRIC", "PLAN_METRIC", "RunGoal", "RunPlan", "read_goal"]
+from mlbench_core.tasks import Task, find_image, get_task
+
+__all__ = [
+    "GOAL_METRIC",
+    "PLAN_METRIC",
+    "RunGoal",
+    "RunPlan",
+    "goal_of_task",
+    "read_goal",
+    "split_command",
+    "task_of_image",
+]
 
 GOAL_METRIC = "goal @ 0"
 """The metric of the first worker; its value is JSON text with the fields of :class:`RunGoal`."""
@@ -129,3 +141,51 @@ def read_goal(text: str | bytes | None) -> RunGoal | None:
         return RunGoal.model_validate_json(text)
     except ValidationError:
         return None
+
+
+def task_of_image(image: str) -> Task | None:
+    """Return the task that a run with this image works on, or None for a program of the user.
+
+    Args:
+        image: A run's image: the folder of a task, an image of version 3.0, or another text.
+
+    Example:
+        >>> task_of_image("task1a_resnet20_cifar10").key, task_of_image("custom_image")
+        ('1a', None)
+    """
+    for find in (get_task, lambda image: find_image(image)[0]):
+        try:
+            return find(image)
+        except ValueError:
+            continue
+    return None
+
+
+def split_command(command: str) -> list[str]:
+    """Return the words of a command line, also if it is damaged."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return command.split()
+
+
+def goal_of_task(image: str, command: str, light: bool) -> RunGoal | None:
+    """Return the goal that a run of a task pursues, before its workers have sent it; None without one.
+
+    Args:
+        image: The run's image.
+        command: A worker's command line.
+        light: True for the light goal.
+
+    Example:
+        >>> goal_of_task("task1a_resnet20_cifar10", "main.py --dataset digits", light=False).aim
+        'Prec@1 >= 95'
+    """
+    task = task_of_image(image)
+    if task is None:
+        return None
+    words = split_command(command)
+    threshold = task.goal_of(words, light or "--light" in words)
+    if threshold is None:
+        return None
+    return RunGoal(metric=f"val_global_{task.metric}", threshold=threshold, minimize=task.minimize, reached=False)

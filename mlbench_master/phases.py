@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlbench_core.results.published import STEPS
-from mlbench_master.curves import number_of
+from mlbench_master.columns import number_of
 from mlbench_master.store import Point, Store
 
 __all__ = ["MOST_EPOCHS", "PHASES", "PhaseBar", "epoch_phases", "longest_s", "total_phases"]

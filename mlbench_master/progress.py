@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlbench_core.results.published import describe_run, goal_fraction
-from mlbench_master.curves import number_of
+from mlbench_master.columns import number_of
 from mlbench_master.goals import PLAN_METRIC, RunPlan
 from mlbench_master.store import Point, Run, Store, run_owner
 

@@ -14,26 +14,32 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from mlbench_core.tasks import is_run_name
 from mlbench_master.dates import Date
+from mlbench_master.store import RUN_COLUMNS
 
 __all__ = [
     "DEFAULT_BANDWIDTH",
     "MAX_BATCH",
     "MAX_ID",
+    "MAX_LINES",
     "MAX_POINTS",
     "CurvesQuery",
     "LogsQuery",
     "MetricIn",
     "MetricQuery",
+    "PodsQuery",
     "RunImport",
     "RunIn",
     "RunsQuery",
+    "State",
     "describe_error",
+    "describe_errors",
 ]
 
 # A client sends at most this number in one request; see mlbench_core.client.delivery.
 MAX_BATCH = 10_000
 # Databases store ids as signed integers of 64 bits.
 MAX_ID = 2**63 - 1
+MAX_LINES = 5000
 # A screen has fewer columns of pixels.
 MAX_POINTS = 2000
 _MAX_CURVES = 100
@@ -102,6 +108,7 @@ def _command(text: str) -> str:
     return text
 
 
+State = Literal["initialized", "started", "finished", "failed"]
 # The type of the input in the description of the API.
 _TEXT_OR_NUMBER: Any = str | float | bool
 Text = Annotated[str, AfterValidator(_plain_text)]
@@ -143,6 +150,8 @@ class MetricIn(_Body):
         id: An id from the client. A repeated delivery of the same id for the same run or pod is stored once.
     """
 
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["run_id"]}, {"required": ["pod_name"]}]})
+
     run_id: Identifier | None = None
     pod_name: Annotated[Text, AfterValidator(_pod_name)] | None = None
     name: Annotated[Line, Field(max_length=255)]
@@ -182,6 +191,10 @@ class RunIn(_Body):
         light_target: True for the light goal of the task: the command gets ``--light``.
         exclusive: True to run it alone: it starts when no other run is running, and no other run starts until it ends.
     """
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": [name]} for name in ("command", "task", "image_name")]}
+    )
 
     name: RunName
     num_workers: Annotated[int, Field(ge=1, le=4096)]
@@ -275,21 +288,67 @@ class LogsQuery(_Body):
 
     Attributes:
         since_line: Number of the first line wanted, from 0.
+        limit: Maximum number of lines. An answer is limited in bytes as well.
     """
 
     since_line: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
+    limit: Annotated[int, Field(ge=1, le=MAX_LINES)] = MAX_LINES
 
 
 class RunsQuery(_Body):
     """The query parameters of ``GET /api/runs/``.
 
     Attributes:
+        state: Only runs in one of these states.
+        name: Only runs with this text in their name; upper and lower case are the same.
+        sort: The order, with ``-`` for the largest value first. Runs without a value come last, and those with equal
+            values are ordered by id.
         limit: Maximum number of runs; by default all. The header ``Link`` has the address of the next ones.
-        after: Only runs with a larger id, by id.
+        after: Only runs with a larger id.
+        offset: Number of first runs to leave out.
+    """
+
+    state: list[State] = []
+    name: Annotated[Text, Field(max_length=255)] = ""
+    sort: Annotated[str, Field(pattern=f"^-?({'|'.join(RUN_COLUMNS)})$")] = "id"
+    limit: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None
+    after: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
+    offset: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
+
+
+class PodsQuery(_Body):
+    """The query parameters of ``GET /api/pods/``.
+
+    Attributes:
+        limit: Maximum number of workers; by default all. The header ``Link`` has the address of the next ones.
+        after: Only workers after this one, in the order of runs and ranks: the id of its run, a ``-`` and its rank.
     """
 
     limit: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None
-    after: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
+    after: Annotated[str, Field(pattern="^[0-9]{1,18}-[0-9]{1,9}$")] = "0-0"
+
+
+def describe_errors(error: ValidationError) -> list[tuple[str, str]]:
+    """Return the name of each wrong field, and a description with its value and the allowed values.
+
+    Args:
+        error: The error of pydantic.
+
+    Returns:
+        For example ``[("num_workers", "Input should be greater than or equal to 1 (got 0)")]``; the first five. The
+        name is empty for an error of the whole body.
+    """
+    parts = []
+    # A wrong body can have thousands of errors; the first five are enough to correct it.
+    for item in error.errors(include_url=False, include_context=False)[:5]:
+        field = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        if item["type"] == "missing":
+            message = "is required"
+        elif field:
+            message = f"{message} (got {_short(item['input'])})"
+        parts.append((field, message))
+    return parts
 
 
 def describe_error(error: ValidationError, prefix: str = "") -> str:
@@ -302,18 +361,9 @@ def describe_error(error: ValidationError, prefix: str = "") -> str:
     Returns:
         For example ``"num_workers: Input should be greater than or equal to 1 (got 0)"``.
     """
-    parts = []
-    # A wrong body can have thousands of errors; the first five are enough to correct it.
-    for item in error.errors(include_url=False, include_context=False)[:5]:
-        field = ".".join(str(part) for part in item["loc"])
-        message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        if not field:
-            parts.append(prefix + message)
-        elif item["type"] == "missing":
-            parts.append(f"{prefix}{field}: is required")
-        else:
-            parts.append(f"{prefix}{field}: {message} (got {_short(item['input'])})")
-    return "; ".join(parts)
+    return "; ".join(
+        prefix + (f"{field}: {message}" if field else message) for field, message in describe_errors(error)
+    )
 
 
 def _short(value: object, limit: int = 80) -> str:

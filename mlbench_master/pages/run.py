@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
 from mlbench_core.results.published import describe_run
-from mlbench_master.curves import number_of
+from mlbench_master.columns import number_of
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.export import result_json
 from mlbench_master.goals import GOAL_METRIC, PLAN_METRIC

@@ -32,10 +32,11 @@ export function join(curves) {
  *
  * @param {HTMLElement} element - An empty element.
  * @param {object} options
- *   series: [{label, color?, dash? (of a line without points), format?}], one for each column of values;
+ *   series: [{label, color?, dash? (of a line without points), format?, hidden?}], one for each column of values;
  *   xLabel: title of the horizontal axis; isTime: x is in seconds since 1970; isWhole: x has whole numbers only;
  *   format: writes a value of the vertical axis; height: pixels; sparkline: no axes and no legend; min, max: of y;
- *   log: a logarithmic vertical axis; label: name for screen readers.
+ *   log: a logarithmic vertical axis; label: name for screen readers;
+ *   bands: [[high, low]], numbers of series (from 0), between which the color of the first one fills the area.
  * @param {Array<Array<number|null>>} data - Columns: xs in ascending order, then the values of each series.
  * @returns {{set: function(Array): void, remove: function(): void}}
  */
@@ -100,6 +101,8 @@ function settings(options, width) {
   const values = (_, splits) => splits.map((value) => (value === null ? "" : format(value)));
   const series = options.series.map((one, index) => {
     const stroke = color(one.color ?? `--c${(index % 8) + 1}`);
+    // The edge of a band has neither a line nor an entry in the legend, which style.css hides.
+    if (one.hidden) return { label: one.label, stroke, width: 0, spanGaps: true, points: { show: false }, class: "edge" };
     return {
       label: one.label,
       stroke,
@@ -124,7 +127,8 @@ function settings(options, width) {
     axes: sparkline
       ? [{ show: false }, { show: false }]
       : [{ ...axis, label: options.xLabel, labelSize: 24, incrs: options.isWhole ? WHOLE : undefined }, { ...axis, size: 64, values }],
-    series: [{ label: options.xLabel ?? "x", value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
+    bands: (options.bands ?? []).map(([high, low]) => ({ series: [high + 1, low + 1], fill: `${series[high].stroke}33` })),
+    series: [{ label: options.xLabel ?? (options.isTime ? "time" : "x"), value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
   };
 }
 

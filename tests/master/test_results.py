@@ -201,7 +201,7 @@ def test_the_goal_is_part_of_the_record(client: Any, run: Run) -> None:
     assert client.get("/api/runs/").json()[0]["goal"] == GOAL
     assert json.loads(archive(client, run).read("run.json"))["goal"] == GOAL
     for page in (client.get("/"), client.get(f"/runs/{run.id}/")):
-        assert ">reached in 407.1 s (3 epochs)</" in page.text and "in some words</dd>" not in page.text
+        assert "reached in 407.1 s (3 epochs)" in page.text and "in some words</dd>" not in page.text
     assert ": Prec@1 &gt;= 95</" in page.text
     for phase in ("Compute: 5 min", "Exposed communication: 1 min 40 s", "Metrics: 5.0 s", "Data: 2.0 s"):
         assert f"<title>{phase}</title>" in page.text
