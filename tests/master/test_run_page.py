@@ -25,7 +25,7 @@ class Failing(IdleLauncher):
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[dict[str, Any]]:  # type: ignore[override]
         return [
             {"rank": rank, "stream": stream, "text": f"{stream} of {rank} <b>{number}", "date": ""}
-            for rank in (0, 1)
+            for rank in (1, 0)
             for stream in ("stdout", "stderr")
             for number in range(20)
         ]
