@@ -17,7 +17,8 @@ from mlbench_master.columns import number_of
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.export import result_json
 from mlbench_master.goals import GOAL_METRIC, PLAN_METRIC
-from mlbench_master.launchers.interface import Launcher, LogLine
+from mlbench_master.launchers.interface import Launcher
+from mlbench_master.pages.logs import log_view
 from mlbench_master.pages.render import page
 from mlbench_master.phases import PHASES, epoch_phases, longest_s, total_phases
 from mlbench_master.progress import progress_of
@@ -27,7 +28,6 @@ from mlbench_master.store import Point, Run, Store, pod_owner, run_owner
 
 __all__ = ["router"]
 
-_LOG_LINES = 200
 _LAST_LINES = 15
 _MOST_ROWS = 200
 _MOST_NAMES = 1000
@@ -55,7 +55,6 @@ def run_page(run_id: str, request: Request, store: StorePart, launcher: Launcher
     goal = run.goal_record
     totals = total_phases(latest, result, goal.phases_s if goal else {})
     epochs = epoch_phases(store, owner, latest)
-    lines, next_line = _last_lines(launcher, run)
     return page(
         request,
         "run.html",
@@ -80,8 +79,7 @@ def run_page(run_id: str, request: Request, store: StorePart, launcher: Launcher
         metrics=[(name, point.value[:_MOST_CHARACTERS], point) for name, point in found[:_MOST_ROWS]],
         metric_count=len(found),
         filter=wanted,
-        log="".join(f"{_log_line(line)}\n" for line in lines),
-        next_line=next_line,
+        log=log_view(run, launcher),
     )
 
 
@@ -108,20 +106,6 @@ def _parsed(content: bytes | None) -> dict[str, Any]:
     except ValueError:
         return {}
     return parsed if isinstance(parsed, dict) else {}
-
-
-def _last_lines(launcher: Launcher, run: Run) -> tuple[list[LogLine], int]:
-    """Return the last lines of a run's log, and the number of the next line, with which live lines continue."""
-    if run.job_id is None:
-        return [], 0
-    end = launcher.log_end(run.job_id)
-    count = _LOG_LINES
-    while True:
-        page = launcher.logs(run.job_id, max(0, end - count), count)
-        # An answer is limited in bytes, too, so it may end before the end of the log: fewer lines are then shown.
-        if page.next >= end or count == 1:
-            return page.lines, page.next
-        count //= 2
 
 
 def _lasted(run: Run) -> float | None:
@@ -203,8 +187,3 @@ def _flat(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     add("", values)
     return [(path, text[:5000]) for path, text in found if text]
-
-
-def _log_line(line: LogLine) -> str:
-    who = "master" if line["rank"] is None else f"rank {line['rank']}"
-    return f"{line['date']} {who:>7} | {line['text']}"

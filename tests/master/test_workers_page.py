@@ -29,7 +29,7 @@ class Launcher(IdleLauncher):
         return 3
 
     def logs(self, job_id: str, since_line: int = 0, limit: int = 5000, *rest: Any) -> Any:
-        page = super().logs(job_id, since_line, limit)
+        page = super().logs(job_id, since_line, limit, *rest)
         return type(page)(page.lines, 3)
 
 
