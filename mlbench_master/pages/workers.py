@@ -54,7 +54,7 @@ class Figure:
     def scope(self) -> str:
         """Return a note on a figure that is not of the worker alone; see :mod:`mlbench_master.launchers.load`."""
         if self.point is not None and '"machine"' in self.point.extra:
-            return "whole machine"
+            return "machine"
         return ""
 
     @property

@@ -121,7 +121,7 @@ export function follow({ from } = {}) {
       return;
     }
     add(figure, Date.parse(date) / 1000, value);
-    if (metadata.includes('"machine"')) figure.element.querySelector(".scope").textContent = "whole machine";
+    if (metadata.includes('"machine"')) figure.element.querySelector(".scope").textContent = "machine";
     // One drawing for the events that arrive together, and none while the page is hidden.
     if (!changed.size) requestAnimationFrame(() => { changed.forEach(show); changed.clear(); });
     changed.add(figure);
