@@ -10,7 +10,7 @@ function toEnd() {
   log.scrollTop = log.scrollHeight;
 }
 
-follow({ from: Number(start) });
+follow({ from: Number(start), isLarge: true });
 for (const kind of ["state", "deleted"]) on(kind, (data) => { if (data.id === Number(run)) refresh(); });
 on("log", (line) => {
   const log = document.getElementById("log");
