@@ -56,9 +56,9 @@ from mlbench_master.schemas import (
 from mlbench_master.starting import start_runs
 from mlbench_master.store import NameInUseError, NewMetric, Run, Store, pod_owner, run_owner
 
-__all__ = ["results_of", "router", "run_or_404"]
+__all__ = ["PHASES", "results_of", "router", "run_or_404"]
 
-_PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
+PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
 
 
 def _part(name: str) -> Any:
@@ -144,7 +144,7 @@ def all_metrics(store: StorePart) -> StreamingResponse:
     "/{owner_id}/",
     summary="The metrics of a pod or a run",
     openapi_extra=parameters(MetricQuery),
-    **documented(Metrics, 400, 404, media=("application/json", "application/zip")),
+    **documented(Metrics, 400, 404, media=("application/json", "application/zip", "text/csv")),
 )
 def metrics(owner_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> StreamingResponse:
     query = _query(MetricQuery, request)
@@ -157,11 +157,14 @@ def metrics(owner_id: str, request: Request, store: StorePart, launcher: Launche
         _pod_or_404(store, owner_id)
     since = None if query.since is None else to_us(query.since)
     selection = export.Selection(since, query.metric_filter, query.last_n, query.summarize)
-    if query.format != "zip":
+    if query.format not in ("zip", "csv"):
         return _StreamedResponse(export.metrics_json(store, owner, selection), media_type="application/json")
-    archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
     name = export.safe_file_name(owner.replace(":", "_"), set())
-    headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
+    headers = {"Content-Disposition": f'attachment; filename="{name}.{query.format}"'}
+    if query.format == "csv":
+        rows = export.metrics_csv(store, owner, selection)
+        return _StreamedResponse(rows, media_type="text/csv", headers=headers)
+    archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
     return _StreamedResponse(archive, media_type="application/zip", headers=headers)
 
 
@@ -400,7 +403,7 @@ def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "labels": json.dumps(labels),  # text, as in version 3.0
-        "phase": _PHASES.get(run.state, "Unknown"),
+        "phase": PHASES.get(run.state, "Unknown"),
         "ip": "127.0.0.1",
     }
 
@@ -408,7 +411,9 @@ def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
 def _curves(request: Request, store: Store, owner: str, start_us: int | None) -> StreamingResponse:
     query = _query(CurvesQuery, request, "metric")
     pieces = curves_json(store, owner, start_us, query.metric, query.points)
-    return _StreamedResponse(pieces, media_type="application/json")
+    # Metrics of an earlier version of the master are read slowly, but only once.
+    task = BackgroundTask(store.pack_loose, owner, query.metric)
+    return _StreamedResponse(pieces, media_type="application/json", background=task)
 
 
 def _link(request: Request, follows: bool, **changes: object) -> dict[str, str]:

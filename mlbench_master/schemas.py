@@ -150,6 +150,8 @@ class MetricIn(_Body):
         id: An id from the client. A repeated delivery of the same id for the same run or pod is stored once.
     """
 
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["run_id"]}, {"required": ["pod_name"]}]})
+
     run_id: Identifier | None = None
     pod_name: Annotated[Text, AfterValidator(_pod_name)] | None = None
     name: Annotated[Line, Field(max_length=255)]
@@ -189,6 +191,10 @@ class RunIn(_Body):
         light_target: True for the light goal of the task: the command gets ``--light``.
         exclusive: True to run it alone: it starts when no other run is running, and no other run starts until it ends.
     """
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": [name]} for name in ("command", "task", "image_name")]}
+    )
 
     name: RunName
     num_workers: Annotated[int, Field(ge=1, le=4096)]
@@ -253,7 +259,8 @@ class MetricQuery(_Body):
         summarize: Maximum number of entries of each metric; neighbors are averaged.
         metric_filter: Name of the only metric to include.
         last_n: Number of the latest entries of each metric to include.
-        format: ``"json"``, or ``"zip"`` for a download.
+        format: ``"json"``, or for a download ``"zip"`` or ``"csv"`` (columns: name, date, rank, epoch, value).
+            A text in it that a spreadsheet would calculate begins with an apostrophe.
     """
 
     metric_type: Literal["pod", "run"] = "pod"
@@ -261,7 +268,7 @@ class MetricQuery(_Body):
     summarize: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
     metric_filter: Annotated[Text, Field(max_length=255)] | None = None
     last_n: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
-    format: Literal["json", "zip", "api"] = "json"
+    format: Literal["json", "zip", "csv", "api"] = "json"
 
 
 class CurvesQuery(_Body):

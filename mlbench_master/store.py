@@ -12,6 +12,7 @@ import json
 import math
 import sys
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_col
 from sqlalchemy.pool import StaticPool
 
 from mlbench_core.errors import ConfigurationError
+from mlbench_master.columns import PAGE, Columns
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.goals import GOAL_METRIC, RunGoal, read_goal
 from mlbench_master.migrations import REVISION_TABLE, VERSION_TABLE, prepare_database
@@ -64,6 +66,8 @@ _NAME_CHARACTERS = 63
 _MAX_RUN_ID = 2**31 - 1
 # The entry in the metadata of an imported run that identifies it.
 _FINGERPRINT = "fingerprint"
+# Packed pages that are read at once: 2 MB.
+_PACKED = 16
 # SQLite's number for auto_vacuum=INCREMENTAL.
 _INCREMENTAL = 2
 # One step moves 4 MB, in which other threads cannot write.
@@ -206,6 +210,19 @@ def _text(value: object) -> str:
 _POINT = (Metric.id, Metric.date, Metric.value, Metric.cumulative, Metric.extra)
 
 
+class _Page(_Base):
+    """A full page of the entries of one metric, by date; see :mod:`mlbench_master.columns`."""
+
+    __tablename__ = "metric_pages"
+
+    owner: Mapped[str] = mapped_column(sa.String(300), primary_key=True)
+    name: Mapped[str] = mapped_column(sa.String(255), primary_key=True)
+    page: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    end_date: Mapped[int] = mapped_column(sa.BigInteger)
+    end_id: Mapped[int] = mapped_column(sa.BigInteger)
+    data: Mapped[bytes] = mapped_column(sa.LargeBinary)
+
+
 class _Revision(_Base):
     """The version of the tables for Alembic; see :mod:`mlbench_master.migrations`."""
 
@@ -281,6 +298,8 @@ class Store:
     def __init__(self, database_url: str) -> None:
         self._write_lock = threading.RLock()
         self._reclaiming = threading.Lock()
+        # Entries of each metric since its last packed page, as far as this process has seen them.
+        self._loose: Counter[tuple[str, str]] = Counter()
         try:
             self._engine = _make_engine(database_url)
             self._in_memory = isinstance(self._engine.pool, StaticPool)
@@ -511,7 +530,9 @@ class Store:
             # Databases limit the number of parameters of a statement, so the owners are deleted in parts.
             owners = [run_owner(run_id), *map(pod_owner, run.worker_names())]
             for start in range(0, len(owners), _MANY):
-                session.execute(sa.delete(Metric).where(Metric.owner.in_(owners[start : start + _MANY])))
+                part = owners[start : start + _MANY]
+                session.execute(sa.delete(Metric).where(Metric.owner.in_(part)))
+                session.execute(sa.delete(_Page).where(_Page.owner.in_(part)))
             session.delete(run)
 
     def reclaim(self) -> None:
@@ -571,10 +592,106 @@ class Store:
                 # By default, SQLAlchemy does not keep the row count of an insert of many rows.
                 connection = session.connection(execution_options={"preserve_rowcount": True})
                 added = connection.execute(statement, [vars(metric) for metric in metrics]).rowcount
+                self._drop_pages(connection, metrics)
             for metric in metrics:
                 if metric.name in (GOAL_METRIC, GOAL_TEXT_METRIC) and metric.owner.startswith("run:"):
                     _record_goal(session, metric)
+        self._loose.update((metric.owner, metric.name) for metric in metrics)
+        for owner, name in {(metric.owner, metric.name) for metric in metrics}:
+            self.pack_loose(owner, [name])
         return added
+
+    def _drop_pages(self, connection: sa.Connection, metrics: Iterable[NewMetric]) -> None:
+        """Delete the packed pages to which late metrics belong, and those after them."""
+        first: dict[tuple[str, str], int] = {}
+        for metric in metrics:
+            key = metric.owner, metric.name
+            first[key] = min(first.get(key, metric.date), metric.date)
+        # An entry of the same date sorts behind the end of the page, because its id is larger.
+        late = sa.delete(_Page).where(
+            _Page.owner == sa.bindparam("b_owner"),
+            _Page.name == sa.bindparam("b_name"),
+            _Page.end_date > sa.bindparam("b_date"),
+        )
+        keys = [{"b_owner": owner, "b_name": name, "b_date": date} for (owner, name), date in first.items()]
+        connection.execute(late, keys)
+
+    def pack_loose(self, owner: str, names: Iterable[str]) -> None:
+        """Pack the full pages of metrics that have some outside of the packed ones.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            names: The metrics.
+        """
+        for name in names:
+            if self._loose[owner, name] >= PAGE:
+                # Without the pages, reading the metrics only takes longer.
+                with contextlib.suppress(SQLAlchemyError):
+                    self.pack_pages(owner, name)
+
+    def pack_pages(self, owner: str, name: str) -> None:
+        """Store the full pages of a metric that are not packed yet; other threads write between them.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            name: The metric.
+        """
+        while True:
+            with self._writing() as session:
+                page, end = _end_of_pages(session, owner, name)
+                rows = session.execute(_after(owner, name, end).limit(PAGE)).all()
+                # A damaged row may change its place when it is mended.
+                is_sound = all(type(row.date) is int for row in rows)
+                self._loose[owner, name] = len(rows) if is_sound else 0
+                if len(rows) < PAGE or not is_sound:
+                    return
+                data = Columns.of_rows(rows).pack()
+                last = rows[-1]
+                session.add(_Page(owner=owner, name=name, page=page, end_date=last.date, end_id=last.id, data=data))
+
+    def size(self, owner: str, name: str) -> int:
+        """Return the number of entries of a metric."""
+        with self._reading() as session:
+            pages, end = _end_of_pages(session, owner, name)
+            rows = _after(owner, name, end).order_by(None).subquery()
+            return PAGE * pages + (session.scalar(sa.select(sa.func.count()).select_from(rows)) or 0)
+
+    def columns(self, owner: str, name: str) -> Iterator[Columns]:
+        """Yield all entries of a metric by date, in successive parts.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            name: The metric.
+
+        Yields:
+            Parts of up to 65,536 entries, none of them empty. Memory holds one of them.
+        """
+        end = None
+        for start in itertools.count(0, _PACKED):
+            query = sa.select(_Page.page, _Page.end_date, _Page.end_id, _Page.data)
+            query = query.where(_Page.owner == owner, _Page.name == name)
+            query = query.where(_Page.page >= start, _Page.page < start + _PACKED).order_by(_Page.page)
+            with self._reading() as session:
+                pages = session.execute(query).all()
+            # Pages that a late entry has deleted in the meantime are read from the rows.
+            pages = [row for index, row in enumerate(pages, start) if row.page == index]
+            if pages:
+                yield Columns.join([Columns.unpack(row.data) for row in pages])
+                end = pages[-1].end_date, pages[-1].end_id
+            if len(pages) < _PACKED:
+                break
+        size = PAGE * _PACKED
+        loose = 0
+        while True:
+            with self._reading() as session:
+                rows = session.execute(_after(owner, name, end).limit(size)).all()
+            loose += len(rows)
+            if rows:
+                yield Columns.of_rows(rows)
+                end = rows[-1][1], rows[-1][0]
+            if len(rows) < size:
+                self._loose[owner, name] = loose
+                return
 
     def thin_metrics(
         self, owner: str, names: Collection[str], mark: str, since: int, until: int, interval_us: int
@@ -593,6 +710,8 @@ class Store:
         found = found.where(Metric.owner == owner, Metric.name.in_(names), Metric.client_id.startswith(mark))
         with self._writing() as session:
             rows = session.execute(found.where(Metric.date >= since, Metric.date < until)).all()
+            changed = (_Page.owner == owner) & _Page.name.in_(names) & (_Page.end_date >= since)
+            session.execute(sa.delete(_Page).where(changed))
             for _, group in itertools.groupby(rows, key=lambda row: (row.name, row.date // interval_us)):
                 entries = list(group)
                 if len(entries) < 2:
@@ -753,8 +872,11 @@ class Store:
 
     def latest(self, owner: str) -> list[tuple[str, Point]]:
         """Return name and latest entry of each metric of an owner, by name, with one statement."""
-        names = sa.select(Metric.name).where(Metric.owner == owner).distinct().subquery()
         entry = aliased(Metric)
+        # DISTINCT would read all entries. Each step of this recursion finds the next name in the index metrics_by_name.
+        names = sa.select(sa.func.min(Metric.name).label("name")).where(Metric.owner == owner).cte(recursive=True)
+        following = sa.select(sa.func.min(entry.name)).where(entry.owner == owner, entry.name > names.c.name)
+        names = names.union_all(sa.select(following.scalar_subquery()).where(names.c.name.is_not(None)))
         # The index metrics_by_name ends with date and id, so the database reads one entry of each metric.
         newest = sa.select(entry.id).where(entry.owner == owner, entry.name == names.c.name)
         newest = newest.order_by(entry.date.desc(), entry.id.desc()).limit(1)
@@ -768,11 +890,11 @@ class Store:
         with self._reading() as session:
             return session.scalar(sa.select(sa.func.max(Metric.id))) or 0
 
-    def first_date(self, owner: str, name: str) -> int | None:
-        """Return the earliest date of a metric, or None without one."""
+    def first_date(self, owner: str) -> int:
+        """Return the earliest date of the metrics of an owner, 0 without one."""
         with self._reading() as session:
-            date = session.scalar(sa.select(sa.func.min(Metric.date)).where(Metric.owner == owner, Metric.name == name))
-        return date if isinstance(date, int) else None
+            date = session.scalar(sa.select(sa.func.min(Metric.date)).where(Metric.owner == owner))
+        return date if isinstance(date, int) else 0
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Session]:
@@ -788,6 +910,22 @@ class Store:
         # expire_on_commit=False: callers read the attributes of a Run after its session has ended.
         with self._write_lock, Session(self._engine, expire_on_commit=False) as session, session.begin():
             yield session
+
+
+def _end_of_pages(session: Session, owner: str, name: str) -> tuple[int, tuple[int, int] | None]:
+    """Return the number of packed pages of a metric, and date and id of the last entry in them."""
+    query = sa.select(_Page.page, _Page.end_date, _Page.end_id).where(_Page.owner == owner, _Page.name == name)
+    last = session.execute(query.order_by(_Page.page.desc()).limit(1)).first()
+    return (0, None) if last is None else (last.page + 1, (last.end_date, last.end_id))
+
+
+def _after(owner: str, name: str, end: tuple[int, int] | None) -> sa.Select[int, int, str, str]:
+    """Select id, date, value and metadata of the entries of a metric after one, by date."""
+    query = sa.select(Metric.id, Metric.date, Metric.value, Metric.extra)
+    query = query.where(Metric.owner == owner, Metric.name == name)
+    if end is not None:
+        query = query.where(sa.tuple_(Metric.date, Metric.id) > sa.tuple_(*end))
+    return query.order_by(Metric.date, Metric.id)
 
 
 def _chosen(query: sa.Select[Any], states: Collection[str], text: str) -> sa.Select[Any]:

@@ -147,7 +147,6 @@ def _program(run: Run) -> tuple[str, str]:
     return f"Task {task.key}", ", ".join(filter(None, options))
 
 
-@router.get("/")
 @router.get("/runs/")
 def runs_page(request: Request, store: StorePart) -> HTMLResponse:
     view = View.read(request)
