@@ -79,13 +79,14 @@ LauncherPart = Annotated[Launcher, _part("launcher")]
 EventsPart = Annotated[EventBus, _part("events")]
 
 
+general_router = APIRouter()
 metrics_router = APIRouter(prefix="/metrics")
 runs_router = APIRouter(prefix="/runs")
 router = APIRouter(prefix="/api")
 """The routes below ``/api``."""
 
 
-@router.get("/health/", summary="Whether the master answers", **documented(Health))
+@general_router.get("/health/", summary="Whether the master answers", **documented(Health))
 def health(store: StorePart, scheduler: SchedulerPart) -> dict[str, str]:
     store.check()  # an error of the database is answered with status 503
     if not scheduler.is_in_charge:
@@ -93,12 +94,12 @@ def health(store: StorePart, scheduler: SchedulerPart) -> dict[str, str]:
     return {"status": "ok", "version": mlbench_core.__version__}
 
 
-@router.get("/pods/", summary="The workers of all runs", **documented(list[Pod]))
+@general_router.get("/pods/", summary="The workers of all runs", **documented(list[Pod]))
 def pods(store: StorePart) -> list[dict[str, Any]]:
     return [pod for run in store.runs() for pod in _pods(run)]
 
 
-@router.get(
+@general_router.get(
     "/pods/{name}/curves/",
     summary="The metrics of a pod for charts",
     openapi_extra=parameters(CurvesQuery),
@@ -111,7 +112,7 @@ def pod_curves(name: str, request: Request, store: StorePart) -> StreamingRespon
     return _curves(request, store, pod_owner(name), None if run is None else start_of(run))
 
 
-@router.get(
+@general_router.get(
     "/events/",
     summary="Server-sent events: metric, state, log, deleted, lost",
     **documented(None, media=("text/event-stream",)),
@@ -121,36 +122,6 @@ async def stream_events(request: Request, events: EventsPart) -> StreamingRespon
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     client = request.client.host if request.client else ""
     return _StreamedResponse(events.subscribe(client), media_type="text/event-stream", headers=headers)
-
-
-@metrics_router.get("/", summary="Every metric of every pod and run", **documented(MetricsOfAll))
-def all_metrics(store: StorePart) -> StreamingResponse:
-    return _StreamedResponse(export.all_metrics_json(store), media_type="application/json")
-
-
-@metrics_router.get(
-    "/{owner_id}/",
-    summary="The metrics of a pod or a run",
-    openapi_extra=parameters(MetricQuery),
-    **documented(Metrics, 400, 404, media=("application/json", "application/zip")),
-)
-def metrics(owner_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> StreamingResponse:
-    query = _validated(MetricQuery, dict(request.query_params))
-    run: Run | None = None
-    if query.metric_type == "run":
-        run = run_or_404(store, owner_id)
-        owner = run_owner(run.id)
-    else:
-        owner = pod_owner(owner_id)
-        _pod_or_404(store, owner_id)
-    since = None if query.since is None else to_us(query.since)
-    selection = export.Selection(since, query.metric_filter, query.last_n, query.summarize)
-    if query.format != "zip":
-        return _StreamedResponse(export.metrics_json(store, owner, selection), media_type="application/json")
-    archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
-    name = export.safe_file_name(owner.replace(":", "_"), set())
-    headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
-    return _StreamedResponse(archive, media_type="application/zip", headers=headers)
 
 
 @metrics_router.post(
@@ -183,6 +154,39 @@ async def add_metrics(request: Request) -> Response:
     task = BackgroundTask(_publish, events, metrics) if events.has_subscribers else None
     answer = {"status": "ok", "received": len(metrics), "added": added} if many else _entry(metrics[0])
     return JSONResponse(answer, 201, background=task)
+
+
+@metrics_router.get("/", summary="Every metric of every pod and run", **documented(MetricsOfAll))
+def all_metrics(store: StorePart) -> StreamingResponse:
+    return _StreamedResponse(export.all_metrics_json(store), media_type="application/json")
+
+
+@metrics_router.get(
+    "/{owner_id}/",
+    summary="The metrics of a pod or a run",
+    openapi_extra=parameters(MetricQuery),
+    **documented(Metrics, 400, 404, media=("application/json", "application/zip")),
+)
+def metrics(owner_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> StreamingResponse:
+    query = _validated(MetricQuery, dict(request.query_params))
+    run: Run | None = None
+    if query.metric_type == "run":
+        run = run_or_404(store, owner_id)
+        owner = run_owner(run.id)
+    else:
+        owner = pod_owner(owner_id)
+        _pod_or_404(store, owner_id)
+    since = None if query.since is None else to_us(query.since)
+    selection = export.Selection(since, query.metric_filter, query.last_n, query.summarize)
+    if query.format != "zip":
+        pieces = export.metrics_json(store, owner, selection)
+        # Metrics of an earlier version of the master are read slowly, but only once.
+        task = BackgroundTask(store.pack_loose, owner)
+        return _StreamedResponse(pieces, media_type="application/json", background=task)
+    archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
+    name = export.safe_file_name(owner.replace(":", "_"), set())
+    headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
+    return _StreamedResponse(archive, media_type="application/zip", headers=headers)
 
 
 @runs_router.get(
@@ -387,8 +391,7 @@ def _curves(request: Request, store: Store, owner: str, start_us: int | None) ->
     given = request.query_params
     query = _validated(CurvesQuery, {**given, "metric": given.getlist("metric")})
     pieces = curves_json(store, owner, start_us, query.metric, query.points)
-    # Metrics of an earlier version of the master are read slowly, but only once.
-    task = BackgroundTask(store.pack_loose, owner, query.metric)
+    task = BackgroundTask(store.pack_loose, owner)
     return _StreamedResponse(pieces, media_type="application/json", background=task)
 
 
@@ -423,5 +426,6 @@ def _entry(new: NewMetric) -> dict[str, Any]:
     }
 
 
-router.include_router(metrics_router)
-router.include_router(runs_router)
+# The routes are tried in this order, and most requests deliver metrics.
+for part in (metrics_router, runs_router, general_router):
+    router.include_router(part)

@@ -593,14 +593,14 @@ class Store:
             self.pack_loose(owner, [name])
         return added
 
-    def pack_loose(self, owner: str, names: Iterable[str]) -> None:
+    def pack_loose(self, owner: str, names: Iterable[str] | None = None) -> None:
         """Pack the full pages of metrics that have some outside of the packed ones.
 
         Args:
             owner: From :func:`run_owner` or :func:`pod_owner`.
-            names: The metrics.
+            names: The metrics; by default all that this process has written or read.
         """
-        for name in names:
+        for name in [name for found, name in list(self._loose) if found == owner] if names is None else names:
             if self._loose[owner, name] >= PAGE:
                 # Without the pages, reading the metrics only takes longer.
                 with contextlib.suppress(SQLAlchemyError):
@@ -671,6 +671,11 @@ class Store:
             if len(rows) < size:
                 self._loose[owner, name] = loose
                 return
+
+    def points_with(self, ids: Sequence[int]) -> dict[int, Point]:
+        """Return the entries with these ids, by id; at most 500 of them."""
+        with self._reading() as session:
+            return {row[0]: _point(row) for row in session.execute(sa.select(*_POINT).where(Metric.id.in_(ids)))}
 
     def thin_metrics(
         self, owner: str, names: Collection[str], mark: str, since: int, until: int, interval_us: int
