@@ -120,8 +120,10 @@ def summarize_long(store: Store, owner: str, name: str, count: int, most: int) -
             if point is None or len(group.dates) == 1:
                 yield from [] if point is None else [point]
                 continue
-            value = point.value if group.mean is None else repr(group.mean)
-            yield replace(point, value=value, date=sum(group.dates) // len(group.dates))
+            mean = group.mean
+            yield replace(
+                point, value=point.value if mean is None else repr(mean), date=sum(group.dates) // len(group.dates)
+            )
 
 
 @dataclass

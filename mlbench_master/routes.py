@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -22,7 +24,7 @@ from mlbench_master.curves import curves_json, start_of
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
 from mlbench_master.intake import read_metrics
-from mlbench_master.launchers.interface import Launcher
+from mlbench_master.launchers.interface import Launcher, LogPage
 from mlbench_master.openapi import (
     Added,
     Curves,
@@ -47,6 +49,7 @@ from mlbench_master.schemas import (
     LogsQuery,
     MetricIn,
     MetricQuery,
+    PodsQuery,
     RunImport,
     RunIn,
     RunsQuery,
@@ -94,9 +97,23 @@ def health(store: StorePart, scheduler: SchedulerPart) -> dict[str, str]:
     return {"status": "ok", "version": mlbench_core.__version__}
 
 
-@general_router.get("/pods/", summary="The workers of all runs", **documented(list[Pod]))
-def pods(store: StorePart) -> list[dict[str, Any]]:
-    return [pod for run in store.runs() for pod in _pods(run)]
+@general_router.get(
+    "/pods/",
+    summary="The workers of all runs, or a page of them",
+    openapi_extra=parameters(PodsQuery),
+    **documented(list[Pod], 400, in_pages=True),
+)
+def pods(request: Request, store: StorePart) -> JSONResponse:
+    query = _query(PodsQuery, request)
+    run_id, after_rank = map(int, query.after.split("-"))
+    # Each run has a worker, so one run more than pods is enough.
+    runs = store.runs(after=run_id - 1, limit=None if query.limit is None else query.limit + 1)
+    places = ((run, rank, name) for run in runs for rank, name in enumerate(run.worker_names()))
+    wanted = (place for place in places if place[0].id != run_id or place[1] > after_rank)
+    found = list(itertools.islice(wanted, query.limit))
+    follows = query.limit is not None and len(found) == query.limit
+    after = f"{found[-1][0].id}-{found[-1][1]}" if found else ""
+    return JSONResponse([_pod(*place) for place in found], headers=_link(request, follows, after=after))
 
 
 @general_router.get(
@@ -168,7 +185,7 @@ def all_metrics(store: StorePart) -> StreamingResponse:
     **documented(Metrics, 400, 404, media=("application/json", "application/zip")),
 )
 def metrics(owner_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> StreamingResponse:
-    query = _validated(MetricQuery, dict(request.query_params))
+    query = _query(MetricQuery, request)
     run: Run | None = None
     if query.metric_type == "run":
         run = run_or_404(store, owner_id)
@@ -193,16 +210,19 @@ def metrics(owner_id: str, request: Request, store: StorePart, launcher: Launche
     "/",
     summary="All runs, or a page of them, without the output of their workers",
     openapi_extra=parameters(RunsQuery),
-    **documented(list[RunOut], 400),
+    **documented(list[RunOut], 400, in_pages=True),
 )
 def runs(request: Request, store: StorePart) -> JSONResponse:
-    query = _validated(RunsQuery, dict(request.query_params))
-    found = store.runs(after=query.after, limit=query.limit)
-    # As in version 3.0 the answer is a list, so the address of the next page is in a header.
+    query = _query(RunsQuery, request, "state")
+    found = store.runs(*query.state, **query.model_dump(exclude={"state"}))
     follows = query.limit is not None and len(found) == query.limit
-    link = f'</api/runs/?limit={query.limit}&after={found[-1].id}>; rel="next"' if follows else None
+    # An id is still the right place when runs before it have been deleted. Other orders do not have such a mark.
+    if query.sort == "id":
+        headers = _link(request, follows, after=found[-1].id if found else 0, offset=None)
+    else:
+        headers = _link(request, follows, offset=query.offset + len(found))
     # FastAPI would look at every value before it encodes them.
-    return JSONResponse([run.to_json() for run in found], headers={"Link": link} if link else None)
+    return JSONResponse([run.to_json() for run in found], headers=headers)
 
 
 @runs_router.post(
@@ -306,15 +326,16 @@ def stop_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[st
     "/{run_id}/logs/",
     summary="Lines of a run's log",
     openapi_extra=parameters(LogsQuery),
-    **documented(Logs, 400, 404),
+    **documented(Logs, 400, 404, in_pages=True),
 )
-def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> dict[str, Any]:
+def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> JSONResponse:
     run = run_or_404(store, run_id)
-    first = _validated(LogsQuery, dict(request.query_params)).since_line
-    if run.job_id is None:
-        return {"lines": [], "next": first}
-    page = launcher.logs(run.job_id, first)
-    return {"lines": page.lines, "next": page.next}
+    query = _query(LogsQuery, request)
+    page = LogPage([], query.since_line)
+    if run.job_id is not None:
+        page = launcher.logs(run.job_id, query.since_line, query.limit)
+    headers = _link(request, bool(page.lines), since_line=page.next)
+    return JSONResponse({"lines": page.lines, "next": page.next}, headers=headers)
 
 
 @runs_router.get(
@@ -363,6 +384,14 @@ def _validated(model: type[Any], data: Any, prefix: str = "") -> Any:
         raise HTTPException(400, describe_error(error, prefix)) from None
 
 
+def _query(model: type[Any], request: Request, *lists: str) -> Any:
+    """Return the query parameters of a request; those in ``lists`` may be given several times."""
+    given = request.query_params
+    # HTML forms send the fields that the user left empty.
+    several = {name: [value for value in given.getlist(name) if value] for name in lists}
+    return _validated(model, {**given, **several})
+
+
 def run_or_404(store: Store, run_id: str) -> Run:
     """Return the run with the id in a path, or raise an HTTPException with status 404."""
     # isdigit alone accepts digits of other scripts, and int of thousands of digits is slow.
@@ -380,32 +409,43 @@ def results_of(run: Run, launcher: Launcher) -> Path | None:
 
 def _pod_or_404(store: Store, name: str) -> None:
     # PostgreSQL refuses NUL in a parameter. A worker that has not posted yet is a pod without metrics.
-    is_name = "\x00" not in name and len(name) <= 253
-    has_metrics = is_name and store.metric_counts([pod_owner(name)])
-    if has_metrics or any(name in run.worker_names() for run in store.runs()):
-        return
+    if "\x00" not in name and len(name) <= 253:
+        run = store.run_named(name.rpartition("-worker-")[0])
+        if (run is not None and name in run.worker_names()) or store.metric_counts([pod_owner(name)]):
+            return
     raise HTTPException(404, f"id: there is no pod {name[:80]!r}; for a run's metrics add metric_type=run")
 
 
+def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
+    labels = {"app": "mlbench", "component": "worker", "run": run.name, "run_id": str(run.id), "rank": str(rank)}
+    return {
+        "name": name,
+        "labels": json.dumps(labels),  # text, as in version 3.0
+        "phase": _PHASES.get(run.state, "Unknown"),
+        "ip": "127.0.0.1",
+    }
+
+
 def _curves(request: Request, store: Store, owner: str, start_us: int | None) -> StreamingResponse:
-    given = request.query_params
-    query = _validated(CurvesQuery, {**given, "metric": given.getlist("metric")})
+    query = _query(CurvesQuery, request, "metric")
     pieces = curves_json(store, owner, start_us, query.metric, query.points)
     task = BackgroundTask(store.pack_loose, owner)
     return _StreamedResponse(pieces, media_type="application/json", background=task)
 
 
-def _pods(run: Run) -> list[dict[str, Any]]:
-    labels = {"app": "mlbench", "component": "worker", "run": run.name, "run_id": str(run.id)}
-    return [
-        {
-            "name": name,
-            "labels": json.dumps({**labels, "rank": str(rank)}),  # text, as in version 3.0
-            "phase": _PHASES.get(run.state, "Unknown"),
-            "ip": "127.0.0.1",
-        }
-        for rank, name in enumerate(run.worker_names())
-    ]
+def _link(request: Request, follows: bool, **changes: object) -> dict[str, str]:
+    """Return the header with the address of the next page; a list stays a list, as in version 3.0.
+
+    Args:
+        request: The request of this page.
+        follows: False if this page is the last one.
+        **changes: The query parameters that the next page has in place of those of this page; None for none.
+    """
+    if not follows:
+        return {}
+    query = [(name, value) for name, value in request.query_params.multi_items() if name not in changes]
+    query += [(name, str(value)) for name, value in changes.items() if value is not None]
+    return {"Link": f'<{request.url.path}?{urlencode(query)}>; rel="next"'}
 
 
 def _publish(events: EventBus, metrics: list[NewMetric]) -> None:

@@ -57,6 +57,8 @@ _PAGE = 2000
 _MANY = 500
 _BUSY_MS = 30_000
 _NAME_CHARACTERS = 63
+# The largest INTEGER of PostgreSQL, which refuses to compare a column of that type with a larger number.
+_MAX_RUN_ID = 2**31 - 1
 # The entry in the metadata of an imported run that identifies it.
 _FINGERPRINT = "fingerprint"
 # Packed pages that are read at once: 2 MB.
@@ -404,7 +406,7 @@ class Store:
     def run(self, run_id: int) -> Run | None:
         """Return the run with this id, or None."""
         with self._reading() as session:
-            return session.get(Run, run_id)
+            return session.get(Run, run_id) if run_id <= _MAX_RUN_ID else None
 
     def run_named(self, name: str) -> Run | None:
         """Return the run with this name, or None."""
@@ -440,7 +442,7 @@ class Store:
             # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged record is left out.
             slim = sa.func.json_remove(Run.job_metadata, "$.stdout", "$.stderr")
             columns["job_metadata"] = sa.case((sa.func.json_valid(Run.job_metadata) == 1, slim), else_="{}")
-        chosen = sa.select(Run.id).where(Run.id > after)
+        chosen = sa.select(Run.id).where(Run.id > min(after, _MAX_RUN_ID))
         if states:
             chosen = chosen.where(Run.state.in_(states))
         if name:
@@ -732,7 +734,7 @@ class Store:
 
     def existing_runs(self, ids: Iterable[int]) -> set[int]:
         """Return those of the ids that belong to runs."""
-        wanted = list(set(ids))
+        wanted = [number for number in set(ids) if number <= _MAX_RUN_ID]
         found: set[int] = set()
         with self._reading() as session:
             for start in range(0, len(wanted), _MANY):

@@ -189,6 +189,27 @@ def test_a_list_of_runs_is_without_their_output(store: Store) -> None:
     assert stored is not None and stored.job_metadata == output
 
 
+def test_an_id_that_no_run_can_have_is_none(client: TestClient) -> None:
+    metric = {"name": "m", "value": 1}
+    for number in (2**31, 2**63 - 1):
+        assert client.get(f"/api/runs/{number}/").status_code == 404
+        assert client.get(f"/api/metrics/{number}/?metric_type=run").status_code == 404
+        assert client.post("/api/metrics/", json={**metric, "run_id": number}).status_code == 404
+        assert client.get(f"/api/runs/?after={number}").json() == []
+
+
+def test_runs_are_filtered_and_sorted(store: Store) -> None:
+    ids = [store.add_run(a_run(name, finished_at=end)).id for name, end in (("a-1", 2), ("a_2", None), ("b-1", 1))]
+    for query, wanted in (
+        ({"sort": "finished_at"}, [2, 0, 1]),
+        ({"sort": "-finished_at", "limit": 2}, [0, 2]),
+        ({"sort": "finished_at", "offset": 2}, [1]),
+        ({"name": "A_"}, [1]),
+        ({"after": 10**18}, []),
+    ):
+        assert [found.id for found in store.runs(**query)] == [ids[index] for index in wanted], query
+
+
 def test_a_connection_that_the_server_closed_is_replaced(store: Store, url: str) -> None:
     store.check()
     ended = run_sql(
