@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["PAGE", "Columns"]
+__all__ = ["PAGE", "Columns", "number_of"]
 
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -96,6 +96,12 @@ class Columns:
             places: Indices, or a slice.
         """
         return Columns(*(column[places] for column in self._all()))
+
+
+def number_of(value: object) -> float | None:
+    """Return the value of an entry as a number, or None if it is a text or not finite, which JSON does not have."""
+    number = _number(value)
+    return number if math.isfinite(number) else None
 
 
 def _number(value: object) -> float:

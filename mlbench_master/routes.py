@@ -19,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 import mlbench_core
 from mlbench_master import export
 from mlbench_master.bodies import MAX_METRICS_BYTES, MAX_RUN_BYTES, read_body
-from mlbench_master.commands import check_options, resolve_backend, resolve_command
 from mlbench_master.curves import curves_json, start_of
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
@@ -55,15 +54,15 @@ from mlbench_master.schemas import (
     RunsQuery,
     describe_error,
 )
-from mlbench_master.store import NameInUseError, NewMetric, Run, Store, new_run, pod_owner, run_owner
+from mlbench_master.starting import start_runs
+from mlbench_master.store import NameInUseError, NewMetric, Run, Store, pod_owner, run_owner
 from mlbench_master.writer import UnknownRunError
 
-__all__ = ["results_of", "router", "run_or_404"]
+__all__ = ["PHASES", "results_of", "router", "run_or_404"]
 
-_PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
+PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
 _FEW_METRICS = 100
 _read_metrics = read_body(MAX_METRICS_BYTES)
-_RUN_FIELDS = {"name", "num_workers", "num_cpus", "max_bandwidth", "gpu_enabled", "light_target"}
 
 
 def _part(name: str) -> Any:
@@ -182,7 +181,7 @@ def all_metrics(store: StorePart) -> StreamingResponse:
     "/{owner_id}/",
     summary="The metrics of a pod or a run",
     openapi_extra=parameters(MetricQuery),
-    **documented(Metrics, 400, 404, media=("application/json", "application/zip")),
+    **documented(Metrics, 400, 404, media=("application/json", "application/zip", "text/csv")),
 )
 def metrics(owner_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> StreamingResponse:
     query = _query(MetricQuery, request)
@@ -195,14 +194,17 @@ def metrics(owner_id: str, request: Request, store: StorePart, launcher: Launche
         _pod_or_404(store, owner_id)
     since = None if query.since is None else to_us(query.since)
     selection = export.Selection(since, query.metric_filter, query.last_n, query.summarize)
-    if query.format != "zip":
+    if query.format not in ("zip", "csv"):
         pieces = export.metrics_json(store, owner, selection)
         # Metrics of an earlier version of the master are read slowly, but only once.
         task = BackgroundTask(store.pack_loose, owner)
         return _StreamedResponse(pieces, media_type="application/json", background=task)
-    archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
     name = export.safe_file_name(owner.replace(":", "_"), set())
-    headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
+    headers = {"Content-Disposition": f'attachment; filename="{name}.{query.format}"'}
+    if query.format == "csv":
+        rows = export.metrics_csv(store, owner, selection)
+        return _StreamedResponse(rows, media_type="text/csv", headers=headers)
+    archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
     return _StreamedResponse(archive, media_type="application/zip", headers=headers)
 
 
@@ -240,26 +242,12 @@ def create_run(
 ) -> dict[str, Any]:
     wanted = _validated(RunIn, body)
     try:
-        image, command = resolve_command(wanted)
-        backend = resolve_backend(wanted)
-        all_nodes, notes = check_options(wanted, launcher)
+        (run,) = start_runs([wanted], store, scheduler, launcher, events)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
-    run = new_run(
-        image=image,
-        command=command,
-        backend=backend,
-        run_all_nodes=all_nodes,
-        job_metadata=json.dumps({"notes": notes, **({"exclusive": True} if wanted.exclusive else {})}),
-        **wanted.model_dump(include=_RUN_FIELDS),
-    )
-    try:
-        run = store.add_run(run)
     except NameInUseError:
         message = f"name: there is a run named {wanted.name!r}; choose another name or delete that run"
         raise HTTPException(409, message) from None
-    events.publish("state", {"id": run.id, "name": run.name, "state": run.state})
-    scheduler.wake()
     return run.to_json()
 
 
@@ -421,7 +409,7 @@ def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "labels": json.dumps(labels),  # text, as in version 3.0
-        "phase": _PHASES.get(run.state, "Unknown"),
+        "phase": PHASES.get(run.state, "Unknown"),
         "ip": "127.0.0.1",
     }
 

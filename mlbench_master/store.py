@@ -33,6 +33,7 @@ from mlbench_master.migrations import REVISION_TABLE, VERSION_TABLE, prepare_dat
 __all__ = [
     "GOAL_TEXT_METRIC",
     "RUN_COLUMNS",
+    "RUN_SORTS",
     "LeaseRow",
     "Metric",
     "NameInUseError",
@@ -46,6 +47,9 @@ __all__ = [
 
 RUN_COLUMNS = ("id", "name", "state", "created_at", "started_at", "finished_at", "num_workers", "backend")
 """The columns by which a list of runs can be sorted."""
+
+RUN_SORTS = (*RUN_COLUMNS, "image", "duration", "goal")
+"""The names by which :meth:`Store.runs` sorts: the columns, the time since the start, and the time to the goal."""
 
 # The first worker of a task sends this metric when it reaches the goal.
 GOAL_TEXT_METRIC = "TaskResult @ 0"
@@ -361,23 +365,32 @@ class Store:
     # Runs
 
     def add_run(self, run: Run) -> Run:
-        """Add a new run.
+        """Add a new run; see :meth:`add_runs`."""
+        return self.add_runs([run])[0]
+
+    def add_runs(self, runs: Sequence[Run]) -> list[Run]:
+        """Add new runs in one transaction: all of them or none.
 
         Args:
-            run: The run, without an id.
+            runs: The runs, without ids.
 
         Returns:
-            The run with its id.
+            The runs with their ids, in the same order.
 
         Raises:
-            NameInUseError: A run of this name exists.
+            NameInUseError: A run of one of the names exists; the error's text is that name.
         """
+        names = [run.name for run in runs]
         try:
             with self._writing() as session:
-                session.add(run)
-        except IntegrityError as error:
-            raise NameInUseError(run.name) from error
-        return run
+                for start in range(0, len(names), _MANY):
+                    known = sa.select(Run.name).where(Run.name.in_(names[start : start + _MANY]))
+                    if (taken := session.scalar(known.order_by(Run.id).limit(1))) is not None:
+                        raise NameInUseError(taken)
+                session.add_all(runs)
+        except IntegrityError as error:  # another program has added one in the meantime, or two names are the same
+            raise NameInUseError(", ".join(names)) from error
+        return list(runs)
 
     def import_run(self, run: Run, fingerprint: str) -> Run:
         """Add a run that ended without this master, unless it was added before.
@@ -419,6 +432,7 @@ class Store:
         after: int = 0,
         limit: int | None = None,
         name: str = "",
+        text: str = "",
         sort: str = "id",
         offset: int = 0,
     ) -> list[Run]:
@@ -429,7 +443,8 @@ class Store:
             after: Only runs with a larger id.
             limit: Maximum number of runs.
             name: Only runs with this text in their name; upper and lower case are the same.
-            sort: One of :data:`RUN_COLUMNS`, with a ``-`` before it for the largest value first. Runs without a value
+            text: Only runs with each word of this text in their name, image, command or backend.
+            sort: One of :data:`RUN_SORTS`, with a ``-`` before it for the largest value first. Runs without a value
                 come last, and those with equal values are ordered by id.
             offset: Number of first runs to leave out.
 
@@ -442,13 +457,11 @@ class Store:
             # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged record is left out.
             slim = sa.func.json_remove(Run.job_metadata, "$.stdout", "$.stderr")
             columns["job_metadata"] = sa.case((sa.func.json_valid(Run.job_metadata) == 1, slim), else_="{}")
-        chosen = sa.select(Run.id).where(Run.id > min(after, _MAX_RUN_ID))
-        if states:
-            chosen = chosen.where(Run.state.in_(states))
+        chosen = _chosen(sa.select(Run.id), states, text).where(Run.id > min(after, _MAX_RUN_ID))
         if name:
             chosen = chosen.where(Run.name.icontains(name, autoescape=True))
-        column = getattr(Run, sort.removeprefix("-"))
-        order = [part.desc() if sort.startswith("-") else part for part in (column, Run.id)]
+        key = self._sort_key(sort.removeprefix("-"))
+        order: list[Any] = [part.desc() if sort.startswith("-") else part for part in (key, Run.id)]
         order[0] = order[0].nulls_last()
         if limit is not None or offset:
             # SQLite would read the whole record of each run that the offset leaves out.
@@ -463,6 +476,23 @@ class Store:
                 metadata = run.metadata_dict()
                 run.job_metadata = json.dumps({k: v for k, v in metadata.items() if k not in ("stdout", "stderr")})
         return found
+
+    def count_runs(self, *states: str, text: str = "") -> int:
+        """Return the number of runs that :meth:`runs` finds with these states and this text."""
+        with self._reading() as session:
+            return session.scalar(_chosen(sa.select(sa.func.count(Run.id)), states, text)) or 0
+
+    def _sort_key(self, name: str) -> sa.ColumnElement[Any]:
+        if name == "duration":
+            return sa.func.coalesce(Run.finished_at, now_us()) - Run.started_at
+        if name != "goal":
+            column: sa.ColumnElement[Any] = getattr(Run, name)
+            return column
+        if self._engine.dialect.name == "sqlite":
+            return sa.case((sa.func.json_valid(Run.goal) == 1, sa.func.json_extract(Run.goal, "$.time_to_goal_s")))
+        # A record that is damaged has no number here, where a cast to JSON would fail.
+        number = sa.func.substring(Run.goal, r'"time_to_goal_s":\s*(\d+(?:\.\d+)?(?:e[+-]?\d\d?)?)')
+        return sa.cast(number, sa.Float)
 
     def update_run(
         self,
@@ -858,8 +888,11 @@ class Store:
 
     def latest(self, owner: str) -> list[tuple[str, Point]]:
         """Return name and latest entry of each metric of an owner, by name, with one statement."""
-        names = sa.select(Metric.name).where(Metric.owner == owner).distinct().subquery()
         entry = aliased(Metric)
+        # DISTINCT would read all entries. Each step of this recursion finds the next name in the index metrics_by_name.
+        names = sa.select(sa.func.min(Metric.name).label("name")).where(Metric.owner == owner).cte(recursive=True)
+        following = sa.select(sa.func.min(entry.name)).where(entry.owner == owner, entry.name > names.c.name)
+        names = names.union_all(sa.select(following.scalar_subquery()).where(names.c.name.is_not(None)))
         # The index metrics_by_name ends with date and id, so the database reads one entry of each metric.
         newest = sa.select(entry.id).where(entry.owner == owner, entry.name == names.c.name)
         newest = newest.order_by(entry.date.desc(), entry.id.desc()).limit(1)
@@ -920,6 +953,16 @@ def _rows_after(session: Session, owner: str, name: str, end: tuple[int, int] | 
 def _mark(connection: sa.Connection | sa.Engine) -> str:
     """Return the text that stands for a parameter in a statement of the database's driver."""
     return "?" if connection.dialect.paramstyle == "qmark" else "%s"
+
+
+def _chosen(query: sa.Select[Any], states: Collection[str], text: str) -> sa.Select[Any]:
+    """Limit a query to the runs in one of some states, all states if it is empty, with each word of a text."""
+    if states:
+        query = query.where(Run.state.in_(states))
+    for word in text.split():
+        places = (Run.name, Run.image, Run.backend, Run.command)
+        query = query.where(sa.or_(*(place.icontains(word, autoescape=True) for place in places)))
+    return query
 
 
 def _newest(owner: str, name: str, count: int = 1) -> sa.Select[Any]:
