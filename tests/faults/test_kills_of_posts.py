@@ -20,7 +20,7 @@ import httpx
 
 from mlbench_core.client.api import ApiClient
 from mlbench_core.errors import MLBenchError
-from tests.helpers.processes import Master, running_master
+from tests.helpers.processes import Master, running_master, wait_for
 
 KILLS = int(os.environ.get("MLBENCH_KILLS", "2"))
 POSTS = 500 * KILLS
@@ -66,7 +66,9 @@ class Posts:
     def plain(self) -> None:
         """A client that posts each value once, and does not try again."""
         done = self.acknowledged["plain"] = []
-        done += [value for value in self.values("plain") if self.post(self.metric("plain", value))]
+        for value in self.values("plain"):
+            if self.post(self.metric("plain", value)):
+                done.append(value)
 
     def repeated(self) -> None:
         """A client that posts each value with an id until it is acknowledged."""
@@ -91,7 +93,6 @@ class Posts:
         with ApiClient(url=self.master.url, spill_dir=self.folder) as client:
             waiting = []
             for value in self.values("by_client"):
-                time.sleep(0.001)  # a faster one would only fill its queue while the master is away
                 waiting.append((value, client.post_metric(self.run_id, "by_client", value)))
                 if len(waiting) > 20:
                     oldest, future = waiting.pop(0)
@@ -99,7 +100,7 @@ class Posts:
                         future.result(60)
                         done.append(oldest)
                     except MLBenchError:
-                        pass  # kept, and delivered later
+                        time.sleep(0.02)  # kept, and delivered later
             assert client.flush(60)
 
     def stored(self) -> dict[str, list[str]]:
@@ -124,6 +125,10 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_doubled(tmp_path: Path) -> 
         for thread in threads:
             thread.start()
         try:
+            done = posts.acknowledged.values
+            wait_for(
+                lambda: errors or (len(done()) == 4 and min(map(len, done())) >= 20), 60, "the first posts of each"
+            )
             for _ in range(KILLS):
                 time.sleep(numbers.uniform(0, 1))
                 master.stop(kill=True)
