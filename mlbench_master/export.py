@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mlbench_master.columns import PAGE, Columns
 from mlbench_master.dates import format_date
 from mlbench_master.launchers.interface import Launcher, LogLine
 from mlbench_master.results import FILES, RESULT_FILE, RESULT_METRIC, RefusedFileError, ResultFolder, is_result
@@ -32,6 +35,7 @@ __all__ = [
     "result_json",
     "safe_file_name",
     "summarize",
+    "summarize_long",
 ]
 
 LEFT_OUT_FILE = "left_out.txt"
@@ -39,6 +43,7 @@ LEFT_OUT_FILE = "left_out.txt"
 
 _CHUNK_CHARACTERS = 65_536
 _CHUNK_BYTES = 2**20
+_GROUPS_AT_ONCE = 500
 _OFFICIAL_RESULT = "official_result.txt"
 # A spreadsheet calculates a cell that begins with one of these, also in a file of somebody else.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -66,7 +71,13 @@ class Selection:
         for owner, name, points in store.entries(counts, self.since, self.last_n):
             count = counts[owner, name] if self.last_n is None else min(counts[owner, name], self.last_n)
             if self.summarize is not None and count > self.summarize:
-                points = summarize(points, count, self.summarize)
+                # The entries of a long metric have not been read yet, and its columns take a tenth of their time.
+                is_long = count > PAGE
+                points = (
+                    summarize_long(store, owner, name, count, self.summarize)
+                    if is_long
+                    else summarize(points, count, self.summarize)
+                )
             yield owner, name, points
 
 
@@ -97,13 +108,80 @@ def summarize(points: Iterable[Point], count: int, most: int) -> Iterator[Point]
         yield _average(group)
 
 
+def summarize_long(store: Store, owner: str, name: str, count: int, most: int) -> Iterator[Point]:
+    """Average neighbors of the last entries of a metric as :func:`summarize` does, without reading every row.
+
+    Args:
+        store: The database.
+        owner: Owner of the metric.
+        name: The metric.
+        count: Number of last entries to average.
+        most: Maximum number of groups, at least 1.
+
+    Yields:
+        The groups in order.
+    """
+    groups = _groups(store.columns(owner, name), store.size(owner, name) - count, count, most)
+    while some := list(itertools.islice(groups, _GROUPS_AT_ONCE)):
+        rows = store.points_with([group.last_id for group in some])
+        for group in some:
+            point = rows.get(group.last_id)
+            if point is None or len(group.dates) == 1:
+                yield from [] if point is None else [point]
+                continue
+            mean = group.mean
+            yield replace(
+                point, value=point.value if mean is None else repr(mean), date=sum(group.dates) // len(group.dates)
+            )
+
+
+@dataclass
+class _Group:
+    """Neighboring entries: their dates, their finite numbers, and the id of the last one."""
+
+    number: int
+    dates: list[int]
+    numbers: list[float]
+    last_id: int
+
+    @property
+    def mean(self) -> float | None:
+        count = len(self.numbers)
+        # Each number is divided before the sum, because the sum of large finite numbers can overflow.
+        return math.fsum(number / count for number in self.numbers) if count else None
+
+
+def _groups(parts: Iterable[Columns], skip: int, count: int, most: int) -> Iterator[_Group]:
+    current: _Group | None = None
+    start = -skip
+    for whole in parts:
+        part = whole.at(slice(max(0, -start), None))
+        steps = np.arange(max(0, start), start + len(whole))
+        start += len(whole)
+        numbers = np.minimum(steps * most // count, most - 1)
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        for first, end in itertools.pairwise([*firsts.tolist(), len(part)]):
+            members = part.at(slice(first, end))
+            finite = members.numbers[~np.isnan(members.numbers)].tolist()
+            group = _Group(int(numbers[first]), members.dates.tolist(), finite, int(members.ids[-1]))
+            if current is not None and current.number == group.number:
+                current.dates += group.dates
+                current.numbers += group.numbers
+                current.last_id = group.last_id
+                continue
+            if current is not None:
+                yield current
+            current = group
+    if current is not None:
+        yield current
+
+
 def _average(group: Sequence[Point]) -> Point:
     if len(group) == 1:
         return group[0]
-    numbers = [number for number in map(_number, group) if number is not None]
-    finite = [number for number in numbers if math.isfinite(number)]
-    # Each number is divided before the sum, because the sum of large finite numbers can overflow.
-    value = repr(math.fsum(number / len(finite) for number in finite)) if finite else group[-1].value
+    finite = [number for number in map(_number, group) if number is not None and math.isfinite(number)]
+    mean = _Group(0, [], finite, 0).mean
+    value = group[-1].value if mean is None else repr(mean)
     return replace(group[-1], value=value, date=sum(point.date for point in group) // len(group))
 
 

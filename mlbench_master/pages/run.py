@@ -14,17 +14,19 @@ from fastapi.responses import HTMLResponse
 
 from mlbench_core.results.published import describe_run
 from mlbench_master.columns import number_of
+from mlbench_master.curves import start_of
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.export import result_json
 from mlbench_master.goals import GOAL_METRIC, PLAN_METRIC
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.pages.logs import log_view
 from mlbench_master.pages.render import page
+from mlbench_master.pages.workers import list_workers
 from mlbench_master.phases import PHASES, epoch_phases, longest_s, total_phases
 from mlbench_master.progress import progress_of
 from mlbench_master.results import RESULT_METRIC, ResultFolder
 from mlbench_master.routes import LauncherPart, StorePart, results_of, run_or_404
-from mlbench_master.store import Point, Run, Store, pod_owner, run_owner
+from mlbench_master.store import Point, Run, run_owner
 
 __all__ = ["router"]
 
@@ -32,7 +34,7 @@ _LAST_LINES = 15
 _MOST_ROWS = 200
 _MOST_NAMES = 1000
 _MOST_CHARACTERS = 200
-_MOST_WORKERS = 64
+_MOST_WORKERS = 32
 _MOST_FACTS = 500
 _RANKED = re.compile(r"(.*) @ (\d{1,6})")
 _FAILED_RANK = re.compile(r"\b(?:worker|rank) (\d{1,6})\b")
@@ -73,8 +75,8 @@ def run_page(run_id: str, request: Request, store: StorePart, launcher: Launcher
         longest_epoch=longest_s(epochs),
         configuration=_flat(result.get("configuration") or describe_run(run.to_json(), run.num_workers)),
         environment=_flat(folder.environment or {name: result.get(name) for name in ("machine", "software")}),
-        workers=_workers(store, run),
-        more_workers=max(len(run.worker_names()) - _MOST_WORKERS, 0),
+        start_s=start_of(run) / 1e6,
+        workers=list_workers(store, [(run, rank) for rank in range(len(run.worker_names()))][:_MOST_WORKERS]),
         curves=_curve_names(latest),
         metrics=[(name, point.value[:_MOST_CHARACTERS], point) for name, point in found[:_MOST_ROWS]],
         metric_count=len(found),
@@ -141,18 +143,6 @@ def _failure(run: Run, launcher: Launcher) -> tuple[int, list[str]] | None:
     errors = [line for line in lines if line["stream"] == "stderr"]
     shown = [line["text"][: _LAST_LINES * _MOST_CHARACTERS] for line in (errors or lines)[-_LAST_LINES:]]
     return (int(named[1]), shown) if shown else None
-
-
-def _workers(store: Store, run: Run) -> list[tuple[int, str, dict[str, float]]]:
-    """Return rank, name and latest load of the first workers."""
-    names = run.worker_names()[:_MOST_WORKERS]
-    loads: dict[str, dict[str, float]] = {}
-    wanted = {(pod_owner(name), metric): 1 for name in names for metric in ("cpu", "memory", "gpu")}
-    for owner, metric, points in store.entries(wanted, last_n=1):
-        for point in points:
-            if (number := number_of(point.value)) is not None:
-                loads.setdefault(owner, {})[metric] = number
-    return [(rank, name, loads.get(pod_owner(name), {})) for rank, name in enumerate(names)]
 
 
 def _curve_names(latest: Sequence[tuple[str, Point]]) -> dict[str, list[int]]:

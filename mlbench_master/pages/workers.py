@@ -52,7 +52,7 @@ class Figure:
     def scope(self) -> str:
         """Return a note on a figure that is not of the worker alone; see :mod:`mlbench_master.launchers.load`."""
         if self.point is not None and '"machine"' in self.point.extra:
-            return "whole machine"
+            return "machine"
         return ""
 
     @property
@@ -73,7 +73,7 @@ class Worker:
     Attributes:
         run: The run.
         rank: The worker's rank.
-        figures: Its load; without those of a GPU if it has none.
+        figures: Its load; without those that are not measured.
     """
 
     run: Run
@@ -104,7 +104,9 @@ def list_workers(store: Store, places: Sequence[tuple[Run, int]]) -> list[Worker
     for run, rank in places:
         owner = pod_owner(_pod_name(run, rank))
         figures = [Figure(metric, latest.get((owner, metric))) for metric in LOAD_METRICS]
-        shown = [figure for figure in figures if figure.point is not None or not figure.metric.startswith("gpu")]
+        # The others may still be measured; a GPU is there from the first sample on.
+        awaited = [] if run.state in ("finished", "failed") else [name for name in LOAD_METRICS if "gpu" not in name]
+        shown = [figure for figure in figures if figure.point is not None or figure.metric in awaited]
         workers.append(Worker(run, rank, shown))
     return workers
 

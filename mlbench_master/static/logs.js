@@ -12,7 +12,7 @@ const id = Number(log.dataset.run);
 
 const PAGE = 200;
 const MOST_LINES = 5000; // more of them make a page slow
-const MOST_COUNTS = 5; // requests of at most about a second for the number of matches
+const MOST_TURNS = 5; // requests of at most about a second for a match, and for the number of matches
 const END = Number.MAX_SAFE_INTEGER;
 
 let previous = Number(log.dataset.previous); // number of the first line that was read
@@ -20,6 +20,7 @@ let next = Number(log.dataset.next); // number of the line after the last one th
 let version = 0; // of the filter: answers to an older one come too late
 let isReading = false;
 let isBehind = false;
+let isCutOff = false; // the last search ended at its limit of time
 let matches = null;
 
 function filter() {
@@ -102,7 +103,7 @@ function tell(text) {
   if (status.textContent !== text) status.textContent = text;
 }
 
-function tellState(isCutOff = false) {
+function tellState() {
   log.classList.toggle("searched", search.value !== "");
   document.getElementById("log-empty").textContent =
     filter().length === 0 ? "The run has not written anything yet." : "No such line.";
@@ -119,7 +120,7 @@ function tellState(isCutOff = false) {
 async function count() {
   const counted = { count: 0, before: next };
   matches = counted; // lines that arrive from now on are added
-  for (let turn = 0; turn < MOST_COUNTS && counted.before > 0; turn += 1) {
+  for (let turn = 0; turn < MOST_TURNS && counted.before > 0; turn += 1) {
     const answer = await read({ before_line: counted.before, limit: 0 });
     if (answer === null) return;
     counted.count += answer.matches;
@@ -129,6 +130,8 @@ async function count() {
 }
 
 // ---------------------------------------------------------------- reading
+
+const isCut = (answer) => answer.previous > 0 && answer.lines.length < PAGE && filter().length > 0;
 
 /** Show the last lines that pass the filter. */
 async function show() {
@@ -145,9 +148,13 @@ async function show() {
   if (answer === null) return;
   ({ previous, next } = answer);
   list.replaceChildren(...answer.lines.map(row));
-  tellState(previous > 0 && answer.lines.length < PAGE && filter().length > 0);
+  isCutOff = isCut(answer);
+  tellState();
   toEnd();
-  if (search.value) await count();
+  for (let turn = 1; turn < MOST_TURNS && isCutOff && !list.hasChildNodes() && mine === version; turn += 1) {
+    await showEarlier();
+  }
+  if (search.value && mine === version) await count();
   if (isBehind) catchUp();
 }
 
@@ -158,7 +165,8 @@ async function showEarlier() {
   const fromEnd = log.scrollHeight - log.scrollTop;
   previous = answer.previous;
   list.prepend(...answer.lines.map(row));
-  tellState(previous > 0 && answer.lines.length < PAGE && filter().length > 0);
+  isCutOff = isCut(answer);
+  tellState();
   log.scrollTop = log.scrollHeight - fromEnd;
 }
 

@@ -4,5 +4,5 @@ import { follow } from "./load.js";
 
 const { run, start } = document.getElementById("worker").dataset;
 
-follow({ from: Number(start) });
+follow({ from: Number(start), isLarge: true });
 for (const kind of ["state", "deleted"]) on(kind, (data) => { if (data.id === Number(run)) refresh(); });

@@ -163,7 +163,7 @@ def test_workers_have_their_load_and_the_configuration_is_that_of_the_result(cli
     ]
     assert client.post("/api/metrics/", json=loads).status_code == 201
     page = page_of(client, run_id)
-    assert part(page, "run-workers").endswith("a-worker-0 - - - a-worker-1 93.7 % 500 MB -")
+    assert part(page, "workers").endswith("rank 1 CPU 94 % Memory 500 MB Network in - Network out -")
     assert "program python x.py" in part(page, "configuration")
     result = {"configuration": {"goal": {"metric": "<m>"}, "list": [1, "a"]}, "software": {"torch": "2"}, "machine": 3}
     send(client, run_id, ("result @ 0", json.dumps(result)))
