@@ -122,7 +122,10 @@ class ListedRun:
 def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:
     """Return runs with their goals and durations, with one statement for all of them."""
     now = now_us()
-    goals = {run.id: run.goal_record or goal_of_task(run.image, run.command, run.light_target) for run in runs}
+    # A damaged record may hold any type.
+    goals = {
+        run.id: run.goal_record or goal_of_task(str(run.image), str(run.command), run.light_target) for run in runs
+    }
     wanted = {
         (run_owner(run_id), f"{goal.metric} @ 0"): 1
         for run_id, goal in goals.items()
@@ -139,10 +142,10 @@ def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:
 
 
 def _program(run: Run) -> tuple[str, str]:
-    task = task_of_image(run.image)
+    task = task_of_image(str(run.image))
     if task is None:
-        return run.command, ""
-    words = split_command(run.command)
+        return str(run.command), ""
+    words = split_command(str(run.command))
     options = (option_value(words, option) for option in ("--dataset", "--preset", "--optimizer"))
     return f"Task {task.key}", ", ".join(filter(None, options))
 

@@ -185,7 +185,17 @@ def test_pages_hold_the_rows_by_date(store: Store, run_key: str, monkeypatch: py
     assert packed(store) == [] and shown() == []
 
 
-@pytest.mark.parametrize("seed", range(4))
+def test_thinning_the_load_drops_the_pages_that_it_changes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "PAGE", 4)
+    store.add_metrics([NewMetric("pod:p", "cpu", date, str(date), client_id=f"x{date}") for date in range(12)])
+    assert [end for end, _ in packed(store)] == [3, 7, 11]
+    store.thin_metrics("pod:p", ["cpu"], "x", since=6, until=12, interval_us=3)
+    assert [end for end, _ in packed(store)] == [3]
+    shown = [number for part in store.columns("pod:p", "cpu") for number in part.numbers.tolist()]
+    assert shown == [0, 1, 2, 3, 4, 5, 7, 10]
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_long_metrics_are_summarized_as_short_ones(
     client: Any, store: Store, run_key: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,17 @@ def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
     assert 'Task 1a <span class="faint">digits</span>' in page
 
 
+def test_a_damaged_record_does_not_hide_the_others(client: Any) -> None:
+    store = client.app.state.store
+    add(store, "good")
+    broken = add(store, "broken")
+    with store._engine.begin() as connection:
+        for column in ("command", "image", "backend", "num_cpus", "num_workers", "started_at", "finished_at", "goal"):
+            connection.exec_driver_sql(f"UPDATE runs SET {column} = x'ff' WHERE id = {broken.id}")
+    assert sorted(names(get(client))) == ["broken", "good"]
+    assert client.get(f"/runs/new/?from={broken.id}").status_code == 200
+
+
 def test_an_empty_list_says_what_to_do_next(client: Any) -> None:
     page = get(client)
     assert '<a href="/runs/new/">Start the first one with the form</a>' in page and "mlbench run my-run 2" in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def check_following(page: Page) -> None:
     page("document.getElementById('log').scrollTop = 0")
     page("document.getElementById('log-earlier').click()")
     wait_for(lambda: numbers(page)[0] < before, what="earlier lines")
+    time.sleep(1.5)  # the worker writes dozens of lines
     # The reader still sees the same line, and none arrives.
     line = f"[...document.querySelectorAll('#log .text')].find((e) => e.textContent === 'line {before}')"
     top = "document.getElementById('log').getBoundingClientRect().top"
