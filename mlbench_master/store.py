@@ -913,6 +913,12 @@ class Store:
         return date if isinstance(date, int) else 0
 
     @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other threads from writing during several calls."""
+        with self._write_lock:
+            yield
+
+    @contextlib.contextmanager
     def _reading(self) -> Iterator[Session]:
         if self._in_memory:  # all threads share one connection
             with self._write_lock, Session(self._engine, expire_on_commit=False) as session:

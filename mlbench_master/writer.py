@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, TimeoutError
 
 from mlbench_master.store import NewMetric, Store
 
@@ -25,6 +25,8 @@ __all__ = ["MetricWriter", "UnknownRunError"]
 
 # The lock of the database is held for about a tenth of a second.
 _MOST_METRICS = 10_000
+# Errors of the database and not of a metric. Each attempt may last until a timeout of half a minute.
+_NOT_OF_METRICS = (OperationalError, TimeoutError)
 _Waiting = tuple[Sequence[NewMetric], "asyncio.Future[int]"]
 
 
@@ -61,10 +63,11 @@ class MetricWriter:
         """
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         with self._lock:
+            if not self._is_busy:
+                # If the machine has no thread left, this request fails, and the next one tries again.
+                self._thread.submit(self._write_all)
+                self._is_busy = True
             self._waiting.append((metrics, future))
-            is_idle, self._is_busy = not self._is_busy, True
-        if is_idle:
-            self._thread.submit(self._write_all)
         return await future
 
     def close(self) -> None:
@@ -96,12 +99,15 @@ class MetricWriter:
         try:
             owners = [{metric.owner for metric in batch} for batch in batches]
             ids = {int(owner[4:]) for found in owners for owner in found if owner.startswith("run:")}
-            missing = ids - self._store.existing_runs(ids)
-            unknown = [min((key for key in missing if f"run:{key}" in found), default=None) for found in owners]
-            added = iter(self._store.add_batches([b for b, key in zip(batches, unknown, strict=True) if key is None]))
+            # Metrics that arrive after the deletion of their run would stay for good.
+            with self._store.alone():
+                missing = ids - self._store.existing_runs(ids)
+                unknown = [min((key for key in missing if f"run:{key}" in found), default=None) for found in owners]
+                known = [batch for batch, key in zip(batches, unknown, strict=True) if key is None]
+                added = iter(self._store.add_batches(known))
             return [next(added) if key is None else UnknownRunError(f"there is no run {key}") for key in unknown]
         except Exception as error:
-            if len(batches) == 1 or not isinstance(error, SQLAlchemyError):
+            if len(batches) == 1 or isinstance(error, _NOT_OF_METRICS):
                 return [error] * len(batches)
             # One request must not make the others fail.
             return [result for batch in batches for result in self._write([batch])]

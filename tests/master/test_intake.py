@@ -136,7 +136,8 @@ def test_requests_that_wait_are_written_together_and_fail_apart(store: Store, mo
         first.set()
         assert rest.wait(10)
         if any(metric.value == "bad" for batch in batches for metric in batch):
-            raise OperationalError("INSERT", {}, Exception("disk full"))
+            # A driver of a database raises this error itself, so SQLAlchemy passes it on.
+            raise OverflowError("int too large")
         return add(batches)
 
     monkeypatch.setattr(store, "add_batches", slow_add)
@@ -146,7 +147,7 @@ def test_requests_that_wait_are_written_together_and_fail_apart(store: Store, mo
         try:
             metrics = [NewMetric(owner, "m", 1, value, client_id=f"{owner} {value}") for value in values]
             return await writer.add(metrics)
-        except (UnknownRunError, OperationalError) as error:
+        except (UnknownRunError, OverflowError) as error:
             return type(error).__name__
 
     async def main() -> list[int | str]:
@@ -158,10 +159,84 @@ def test_requests_that_wait_are_written_together_and_fail_apart(store: Store, mo
         rest.set()
         return list(await asyncio.gather(leader, *tasks))
 
-    assert asyncio.run(main()) == [1, 2, "UnknownRunError", "OperationalError", 1, 1]
+    assert asyncio.run(main()) == [1, 2, "UnknownRunError", "OverflowError", 1, 1]
     # The group without the unknown run fails as a whole, and each request is then written alone.
     assert groups == [1, 4, 1, 0, 1, 1, 1]
     assert [point.value for point in store.points("run:1", "m")] == ["1", "2", "3", "6"]
+    writer.close()
+
+
+async def outcome(writer: MetricWriter, *values: str) -> int | str:
+    try:
+        return await asyncio.wait_for(writer.add([NewMetric("run:1", "m", 1, value) for value in values]), 5)
+    except Exception as error:
+        return type(error).__name__
+
+
+def test_a_database_that_does_not_answer_is_asked_once_for_all_requests_that_wait(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = 0
+    first, rest = threading.Event(), threading.Event()
+
+    def fail(_: Any) -> list[int]:
+        nonlocal attempts
+        attempts += 1
+        first.set()
+        assert rest.wait(10)
+        # After half a minute, of a file that another program has locked.
+        raise OperationalError("INSERT", {}, Exception("database is locked"))
+
+    monkeypatch.setattr(store, "add_batches", fail)
+    writer = MetricWriter(store)
+
+    async def main() -> list[int | str]:
+        leader = asyncio.create_task(outcome(writer, "1"))
+        await asyncio.to_thread(first.wait, 10)
+        others = [asyncio.create_task(outcome(writer, str(number))) for number in range(2, 12)]
+        await asyncio.sleep(0.05)
+        rest.set()
+        return list(await asyncio.gather(leader, *others))
+
+    assert asyncio.run(main()) == ["OperationalError"] * 11
+    assert attempts == 2
+    writer.close()
+
+
+def test_a_run_that_is_deleted_meanwhile_leaves_no_metrics(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    existing = store.existing_runs
+    deleting = threading.Thread(target=store.delete_run, args=(1,))
+
+    def slow_existing(ids: Any) -> set[int]:
+        found = existing(ids)
+        deleting.start()
+        deleting.join(0.2)
+        return found
+
+    monkeypatch.setattr(store, "existing_runs", slow_existing)
+    writer = MetricWriter(store)
+    assert asyncio.run(outcome(writer, "1")) == 1
+    deleting.join()
+    assert store.metric_counts(["run:1"]) == {}
+    writer.close()
+
+
+def test_a_request_that_gets_no_thread_fails_and_holds_up_no_other(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = MetricWriter(store)
+    start = threading.Thread.start
+
+    def no_thread(_: threading.Thread) -> None:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> list[int | str]:
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        return [await outcome(writer, "1"), await outcome(writer, "2")]
+
+    assert asyncio.run(main()) == ["RuntimeError", 1]
+    assert [point.value for point in store.points("run:1", "m")] == ["2"]
     writer.close()
 
 
