@@ -536,6 +536,8 @@ class Store:
                 session.execute(sa.delete(Metric).where(Metric.owner.in_(part)))
                 session.execute(sa.delete(_Page).where(_Page.owner.in_(part)))
             session.delete(run)
+        for key in [key for key in list(self._loose) if key[0] in owners]:
+            self._loose.pop(key, None)
 
     def reclaim(self) -> None:
         """Give the space of deleted rows back to the disk; other threads write between its steps.
@@ -679,13 +681,18 @@ class Store:
         """
         end = None
         for start in itertools.count(0, _PACKED):
-            query = sa.select(_Page.page, _Page.end_date, _Page.end_id, _Page.data)
+            # The data of the page before, which was read last, is not wanted.
+            data = sa.case((_Page.page >= start, _Page.data)).label("data")
+            query = sa.select(_Page.page, _Page.end_date, _Page.end_id, data)
             query = query.where(_Page.owner == owner, _Page.name == name)
-            query = query.where(_Page.page >= start, _Page.page < start + _PACKED).order_by(_Page.page)
+            query = query.where(_Page.page >= start - 1, _Page.page < start + _PACKED).order_by(_Page.page)
             with self._reading() as session:
                 pages = session.execute(query).all()
-            # Pages that a late entry has deleted in the meantime are read from the rows.
-            pages = [row for index, row in enumerate(pages, start) if row.page == index]
+            # Pages that a late entry has deleted in the meantime are read from the rows. They may also have been packed
+            # again since then, and begin at another entry.
+            if end is not None and (not pages or end != (pages[0].end_date, pages[0].end_id)):
+                break
+            pages = [row for index, row in enumerate(pages[start > 0 :], start) if row.page == index]
             if pages:
                 yield Columns.join([Columns.unpack(row.data) for row in pages])
                 end = pages[-1].end_date, pages[-1].end_id
@@ -701,7 +708,8 @@ class Store:
                 yield Columns.of_rows(rows)
                 end = rows[-1][1], rows[-1][0]
             if len(rows) < size:
-                self._loose[owner, name] = loose
+                if loose:  # a request may ask for any name
+                    self._loose[owner, name] = loose
                 return
 
     def points_with(self, ids: Sequence[int]) -> dict[int, Point]:

@@ -183,6 +183,24 @@ def test_pages_hold_the_rows_by_date(store: Store, run_key: str, monkeypatch: py
     assert shown() == [*first, 50, 55, 60, 70, 80, 90, 95, 100]
     store.delete_run(1)
     assert packed(store) == [] and shown() == []
+    assert not store._loose, "a master that runs for months keeps nothing of deleted runs and unknown metrics"
+
+
+@pytest.mark.parametrize("change", ["late", "thinned"])
+def test_pages_that_are_packed_again_while_they_are_read_repeat_and_omit_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    monkeypatch.setattr(database, "PAGE", 4)
+    monkeypatch.setattr(database, "_PACKED", 1)
+    store.add_metrics([NewMetric("pod:p", "cpu", date, "1", client_id=f"x{date}") for date in range(10, 22)])
+    parts = store.columns("pod:p", "cpu")
+    assert next(parts).dates.tolist() == [10, 11, 12, 13]
+    if change == "late":
+        store.add_metrics([NewMetric("pod:p", "cpu", 9, "1")])
+    else:
+        store.thin_metrics("pod:p", ["cpu"], "x", since=10, until=14, interval_us=2)
+    store.pack_pages("pod:p", "cpu")
+    assert [date for part in parts for date in part.dates.tolist()] == list(range(14, 22))
 
 
 def test_thinning_the_load_drops_the_pages_that_it_changes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
