@@ -30,7 +30,7 @@ _MOST_OFFERED = 200
 _TYPES = {"csv": "text/csv; charset=utf-8", "md": "text/markdown; charset=utf-8", "json": "application/json"}
 _FIGURE_TYPES = {"svg": "image/svg+xml", "png": "image/png", "csv": _TYPES["csv"]}
 # The styles of a figure are in attributes. It has no scripts, and could not run them.
-_FIGURE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"}
+_FIGURE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; sandbox"
 
 router = APIRouter()
 
@@ -158,7 +158,7 @@ def compare_figure(name: str, store: StorePart, choice: ChoicePart) -> Response:
     content, suffix = figures.files.get(name), name.rpartition(".")[2]
     if content is None or suffix not in _FIGURE_TYPES:
         raise HTTPException(404, f"figure: must be one of {', '.join(sorted(figures.files))}, not {name[:80]!r}")
-    return Response(content, media_type=_FIGURE_TYPES[suffix], headers=_FIGURE_HEADERS)
+    return Response(content, media_type=_FIGURE_TYPES[suffix], headers={"Content-Security-Policy": _FIGURE_POLICY})
 
 
 def _existing(choice: Choice, store: Store) -> Compared:

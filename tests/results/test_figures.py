@@ -369,6 +369,11 @@ def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
         assert [row["workers"] for row in csv.DictReader(file)] == ["1", "2", "4"]
 
 
+def test_the_numbers_of_a_figure_hold_no_formula(tmp_path: Path) -> None:
+    drawn = dataclasses.replace(drawing(figures.draw_speed_up, pool(many()[:9])), rows=[["label"], ["=now()"], [-1.5]])
+    assert figures.save(drawn, tmp_path)[2].read_text().splitlines() == ["label", "'=now()", "-1.5"]
+
+
 def test_draw_all_writes_what_it_can_and_says_what_is_missing(tmp_path: Path) -> None:
     said: list[str] = []
     written = figures.draw_all(pool(repeats(1, (80.0,))), tmp_path, report=said.append)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mlbench_core.errors import require
 from mlbench_core.files import replacing
 from mlbench_core.results.figures.captions import subtitle
+from mlbench_core.results.table import safe_cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -233,6 +234,6 @@ def save(drawing: Drawing, folder: Path) -> list[Path]:
     if drawing.rows:
         path = folder / f"{drawing.name}.csv"
         with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(drawing.rows)
+            csv.writer(file).writerows(map(safe_cell, row) for row in drawing.rows)
         written.append(path)
     return written
