@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["PAGE", "Columns", "number_of"]
+__all__ = ["PAGE", "Columns", "epoch_of", "number_of"]
 
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -68,7 +68,7 @@ class Columns:
         if numbers is None:
             numbers = np.array([number_of(value) for value in values], np.float64)  # None becomes NaN
         numbers[~np.isfinite(numbers)] = math.nan
-        epochs = np.array([_epoch(text) for text in metadata], np.float64)
+        epochs = np.array([epoch_of(text) for text in metadata], np.float64)
         return cls(np.array(dates, np.int64), np.array(ids, np.int64), numbers, epochs)
 
     @classmethod
@@ -107,7 +107,7 @@ def number_of(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _epoch(metadata: object) -> float:
+def epoch_of(metadata: object) -> float:
     """Return the epoch of metadata such as ``{"rank": 0, "epoch": 2}``, NaN without one."""
     if not isinstance(metadata, str) or '"epoch"' not in metadata:
         return math.nan

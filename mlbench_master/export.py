@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from mlbench_master.columns import PAGE, Columns
+from mlbench_core.results.table import safe_cell
+from mlbench_master.columns import PAGE, Columns, number_of
 from mlbench_master.dates import format_date
 from mlbench_master.launchers.interface import Launcher, LogLine
 from mlbench_master.results import FILES, RESULT_FILE, RESULT_METRIC, RefusedFileError, ResultFolder, is_result
@@ -45,8 +46,6 @@ _CHUNK_CHARACTERS = 65_536
 _CHUNK_BYTES = 2**20
 _GROUPS_AT_ONCE = 500
 _OFFICIAL_RESULT = "official_result.txt"
-# A spreadsheet calculates a cell that begins with one of these, also in a file of somebody else.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 @dataclass(frozen=True)
@@ -129,10 +128,7 @@ def summarize_long(store: Store, owner: str, name: str, count: int, most: int) -
             if point is None or len(group.dates) == 1:
                 yield from [] if point is None else [point]
                 continue
-            mean = group.mean
-            yield replace(
-                point, value=point.value if mean is None else repr(mean), date=sum(group.dates) // len(group.dates)
-            )
+            yield _averaged(point, group.dates, group.numbers)
 
 
 @dataclass
@@ -143,12 +139,6 @@ class _Group:
     dates: list[int]
     numbers: list[float]
     last_id: int
-
-    @property
-    def mean(self) -> float | None:
-        count = len(self.numbers)
-        # Each number is divided before the sum, because the sum of large finite numbers can overflow.
-        return math.fsum(number / count for number in self.numbers) if count else None
 
 
 def _groups(parts: Iterable[Columns], skip: int, count: int, most: int) -> Iterator[_Group]:
@@ -179,17 +169,15 @@ def _groups(parts: Iterable[Columns], skip: int, count: int, most: int) -> Itera
 def _average(group: Sequence[Point]) -> Point:
     if len(group) == 1:
         return group[0]
-    finite = [number for number in map(_number, group) if number is not None and math.isfinite(number)]
-    mean = _Group(0, [], finite, 0).mean
-    value = group[-1].value if mean is None else repr(mean)
-    return replace(group[-1], value=value, date=sum(point.date for point in group) // len(group))
+    numbers = [number for point in group if (number := number_of(point.value)) is not None]
+    return _averaged(group[-1], [point.date for point in group], numbers)
 
 
-def _number(point: Point) -> float | None:
-    try:
-        return float(point.value)
-    except ValueError:
-        return None
+def _averaged(last: Point, dates: Sequence[int], numbers: Sequence[float]) -> Point:
+    """Return the last entry of a group with the mean of the dates, and that of the numbers if there are any."""
+    # Each number is divided before the sum, because the sum of large finite numbers can overflow.
+    mean = math.fsum(number / len(numbers) for number in numbers)
+    return replace(last, value=repr(mean) if numbers else last.value, date=sum(dates) // len(dates))
 
 
 def metrics_json(store: Store, owner: str, selection: Selection) -> Iterator[str]:
@@ -221,12 +209,10 @@ def _csv_lines(store: Store, owner: str, selection: Selection) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    if not text.startswith(_FORMULA):
-        return text
     try:
         float(text)
     except ValueError:
-        return f"'{text}"
+        return str(safe_cell(text))
     return text
 
 

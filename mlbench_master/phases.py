@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlbench_core.results.published import STEPS
-from mlbench_master.columns import number_of
+from mlbench_master.columns import epoch_of, number_of
 from mlbench_master.store import Point, Store
 
 __all__ = ["MOST_EPOCHS", "PHASES", "PhaseBar", "epoch_phases", "longest_s", "total_phases"]
@@ -158,11 +157,8 @@ def _stacked(seconds: Mapping[str, float]) -> dict[str, float]:
 
 def _epoch(point: Point, index: int) -> int:
     """Return the number of the epoch of an entry, from 1."""
-    try:
-        epoch = json.loads(point.extra)["epoch"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        epoch = index
-    return (epoch if isinstance(epoch, int) else index) + 1
+    epoch = epoch_of(point.extra)
+    return (int(epoch) if epoch.is_integer() else index) + 1
 
 
 def longest_s(bars: Sequence[PhaseBar]) -> float:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mlbench_core.results.published import describe_run, goal_fraction
-from mlbench_master.columns import number_of
+from mlbench_master.columns import epoch_of, number_of
 from mlbench_master.goals import PLAN_METRIC, RunPlan
 from mlbench_master.store import Point, Run, Store, run_owner
 
@@ -77,10 +77,5 @@ def _best(store: Store, run: Run, plan: RunPlan) -> float | None:
 
 def _epochs(point: Point | None) -> int:
     """Return the number of epochs that were finished with an entry."""
-    if point is None:
-        return 0
-    try:
-        epoch = json.loads(point.extra)["epoch"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return 0
-    return epoch + 1 if isinstance(epoch, int) else 0
+    epoch = math.nan if point is None else epoch_of(point.extra)
+    return int(epoch) + 1 if epoch.is_integer() else 0

@@ -59,7 +59,7 @@ from mlbench_master.starting import start_runs
 from mlbench_master.store import NameInUseError, NewMetric, Run, Store, pod_owner, run_owner
 from mlbench_master.writer import UnknownRunError
 
-__all__ = ["PHASES", "results_of", "router", "run_or_404"]
+__all__ = ["PHASES", "read_query", "results_of", "router", "run_or_404"]
 
 PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
 _FEW_METRICS = 100
@@ -104,7 +104,7 @@ def health(store: StorePart, scheduler: SchedulerPart) -> dict[str, str]:
     **documented(list[Pod], 400, in_pages=True),
 )
 def pods(request: Request, store: StorePart) -> JSONResponse:
-    query = _query(PodsQuery, request)
+    query = read_query(PodsQuery, request)
     run_id, after_rank = map(int, query.after.split("-"))
     # Each run has a worker, so one run more than pods is enough.
     runs = store.runs(after=run_id - 1, limit=None if query.limit is None else query.limit + 1)
@@ -185,7 +185,7 @@ def all_metrics(store: StorePart) -> StreamingResponse:
     **documented(Metrics, 400, 404, media=("application/json", "application/zip", "text/csv")),
 )
 def metrics(owner_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> StreamingResponse:
-    query = _query(MetricQuery, request)
+    query = read_query(MetricQuery, request)
     run: Run | None = None
     if query.metric_type == "run":
         run = run_or_404(store, owner_id)
@@ -216,7 +216,7 @@ def metrics(owner_id: str, request: Request, store: StorePart, launcher: Launche
     **documented(list[RunOut], 400, in_pages=True),
 )
 def runs(request: Request, store: StorePart) -> JSONResponse:
-    query = _query(RunsQuery, request, "state")
+    query = read_query(RunsQuery, request, "state")
     found = store.runs(*query.state, **query.model_dump(exclude={"state"}))
     follows = query.limit is not None and len(found) == query.limit
     # An id is still the right place when runs before it have been deleted. Other orders do not have such a mark.
@@ -319,7 +319,7 @@ def stop_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[st
 )
 def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> Response:
     run = run_or_404(store, run_id)
-    query: LogsQuery = _query(LogsQuery, request)
+    query: LogsQuery = read_query(LogsQuery, request)
     if query.format == "text":
         text = export.log_text(launcher, run, query)
         return _StreamedResponse(text, media_type="text/plain", headers=_attachment(export.log_file_name(run, query)))
@@ -384,8 +384,14 @@ def _validated(model: type[Any], data: Any, prefix: str = "") -> Any:
         raise HTTPException(400, describe_error(error, prefix)) from None
 
 
-def _query(model: type[Any], request: Request, *lists: str) -> Any:
-    """Return the query parameters of a request; those in ``lists`` may be given several times."""
+def read_query(model: type[Any], request: Request, *lists: str) -> Any:
+    """Return the query parameters of a request, or raise an HTTPException with status 400.
+
+    Args:
+        model: Their model.
+        request: The request.
+        *lists: The parameters that may be given several times.
+    """
     given = request.query_params
     # HTML forms send the fields that the user left empty.
     several = {name: [value for value in given.getlist(name) if value] for name in lists}
@@ -427,7 +433,7 @@ def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
 
 
 def _curves(request: Request, store: Store, owner: str, start_us: int | None) -> StreamingResponse:
-    query = _query(CurvesQuery, request, "metric")
+    query = read_query(CurvesQuery, request, "metric")
     pieces = curves_json(store, owner, start_us, query.metric, query.points)
     task = BackgroundTask(store.pack_loose, owner)
     return _StreamedResponse(pieces, media_type="application/json", background=task)

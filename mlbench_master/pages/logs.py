@@ -6,14 +6,13 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
-from pydantic import ValidationError
 
 from mlbench_master.launchers.interface import Launcher, LogPage
 from mlbench_master.pages.render import page
-from mlbench_master.routes import LauncherPart, StorePart, run_or_404
-from mlbench_master.schemas import MAX_ID, LogsQuery, describe_error
+from mlbench_master.routes import LauncherPart, StorePart, read_query, run_or_404
+from mlbench_master.schemas import MAX_ID, LogsQuery
 from mlbench_master.store import Run
 
 __all__ = ["log_view", "router"]
@@ -28,10 +27,7 @@ router = APIRouter()
 @router.get("/runs/{run_id}/logs/")
 def logs_page(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
     run = run_or_404(store, run_id)
-    try:
-        query = LogsQuery.model_validate(dict(request.query_params))
-    except ValidationError as error:
-        raise HTTPException(400, describe_error(error)) from None
+    query = read_query(LogsQuery, request)
     return page(request, "logs.html", run=run, log=log_view(run, launcher, query))
 
 

@@ -11,7 +11,9 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
+from mlbench_core.results.published import goal_fraction
 from mlbench_core.tasks import option_value
+from mlbench_master.columns import number_of
 from mlbench_master.dates import now_us
 from mlbench_master.goals import PLAN_METRIC, RunGoal, RunPlan, goal_of_task, split_command, task_of_image
 from mlbench_master.pages.render import page
@@ -109,14 +111,10 @@ class ListedRun:
     @property
     def share(self) -> float | None:
         """Return how close the value is to the goal, from 0 to 1; None if this is not known."""
-        try:
-            value = float(self.value or "")
-        except ValueError:
+        value = number_of(self.value)
+        if self.goal is None or not self.goal.threshold or value is None:
             return None
-        if self.goal is None or not self.goal.threshold or not math.isfinite(value) or value * self.goal.threshold <= 0:
-            return None
-        share = self.goal.threshold / value if self.goal.minimize else value / self.goal.threshold
-        return round(min(share, 1.0), 4)
+        return round(goal_fraction(value, self.goal.threshold, bool(self.goal.minimize)), 4)
 
 
 def list_runs(store: Store, runs: Sequence[Run]) -> list[ListedRun]:

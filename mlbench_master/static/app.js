@@ -69,7 +69,7 @@ if (window.SharedWorker) {
 }
 
 /** Return the age of a date as mlbench_master/pages/render.py writes it. */
-export function age(date) {
+function age(date) {
   const seconds = Math.floor((Date.now() - date) / 1000);
   if (seconds < 1) return "now";
   const [unit, name] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]].find(([unit]) => seconds >= unit);

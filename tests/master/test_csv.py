@@ -58,6 +58,7 @@ def test_each_entry_is_a_row_with_rank_and_epoch(client: TestClient) -> None:
         ("-2.5e-3", "-2.5e-3"),
         ("+3", "+3"),
         ("-inf", "-inf"),
+        ("\x1b]0;title\x07", "]0;title"),
     ],
 )
 def test_no_cell_is_a_formula(client: TestClient, value: str, cell: str) -> None:

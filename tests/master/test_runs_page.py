@@ -124,6 +124,7 @@ def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
     close = add(store, "close", **task, started_at=1)
     add(store, "fresh", **task)
     text = add(store, "text", **task)
+    zero = add(store, "zero", **task)
     recorded = {"metric": "val_global_Perplexity", "threshold": 70, "minimize": True, "reached": False}
     missed = add(store, "missed", goal=json.dumps(recorded))
     reached = {**recorded, "reached": True, "time_to_goal_s": 61.25}
@@ -135,6 +136,7 @@ def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
         (close, "val_global_Prec@1 @ 0", ("10", "45.123456")),
         (missed, "val_global_Perplexity @ 0", ("140.0",)),
         (text, "val_global_Prec@1 @ 0", (ATTACK,)),
+        (zero, "val_global_Prec@1 @ 0", ("0.0",)),
         (own, "plan @ 0", ("{", plan)),
         (own, "val_loss @ 0", ("2.0",)),
     ):
@@ -153,6 +155,7 @@ def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
     )
     assert rows["fresh"] == '<span class="faint">Prec@1 &gt;= 90</span>'
     assert rows["text"].startswith("&lt;script&gt;") and "progress" not in rows["text"]
+    assert '<progress max="1" value="0.0"' in rows["zero"]
     assert rows["reached"] == '<span title="Perplexity &lt;= 70">reached in 61.2 s</span>'
     assert ">reached after a while</span>" in rows["old"]
     assert 'Task 1a <span class="faint">digits</span>' in page
