@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -335,7 +335,7 @@ class RunsQuery(_Body):
         offset: Number of first runs to leave out.
     """
 
-    state: list[State] = []
+    state: Annotated[list[State], Field(max_length=len(get_args(State)))] = []
     name: Annotated[Text, Field(max_length=255)] = ""
     sort: Annotated[str, Field(pattern=f"^-?({'|'.join(RUN_COLUMNS)})$")] = "id"
     limit: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None

@@ -26,15 +26,15 @@ router = APIRouter()
 @router.get("/")
 def main_page(request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
     started = store.runs("started")
-    waiting = store.runs("initialized")
     places = [(run, rank) for run in started for rank in range(len(run.worker_names()))]
     return page(
         request,
         "main.html",
         machine=_machine(launcher, started),
         started=len(started),
-        waiting=len(waiting),
-        open_runs=list_runs(store, [*started, *waiting][:_MOST_RUNS]),
+        waiting=store.count_runs("initialized"),
+        # Thousands of runs may wait.
+        open_runs=list_runs(store, [*started, *store.runs("initialized", limit=_MOST_RUNS)][:_MOST_RUNS]),
         latest=list_runs(store, store.runs("finished", "failed", sort="-finished_at", limit=_LATEST)),
         workers=list_workers(store, places[:_MOST_WORKERS]),
         num_workers=len(places),

@@ -83,6 +83,16 @@ def test_an_empty_main_page_says_what_to_do(client: TestClient) -> None:
     assert html.count('class="empty"') == 3
 
 
+def test_the_main_page_shows_50_of_the_runs_that_wait(client: TestClient) -> None:
+    add(client, "running")
+    for number in range(60):
+        # One that has to run alone does not start beside another one.
+        add(client, f"waiting-{number}", state="initialized", job_metadata='{"exclusive": true}')
+    html = client.get("/").text
+    assert "1 running, 60 waiting" in html and "50 of 61 runs are shown here." in html
+    assert html.count("<li data-run=") == 50
+
+
 def test_a_run_of_4096_workers_makes_no_page_of_megabytes(client: TestClient) -> None:
     add(client, "wide", workers=4096)
     html = client.get("/").text
