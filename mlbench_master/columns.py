@@ -66,7 +66,7 @@ class Columns:
         except ValueError:
             numbers = None
         if numbers is None:
-            numbers = np.array([_number(value) for value in values], np.float64)
+            numbers = np.array([number_of(value) for value in values], np.float64)  # None becomes NaN
         numbers[~np.isfinite(numbers)] = math.nan
         epochs = np.array([_epoch(text) for text in metadata], np.float64)
         return cls(np.array(dates, np.int64), np.array(ids, np.int64), numbers, epochs)
@@ -100,16 +100,11 @@ class Columns:
 
 def number_of(value: object) -> float | None:
     """Return the value of an entry as a number, or None if it is a text or not finite, which JSON does not have."""
-    number = _number(value)
-    return number if math.isfinite(number) else None
-
-
-def _number(value: object) -> float:
-    """Return a value as a number, NaN if it is a text."""
     try:
-        return float(value) if isinstance(value, str) else math.nan
+        number = float(value) if isinstance(value, str) else math.nan
     except ValueError:
-        return math.nan
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _epoch(metadata: object) -> float:

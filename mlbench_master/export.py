@@ -18,13 +18,17 @@ import numpy as np
 
 from mlbench_master.columns import PAGE, Columns
 from mlbench_master.dates import format_date
+from mlbench_master.launchers.interface import Launcher, LogLine
 from mlbench_master.results import FILES, RESULT_FILE, RESULT_METRIC, RefusedFileError, ResultFolder, is_result
+from mlbench_master.schemas import LogsQuery
 from mlbench_master.store import Point, Run, Store, pod_owner, run_owner
 
 __all__ = [
     "LEFT_OUT_FILE",
     "Selection",
     "all_metrics_json",
+    "log_file_name",
+    "log_text",
     "metrics_csv",
     "metrics_json",
     "metrics_zip",
@@ -305,6 +309,34 @@ def metrics_zip(
             if RESULT_FILE not in written and (sent := _sent_result(store, run)) is not None:
                 archive.writestr(RESULT_FILE, sent)
     yield sink.take()
+
+
+def log_text(launcher: Launcher, run: Run, query: LogsQuery) -> Iterator[str]:
+    """Yield the wanted lines of a run's log in pieces, up to the end that the log has now."""
+    if run.job_id is None:
+        return
+    # A run that writes faster than the client reads must not make the file endless.
+    end = launcher.log_end(run.job_id)
+    end = end if query.before_line is None else min(end, query.before_line)
+    following = query.since_line
+    while following < end:
+        page = launcher.logs(run.job_id, following, wanted=query.wanted)
+        yield "".join(_log_line(line) for line in page.lines if line["line"] < end)
+        if page.next <= following:
+            return
+        following = page.next
+
+
+def _log_line(line: LogLine) -> str:
+    who = "master" if line["rank"] is None else f"rank {line['rank']}"
+    return f"{line['date']} {who} {line['stream']} | {line['text']}\n"
+
+
+def log_file_name(run: Run, query: LogsQuery) -> str:
+    """Return the name of the file with the wanted lines of a run's log."""
+    rank = "" if query.rank is None else f"-{query.rank}" if query.rank == "master" else f"-rank-{query.rank}"
+    stream = "" if query.stream is None else f"-{query.stream}"
+    return safe_file_name(f"{run.name}{rank}{stream}", set()) + ".log"
 
 
 def safe_file_name(name: str, taken: set[str]) -> str:

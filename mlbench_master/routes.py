@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode
@@ -200,7 +201,7 @@ def metrics(owner_id: str, request: Request, store: StorePart, launcher: Launche
         task = BackgroundTask(store.pack_loose, owner)
         return _StreamedResponse(pieces, media_type="application/json", background=task)
     name = export.safe_file_name(owner.replace(":", "_"), set())
-    headers = {"Content-Disposition": f'attachment; filename="{name}.{query.format}"'}
+    headers = _attachment(f"{name}.{query.format}")
     if query.format == "csv":
         rows = export.metrics_csv(store, owner, selection)
         return _StreamedResponse(rows, media_type="text/csv", headers=headers)
@@ -314,16 +315,23 @@ def stop_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[st
     "/{run_id}/logs/",
     summary="Lines of a run's log",
     openapi_extra=parameters(LogsQuery),
-    **documented(Logs, 400, 404, in_pages=True),
+    **documented(Logs, 400, 404, media=("application/json", "text/plain"), in_pages=True),
 )
-def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> JSONResponse:
+def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> Response:
     run = run_or_404(store, run_id)
-    query = _query(LogsQuery, request)
-    page = LogPage([], query.since_line)
+    query: LogsQuery = _query(LogsQuery, request)
+    if query.format == "text":
+        text = export.log_text(launcher, run, query)
+        return _StreamedResponse(text, media_type="text/plain", headers=_attachment(export.log_file_name(run, query)))
+    first = query.since_line
+    page = LogPage([], first, first)
     if run.job_id is not None:
-        page = launcher.logs(run.job_id, query.since_line, query.limit)
-    headers = _link(request, bool(page.lines), since_line=page.next)
-    return JSONResponse({"lines": page.lines, "next": page.next}, headers=headers)
+        page = launcher.logs(run.job_id, first, query.limit, query.before_line, query.wanted)
+    if query.before_line is None:
+        headers = _link(request, page.next > first, since_line=page.next)
+    else:
+        headers = _link(request, page.previous > first, before_line=page.previous)
+    return JSONResponse(asdict(page), headers=headers)
 
 
 @runs_router.get(
@@ -363,6 +371,10 @@ class _StreamedResponse(StreamingResponse):
 
         self.body_iterator = whole()
         await super().__call__(scope, receive, send)
+
+
+def _attachment(name: str) -> dict[str, str]:
+    return {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
 def _validated(model: type[Any], data: Any, prefix: str = "") -> Any:

@@ -18,7 +18,7 @@ __all__ = ["router"]
 
 _MOST_WORKERS = 32
 _MOST_RUNS = 50
-_LATEST = 8
+_LATEST = 5
 
 router = APIRouter()
 
