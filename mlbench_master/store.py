@@ -138,11 +138,14 @@ class Run(_Base):
         shown["job_metadata"] = {**lists, **self.metadata_dict(), "command": shown["command"]}
         return shown
 
+    @property
+    def worker_count(self) -> int:
+        """Return the number of workers, 0 if the record is damaged, which must not break the list of all workers."""
+        return self.num_workers if isinstance(self.num_workers, int) else 0
+
     def worker_names(self) -> list[str]:
         """Return the names of the run's workers, by rank."""
-        # A damaged record must not break the list of all workers.
-        count = self.num_workers if isinstance(self.num_workers, int) else 0
-        return [f"{self.name}-worker-{rank}" for rank in range(count)]
+        return [f"{self.name}-worker-{rank}" for rank in range(self.worker_count)]
 
 
 class Metric(_Base):
