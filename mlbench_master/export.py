@@ -121,14 +121,14 @@ def summarize_long(store: Store, owner: str, name: str, count: int, most: int) -
         The groups in order.
     """
     groups = _groups(store.columns(owner, name), store.size(owner, name) - count, count, most)
-    while some := list(itertools.islice(groups, _GROUPS_AT_ONCE)):
-        rows = store.points_with([group.last_id for group in some])
-        for group in some:
-            point = rows.get(group.last_id)
-            if point is None or len(group.dates) == 1:
-                yield from [] if point is None else [point]
-                continue
-            yield _averaged(point, group.dates, group.numbers)
+    # The members of one group are in memory at a time.
+    means = ((group.last_id, len(group.dates), *_means(group.dates, group.numbers)) for group in groups)
+    while some := list(itertools.islice(means, _GROUPS_AT_ONCE)):
+        rows = store.points_with([last_id for last_id, *_ in some])
+        for last_id, size, date, value in some:
+            point = rows.get(last_id)
+            if point is not None:
+                yield point if size == 1 else replace(point, date=date, value=value or point.value)
 
 
 @dataclass
@@ -170,14 +170,15 @@ def _average(group: Sequence[Point]) -> Point:
     if len(group) == 1:
         return group[0]
     numbers = [number for point in group if (number := number_of(point.value)) is not None]
-    return _averaged(group[-1], [point.date for point in group], numbers)
+    date, value = _means([point.date for point in group], numbers)
+    return replace(group[-1], date=date, value=value or group[-1].value)
 
 
-def _averaged(last: Point, dates: Sequence[int], numbers: Sequence[float]) -> Point:
-    """Return the last entry of a group with the mean of the dates, and that of the numbers if there are any."""
+def _means(dates: Sequence[int], numbers: Sequence[float]) -> tuple[int, str]:
+    """Return the mean of the dates of a group, and that of its numbers as text, empty without numbers."""
     # Each number is divided before the sum, because the sum of large finite numbers can overflow.
     mean = math.fsum(number / len(numbers) for number in numbers)
-    return replace(last, value=repr(mean) if numbers else last.value, date=sum(dates) // len(dates))
+    return sum(dates) // len(dates), repr(mean) if numbers else ""
 
 
 def metrics_json(store: Store, owner: str, selection: Selection) -> Iterator[str]:
