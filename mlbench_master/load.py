@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from mlbench_master.dates import Date, format_date, now_us, to_us
 from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Launcher, LogLine
-from mlbench_master.launchers.load import LOAD_METRICS
+from mlbench_master.launchers.load_sampler import LOAD_METRICS
 from mlbench_master.store import NewMetric, Run, Store, pod_owner
 
 __all__ = ["LOAD_MARK", "LoadKeeper"]

@@ -14,7 +14,7 @@ Each run has a supervisor process, which outlives the master. The files in the r
 
     job.json         written by the master before the start: commands, environment
     supervisor.json  written by the supervisor before it starts a worker: its process id and start mark
-    load/            the load of the workers, from the supervisor; see the module ``load``
+    load/            the load of the workers, from the supervisor; see the module ``load_sampler``
     log.jsonl        lines of the workers (from the supervisor) and notes (from the master); see the module ``logs``
     dropping         exists while the log cannot be written, so that lines are dropped
     status.json      written by the supervisor at the end; without it and without a supervisor, the run is lost

@@ -33,7 +33,7 @@ from typing import IO, Any
 
 import psutil
 
-from mlbench_master.launchers.load import LoadSampler
+from mlbench_master.launchers.load_sampler import LoadSampler
 from mlbench_master.launchers.logs import LogWriter, readable
 from mlbench_master.processes import end_processes, start_mark
 

@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse
 
 from mlbench_master.columns import number_of
 from mlbench_master.curves import start_of
-from mlbench_master.launchers.load import LOAD_METRICS
+from mlbench_master.launchers.load_sampler import LOAD_METRICS
 from mlbench_master.pages.logs import log_view
 from mlbench_master.pages.render import page, size
 from mlbench_master.routes import PHASES, LauncherPart, StorePart
@@ -50,7 +50,7 @@ class Figure:
 
     @property
     def scope(self) -> str:
-        """Return a note on a figure that is not of the worker alone; see :mod:`mlbench_master.launchers.load`."""
+        """Return a note on a figure that is not of the worker alone; see the module ``load_sampler``."""
         if self.point is not None and '"machine"' in self.point.extra:
             return "machine"
         return ""

@@ -21,8 +21,8 @@ from mlbench_master import load as keeping
 from mlbench_master.dates import format_date
 from mlbench_master.events import EventBus
 from mlbench_master.launchers import Job, LogPage
-from mlbench_master.launchers import load as measuring
-from mlbench_master.launchers.load import GpuMeter, LoadSampler
+from mlbench_master.launchers import load_sampler as measuring
+from mlbench_master.launchers.load_sampler import GpuMeter, LoadSampler
 from mlbench_master.launchers.local import LocalLauncher
 from mlbench_master.load import LoadKeeper
 from mlbench_master.store import NewMetric, Run, Store, new_run, pod_owner
@@ -106,7 +106,7 @@ def test_an_orphan_stays_with_its_rank(started: Any) -> None:
     """A process of a killed parent belongs to the supervisor, which adopts it."""
     script = (
         "import ctypes, os, subprocess, sys, time\nctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
-        "from mlbench_master.launchers.load import LoadSampler\n"
+        "from mlbench_master.launchers.load_sampler import LoadSampler\n"
         "shell = subprocess.Popen(['sh', '-c', 'sleep 60 & sleep 0.2'], env={**os.environ, 'RANK': '1'})\n"
         "shell.wait()\n"
         "print(list(LoadSampler(2, {1: 0, 2: 1}).sample()))\n"
