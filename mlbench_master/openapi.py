@@ -63,6 +63,7 @@ class Health(BaseModel):
 
     status: Literal["ok"]
     version: str
+    engine: str
 
 
 class Pod(BaseModel):

@@ -79,11 +79,11 @@ router = APIRouter(prefix="/api")
 
 
 @router.get("/health/", summary="Whether the master answers", **documented(Health))
-def health(store: StorePart, scheduler: SchedulerPart) -> dict[str, str]:
+def health(store: StorePart, scheduler: SchedulerPart, launcher: LauncherPart) -> dict[str, str]:
     store.check()  # an error of the database is answered with status 503
     if not scheduler.is_in_charge:
         raise HTTPException(503, "another master has taken over the database, or it cannot be written")
-    return {"status": "ok", "version": mlbench_core.__version__}
+    return {"status": "ok", "version": mlbench_core.__version__, "engine": launcher.name}
 
 
 @router.get("/pods/", summary="The workers of all runs", **documented(list[Pod]))
@@ -208,7 +208,7 @@ def create_run(
         command=command,
         backend=backend,
         run_all_nodes=all_nodes,
-        job_metadata=json.dumps({"notes": notes, **({"exclusive": True} if wanted.exclusive else {})}),
+        job_metadata=json.dumps(_first_metadata(wanted, notes)),
         **wanted.model_dump(include=_RUN_FIELDS),
     )
     try:
@@ -338,6 +338,15 @@ def run_or_404(store: Store, run_id: str) -> Run:
     if run is None:
         raise HTTPException(404, f"id: there is no run {run_id[:80]!r}")
     return run
+
+
+def _first_metadata(wanted: RunIn, notes: list[str]) -> dict[str, Any]:
+    known: dict[str, Any] = {"notes": notes}
+    if wanted.exclusive:
+        known["exclusive"] = True
+    if wanted.engine_options:
+        known["engine_options"] = wanted.engine_options
+    return known
 
 
 def results_of(run: Run, launcher: Launcher) -> Path | None:

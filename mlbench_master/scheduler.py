@@ -241,8 +241,8 @@ class Scheduler:
         assert run.job_id is not None
         status = self._launcher.poll(run.job_id)
         self._publish_logs(run)
-        if status.state == "running":
-            self._show_problem(run, status.reason)
+        if status.state in ("waiting", "running"):
+            self._show_problem(run, status)
             return True
         if status.state == "unstarted":
             # A master with another folder sees no run of the earlier one, and a second start would mix their metrics.
@@ -265,11 +265,14 @@ class Scheduler:
             self._noted.add((run.id, text))
             self._launcher.note(run.job_id, text)
 
-    def _show_problem(self, run: Run, reason: str) -> None:
-        """Record a problem of a run that continues as its reason, or that the problem has passed."""
+    def _show_problem(self, run: Run, status: JobStatus) -> None:
+        """Record a problem of a run that continues, or why it waits, as its reason, or that this has passed."""
+        reason = status.reason
         if self._problems.get(run.id, "") != reason:
             self._problems[run.id] = reason
-            _log.warning("run %s: %s", run.id, reason or "the problem has passed")
+            # An engine may have hundreds of jobs in its queue.
+            level = logging.DEBUG if status.state == "waiting" else logging.WARNING if reason else logging.INFO
+            _log.log(level, "run %s: %s", run.id, reason or "it runs without a problem")
             self._events.publish("state", {"id": run.id, "name": run.name, "state": run.state, "reason": reason})
         if run.metadata_dict().get("reason", "") != reason:
             # A disk that is full for the log is often full for the database, too; the next poll tries again.
@@ -298,6 +301,7 @@ class Scheduler:
             image=run.image,
             env={**self._worker_env, "MLBENCH_RUN_ID": str(run.id), "MLBENCH_RUN_NAME": run.name},
             notes=tuple(notes),
+            options=tuple(run.metadata_dict().get("engine_options", ())),
         )
         # Record the job before it starts: if the master dies in between, the next master looks for it.
         job_id = f"{self._launcher.name}-{run.id}"
