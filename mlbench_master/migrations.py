@@ -1,24 +1,33 @@
-"""Create the tables of the database, or bring them from an older version to this one."""
+"""Create the tables of the database, or bring them from an older version to this one with Alembic.
+
+Each file in ``_alembic/versions`` is a revision: it leads from the tables of the revision before it to its own. The
+names of revisions are numbers, so a master recognizes the database of a newer one. A change of the tables needs a new
+file there and the new value of :data:`HEAD`. A change that SQLite's ALTER cannot do goes into ``batch_alter_table``.
+
+The master runs Alembic by itself, in the transaction that also holds the lock, and only on a database of an older
+version: an empty one gets the tables of the models and the number of the newest revision, so a start imports nothing.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import sqlalchemy as sa
 
 from mlbench_core.errors import ConfigurationError
 
-__all__ = ["MIGRATIONS", "VERSION", "VERSION_TABLE", "prepare_database"]
+__all__ = ["HEAD", "REVISION_TABLE", "VERSION_TABLE", "prepare_database"]
 
-VERSION = 3
-"""Version of the tables that this version of the master writes."""
+HEAD = "0003"
+"""The newest revision: the tables that this version of the master reads and writes."""
 
-MIGRATIONS: dict[int, tuple[str, ...]] = {1: (), 2: ("ALTER TABLE runs ADD COLUMN goal TEXT",)}
-"""SQL statements that lead from each version to the next one. Tables that are missing are created after them.
-
-Version 1 had no table with a version. Version 2 added ``schema_version`` and ``master_lease``. Version 3 added
-``runs.goal``.
-"""
+REVISION_TABLE = "alembic_version"
+"""Alembic's own table; its only row is the revision of the tables."""
 
 VERSION_TABLE = "schema_version"
+"""The table in which masters before Alembic look for the number, so that they refuse tables that are too new."""
+
+_SCRIPTS = Path(__file__).parent / "_alembic"
 _TABLES_OF_VERSION_1 = {"runs", "metrics"}
 # Any number that no other program is likely to lock in the same database of PostgreSQL.
 _LOCK = 0x6D6C62656E6368
@@ -33,7 +42,8 @@ def prepare_database(engine: sa.Engine, metadata: sa.MetaData) -> None:
 
     Args:
         engine: The database.
-        metadata: The tables of this version; one of them is ``schema_version`` with the column ``version``.
+        metadata: The tables of this version; two of them are ``alembic_version`` with the column ``version_num`` and
+            ``schema_version`` with the column ``version``.
 
     Raises:
         ConfigurationError: The database is damaged, of a newer version, or of another program.
@@ -48,46 +58,67 @@ def prepare_database(engine: sa.Engine, metadata: sa.MetaData) -> None:
         elif engine.dialect.name == "postgresql":
             # Of two masters that start at the same time, one waits for the tables of the other.
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
-        versions = metadata.tables[VERSION_TABLE]
-        found = _version(connection, versions)
-        if found > VERSION:
+        names = set(sa.inspect(connection).get_table_names())
+        number = _version(connection, metadata, names)
+        if number > int(HEAD):
             raise ConfigurationError(
-                f"a newer version of MLBench wrote it (version {found} of the tables, this one knows up to {VERSION}); "
-                "update mlbench-core"
+                f"a newer version of MLBench wrote it (version {number} of the tables, this one knows up to "
+                f"{int(HEAD)}); update mlbench-core"
             )
-        for version in range(found or VERSION, VERSION):
-            for statement in MIGRATIONS[version]:
-                connection.execute(sa.text(statement))
-        metadata.create_all(connection)
-        if found != VERSION:
+        revisions, versions = (metadata.tables[name] for name in (REVISION_TABLE, VERSION_TABLE))
+        if number == 0:
+            metadata.create_all(connection)
+            connection.execute(sa.insert(versions).values(version=int(HEAD)))
+        if REVISION_TABLE not in names:
+            revisions.create(connection, checkfirst=True)
+            connection.execute(sa.insert(revisions).values(version_num=f"{number or int(HEAD):04}"))
+        if 0 < number < int(HEAD):
+            _upgrade(connection)
             connection.execute(sa.delete(versions))
-            connection.execute(sa.insert(versions).values(version=VERSION))
+            connection.execute(sa.insert(versions).values(version=int(HEAD)))
         _check_columns(connection, metadata)
         connection.commit()
 
 
-def _version(connection: sa.Connection, versions: sa.Table) -> int:
-    """Return the version of the tables, 0 if the database is empty."""
-    names = set(sa.inspect(connection).get_table_names())
+def _version(connection: sa.Connection, metadata: sa.MetaData, names: set[str]) -> int:
+    """Return the number of the revision of the tables, 0 if the database is empty."""
     if not names:
         return 0
     if VERSION_TABLE in names:
-        found = connection.scalars(sa.select(versions.c.version)).all()
-        if len(found) == 1 and isinstance(found[0], int) and found[0] > 0:
-            return found[0]
-        raise ConfigurationError(f"its table {VERSION_TABLE} is damaged: it has the versions {found[:5]}")
-    if names >= _TABLES_OF_VERSION_1:
+        name = REVISION_TABLE if REVISION_TABLE in names else VERSION_TABLE
+        # Each of the two has one column.
+        found = connection.scalars(sa.select(*metadata.tables[name].columns)).all()
+        if len(found) == 1 and str(found[0]).isdecimal() and int(found[0]) > 0:
+            return int(found[0])
+        raise ConfigurationError(f"its table {name} is damaged: it has the versions {found[:5]}")
+    # Another program, such as MLflow, may have tables of these names and use Alembic as well.
+    if names >= _TABLES_OF_VERSION_1 and REVISION_TABLE not in names:
         return 1
     raise ConfigurationError(
         f"it belongs to another program, with the tables {', '.join(sorted(names)[:5])}; give an empty database"
     )
 
 
+def _upgrade(connection: sa.Connection) -> None:
+    """Run the revisions that are missing, in the transaction of the connection."""
+    # The import takes longer than everything else here, and few starts need it.
+    from alembic import command
+    from alembic.config import Config
+
+    # Python's own way to read the configuration gives a % a meaning, and a folder's name may have one.
+    config = Config()
+    config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, HEAD)
+
+
 def _check_columns(connection: sa.Connection, metadata: sa.MetaData) -> None:
-    inspector = sa.inspect(connection)
+    present = {
+        name: {column["name"] for column in columns}
+        for (_, name), columns in sa.inspect(connection).get_multi_columns().items()
+    }
     for table in metadata.sorted_tables:
-        present = {column["name"] for column in inspector.get_columns(table.name)}
-        missing = [column.name for column in table.columns if column.name not in present]
+        missing = [column.name for column in table.columns if column.name not in present.get(table.name, ())]
         if missing:
             raise ConfigurationError(
                 f"its table {table.name} lacks the columns {', '.join(missing)}, so another program wrote it; give an "

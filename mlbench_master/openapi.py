@@ -5,6 +5,7 @@ FastAPI derives only a part of it, because the routes read bodies and queries th
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -13,11 +14,13 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from mlbench_master.examples import ANSWERS, MESSAGES, REQUESTS
 from mlbench_master.goals import RunGoal
-from mlbench_master.schemas import MAX_BATCH
+from mlbench_master.schemas import MAX_BATCH, State
 
 __all__ = [
     "Added",
+    "Curves",
     "Entry",
     "Health",
     "Logs",
@@ -32,7 +35,14 @@ __all__ = [
     "set_description",
 ]
 
-State = Literal["initialized", "started", "finished", "failed"]
+_TAGS = {
+    "health": "The master itself.",
+    "pods": "The workers of the runs, by the name that version 3.0 has for them.",
+    "events": "What happens, while it happens.",
+    "metrics": "The values that runs and workers send.",
+    "runs": "Runs: start, stop, read and delete them.",
+}
+_NEXT = 'The address of the next page, as `<ADDRESS>; rel="next"`. The last page is without it.'
 # The guard and the limits of connections answer on every path.
 _ALWAYS = (401, 403, 429, 503)
 _MEANINGS = {
@@ -154,6 +164,29 @@ class MetricsOfAll(BaseModel):
     run_metrics: dict[str, dict[str, list[FullPoint]]]
 
 
+class Curve(BaseModel):
+    """The entries of a metric for a chart, by date and thinned; only name and count if no metric was asked for.
+
+    ``count`` is the number of all entries. The lists have the same length: seconds since the start of the run, the
+    epoch of the metadata, the number of the entry within its metric (from 0), and the value. Null stands for a missing
+    epoch, and for a value that is not a finite number.
+    """
+
+    name: str
+    count: int
+    time_s: list[float] = []
+    epoch: list[float | None] = []
+    step: list[int] = []
+    value: list[float | None] = []
+
+
+class Curves(BaseModel):
+    """Curves, and the id of the latest entry that is certainly part of them."""
+
+    curves: list[Curve]
+    last_id: int
+
+
 class LogLine(BaseModel):
     """A line of a worker, or of the master if the rank is null."""
 
@@ -171,7 +204,11 @@ class Logs(BaseModel):
 
 
 def documented(
-    model: Any, *errors: int, status: int = 200, media: tuple[str, ...] = ("application/json",)
+    model: Any,
+    *errors: int,
+    status: int = 200,
+    media: tuple[str, ...] = ("application/json",),
+    in_pages: bool = False,
 ) -> dict[str, Any]:
     """Return arguments of a route that describe its answers.
 
@@ -180,6 +217,7 @@ def documented(
         *errors: Statuses of errors, in addition to those that every path has.
         status: Status of success.
         media: Media types of the answer.
+        in_pages: True if the header ``Link`` has the address of the next page.
     """
     responses: dict[int | str, Any] = {
         code: {"model": Error, "description": _MEANINGS[code]} for code in sorted({*errors, *_ALWAYS})
@@ -191,6 +229,8 @@ def documented(
         if kind != "application/json":
             schema = {"type": "string", "format": "binary"} if kind == "application/zip" else {"type": "string"}
             ok.setdefault("content", {})[kind] = {"schema": schema}
+    if in_pages:
+        ok["headers"] = {"Link": {"description": _NEXT, "schema": {"type": "string"}}}
     responses[status] = ok
     # By default, FastAPI describes an answer as JSON, too.
     response_class = {} if "application/json" in media else {"response_class": StreamingResponse}
@@ -204,7 +244,7 @@ def request_body(model: type[BaseModel], *, many: bool = False) -> dict[str, Any
         model: Type of the body.
         many: True if it may also be a JSON list of such objects.
     """
-    one = model.model_json_schema()
+    one = _with_descriptions(model.model_json_schema())
     several = {"type": "array", "maxItems": MAX_BATCH, "items": one}
     content = {
         "application/json": {"schema": {"oneOf": [one, several]} if many else one},
@@ -216,14 +256,43 @@ def request_body(model: type[BaseModel], *, many: bool = False) -> dict[str, Any
 def parameters(model: type[BaseModel]) -> dict[str, Any]:
     """Return the ``openapi_extra`` of a route for its query parameters, which are the fields of a model."""
     found = []
-    for name, schema in TypeAdapter(model).json_schema()["properties"].items():
+    for name, schema in _with_descriptions(TypeAdapter(model).json_schema())["properties"].items():
         # A parameter cannot be null: it is left out instead.
         kinds = [kind for kind in schema.pop("anyOf", [schema]) if kind.get("type") != "null"]
-        shown = {key: value for key, value in {**schema, **kinds[0]}.items() if key not in ("title",)}
-        if shown.get("default") is None:
+        shown = {key: value for key, value in {**schema, **kinds[0]}.items() if key not in ("title", "description")}
+        if shown.get("default") in (None, "", []):
             shown.pop("default", None)
-        found.append({"name": name, "in": "query", "required": False, "schema": shown})
+        text = schema.get("description", "")
+        found.append({"name": name, "in": "query", "required": False, "description": text, "schema": shown})
     return {"parameters": found}
+
+
+def _with_descriptions(schema: dict[str, Any]) -> dict[str, Any]:
+    """Move the meaning of each attribute from the docstring of a model to its property."""
+    text, _, attributes = schema.get("description", "").replace("``", "`").partition("\n\nAttributes:\n")
+    meanings = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
+    if text:
+        schema["description"] = " ".join(text.split())
+    for name, meaning in meanings:
+        schema["properties"][name]["description"] = " ".join(meaning.split())
+    return schema
+
+
+def _add_examples(method: str, path: str, operation: dict[str, Any]) -> None:
+    bodies = REQUESTS.get((method, path), {})
+    for kind, content in operation.get("requestBody", {}).get("content", {}).items():
+        # A form has no lists.
+        content["examples"] = {
+            title: {"value": body} for title, body in bodies.items() if kind.endswith("json") or isinstance(body, dict)
+        }
+    for status, answer in operation["responses"].items():
+        for kind, content in answer.get("content", {}).items():
+            if int(status) >= 400:
+                message = MESSAGES.get((int(status), method, path), MESSAGES[int(status)])
+                content["example"] = {"status": HTTPStatus(int(status)).phrase, "message": message}
+            elif kind != "application/zip":
+                answers = ANSWERS.get((method, path), {})
+                content["examples"] = {title: {"value": value} for title, value in answers.items()}
 
 
 def set_description(app: FastAPI) -> None:
@@ -236,16 +305,21 @@ def set_description(app: FastAPI) -> None:
                 "token": {"type": "http", "scheme": "bearer", "description": "The master's token."},
             }
             schema["security"] = [{"token": []}]
+            schema["tags"] = [{"name": name, "description": text} for name, text in _TAGS.items()]
             for path, operations in schema["paths"].items():
-                for operation in operations.values():
+                for method, operation in operations.items():
+                    operation["tags"] = [path.split("/")[2]]
                     # Malformed requests are answered with 400, in the master's own form.
                     operation["responses"].pop("422", None)
                     if path == "/api/health/":  # the only one that needs no token
                         operation["security"] = []
                         for status in ("401", "429"):
                             operation["responses"].pop(status)
+                    _add_examples(method, path, operation)
             for name in ("HTTPValidationError", "ValidationError"):
                 schema["components"]["schemas"].pop(name, None)
+            for model in schema["components"]["schemas"].values():
+                _with_descriptions(model)
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, BackgroundTasks, Depends, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -17,12 +19,14 @@ import mlbench_core
 from mlbench_master import export
 from mlbench_master.bodies import MAX_METRICS_BYTES, MAX_RUN_BYTES, read_body
 from mlbench_master.commands import check_options, resolve_backend, resolve_command
+from mlbench_master.curves import curves_json, start_of
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
-from mlbench_master.launchers.interface import Launcher
+from mlbench_master.launchers.interface import Launcher, LogPage
 from mlbench_master.leftovers import new_metric
 from mlbench_master.openapi import (
     Added,
+    Curves,
     Entry,
     Health,
     Logs,
@@ -40,9 +44,11 @@ from mlbench_master.schemas import (
     DEFAULT_BANDWIDTH,
     MAX_BATCH,
     MAX_ID,
+    CurvesQuery,
     LogsQuery,
     MetricIn,
     MetricQuery,
+    PodsQuery,
     RunImport,
     RunIn,
     RunsQuery,
@@ -86,9 +92,36 @@ def health(store: StorePart, scheduler: SchedulerPart, launcher: LauncherPart) -
     return {"status": "ok", "version": mlbench_core.__version__, "engine": launcher.name}
 
 
-@router.get("/pods/", summary="The workers of all runs", **documented(list[Pod]))
-def pods(store: StorePart) -> list[dict[str, Any]]:
-    return [pod for run in store.runs() for pod in _pods(run)]
+@router.get(
+    "/pods/",
+    summary="The workers of all runs, or a page of them",
+    openapi_extra=parameters(PodsQuery),
+    **documented(list[Pod], 400, in_pages=True),
+)
+def pods(request: Request, store: StorePart) -> JSONResponse:
+    query = _query(PodsQuery, request)
+    run_id, after_rank = map(int, query.after.split("-"))
+    # Each run has a worker, so one run more than pods is enough.
+    runs = store.runs(after=run_id - 1, limit=None if query.limit is None else query.limit + 1)
+    places = ((run, rank, name) for run in runs for rank, name in enumerate(run.worker_names()))
+    wanted = (place for place in places if place[0].id != run_id or place[1] > after_rank)
+    found = list(itertools.islice(wanted, query.limit))
+    follows = query.limit is not None and len(found) == query.limit
+    after = f"{found[-1][0].id}-{found[-1][1]}" if found else ""
+    return JSONResponse([_pod(*place) for place in found], headers=_link(request, follows, after=after))
+
+
+@router.get(
+    "/pods/{name}/curves/",
+    summary="The metrics of a pod for charts",
+    openapi_extra=parameters(CurvesQuery),
+    **documented(Curves, 400, 404),
+)
+def pod_curves(name: str, request: Request, store: StorePart) -> StreamingResponse:
+    _pod_or_404(store, name)
+    # Only the metrics of a pod whose run was deleted have no run.
+    run = store.run_named(name.rpartition("-worker-")[0])
+    return _curves(request, store, pod_owner(name), None if run is None else start_of(run))
 
 
 @router.get(
@@ -115,7 +148,7 @@ def all_metrics(store: StorePart) -> StreamingResponse:
     **documented(Metrics, 400, 404, media=("application/json", "application/zip")),
 )
 def metrics(owner_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> StreamingResponse:
-    query = _validated(MetricQuery, dict(request.query_params))
+    query = _query(MetricQuery, request)
     run: Run | None = None
     if query.metric_type == "run":
         run = run_or_404(store, owner_id)
@@ -171,16 +204,19 @@ def add_metrics(
     "/",
     summary="All runs, or a page of them, without the output of their workers",
     openapi_extra=parameters(RunsQuery),
-    **documented(list[RunOut], 400),
+    **documented(list[RunOut], 400, in_pages=True),
 )
 def runs(request: Request, store: StorePart) -> JSONResponse:
-    query = _validated(RunsQuery, dict(request.query_params))
-    found = store.runs(after=query.after, limit=query.limit)
-    # As in version 3.0 the answer is a list, so the address of the next page is in a header.
+    query = _query(RunsQuery, request, "state")
+    found = store.runs(*query.state, **query.model_dump(exclude={"state"}))
     follows = query.limit is not None and len(found) == query.limit
-    link = f'</api/runs/?limit={query.limit}&after={found[-1].id}>; rel="next"' if follows else None
+    # An id is still the right place when runs before it have been deleted. Other orders do not have such a mark.
+    if query.sort == "id":
+        headers = _link(request, follows, after=found[-1].id if found else 0, offset=None)
+    else:
+        headers = _link(request, follows, offset=query.offset + len(found))
     # FastAPI would look at every value before it encodes them.
-    return JSONResponse([run.to_json() for run in found], headers={"Link": link} if link else None)
+    return JSONResponse([run.to_json() for run in found], headers=headers)
 
 
 @runs_router.post(
@@ -284,15 +320,27 @@ def stop_run(run_id: str, store: StorePart, scheduler: SchedulerPart) -> dict[st
     "/{run_id}/logs/",
     summary="Lines of a run's log",
     openapi_extra=parameters(LogsQuery),
-    **documented(Logs, 400, 404),
+    **documented(Logs, 400, 404, in_pages=True),
 )
-def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> dict[str, Any]:
+def logs(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> JSONResponse:
     run = run_or_404(store, run_id)
-    first = _validated(LogsQuery, dict(request.query_params)).since_line
-    if run.job_id is None:
-        return {"lines": [], "next": first}
-    page = launcher.logs(run.job_id, first)
-    return {"lines": page.lines, "next": page.next}
+    query = _query(LogsQuery, request)
+    page = LogPage([], query.since_line)
+    if run.job_id is not None:
+        page = launcher.logs(run.job_id, query.since_line, query.limit)
+    headers = _link(request, bool(page.lines), since_line=page.next)
+    return JSONResponse({"lines": page.lines, "next": page.next}, headers=headers)
+
+
+@runs_router.get(
+    "/{run_id}/curves/",
+    summary="The metrics of a run for charts",
+    openapi_extra=parameters(CurvesQuery),
+    **documented(Curves, 400, 404),
+)
+def run_curves(run_id: str, request: Request, store: StorePart) -> StreamingResponse:
+    run = run_or_404(store, run_id)
+    return _curves(request, store, run_owner(run.id), start_of(run))
 
 
 @runs_router.get("/{run_id}/result/", summary="The result.json of a run", **documented(dict[str, Any], 404))
@@ -330,6 +378,14 @@ def _validated(model: type[Any], data: Any, prefix: str = "") -> Any:
         raise HTTPException(400, describe_error(error, prefix)) from None
 
 
+def _query(model: type[Any], request: Request, *lists: str) -> Any:
+    """Return the query parameters of a request; those in ``lists`` may be given several times."""
+    given = request.query_params
+    # HTML forms send the fields that the user left empty.
+    several = {name: [value for value in given.getlist(name) if value] for name in lists}
+    return _validated(model, {**given, **several})
+
+
 def run_or_404(store: Store, run_id: str) -> Run:
     """Return the run with the id in a path, or raise an HTTPException with status 404."""
     # isdigit alone accepts digits of other scripts, and int of thousands of digits is slow.
@@ -356,24 +412,42 @@ def results_of(run: Run, launcher: Launcher) -> Path | None:
 
 def _pod_or_404(store: Store, name: str) -> None:
     # PostgreSQL refuses NUL in a parameter. A worker that has not posted yet is a pod without metrics.
-    is_name = "\x00" not in name and len(name) <= 253
-    has_metrics = is_name and store.metric_counts([pod_owner(name)])
-    if has_metrics or any(name in run.worker_names() for run in store.runs()):
-        return
+    if "\x00" not in name and len(name) <= 253:
+        run = store.run_named(name.rpartition("-worker-")[0])
+        if (run is not None and name in run.worker_names()) or store.metric_counts([pod_owner(name)]):
+            return
     raise HTTPException(404, f"id: there is no pod {name[:80]!r}; for a run's metrics add metric_type=run")
 
 
-def _pods(run: Run) -> list[dict[str, Any]]:
-    labels = {"app": "mlbench", "component": "worker", "run": run.name, "run_id": str(run.id)}
-    return [
-        {
-            "name": name,
-            "labels": json.dumps({**labels, "rank": str(rank)}),  # text, as in version 3.0
-            "phase": _PHASES.get(run.state, "Unknown"),
-            "ip": "127.0.0.1",
-        }
-        for rank, name in enumerate(run.worker_names())
-    ]
+def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
+    labels = {"app": "mlbench", "component": "worker", "run": run.name, "run_id": str(run.id), "rank": str(rank)}
+    return {
+        "name": name,
+        "labels": json.dumps(labels),  # text, as in version 3.0
+        "phase": _PHASES.get(run.state, "Unknown"),
+        "ip": "127.0.0.1",
+    }
+
+
+def _curves(request: Request, store: Store, owner: str, start_us: int | None) -> StreamingResponse:
+    query = _query(CurvesQuery, request, "metric")
+    pieces = curves_json(store, owner, start_us, query.metric, query.points)
+    return _StreamedResponse(pieces, media_type="application/json")
+
+
+def _link(request: Request, follows: bool, **changes: object) -> dict[str, str]:
+    """Return the header with the address of the next page; a list stays a list, as in version 3.0.
+
+    Args:
+        request: The request of this page.
+        follows: False if this page is the last one.
+        **changes: The query parameters that the next page has in place of those of this page; None for none.
+    """
+    if not follows:
+        return {}
+    query = [(name, value) for name, value in request.query_params.multi_items() if name not in changes]
+    query += [(name, str(value)) for name, value in changes.items() if value is not None]
+    return {"Link": f'<{request.url.path}?{urlencode(query)}>; rel="next"'}
 
 
 def _entry(metric: MetricIn, new: NewMetric) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from mlbench_master.events import EventBus
 from mlbench_master.launchers.interface import Job, JobStatus, Launcher
 from mlbench_master.lease import Lease
 from mlbench_master.leftovers import store_leftovers
+from mlbench_master.load import LoadKeeper
 from mlbench_master.store import Run, Store
 
 __all__ = ["Scheduler"]
@@ -94,6 +95,7 @@ class Scheduler:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._log_lines: dict[int, int] = {}
+        self._load = LoadKeeper(store, launcher, events)
         self._noted: set[tuple[int, str]] = set()
         self._problems: dict[int, str] = {}  # of runs that continue
 
@@ -242,6 +244,8 @@ class Scheduler:
         status = self._launcher.poll(run.job_id)
         self._publish_logs(run)
         if status.state in ("waiting", "running"):
+            if status.state == "running":
+                self._load.keep(run)
             self._show_problem(run, status)
             return True
         if status.state == "unstarted":
@@ -332,6 +336,7 @@ class Scheduler:
         missing = "" if spool is None else store_leftovers(spool, self._store)
         if missing:
             self._note(run, missing)
+        self._load.finish(run)
         output: dict[str, Any] = {**self.tails(run), "missing_metrics": missing}
         self._publish_logs(run)
         reason = "; ".join(filter(None, [status.reason, missing]))

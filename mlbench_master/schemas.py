@@ -14,17 +14,23 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from mlbench_core.tasks import is_run_name
 from mlbench_master.dates import Date
+from mlbench_master.store import RUN_COLUMNS
 
 __all__ = [
     "DEFAULT_BANDWIDTH",
     "MAX_BATCH",
     "MAX_ID",
+    "MAX_LINES",
+    "MAX_POINTS",
+    "CurvesQuery",
     "LogsQuery",
     "MetricIn",
     "MetricQuery",
+    "PodsQuery",
     "RunImport",
     "RunIn",
     "RunsQuery",
+    "State",
     "describe_error",
 ]
 
@@ -32,6 +38,10 @@ __all__ = [
 MAX_BATCH = 10_000
 # Databases store ids as signed integers of 64 bits.
 MAX_ID = 2**63 - 1
+MAX_LINES = 5000
+# A screen has fewer columns of pixels.
+MAX_POINTS = 2000
+_MAX_CURVES = 100
 DEFAULT_BANDWIDTH = 1000.0
 _POD_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _MAY_BE_EMPTY = ("value", "metadata")
@@ -97,6 +107,7 @@ def _command(text: str) -> str:
     return text
 
 
+State = Literal["initialized", "started", "finished", "failed"]
 # The type of the input in the description of the API.
 _TEXT_OR_NUMBER: Any = str | float | bool
 Text = Annotated[str, AfterValidator(_plain_text)]
@@ -258,26 +269,61 @@ class MetricQuery(_Body):
     format: Literal["json", "zip", "api"] = "json"
 
 
+class CurvesQuery(_Body):
+    """The query parameters of ``GET /api/runs/{id}/curves/`` and of ``GET /api/pods/{name}/curves/``.
+
+    Attributes:
+        metric: Names of the metrics to include; without one, the names and counts of all metrics.
+        points: Maximum number of points of each curve; the smallest and the largest values are kept.
+    """
+
+    metric: Annotated[list[Annotated[Text, Field(max_length=255)]], Field(max_length=_MAX_CURVES)] = []
+    points: Annotated[int, Field(ge=1, le=MAX_POINTS)] = MAX_POINTS
+
+
 class LogsQuery(_Body):
     """The query parameters of ``GET /api/runs/{id}/logs/``.
 
     Attributes:
         since_line: Number of the first line wanted, from 0.
+        limit: Maximum number of lines. An answer is limited in bytes as well.
     """
 
     since_line: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
+    limit: Annotated[int, Field(ge=1, le=MAX_LINES)] = MAX_LINES
 
 
 class RunsQuery(_Body):
     """The query parameters of ``GET /api/runs/``.
 
     Attributes:
+        state: Only runs in one of these states.
+        name: Only runs with this text in their name; upper and lower case are the same.
+        sort: The order, with ``-`` for the largest value first. Runs without a value come last, and those with equal
+            values are ordered by id.
         limit: Maximum number of runs; by default all. The header ``Link`` has the address of the next ones.
-        after: Only runs with a larger id, by id.
+        after: Only runs with a larger id.
+        offset: Number of first runs to leave out.
+    """
+
+    state: list[State] = []
+    name: Annotated[Text, Field(max_length=255)] = ""
+    sort: Annotated[str, Field(pattern=f"^-?({'|'.join(RUN_COLUMNS)})$")] = "id"
+    limit: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None
+    after: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
+    offset: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
+
+
+class PodsQuery(_Body):
+    """The query parameters of ``GET /api/pods/``.
+
+    Attributes:
+        limit: Maximum number of workers; by default all. The header ``Link`` has the address of the next ones.
+        after: Only workers after this one, in the order of runs and ranks: the id of its run, a ``-`` and its rank.
     """
 
     limit: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None
-    after: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
+    after: Annotated[str, Field(pattern="^[0-9]{1,18}-[0-9]{1,9}$")] = "0-0"
 
 
 def describe_error(error: ValidationError, prefix: str = "") -> str:

@@ -27,10 +27,11 @@ from sqlalchemy.pool import StaticPool
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.goals import GOAL_METRIC, RunGoal, read_goal
-from mlbench_master.migrations import VERSION_TABLE, prepare_database
+from mlbench_master.migrations import REVISION_TABLE, VERSION_TABLE, prepare_database
 
 __all__ = [
     "GOAL_TEXT_METRIC",
+    "RUN_COLUMNS",
     "LeaseRow",
     "Metric",
     "NameInUseError",
@@ -42,6 +43,9 @@ __all__ = [
     "run_owner",
 ]
 
+RUN_COLUMNS = ("id", "name", "state", "created_at", "started_at", "finished_at", "num_workers", "backend")
+"""The columns by which a list of runs can be sorted."""
+
 # The first worker of a task sends this metric when it reaches the goal.
 GOAL_TEXT_METRIC = "TaskResult @ 0"
 # Entries of the goal that are read in the search for the newest valid one.
@@ -52,6 +56,8 @@ _PAGE = 2000
 _MANY = 500
 _BUSY_MS = 30_000
 _NAME_CHARACTERS = 63
+# The largest INTEGER of PostgreSQL, which refuses to compare a column of that type with a larger number.
+_MAX_RUN_ID = 2**31 - 1
 # The entry in the metadata of an imported run that identifies it.
 _FINGERPRINT = "fingerprint"
 # SQLite's number for auto_vacuum=INCREMENTAL.
@@ -196,8 +202,16 @@ def _text(value: object) -> str:
 _POINT = (Metric.id, Metric.date, Metric.value, Metric.cumulative, Metric.extra)
 
 
+class _Revision(_Base):
+    """The version of the tables for Alembic; see :mod:`mlbench_master.migrations`."""
+
+    __tablename__ = REVISION_TABLE
+
+    version_num: Mapped[str] = mapped_column(sa.String(32), primary_key=True)
+
+
 class _Version(_Base):
-    """The version of the tables; see :mod:`mlbench_master.migrations`."""
+    """The version of the tables for masters before Alembic."""
 
     __tablename__ = VERSION_TABLE
 
@@ -287,7 +301,7 @@ class Store:
     def check(self) -> None:
         """Raise an SQLAlchemyError if the database does not answer."""
         with self._reading() as session:
-            session.execute(sa.select(_Version.version)).all()
+            session.execute(sa.select(_Revision.version_num)).all()
 
     # The lease
 
@@ -371,15 +385,32 @@ class Store:
     def run(self, run_id: int) -> Run | None:
         """Return the run with this id, or None."""
         with self._reading() as session:
-            return session.get(Run, run_id)
+            return session.get(Run, run_id) if run_id <= _MAX_RUN_ID else None
 
-    def runs(self, *states: str, after: int = 0, limit: int | None = None) -> list[Run]:
-        """Return runs by id, without the last lines of their output, which :meth:`run` returns.
+    def run_named(self, name: str) -> Run | None:
+        """Return the run with this name, or None."""
+        with self._reading() as session:
+            return session.scalar(sa.select(Run).where(Run.name == name))
+
+    def runs(
+        self,
+        *states: str,
+        after: int = 0,
+        limit: int | None = None,
+        name: str = "",
+        sort: str = "id",
+        offset: int = 0,
+    ) -> list[Run]:
+        """Return runs without the last lines of their output, which :meth:`run` returns.
 
         Args:
             *states: Only runs in one of these states; by default all.
             after: Only runs with a larger id.
             limit: Maximum number of runs.
+            name: Only runs with this text in their name; upper and lower case are the same.
+            sort: One of :data:`RUN_COLUMNS`, with a ``-`` before it for the largest value first. Runs without a value
+                come last, and those with equal values are ordered by id.
+            offset: Number of first runs to leave out.
 
         Returns:
             The runs, which no session knows: changes of them are not saved.
@@ -390,11 +421,20 @@ class Store:
             # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged record is left out.
             slim = sa.func.json_remove(Run.job_metadata, "$.stdout", "$.stderr")
             columns["job_metadata"] = sa.case((sa.func.json_valid(Run.job_metadata) == 1, slim), else_="{}")
-        query = sa.select(*(value.label(key) for key, value in columns.items())).where(Run.id > after)
+        chosen = sa.select(Run.id).where(Run.id > min(after, _MAX_RUN_ID))
         if states:
-            query = query.where(Run.state.in_(states))
+            chosen = chosen.where(Run.state.in_(states))
+        if name:
+            chosen = chosen.where(Run.name.icontains(name, autoescape=True))
+        column = getattr(Run, sort.removeprefix("-"))
+        order = [part.desc() if sort.startswith("-") else part for part in (column, Run.id)]
+        order[0] = order[0].nulls_last()
+        if limit is not None or offset:
+            # SQLite would read the whole record of each run that the offset leaves out.
+            chosen = chosen.order_by(*order).limit(limit).offset(offset)
+        query = sa.select(*(value.label(key) for key, value in columns.items())).where(Run.id.in_(chosen))
         with self._reading() as session:
-            rows = session.execute(query.order_by(Run.id).limit(limit)).mappings()
+            rows = session.execute(query.order_by(*order)).mappings()
             found = [Run(**row) for row in rows]
         if not is_sqlite:
             # PostgreSQL parses no JSON with an escaped NUL, which the output of a worker may hold.
@@ -506,6 +546,46 @@ class Store:
                     _record_goal(session, metric)
         return added
 
+    def thin_metrics(
+        self, owner: str, names: Collection[str], mark: str, since: int, until: int, interval_us: int
+    ) -> None:
+        """Replace the entries of each interval of time by one with their mean value and date.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            names: The metrics.
+            mark: Only entries whose ``client_id`` begins with this text.
+            since: Only entries from this date on (microseconds since 1970), a multiple of ``interval_us``.
+            until: Only entries before this date.
+            interval_us: Length of an interval in microseconds.
+        """
+        found = sa.select(Metric.id, Metric.name, Metric.date, Metric.value).order_by(Metric.name, Metric.date)
+        found = found.where(Metric.owner == owner, Metric.name.in_(names), Metric.client_id.startswith(mark))
+        with self._writing() as session:
+            rows = session.execute(found.where(Metric.date >= since, Metric.date < until)).all()
+            for _, group in itertools.groupby(rows, key=lambda row: (row.name, row.date // interval_us)):
+                entries = list(group)
+                if len(entries) < 2:
+                    continue
+                try:
+                    mean = sum(float(entry.value) for entry in entries) / len(entries)
+                except ValueError:  # of a damaged record
+                    continue
+                date = sum(entry.date for entry in entries) // len(entries)
+                first, *others = (entry.id for entry in entries)
+                session.execute(sa.update(Metric).where(Metric.id == first).values(date=date, value=f"{mean:.15g}"))
+                for start in range(0, len(others), _MANY):
+                    session.execute(sa.delete(Metric).where(Metric.id.in_(others[start : start + _MANY])))
+
+    def newest_date(self, owners: Sequence[str], name: str) -> int:
+        """Return the latest date of a metric of any of the owners in microseconds since 1970; 0 without entries."""
+        latest = [0]
+        with self._reading() as session:
+            for start in range(0, len(owners), _MANY):
+                part = sa.and_(Metric.owner.in_(owners[start : start + _MANY]), Metric.name == name)
+                latest.append(session.scalar(sa.select(sa.func.max(Metric.date)).where(part)) or 0)
+        return max(latest)
+
     def newest_value(self, owner: str, name: str) -> str | None:
         """Return the latest value of a metric, or None without one.
 
@@ -519,7 +599,7 @@ class Store:
 
     def existing_runs(self, ids: Iterable[int]) -> set[int]:
         """Return those of the ids that belong to runs."""
-        wanted = list(set(ids))
+        wanted = [number for number in set(ids) if number <= _MAX_RUN_ID]
         found: set[int] = set()
         with self._reading() as session:
             for start in range(0, len(wanted), _MANY):
@@ -652,6 +732,17 @@ class Store:
         with self._reading() as session:
             rows = session.execute(query.order_by(Metric.name)).all()
         return [(row[0], _point(row[1:])) for row in rows if isinstance(row[0], str)]
+
+    def last_id(self) -> int:
+        """Return the id of the entry that arrived last, 0 without one."""
+        with self._reading() as session:
+            return session.scalar(sa.select(sa.func.max(Metric.id))) or 0
+
+    def first_date(self, owner: str, name: str) -> int | None:
+        """Return the earliest date of a metric, or None without one."""
+        with self._reading() as session:
+            date = session.scalar(sa.select(sa.func.min(Metric.date)).where(Metric.owner == owner, Metric.name == name))
+        return date if isinstance(date, int) else None
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Session]:

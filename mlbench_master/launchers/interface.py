@@ -187,6 +187,20 @@ class Launcher(ABC):
     def log_tail(self, job_id: str, max_bytes: int = 65_536) -> list[LogLine]:
         """Return the lines in the last ``max_bytes`` bytes of a job's log."""
 
+    def load(self, job_id: str, since_line: int = 0, limit: int = 1000) -> LogPage:
+        """Return lines with the load of a job's workers; none from a launcher that does not measure it.
+
+        Args:
+            job_id: The job.
+            since_line: Number of the first line wanted, from 0.
+            limit: Maximum number of lines.
+
+        Returns:
+            One line per worker and sample. Its text is JSON with some of
+            :data:`~mlbench_master.launchers.load.LOAD_METRICS`.
+        """
+        return LogPage([], since_line)
+
     @abstractmethod
     def note(self, job_id: str, text: str) -> None:
         """Add a line of the master to a job's log."""

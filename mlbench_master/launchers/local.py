@@ -14,6 +14,7 @@ Each run has a supervisor process, which outlives the master. The files in the r
 
     job.json         written by the master before the start: commands, environment
     supervisor.json  written by the supervisor before it starts a worker: its process id and start mark
+    load/            the load of the workers, from the supervisor; see the module ``load``
     log.jsonl        lines of the workers (from the supervisor) and notes (from the master); see the module ``logs``
     dropping         exists while the log cannot be written, so that lines are dropped
     status.json      written by the supervisor at the end; without it and without a supervisor, the run is lost
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -34,6 +36,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,6 +64,8 @@ _SUPERVISOR = "mlbench_master.launchers.supervise"
 _children: dict[Path, subprocess.Popen[bytes]] = {}
 _DROPPING = "lines of output are dropped, because the log cannot be written: is the disk full?"
 _STATE_BYTES = 65_536
+_LOAD_INTERVAL_S = 5.0
+_SHORTEST_LOAD_INTERVAL_S = 0.1
 
 
 class _Status(TypedDict):
@@ -103,6 +108,7 @@ class LocalLauncher(Launcher):
         self._gpus = None if gpus is None else tuple(gpus)
         self._grace_s = grace_s
         self._readers: dict[str, LogReader] = {}
+        self._load_readers: dict[str, LogReader] = {}
 
     @property
     def capacity(self) -> float:
@@ -125,6 +131,7 @@ class LocalLauncher(Launcher):
         self.remove(job_id)
         held: socket.socket | None = None
         limit_bytes = log_limit_bytes()
+        load_interval_s = _load_interval_s()
         try:
             (folder / "work").mkdir(parents=True)
             self.results(job_id).mkdir()
@@ -145,6 +152,9 @@ class LocalLauncher(Launcher):
                 "env": env,
                 "grace_s": self._grace_s,
                 "log_limit_bytes": limit_bytes,
+                "num_workers": job.num_workers,
+                "gpus": job.gpus,
+                "load_interval_s": load_interval_s,
             }
             (folder / "job.json").touch(mode=0o600)  # only for its owner: it may hold a token
             (folder / "job.json").write_text(json.dumps(content))
@@ -210,6 +220,11 @@ class LocalLauncher(Launcher):
         """Return the last lines of a job's log; see :meth:`Launcher.log_tail`."""
         return LogReader(self._job_folder(job_id)).tail(max_bytes)
 
+    def load(self, job_id: str, since_line: int = 0, limit: int = 1000) -> LogPage:
+        """Return lines with the load of a job's workers; see :meth:`Launcher.load`."""
+        reader = self._load_readers.setdefault(job_id, LogReader(self._job_folder(job_id) / "load"))
+        return reader.read(since_line, limit)
+
     def note(self, job_id: str, text: str) -> None:
         """Add a line of the master to a job's log; see :meth:`Launcher.note`."""
         # A full disk must not keep the master from recording the end of the run.
@@ -227,11 +242,13 @@ class LocalLauncher(Launcher):
     def remove(self, job_id: str) -> None:
         """Delete a job's folder; see :meth:`Launcher.remove`."""
         self._readers.pop(job_id, None)
+        self._load_readers.pop(job_id, None)
         shutil.rmtree(self._job_folder(job_id), ignore_errors=True)
 
     def close(self) -> None:
         """Forget the readers of logs; supervisors run independently of this process."""
         self._readers.clear()
+        self._load_readers.clear()
 
     def _job_folder(self, job_id: str) -> Path:
         match = _JOB_ID.fullmatch(job_id)
@@ -287,6 +304,21 @@ def _read_state(path: Path) -> bytes:
 def _signal(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):  # it may have ended in the meantime
         os.kill(pid, number)
+
+
+def _load_interval_s() -> float:
+    """Return the seconds between two samples of the load of workers, 0 for no samples."""
+    text = os.environ.get("MLBENCH_LOAD_INTERVAL_S", "")
+    try:
+        interval = float(text or _LOAD_INTERVAL_S)
+    except ValueError:
+        interval = math.nan
+    if interval != 0 and not _SHORTEST_LOAD_INTERVAL_S <= interval <= threading.TIMEOUT_MAX:
+        raise ConfigurationError(
+            f"MLBENCH_LOAD_INTERVAL_S must be 0 or at least {_SHORTEST_LOAD_INTERVAL_S} seconds, not {text!r}: "
+            "set it to 0 for runs without samples of their load"
+        )
+    return interval
 
 
 def worker_commands(job: Job, port: int = 29500) -> list[dict[str, Any]]:

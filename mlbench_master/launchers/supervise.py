@@ -10,8 +10,8 @@ psutil, so it starts quickly. Its steps are::
     -> clean up: end every descendant, orphans included
     -> write DIR/status.json: exit status and reason
 
-All along, every line of the workers is written to the log. A full disk stops neither a worker nor the supervisor: lines
-are dropped until there is room, and the status says how many.
+All along, every line of the workers is written to the log, and every few seconds their load to DIR/load. A full disk
+stops neither a worker nor the supervisor: lines are dropped until there is room, and the status says how many.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from typing import IO, Any
 import psutil
 
 from mlbench_master.launchers.error_search import PYTHON_STATUSES, ErrorSearch
+from mlbench_master.launchers.load import LoadSampler
 from mlbench_master.launchers.logs import LogWriter, readable
 from mlbench_master.processes import end_processes, start_mark
 
@@ -46,6 +47,8 @@ _MAX_LINE_BYTES = 16_384
 _STATUS_BYTES = 4096
 _LONGEST_REASON = 500
 _DISK_PAUSE_S = 0.25
+# More than one hour of samples of 16 workers every 5 s: a master that was away for longer does not get the older ones.
+_LOAD_BYTES = 4 * 2**20
 _PR_SET_CHILD_SUBREAPER = 36
 _MPIRUN_FAILURE = re.compile(r"process rank (\d+) with PID|^\s*Process name: \[.*,(\d+)\]\s*$")
 _SHELL_SIGNAL = 128  # mpirun and shells report a signal as 128 plus its number
@@ -94,6 +97,11 @@ class _Supervisor:
         self._commands: list[dict[str, Any]] = job["commands"]
         self._env: dict[str, str] = job["env"]
         self._grace_s = float(job["grace_s"])
+        self._num_workers = int(job["num_workers"])
+        self._gpus: list[str] = job["gpus"]
+        self._load_interval_s = float(job["load_interval_s"])
+        self._roots: dict[int, int | None] = {}  # ranks of the started processes by their ids
+        self._all_ended = threading.Event()
         self._log = LogWriter(folder, int(job["log_limit_bytes"]))
         # Rank and exit status of each process in the order of their ends; None is a request to stop.
         self._ended: queue.SimpleQueue[tuple[int | None, int] | None] = queue.SimpleQueue()
@@ -124,8 +132,11 @@ class _Supervisor:
                 self._failed_to_start = f"cannot start {command['argv'][0]!r}: {error.strerror or error}"
                 break
         else:
+            if self._load_interval_s:
+                threading.Thread(target=self._sample_load, daemon=True).start()
             returncode = self._wait()
         finished_at = time.time()
+        self._all_ended.set()
         for _ in range(3):  # a process that is ended may start another one first
             end_processes(psutil.Process().children(recursive=True), self._grace_s)
         # A reader does not end while a process outside this tree keeps the pipe open.
@@ -190,6 +201,7 @@ class _Supervisor:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        self._roots[process.pid] = rank
         for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert pipe is not None
             reader = threading.Thread(target=self._read, args=(pipe, rank, stream, prefix), daemon=True)
@@ -197,6 +209,17 @@ class _Supervisor:
             self._readers.append(reader)
         # One thread per process: polling would not show which of two processes ended first.
         threading.Thread(target=lambda: self._ended.put((rank, process.wait())), daemon=True).start()
+
+    def _sample_load(self) -> None:
+        """Write the load of the workers again and again; the run does not depend on it."""
+        folder = self._folder / "load"
+        with contextlib.suppress(OSError):
+            folder.mkdir(exist_ok=True)
+        log = LogWriter(folder, _LOAD_BYTES)
+        sampler = LoadSampler(self._num_workers, self._roots, self._gpus)
+        while not self._all_ended.wait(self._load_interval_s):
+            for rank, load in sampler.sample().items():
+                log.write(rank, "load", json.dumps(load))
 
     def _wait(self) -> int:
         """Wait until all have ended, or until one has failed and the others had time to notice.

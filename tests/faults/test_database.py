@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from alembic.script import ScriptDirectory
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master import create_app, lease, migrations
@@ -18,7 +22,9 @@ from mlbench_master.lease import Lease
 from mlbench_master.scheduler import Scheduler
 from mlbench_master.store import Store
 from tests.faults.helpers import add_run
+from tests.helpers.processes import environment
 from tests.master.helpers import IdleLauncher, TestClient, server, wait_for
+from tests.master.old_tables import VERSIONS, check_upgraded, old_tables, upgrade_until_killed
 from tests.master.test_server import master
 
 
@@ -41,11 +47,25 @@ def database(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("statements", "reason"),
     [
-        (["UPDATE schema_version SET version = 99"], r"newer version of MLBench wrote it \(version 99 .* update mlben"),
-        (["DELETE FROM schema_version"], "its table schema_version is damaged"),
+        (
+            ["UPDATE alembic_version SET version_num = '0099'"],
+            r"newer version of MLBench wrote it \(version 99 of the tables, this one knows up to .* update mlben",
+        ),
+        (
+            ["DROP TABLE alembic_version", "UPDATE schema_version SET version = 98"],
+            r"newer version of MLBench wrote it \(version 98 ",
+        ),
+        (["DELETE FROM alembic_version"], "its table alembic_version is damaged"),
+        (
+            ["UPDATE alembic_version SET version_num = 'a1'"],
+            r"its table alembic_version is damaged: it has the versions \['a1'\]",
+        ),
+        (["DROP TABLE alembic_version", "DELETE FROM schema_version"], "its table schema_version is damaged"),
+        (["DROP TABLE schema_version"], "it belongs to another program, with the tables alembic_version, master_lease"),
+        (["DROP TABLE metrics"], "its table metrics lacks the columns id, owner"),
         (["ALTER TABLE runs DROP COLUMN light_target"], "its table runs lacks the columns light_target"),
         (
-            [f"DROP TABLE {name}" for name in ("runs", "metrics", "schema_version", "master_lease")]
+            [f"DROP TABLE {name}" for name in ("runs", "metrics", "schema_version", "master_lease", "alembic_version")]
             + ["CREATE TABLE django_migrations (id INTEGER)"],
             "it belongs to another program, with the tables django_migrations; give an empty database",
         ),
@@ -59,29 +79,49 @@ def test_a_database_that_does_not_fit_is_refused(database: Path, statements: lis
     assert database.read_bytes() == before
 
 
-def test_a_database_from_before_versions_is_brought_to_this_one(database: Path) -> None:
-    run_sql(database, "DROP TABLE schema_version", "DROP TABLE master_lease", "ALTER TABLE runs DROP COLUMN goal")
-    store = Store(f"sqlite:///{database}")
-    assert [run.name for run in store.runs()] == ["kept"]
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_database_of_an_older_version_is_brought_to_this_one(tmp_path: Path, version: int) -> None:
+    path = tmp_path / "100% old" / "master.db"
+    path.parent.mkdir()
+    run_sql(path, *old_tables(version, "sqlite"))
+    with ThreadPoolExecutor(4) as pool:
+        stores = list(pool.map(lambda _: Store(f"sqlite:///{path}"), range(4)))
+    for store in stores:
+        check_upgraded(store)
+        store.close()
+
+
+def test_a_kill_in_an_upgrade_leaves_the_old_tables(tmp_path: Path) -> None:
+    path = tmp_path / "master.db"
+    run_sql(path, *old_tables(1, "sqlite"))
+    upgrade_until_killed(f"sqlite:///{path}")
+    with closing(sqlite3.connect(path)) as connection:
+        names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%' ORDER BY name"
+        assert connection.execute(names).fetchall() == [("metrics",), ("runs",)]
+    store = Store(f"sqlite:///{path}")
+    check_upgraded(store)
     store.close()
-    with closing(sqlite3.connect(database)) as connection:
-        assert connection.execute("SELECT version FROM schema_version").fetchall() == [(migrations.VERSION,)]
 
 
-def test_a_migration_happens_once_and_whole(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = "SELECT count(*) FROM pragma_table_info('runs') WHERE name = 'extra'"
-    add = "ALTER TABLE runs ADD COLUMN extra TEXT"
-    monkeypatch.setattr(migrations, "VERSION", migrations.VERSION + 1)
-    for statements, wanted in (((add, "garbage"), 0), ((add,), 1)):
-        monkeypatch.setitem(migrations.MIGRATIONS, migrations.VERSION - 1, statements)
-        if wanted:
-            Store(f"sqlite:///{database}").close()
-            Store(f"sqlite:///{database}").close()
-        else:
-            with pytest.raises(ConfigurationError, match="syntax error"):
-                Store(f"sqlite:///{database}")
-        with closing(sqlite3.connect(database)) as connection:
-            assert connection.execute(columns).fetchone() == (wanted,)
+def test_the_revisions_are_numbered_up_to_the_newest(tmp_path: Path) -> None:
+    revisions = [revision.revision for revision in ScriptDirectory(str(migrations._SCRIPTS)).walk_revisions()][::-1]
+    assert revisions == [f"{number:04}" for number in range(1, len(revisions) + 1)]
+    assert revisions[-1] == migrations.HEAD
+
+
+def test_a_start_on_tables_of_this_version_does_not_import_alembic(database: Path) -> None:
+    code = "import sys; from mlbench_master.store import Store; [Store(url).close() for url in sys.argv[1:]]; "
+    code += "assert 'sqlalchemy' in sys.modules and 'alembic' not in sys.modules"
+    run_sql(old := database.with_name("old.db"), *old_tables(3, "sqlite"))
+    urls = [f"sqlite:///{path}" for path in (database, old, database.with_name("new.db"))]
+    subprocess.run([sys.executable, "-c", code, *urls], env=environment(), timeout=60, check=True)
+
+
+def test_a_file_that_cannot_be_written_is_refused_with_one_line(database: Path, tmp_path: Path) -> None:
+    url = f"sqlite:///file:{database}?mode=ro&uri=true"
+    done = master("--port", "0", "--data-dir", str(tmp_path / "data"), "--database-url", url)
+    assert (done.returncode, len(done.stderr.strip().splitlines())) == (1, 1), done.stderr
+    assert "cannot open the database" in done.stderr and "readonly database" in done.stderr
 
 
 def test_a_damaged_database_is_refused_by_the_command_with_one_line(database: Path, tmp_path: Path) -> None:
@@ -97,7 +137,7 @@ def test_a_damaged_database_is_refused_by_the_command_with_one_line(database: Pa
 def test_health_says_that_the_database_fails(tmp_path: Path) -> None:
     with TestClient(create_app(data_dir=tmp_path), base_url="http://127.0.0.1:5080") as client:
         assert client.get("/api/health/").json()["status"] == "ok"
-        run_sql(tmp_path / "master.db", "DROP TABLE schema_version")
+        run_sql(tmp_path / "master.db", "DROP TABLE alembic_version")
         answer = client.get("/api/health/")
         assert (answer.status_code, "the database failed: no such table" in answer.json()["message"]) == (503, True)
 

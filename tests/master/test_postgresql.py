@@ -22,9 +22,10 @@ pytest.importorskip("psycopg", reason="needs the extra 'postgres'")
 
 import sqlalchemy as sa
 
-from mlbench_master import create_app, migrations
+from mlbench_master import create_app
 from mlbench_master.store import LeaseRow, NewMetric, Run, Store, new_run, run_owner
 from tests.master.helpers import IdleLauncher, TestClient
+from tests.master.old_tables import VERSIONS, check_upgraded, old_tables, upgrade_until_killed
 
 # These tests run here again, with the client of this module.
 from tests.master.test_api import (
@@ -39,6 +40,12 @@ from tests.master.test_api import (
     test_repeated_delivery_is_harmless_and_order_is_by_date,  # noqa: F401
     test_the_first_and_the_last_date_are_read_back,  # noqa: F401
     test_the_zip_holds_safe_names_and_the_official_result,  # noqa: F401
+)
+from tests.master.test_curves import (
+    run_key,  # noqa: F401 - a fixture
+    test_a_long_curve_has_at_most_2000_points_and_its_extremes,  # noqa: F401
+    test_curves_are_those_of_the_reference,  # noqa: F401
+    test_names_and_counts_come_without_a_metric,  # noqa: F401
 )
 from tests.master.test_queries import add_run, test_the_page_of_a_run_has_the_latest_value_of_each_metric  # noqa: F401
 
@@ -122,25 +129,27 @@ def a_run(name: str, **values: Any) -> Run:
     return new_run(name=name, **columns, **values)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_database_of_an_older_version_is_brought_to_this_one(url: str, version: int) -> None:
-    store = Store(url)
-    run_id = store.add_run(a_run("kept")).id
-    store.add_metrics([NewMetric(run_owner(run_id), "loss", 1, "0.5", client_id="a")])
-    store.close()
-    run_sql(url, "ALTER TABLE runs DROP COLUMN goal", "UPDATE schema_version SET version = 2")
-    if version == 1:
-        run_sql(url, "DROP TABLE schema_version", "DROP TABLE master_lease")
-    store = Store(url)
-    try:
-        goal = NewMetric(run_owner(run_id), "goal @ 0", 2, '{"reached": true, "epochs": 3}')
-        assert store.add_metrics([NewMetric(run_owner(run_id), "loss", 1, "0.5", client_id="a"), goal]) == 1
-        [kept] = store.runs()
-        assert (kept.name, kept.goal_record is not None and kept.goal_record.epochs) == ("kept", 3)
-        assert store.add_run(a_run("next")).id == run_id + 1
-    finally:
+    run_sql(url, *old_tables(version, "postgresql"))
+    with ThreadPoolExecutor(4) as pool:
+        stores = list(pool.map(lambda _: Store(url), range(4)))
+    for store in stores:
+        check_upgraded(store)
+    assert stores[0].add_metrics([NewMetric(run_owner(1), "loss", 1, "0.5", client_id="a")]) == 0
+    assert stores[0].add_run(a_run("next")).id == 2
+    for store in stores:
         store.close()
-    assert run_sql(url, "SELECT version FROM schema_version") == [(migrations.VERSION,)]
+
+
+def test_a_kill_in_an_upgrade_leaves_the_old_tables(url: str) -> None:
+    run_sql(url, *old_tables(1, "postgresql"))
+    upgrade_until_killed(url)
+    names = "SELECT table_name FROM information_schema.tables WHERE table_schema = current_schema ORDER BY 1"
+    assert run_sql(url, names) == [("metrics",), ("runs",)]
+    store = Store(url)
+    check_upgraded(store)
+    store.close()
 
 
 def test_masters_that_start_together_make_the_tables_once(url: str) -> None:
@@ -177,6 +186,27 @@ def test_a_list_of_runs_is_without_their_output(store: Store) -> None:
     assert [found.metadata_dict() for found in store.runs()] == [{"notes": ["d"]}]
     stored = store.run(run_id)
     assert stored is not None and stored.job_metadata == output
+
+
+def test_an_id_that_no_run_can_have_is_none(client: TestClient) -> None:
+    metric = {"name": "m", "value": 1}
+    for number in (2**31, 2**63 - 1):
+        assert client.get(f"/api/runs/{number}/").status_code == 404
+        assert client.get(f"/api/metrics/{number}/?metric_type=run").status_code == 404
+        assert client.post("/api/metrics/", json={**metric, "run_id": number}).status_code == 404
+        assert client.get(f"/api/runs/?after={number}").json() == []
+
+
+def test_runs_are_filtered_and_sorted(store: Store) -> None:
+    ids = [store.add_run(a_run(name, finished_at=end)).id for name, end in (("a-1", 2), ("a_2", None), ("b-1", 1))]
+    for query, wanted in (
+        ({"sort": "finished_at"}, [2, 0, 1]),
+        ({"sort": "-finished_at", "limit": 2}, [0, 2]),
+        ({"sort": "finished_at", "offset": 2}, [1]),
+        ({"name": "A_"}, [1]),
+        ({"after": 10**18}, []),
+    ):
+        assert [found.id for found in store.runs(**query)] == [ids[index] for index in wanted], query
 
 
 def test_a_connection_that_the_server_closed_is_replaced(store: Store, url: str) -> None:

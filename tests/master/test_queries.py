@@ -62,6 +62,7 @@ def add_run(database: Store, name: str, num_workers: int, names: int, values: in
         "/api/pods/",
         "/runs/{id}/",
         "/api/runs/{id}/",
+        "/api/runs/{id}/curves/",
         "/api/metrics/{id}/?metric_type=run",
         "/api/metrics/{id}/?metric_type=run&last_n=1",
         "/api/metrics/{id}/?metric_type=run&format=zip",

@@ -96,3 +96,16 @@ class Listener:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._thread.join()
+
+
+def all_routes(app: Any) -> list[tuple[str, str, Any]]:
+    """Method, path and route of everything that an application answers; ``GET`` for a folder of files."""
+    try:
+        from fastapi.routing import iter_route_contexts
+    except ImportError:  # an older FastAPI copies the routes of a router
+        routes = app.routes
+    else:
+        routes = iter_route_contexts(app.routes)
+    return [
+        (method, route.path, route) for route in routes for method in sorted(getattr(route, "methods", None) or {"GET"})
+    ]

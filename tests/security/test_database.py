@@ -66,6 +66,9 @@ def test_a_row_that_cannot_be_read_does_not_hide_the_others(client: Any, tmp_pat
         assert client.get(path).status_code == 200, path
     for query in ("summarize=1", "last_n=1", "since=1970-01-01"):
         assert client.get(f"/api/metrics/{bad.id}/?metric_type=run&{query}").status_code == 200, query
+    for points in (2, 2000):
+        [curve] = client.get(f"/api/runs/{bad.id}/curves/?metric=m&points={points}").json()["curves"]
+        assert len(curve["value"]) >= 2
     archive = zipfile.ZipFile(BytesIO(client.get(f"/api/metrics/{bad.id}/?metric_type=run&format=zip").content))
     assert archive.testzip() is None
     assert client.delete(f"/api/runs/{bad.id}/").status_code == 204
