@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers.interface import Job, JobStatus, Launcher, LauncherError, LogPage
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = [
     "ENTRY_POINTS",
@@ -33,7 +36,7 @@ runs and returns a :class:`Launcher`.
 
 def launcher_names() -> tuple[str, ...]:
     """Return the names of all launchers, those of other packages included."""
-    others = {entry.name for entry in entry_points(group=ENTRY_POINTS)} - set(LAUNCHERS)
+    others = {entry.name for entry in _entry_points()} - set(LAUNCHERS)
     return (*LAUNCHERS, *sorted(others))
 
 
@@ -62,7 +65,8 @@ def make_launcher(name: str, data_dir: Path) -> Launcher:
         return SlurmLauncher(folder)
     if name in LAUNCHERS:
         raise ConfigurationError(f"the launcher {name!r} is not available yet in this version; use 'local'")
-    for entry in entry_points(group=ENTRY_POINTS, name=name):
+    entry = next((entry for entry in _entry_points() if entry.name == name), None)
+    if entry is not None:
         launcher = entry.load()(folder)
         if not isinstance(launcher, Launcher):
             raise ConfigurationError(
@@ -70,3 +74,10 @@ def make_launcher(name: str, data_dir: Path) -> Launcher:
             )
         return launcher
     raise ValueError(f"unknown launcher {name!r}; known: {', '.join(launcher_names())}")
+
+
+def _entry_points() -> list[EntryPoint]:
+    # This import takes longer than the rest of `mlbench --help`.
+    from importlib.metadata import entry_points
+
+    return list(entry_points(group=ENTRY_POINTS))
