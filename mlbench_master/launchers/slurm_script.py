@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 
+from mlbench_core.errors import ConfigurationError
 from mlbench_master.launchers.command_line import split_command
 from mlbench_master.launchers.interface import Job
-from mlbench_master.launchers.mpirun import is_mpirun
+from mlbench_master.launchers.mpirun import is_mpirun, mpirun_command
 
 __all__ = ["check_options", "environment_script", "job_script", "sbatch_command", "worker_script"]
 
@@ -42,12 +44,17 @@ echo "$status" > exit.part && mv exit.part exit
 exit "$status"
 """
 _SRUN = """\
-{mpi}srun --export=ALL --ntasks={num_workers} --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" --kill-on-bad-exit=1 \\
+srun --export=ALL --ntasks={num_workers} --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" --kill-on-bad-exit=1 \\
     --output=logs/%t.out --error=logs/%t.err sh worker.sh"""
-_PMIX = """\
-# MPI's workers find each other through PMIx, if this Slurm has it, or else in the way that is its default.
-case $(srun --mpi=list 2>&1) in *pmix*) export SLURM_MPI_TYPE="${SLURM_MPI_TYPE:-pmix}" ;; esac
-"""
+# Slurm may list PMIx although it cannot load its library.
+_MPI = """\
+# MPI's workers find each other through PMIx, or through the mpirun of MPI within the job.
+if [ -n "$SLURM_MPI_TYPE" ] || srun --mpi=pmix --ntasks=1 true 2> /dev/null; then
+    export SLURM_MPI_TYPE="${{SLURM_MPI_TYPE:-pmix}}"
+{srun}
+else
+    {mpirun}
+fi"""
 _ONE = "sh worker.sh > logs/0.out 2> logs/0.err"
 
 _WORKER = """\
@@ -55,7 +62,6 @@ _WORKER = """\
 # One worker of run {name} of MLBench (id {run_id}).
 export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
 . ./env.sh
-rank=$SLURM_PROCID
 {place}
 cd work || exit
 # A signal for all processes of the job must not keep this shell from writing the worker's status.
@@ -77,6 +83,13 @@ counts=$(echo "${SLURM_STEP_TASKS_PER_NODE:-$SLURM_TASKS_PER_NODE}" | tr , '\\n'
 _TORCHRUN = """\
 export RANK="$rank" WORLD_SIZE="$SLURM_NTASKS" LOCAL_RANK="$SLURM_LOCALID"
 export LOCAL_WORLD_SIZE="$(echo "$counts" | sed -n "$((SLURM_NODEID + 1))p")"
+"""
+_MPI_PLACE = """\
+rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}
+# With these, a worker sees if MPI has found all of them.
+export RANK="$rank" WORLD_SIZE="$SLURM_NTASKS"
+# The mpirun does not write one file for each worker, as srun does.
+[ -z "$OMPI_COMM_WORLD_RANK$PMI_RANK" ] || exec >> "logs/$rank.out" 2>> "logs/$rank.err"
 """
 _OWN_GPU = """\
 # If the worker sees only its own GPU, this GPU has the number 0.
@@ -132,10 +145,11 @@ def sbatch_command(job: Job, folder: str, mark: str) -> list[str]:
 
 def job_script(job: Job) -> str:
     """Return the script of a job."""
+    start = _SRUN.format(num_workers=job.num_workers)
     if _has_one_task(job):
         start = _ONE
-    else:
-        start = _SRUN.format(num_workers=job.num_workers, mpi=_PMIX if job.backend == "mpi" else "")
+    elif job.backend == "mpi":
+        start = _MPI.format(srun=textwrap.indent(start, "    "), mpirun=_mpirun(job))
     return _JOB.format(name=job.name, run_id=job.run_id, num_workers=job.num_workers, start=start)
 
 
@@ -143,12 +157,22 @@ def worker_script(job: Job) -> str:
     """Return the script that starts one worker."""
     words = split_command(job)
     has_hosts = any("{hosts}" in word for word in words)
-    # MPI assigns the ranks itself, and so does a command that starts all workers.
+    # A command that starts all workers also assigns the ranks.
     has_place = job.backend != "mpi" and not _has_one_task(job)
-    place = (_COUNTS if has_place or has_hosts else "") + (_TORCHRUN if has_place else "")
+    place = _MPI_PLACE if job.backend == "mpi" and not _has_one_task(job) else "rank=$SLURM_PROCID\n"
+    place += (_COUNTS if has_place or has_hosts else "") + (_TORCHRUN if has_place else "")
     place += (_OWN_GPU if has_place and job.gpu_enabled else "") + (_HOSTS if has_hosts else "")
     command = " ".join(map(_quote, words))
     return _WORKER.format(name=job.name, run_id=job.run_id, place=place.rstrip("\n"), command=command)
+
+
+def _mpirun(job: Job) -> str:
+    """Return the lines that start the workers through ``mpirun``, which takes the nodes from Slurm."""
+    try:
+        command, _ = mpirun_command(job.num_workers, [["sh", "worker.sh"]])
+    except ConfigurationError as error:
+        return f"echo {shlex.quote(f'this Slurm has no PMIx: {error}')}; false"
+    return shlex.join(command)
 
 
 def environment_script(variables: Mapping[str, str]) -> str:

@@ -119,12 +119,6 @@ class Cluster:
                     found.append(process)
         return found
 
-    def kill_node(self, name: str) -> None:
-        """Kill the daemon of a node and its steps, as a machine that loses its power."""
-        number = int((self.root / f"slurmd-{name}.pid").read_text())
-        with contextlib.suppress(psutil.Error):
-            psutil.Process(number).kill()
-
 
 @contextlib.contextmanager
 def cluster(root: Path, num_nodes: int = 4) -> Iterator[Cluster]:

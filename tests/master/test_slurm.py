@@ -350,24 +350,43 @@ def test_a_worker_that_sees_only_its_own_gpu_has_the_local_rank_0(
     assert f"place {place}" in [line["text"] for line in launcher.logs(job_id).lines if line["rank"] == 1]
 
 
-@pytest.mark.parametrize(
-    "changes", [{"backend": "mpi"}, {"backend": "mpi", "command": "mpirun {script}"}, {"all_nodes": False}]
-)
-def test_mpi_assigns_the_ranks(launcher: SlurmLauncher, fake: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
-    """Through srun with PMIx, or in one command within the job, which starts the others."""
-    script = tmp_path / "mpirun"
-    script.write_text('#!/bin/sh\necho "$RANK $MASTER_ADDR $SLURM_MPI_TYPE"\n')
-    script.chmod(0o755)
-    changes = {**changes, "command": str(changes.get("command", "{script}")).replace("{script}", str(script))}
-    if changes["command"].startswith("mpirun"):
-        changes["command"] = f"{script} -n 2 x"
-    by_srun = not changes["command"].endswith("x") and "all_nodes" not in changes
-    if by_srun:
-        changes["command"] = f"sh {script}"
-    job_id = launcher.start(job(**changes))
-    assert end_of(launcher, job_id).state == "finished"
-    said = [(line["rank"], line["text"]) for line in launcher.logs(job_id).lines if line["stream"] == "stdout"]
-    assert said == ([(0, " 127.0.0.1 pmix"), (1, " 127.0.0.1 pmix")] if by_srun else [(0, " 127.0.0.1 ")])
+@pytest.fixture
+def mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An mpirun that starts two workers, as Open MPI does."""
+    program = tmp_path / "mpi" / "mpirun"
+    program.parent.mkdir()
+    program.write_text(
+        "#!/bin/sh\n[ $1 != --version ] || { echo 'mpirun (Open MPI) 5.0'; exit; }\n"
+        'while [ "$1" != -n ]; do shift; done\nshift 2\n'
+        'for rank in 0 1; do OMPI_COMM_WORLD_RANK=$rank "$@" || exit; done\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr("mlbench_master.launchers.mpirun._find_mpirun", lambda: str(program))
+    return program
+
+
+@pytest.mark.parametrize("has_pmix", [True, False])
+def test_mpi_starts_through_srun_or_through_its_own_mpirun(
+    launcher: SlurmLauncher, fake: Path, mpirun: Path, has_pmix: bool
+) -> None:
+    if not has_pmix:
+        (fake / "no-pmix").touch()
+    worker = "sh -c 'echo $RANK of $WORLD_SIZE $SLURM_MPI_TYPE; exit $RANK'"
+    status = end_of(launcher, launcher.start(job(worker, backend="mpi")))
+    said = sorted((line["rank"], line["text"]) for line in launcher.logs("slurm-1").lines if line["stream"] == "stdout")
+    by = " pmix" if has_pmix else ""
+    assert said == [(0, f"0 of 2{by}"), (1, f"1 of 2{by}")]
+    assert status.reason == "worker 1 failed: exit status 1"
+
+
+@pytest.mark.parametrize("changes", [{"backend": "mpi"}, {"all_nodes": False}])
+def test_a_command_that_starts_all_workers_is_one_task(
+    launcher: SlurmLauncher, mpirun: Path, changes: dict[str, Any]
+) -> None:
+    command = f"{mpirun} -n 2 sh -c 'echo $RANK {{rank}} $MASTER_ADDR'"
+    assert end_of(launcher, launcher.start(job(command, **changes))).state == "finished"
+    said = [(line["rank"], line["text"]) for line in launcher.logs("slurm-1").lines if line["stream"] == "stdout"]
+    assert said == [(0, "0 127.0.0.1")] * 2
 
 
 def test_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
