@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlbench_core.errors import ConfigurationError
 
-__all__ = ["BACKENDS", "TASKS", "Image", "Task", "find_image", "get_task", "is_run_name"]
+__all__ = ["BACKENDS", "TASKS", "Image", "Task", "find_image", "get_task", "is_run_name", "option_value"]
 
 BACKENDS = ("gloo", "nccl", "mpi")
 """Communication backends, the default first."""
@@ -34,6 +34,26 @@ def is_run_name(name: str) -> bool:
         (True, False)
     """
     return _DNS_LABEL.fullmatch(name) is not None
+
+
+def option_value(arguments: Sequence[str], option: str) -> str | None:
+    """Return the value of an option among the arguments of a script, or None if it is not there.
+
+    Args:
+        arguments: The words of a command line.
+        option: For example ``"--dataset"``.
+
+    Example:
+        >>> option_value(["--light", "--dataset=digits"], "--dataset")
+        'digits'
+    """
+    # argparse accepts both forms: "--dataset digits" and "--dataset=digits".
+    for index, word in enumerate(arguments):
+        if word == option and index + 1 < len(arguments):
+            return arguments[index + 1]
+        if word.startswith(option + "="):
+            return word.removeprefix(option + "=")
+    return None
 
 
 @dataclass(frozen=True)
@@ -81,6 +101,7 @@ class Task:
         goal_loss: Validation loss that belongs to the goal, if the task names one; it is recorded, but does not stop
             the run.
         images: Images of version 3.0 that this task replaces: a run with such an image runs the task's script.
+        optimizers: Values of the script's ``--optimizer``, the default first; none if it has no such option.
 
     Raises:
         ValueError: Some of metric, goal, light goal and budget are given and others are not.
@@ -100,6 +121,7 @@ class Task:
     stand_ins: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     goal_loss: float | None = None
     images: tuple[Image, ...] = ()
+    optimizers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         given = [value is not None for value in (self.metric, self.goal, self.light_goal, self.max_epochs)]
@@ -118,6 +140,19 @@ class Task:
     def dataset(self) -> str:
         """Return the task's own data set as an option takes it, for example ``"cifar10"``."""
         return self.data.lower().replace("-", "")
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """Return the data sets on which the task has a goal, its own first.
+
+        Example:
+            >>> get_task("1a").datasets, get_task("3a").datasets
+            (('cifar10', 'digits', 'mnist'), ('wikitext2',))
+        """
+        if not self.has_goal:
+            return ()
+        # "wikitext2-small" is the own data set with another model.
+        return (self.dataset, *sorted(name for name in self.stand_ins if not name.startswith(f"{self.dataset}-")))
 
     def goal_on(self, dataset: str | None, light: bool = False, preset: str | None = None) -> float:
         """Return the threshold of the goal on a data set.
@@ -142,6 +177,22 @@ class Task:
             raise ValueError(f"dataset must be one of {', '.join(sorted(goals))} for task {self.key}, not {dataset!r}")
         dataset = dataset or self.dataset
         return goals.get(f"{dataset}-{preset}", goals[dataset])[1 if light else 0]
+
+    def goal_of(self, arguments: Sequence[str], light: bool = False) -> float | None:
+        """Return the threshold of the goal of a run with these arguments, or None if it has none.
+
+        Args:
+            arguments: Arguments of the script.
+            light: True for the light goal.
+
+        Example:
+            >>> get_task("1a").goal_of(["--dataset", "digits", "--channels-last"], light=True)
+            90.0
+        """
+        try:
+            return self.goal_on(option_value(arguments, "--dataset"), light, option_value(arguments, "--preset"))
+        except ValueError:
+            return None
 
     @property
     def script(self) -> Path:
@@ -216,6 +267,20 @@ TASKS: dict[str, Task] = {
                     arguments=("--optimizer", "ddp"),
                     other_names=("pytorch-cifar10-resnet-ddp",),
                 ),
+            ),
+            optimizers=(
+                "centralized_sgd",
+                "ddp",
+                "centralized_adam",
+                "power_sgd",
+                "sign_sgd",
+                "ef_sign_sgd",
+                "sparsified_sgd",
+                "centralized_sparsified_sgd",
+                "decentralized_sgd",
+                "choco_sgd",
+                "local_sgd",
+                "diloco",
             ),
         ),
         Task(

@@ -219,6 +219,10 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 def _allowed_methods(request: Request) -> list[str]:
     """Return the methods of a path; Starlette knows only those of one of its routes."""
+    # For the routes, the word "import" in a path could be the id of a run.
+    described = request.app.openapi()["paths"].get(request.url.path)
+    if described is not None:
+        return sorted({*(method.upper() for method in described), *(["HEAD"] if "get" in described else [])})
     routes = request.app.routes
     found = {
         method

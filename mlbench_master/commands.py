@@ -10,10 +10,22 @@ from mlbench_core.tasks import BACKENDS, TASKS, Task, find_image, get_task
 from mlbench_master.launchers.interface import Launcher
 from mlbench_master.schemas import DEFAULT_BANDWIDTH, RunIn
 
-__all__ = ["check_gpus", "check_options", "resolve_backend", "resolve_command"]
+__all__ = [
+    "CUSTOM_BACKEND",
+    "CUSTOM_IMAGE",
+    "check_gpus",
+    "check_options",
+    "no_bandwidth_limit",
+    "no_gpu",
+    "resolve_backend",
+    "resolve_command",
+]
 
-_CUSTOM_BACKEND = "custom_backend"
-_CUSTOM_IMAGE = "custom_image"
+CUSTOM_BACKEND = "custom_backend"
+"""The backend that stands for the one in the field ``custom_backend``."""
+
+CUSTOM_IMAGE = "custom_image"
+"""The image that stands for the one in the field ``custom_image_name``."""
 
 
 def resolve_command(run: RunIn) -> tuple[str, str]:
@@ -34,10 +46,10 @@ def resolve_command(run: RunIn) -> tuple[str, str]:
         except ValueError as error:
             raise ValueError(f"task: {error}") from None
     if run.command is not None:
-        return run.image_name or run.custom_image_name or _CUSTOM_IMAGE, _with_flags(run.command, run)
+        return run.image_name or run.custom_image_name or CUSTOM_IMAGE, _with_flags(run.command, run)
     if run.image_name is None:
         raise ValueError(f"task: give a task ({', '.join(sorted(TASKS))}), a command, or an image_name")
-    if run.image_name.startswith(_CUSTOM_IMAGE):
+    if run.image_name.startswith(CUSTOM_IMAGE):
         if run.custom_image_command is None:
             raise ValueError("custom_image_command: is required with image_name=custom_image")
         return run.custom_image_name or run.image_name, _with_flags(run.custom_image_command, run)
@@ -60,11 +72,11 @@ def resolve_backend(run: RunIn) -> str:
     backend = run.backend.lower()
     if backend in BACKENDS:
         return backend
-    if backend == _CUSTOM_BACKEND:
+    if backend == CUSTOM_BACKEND:
         if run.custom_backend is None:
             raise ValueError("custom_backend: is required with backend=custom_backend")
         return run.custom_backend
-    raise ValueError(f"backend: unknown backend {run.backend!r}; known: {', '.join(BACKENDS)}, {_CUSTOM_BACKEND}")
+    raise ValueError(f"backend: unknown backend {run.backend!r}; known: {', '.join(BACKENDS)}, {CUSTOM_BACKEND}")
 
 
 def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
@@ -86,19 +98,18 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
     if run.max_bandwidth < DEFAULT_BANDWIDTH and not launcher.limits_bandwidth:
         raise ValueError(
             f"max_bandwidth: must be at least {DEFAULT_BANDWIDTH:g} (Mbit/s, the default), not {run.max_bandwidth:g}: "
-            f"the {launcher.name} launcher cannot limit the bandwidth; leave it out and limit the network itself, for "
-            "example with tc"
+            + no_bandwidth_limit(launcher)
         )
     if run.gpu_enabled:
         check_gpus(run.num_workers, launcher)
-    own_image = run.task is None and run.custom_image_name not in (None, _CUSTOM_IMAGE)
+    own_image = run.task is None and run.custom_image_name not in (None, CUSTOM_IMAGE)
     if own_image and not launcher.starts_containers:
         notes.append(
             f"note: the image {run.custom_image_name} is not used: the {launcher.name} launcher starts processes, not "
             "containers, so the command runs on this machine with its Python and its packages"
         )
     # As in version 3.0, only a custom backend may start a single worker; known backends start all of them.
-    all_nodes = run.run_all_nodes or run.backend.lower() != _CUSTOM_BACKEND or run.num_workers == 1
+    all_nodes = run.run_all_nodes or run.backend.lower() != CUSTOM_BACKEND or run.num_workers == 1
     if not all_nodes:
         if run.command is None and run.custom_image_command is None:
             raise ValueError(
@@ -111,10 +122,26 @@ def check_options(run: RunIn, launcher: Launcher) -> tuple[bool, list[str]]:
     return all_nodes, notes
 
 
+def no_bandwidth_limit(launcher: Launcher) -> str:
+    """Return why a run cannot have a bandwidth, and what to do."""
+    return (
+        f"the {launcher.name} launcher cannot limit the bandwidth; leave it out and limit the network itself, for "
+        "example with tc"
+    )
+
+
+def no_gpu(launcher: Launcher) -> str:
+    """Return why a run cannot have GPUs, and what to do."""
+    return (
+        f"the {launcher.name} launcher found no GPU on this machine; leave it out to compute on the CPU, or check "
+        "nvidia-smi and CUDA_VISIBLE_DEVICES and restart the master"
+    )
+
+
 def _check_combination(run: RunIn, launcher: Launcher) -> None:
     """Refuse fields that would be ignored because of ``task`` or ``command``, which no client of version 3.0 sends."""
     chosen = "task" if run.task is not None else "command"
-    is_custom = run.image_name is not None and run.image_name.startswith(_CUSTOM_IMAGE)
+    is_custom = run.image_name is not None and run.image_name.startswith(CUSTOM_IMAGE)
     if run.arguments and run.task is None and (run.command is not None or is_custom):
         given = str(run.arguments)[:80]
         raise ValueError(f"arguments: must be left out without a task, not {given}: add them to the command")
@@ -126,7 +153,7 @@ def _check_combination(run: RunIn, launcher: Launcher) -> None:
     if run.task is not None:
         rivals["command"] = run.command
     for field, value in rivals.items():
-        if value not in (None, _CUSTOM_IMAGE):
+        if value not in (None, CUSTOM_IMAGE):
             raise ValueError(
                 f"{field}: must be left out with {chosen}, not {value[:80]!r}: the {launcher.name} launcher would "
                 f"ignore it; leave out {field} or {chosen}"
@@ -152,10 +179,7 @@ def check_gpus(num_workers: int, launcher: Launcher) -> None:
     if gpus is None or num_workers <= len(gpus):
         return
     if not gpus:
-        raise ValueError(
-            f"gpu_enabled: must be false, not true: the {launcher.name} launcher found no GPU on this machine; leave "
-            "it out to compute on the CPU, or check nvidia-smi and CUDA_VISIBLE_DEVICES and restart the master"
-        )
+        raise ValueError(f"gpu_enabled: must be false, not true: {no_gpu(launcher)}")
     raise ValueError(
         f"num_workers: must be at most {len(gpus)} with gpu_enabled, not {num_workers}: each worker needs a GPU of its "
         f"own, and the {launcher.name} launcher has {len(gpus)}; start fewer workers"

@@ -1,7 +1,9 @@
-"""Export metrics, optionally averaged, and results, as JSON or as a zip archive in pieces that fit in memory."""
+"""Export metrics, optionally averaged, and results, as JSON, CSV or a zip archive in pieces that fit in memory."""
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import json
 import math
@@ -20,6 +22,7 @@ __all__ = [
     "LEFT_OUT_FILE",
     "Selection",
     "all_metrics_json",
+    "metrics_csv",
     "metrics_json",
     "metrics_zip",
     "result_json",
@@ -33,6 +36,8 @@ LEFT_OUT_FILE = "left_out.txt"
 _CHUNK_CHARACTERS = 65_536
 _CHUNK_BYTES = 2**20
 _OFFICIAL_RESULT = "official_result.txt"
+# A spreadsheet calculates a cell that begins with one of these, also in a file of somebody else.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,50 @@ def _number(point: Point) -> float | None:
 def metrics_json(store: Store, owner: str, selection: Selection) -> Iterator[str]:
     """Yield ``{metric: [{date, value, cumulative}, ...]}`` in pieces."""
     return _in_chunks(_object((name, _list(map(_short, points))) for _, name, points in selection.of(store, owner)))
+
+
+def metrics_csv(store: Store, owner: str, selection: Selection) -> Iterator[str]:
+    """Yield lines of CSV with a header in pieces: name, date, rank, epoch and value of each entry.
+
+    Rank and epoch are those of the metadata, or empty. A name or value that a spreadsheet would take for a formula gets
+    an apostrophe before it; numbers stay as they are.
+    """
+    return _in_chunks(_csv_lines(store, owner, selection))
+
+
+def _csv_lines(store: Store, owner: str, selection: Selection) -> Iterator[str]:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    writer.writerow(("name", "date", "rank", "epoch", "value"))
+    for _, name, points in selection.of(store, owner):
+        shown = _cell(name)
+        for point in points:
+            writer.writerow((shown, format_date(point.date), *_rank_and_epoch(point.extra), _cell(point.value)))
+            yield buffer.getvalue()
+            buffer.seek(0)
+            buffer.truncate()
+    yield buffer.getvalue()
+
+
+def _cell(text: str) -> str:
+    if not text.startswith(_FORMULA):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
+
+
+def _rank_and_epoch(extra: str) -> tuple[str, str]:
+    try:
+        metadata = json.loads(extra) if extra else None
+    except (ValueError, RecursionError):
+        metadata = None
+    found = metadata if isinstance(metadata, dict) else {}
+    numbers = (found.get(name) for name in ("rank", "epoch"))
+    rank, epoch = (str(n) if isinstance(n, (int, float)) and not isinstance(n, bool) else "" for n in numbers)
+    return rank, epoch
 
 
 def all_metrics_json(store: Store) -> Iterator[str]:

@@ -1,17 +1,66 @@
-"""The result of a run's goal, which the Tracker of its first worker sends as the metric ``goal``."""
+"""The goal of a run: its result, which the Tracker of the first worker sends as the metric ``goal``, and its plan.
+
+The metric ``plan`` comes after the first epoch, and a page shows by it how far a run is.
+"""
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-__all__ = ["GOAL_METRIC", "RunGoal", "read_goal"]
+from mlbench_core.tasks import Task, find_image, get_task
+
+__all__ = [
+    "GOAL_METRIC",
+    "PLAN_METRIC",
+    "RunGoal",
+    "RunPlan",
+    "goal_of_task",
+    "read_goal",
+    "split_command",
+    "task_of_image",
+]
 
 GOAL_METRIC = "goal @ 0"
 """The metric of the first worker; its value is JSON text with the fields of :class:`RunGoal`."""
 
+PLAN_METRIC = "plan @ 0"
+"""The metric of the first worker with the plan; its value is JSON text with the fields of :class:`RunPlan`."""
+
 _MOST_CHARACTERS = 8192
+
+
+class RunPlan(BaseModel):
+    """What a run wants to reach.
+
+    Attributes:
+        metric: Name of the metric of the goal; None if the goal is a plain function, or without a goal.
+        threshold: The value that the metric has to reach.
+        minimize: True if the metric has to become as small as the threshold, False if as large.
+        max_epochs: Number of epochs after which the run ends without its goal.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, str_max_length=255)
+
+    metric: str | None = None
+    threshold: float | None = None
+    minimize: bool | None = None
+    max_epochs: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+
+    @property
+    def aim(self) -> str:
+        """Return the goal as text, as :attr:`RunGoal.aim` does."""
+        return _aim(self.metric, self.threshold, self.minimize)
+
+    @classmethod
+    def read(cls, text: str) -> RunPlan:
+        """Return a plan from the value of its metric; an empty one if the value is not one."""
+        try:
+            return cls() if len(text) > _MOST_CHARACTERS else cls.model_validate_json(text)
+        except ValidationError:
+            return cls()
 
 
 class RunGoal(BaseModel):
@@ -46,11 +95,7 @@ class RunGoal(BaseModel):
             >>> RunGoal(metric="val_global_Prec@1", threshold=95, reached=False).aim
             'Prec@1 >= 95'
         """
-        # The prefix says that the value is one of the validation, over the data of all workers.
-        name = (self.metric or "").removeprefix("val_").removeprefix("global_")
-        if not name or self.threshold is None:
-            return name
-        return f"{name} {'<=' if self.minimize else '>='} {self.threshold:g}"
+        return _aim(self.metric, self.threshold, self.minimize)
 
     @property
     def outcome(self) -> str:
@@ -67,6 +112,14 @@ class RunGoal(BaseModel):
         time = "" if self.time_to_goal_s is None else f" in {self.time_to_goal_s:.1f} s"
         unit = "epoch" if self.epochs == 1 else "epochs"
         return f"reached{time}" + ("" if self.epochs is None else f" ({self.epochs} {unit})")
+
+
+def _aim(metric: str | None, threshold: float | None, minimize: bool | None) -> str:
+    # The prefix says that the value is one of the validation, over the data of all workers.
+    name = (metric or "").removeprefix("val_").removeprefix("global_")
+    if not name or threshold is None:
+        return name
+    return f"{name} {'<=' if minimize else '>='} {threshold:g}"
 
 
 def read_goal(text: str | bytes | None) -> RunGoal | None:
@@ -88,3 +141,51 @@ def read_goal(text: str | bytes | None) -> RunGoal | None:
         return RunGoal.model_validate_json(text)
     except ValidationError:
         return None
+
+
+def task_of_image(image: str) -> Task | None:
+    """Return the task that a run with this image works on, or None for a program of the user.
+
+    Args:
+        image: A run's image: the folder of a task, an image of version 3.0, or another text.
+
+    Example:
+        >>> task_of_image("task1a_resnet20_cifar10").key, task_of_image("custom_image")
+        ('1a', None)
+    """
+    for find in (get_task, lambda image: find_image(image)[0]):
+        try:
+            return find(image)
+        except ValueError:
+            continue
+    return None
+
+
+def split_command(command: str) -> list[str]:
+    """Return the words of a command line, also if it is damaged."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return command.split()
+
+
+def goal_of_task(image: str, command: str, light: bool) -> RunGoal | None:
+    """Return the goal that a run of a task pursues, before its workers have sent it; None without one.
+
+    Args:
+        image: The run's image.
+        command: A worker's command line.
+        light: True for the light goal.
+
+    Example:
+        >>> goal_of_task("task1a_resnet20_cifar10", "main.py --dataset digits", light=False).aim
+        'Prec@1 >= 95'
+    """
+    task = task_of_image(image)
+    if task is None:
+        return None
+    words = split_command(command)
+    threshold = task.goal_of(words, light or "--light" in words)
+    if threshold is None:
+        return None
+    return RunGoal(metric=f"val_global_{task.metric}", threshold=threshold, minimize=task.minimize, reached=False)

@@ -18,7 +18,7 @@ from mlbench_core.errors import ConfigurationError
 
 __all__ = ["HEAD", "REVISION_TABLE", "VERSION_TABLE", "prepare_database"]
 
-HEAD = "0003"
+HEAD = "0004"
 """The newest revision: the tables that this version of the master reads and writes."""
 
 REVISION_TABLE = "alembic_version"

@@ -18,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 import mlbench_core
 from mlbench_master import export
 from mlbench_master.bodies import MAX_METRICS_BYTES, MAX_RUN_BYTES, read_body
-from mlbench_master.commands import check_options, resolve_backend, resolve_command
 from mlbench_master.curves import curves_json, start_of
 from mlbench_master.dates import format_date, now_us, to_us
 from mlbench_master.events import EventBus
@@ -54,12 +53,12 @@ from mlbench_master.schemas import (
     RunsQuery,
     describe_error,
 )
-from mlbench_master.store import NameInUseError, NewMetric, Run, Store, new_run, pod_owner, run_owner
+from mlbench_master.starting import start_runs
+from mlbench_master.store import NameInUseError, NewMetric, Run, Store, pod_owner, run_owner
 
-__all__ = ["results_of", "router", "run_or_404"]
+__all__ = ["PHASES", "results_of", "router", "run_or_404"]
 
-_PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
-_RUN_FIELDS = {"name", "num_workers", "num_cpus", "max_bandwidth", "gpu_enabled", "light_target"}
+PHASES = {"initialized": "Pending", "started": "Running", "finished": "Succeeded", "failed": "Failed"}
 
 
 def _part(name: str) -> Any:
@@ -145,7 +144,7 @@ def all_metrics(store: StorePart) -> StreamingResponse:
     "/{owner_id}/",
     summary="The metrics of a pod or a run",
     openapi_extra=parameters(MetricQuery),
-    **documented(Metrics, 400, 404, media=("application/json", "application/zip")),
+    **documented(Metrics, 400, 404, media=("application/json", "application/zip", "text/csv")),
 )
 def metrics(owner_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> StreamingResponse:
     query = _query(MetricQuery, request)
@@ -158,11 +157,14 @@ def metrics(owner_id: str, request: Request, store: StorePart, launcher: Launche
         _pod_or_404(store, owner_id)
     since = None if query.since is None else to_us(query.since)
     selection = export.Selection(since, query.metric_filter, query.last_n, query.summarize)
-    if query.format != "zip":
+    if query.format not in ("zip", "csv"):
         return _StreamedResponse(export.metrics_json(store, owner, selection), media_type="application/json")
-    archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
     name = export.safe_file_name(owner.replace(":", "_"), set())
-    headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
+    headers = {"Content-Disposition": f'attachment; filename="{name}.{query.format}"'}
+    if query.format == "csv":
+        rows = export.metrics_csv(store, owner, selection)
+        return _StreamedResponse(rows, media_type="text/csv", headers=headers)
+    archive = export.metrics_zip(store, owner, run, selection, None if run is None else results_of(run, launcher))
     return _StreamedResponse(archive, media_type="application/zip", headers=headers)
 
 
@@ -234,26 +236,12 @@ def create_run(
 ) -> dict[str, Any]:
     wanted = _validated(RunIn, body)
     try:
-        image, command = resolve_command(wanted)
-        backend = resolve_backend(wanted)
-        all_nodes, notes = check_options(wanted, launcher)
+        (run,) = start_runs([wanted], store, scheduler, launcher, events)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
-    run = new_run(
-        image=image,
-        command=command,
-        backend=backend,
-        run_all_nodes=all_nodes,
-        job_metadata=json.dumps(_first_metadata(wanted, notes)),
-        **wanted.model_dump(include=_RUN_FIELDS),
-    )
-    try:
-        run = store.add_run(run)
     except NameInUseError:
         message = f"name: there is a run named {wanted.name!r}; choose another name or delete that run"
         raise HTTPException(409, message) from None
-    events.publish("state", {"id": run.id, "name": run.name, "state": run.state})
-    scheduler.wake()
     return run.to_json()
 
 
@@ -396,15 +384,6 @@ def run_or_404(store: Store, run_id: str) -> Run:
     return run
 
 
-def _first_metadata(wanted: RunIn, notes: list[str]) -> dict[str, Any]:
-    known: dict[str, Any] = {"notes": notes}
-    if wanted.exclusive:
-        known["exclusive"] = True
-    if wanted.engine_options:
-        known["engine_options"] = wanted.engine_options
-    return known
-
-
 def results_of(run: Run, launcher: Launcher) -> Path | None:
     """Return the folder for the results of a run's workers, or None if the master cannot read it."""
     return None if run.job_id is None else launcher.results(run.job_id)
@@ -424,7 +403,7 @@ def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "labels": json.dumps(labels),  # text, as in version 3.0
-        "phase": _PHASES.get(run.state, "Unknown"),
+        "phase": PHASES.get(run.state, "Unknown"),
         "ip": "127.0.0.1",
     }
 
@@ -432,7 +411,9 @@ def _pod(run: Run, rank: int, name: str) -> dict[str, Any]:
 def _curves(request: Request, store: Store, owner: str, start_us: int | None) -> StreamingResponse:
     query = _query(CurvesQuery, request, "metric")
     pieces = curves_json(store, owner, start_us, query.metric, query.points)
-    return _StreamedResponse(pieces, media_type="application/json")
+    # Metrics of an earlier version of the master are read slowly, but only once.
+    task = BackgroundTask(store.pack_loose, owner, query.metric)
+    return _StreamedResponse(pieces, media_type="application/json", background=task)
 
 
 def _link(request: Request, follows: bool, **changes: object) -> dict[str, str]:

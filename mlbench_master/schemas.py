@@ -32,6 +32,7 @@ __all__ = [
     "RunsQuery",
     "State",
     "describe_error",
+    "describe_errors",
 ]
 
 # A client sends at most this number in one request; see mlbench_core.client.delivery.
@@ -149,6 +150,8 @@ class MetricIn(_Body):
         id: An id from the client. A repeated delivery of the same id for the same run or pod is stored once.
     """
 
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["run_id"]}, {"required": ["pod_name"]}]})
+
     run_id: Identifier | None = None
     pod_name: Annotated[Text, AfterValidator(_pod_name)] | None = None
     name: Annotated[Line, Field(max_length=255)]
@@ -189,6 +192,10 @@ class RunIn(_Body):
         exclusive: True to run it alone: it starts when no other run is running, and no other run starts until it ends.
         engine_options: Options of the engine's own command, for example of ``sbatch``; refused if it has none.
     """
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": [name]} for name in ("command", "task", "image_name")]}
+    )
 
     name: RunName
     num_workers: Annotated[int, Field(ge=1, le=4096)]
@@ -258,7 +265,8 @@ class MetricQuery(_Body):
         summarize: Maximum number of entries of each metric; neighbors are averaged.
         metric_filter: Name of the only metric to include.
         last_n: Number of the latest entries of each metric to include.
-        format: ``"json"``, or ``"zip"`` for a download.
+        format: ``"json"``, or for a download ``"zip"`` or ``"csv"`` (columns: name, date, rank, epoch, value).
+            A text in it that a spreadsheet would calculate begins with an apostrophe.
     """
 
     metric_type: Literal["pod", "run"] = "pod"
@@ -266,7 +274,7 @@ class MetricQuery(_Body):
     summarize: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
     metric_filter: Annotated[Text, Field(max_length=255)] | None = None
     last_n: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
-    format: Literal["json", "zip", "api"] = "json"
+    format: Literal["json", "zip", "csv", "api"] = "json"
 
 
 class CurvesQuery(_Body):
@@ -326,6 +334,29 @@ class PodsQuery(_Body):
     after: Annotated[str, Field(pattern="^[0-9]{1,18}-[0-9]{1,9}$")] = "0-0"
 
 
+def describe_errors(error: ValidationError) -> list[tuple[str, str]]:
+    """Return the name of each wrong field, and a description with its value and the allowed values.
+
+    Args:
+        error: The error of pydantic.
+
+    Returns:
+        For example ``[("num_workers", "Input should be greater than or equal to 1 (got 0)")]``; the first five. The
+        name is empty for an error of the whole body.
+    """
+    parts = []
+    # A wrong body can have thousands of errors; the first five are enough to correct it.
+    for item in error.errors(include_url=False, include_context=False)[:5]:
+        field = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        if item["type"] == "missing":
+            message = "is required"
+        elif field:
+            message = f"{message} (got {_short(item['input'])})"
+        parts.append((field, message))
+    return parts
+
+
 def describe_error(error: ValidationError, prefix: str = "") -> str:
     """Describe an error in one line that names each wrong field, its value and the allowed values.
 
@@ -336,18 +367,9 @@ def describe_error(error: ValidationError, prefix: str = "") -> str:
     Returns:
         For example ``"num_workers: Input should be greater than or equal to 1 (got 0)"``.
     """
-    parts = []
-    # A wrong body can have thousands of errors; the first five are enough to correct it.
-    for item in error.errors(include_url=False, include_context=False)[:5]:
-        field = ".".join(str(part) for part in item["loc"])
-        message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        if not field:
-            parts.append(prefix + message)
-        elif item["type"] == "missing":
-            parts.append(f"{prefix}{field}: is required")
-        else:
-            parts.append(f"{prefix}{field}: {message} (got {_short(item['input'])})")
-    return "; ".join(parts)
+    return "; ".join(
+        prefix + (f"{field}: {message}" if field else message) for field, message in describe_errors(error)
+    )
 
 
 def _short(value: object, limit: int = 80) -> str:

@@ -12,6 +12,7 @@ import json
 import math
 import sys
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_col
 from sqlalchemy.pool import StaticPool
 
 from mlbench_core.errors import ConfigurationError
+from mlbench_master.columns import PAGE, Columns
 from mlbench_master.dates import format_date, now_us
 from mlbench_master.goals import GOAL_METRIC, RunGoal, read_goal
 from mlbench_master.migrations import REVISION_TABLE, VERSION_TABLE, prepare_database
@@ -32,6 +34,7 @@ from mlbench_master.migrations import REVISION_TABLE, VERSION_TABLE, prepare_dat
 __all__ = [
     "GOAL_TEXT_METRIC",
     "RUN_COLUMNS",
+    "RUN_SORTS",
     "LeaseRow",
     "Metric",
     "NameInUseError",
@@ -45,6 +48,9 @@ __all__ = [
 
 RUN_COLUMNS = ("id", "name", "state", "created_at", "started_at", "finished_at", "num_workers", "backend")
 """The columns by which a list of runs can be sorted."""
+
+RUN_SORTS = (*RUN_COLUMNS, "image", "duration", "goal")
+"""The names by which :meth:`Store.runs` sorts: the columns, the time since the start, and the time to the goal."""
 
 # The first worker of a task sends this metric when it reaches the goal.
 GOAL_TEXT_METRIC = "TaskResult @ 0"
@@ -60,6 +66,8 @@ _NAME_CHARACTERS = 63
 _MAX_RUN_ID = 2**31 - 1
 # The entry in the metadata of an imported run that identifies it.
 _FINGERPRINT = "fingerprint"
+# Packed pages that are read at once: 2 MB.
+_PACKED = 16
 # SQLite's number for auto_vacuum=INCREMENTAL.
 _INCREMENTAL = 2
 # One step moves 4 MB, in which other threads cannot write.
@@ -202,6 +210,19 @@ def _text(value: object) -> str:
 _POINT = (Metric.id, Metric.date, Metric.value, Metric.cumulative, Metric.extra)
 
 
+class _Page(_Base):
+    """A full page of the entries of one metric, by date; see :mod:`mlbench_master.columns`."""
+
+    __tablename__ = "metric_pages"
+
+    owner: Mapped[str] = mapped_column(sa.String(300), primary_key=True)
+    name: Mapped[str] = mapped_column(sa.String(255), primary_key=True)
+    page: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    end_date: Mapped[int] = mapped_column(sa.BigInteger)
+    end_id: Mapped[int] = mapped_column(sa.BigInteger)
+    data: Mapped[bytes] = mapped_column(sa.LargeBinary)
+
+
 class _Revision(_Base):
     """The version of the tables for Alembic; see :mod:`mlbench_master.migrations`."""
 
@@ -277,6 +298,8 @@ class Store:
     def __init__(self, database_url: str) -> None:
         self._write_lock = threading.RLock()
         self._reclaiming = threading.Lock()
+        # Entries of each metric since its last packed page, as far as this process has seen them.
+        self._loose: Counter[tuple[str, str]] = Counter()
         try:
             self._engine = _make_engine(database_url)
             self._in_memory = isinstance(self._engine.pool, StaticPool)
@@ -340,23 +363,32 @@ class Store:
     # Runs
 
     def add_run(self, run: Run) -> Run:
-        """Add a new run.
+        """Add a new run; see :meth:`add_runs`."""
+        return self.add_runs([run])[0]
+
+    def add_runs(self, runs: Sequence[Run]) -> list[Run]:
+        """Add new runs in one transaction: all of them or none.
 
         Args:
-            run: The run, without an id.
+            runs: The runs, without ids.
 
         Returns:
-            The run with its id.
+            The runs with their ids, in the same order.
 
         Raises:
-            NameInUseError: A run of this name exists.
+            NameInUseError: A run of one of the names exists; the error's text is that name.
         """
+        names = [run.name for run in runs]
         try:
             with self._writing() as session:
-                session.add(run)
-        except IntegrityError as error:
-            raise NameInUseError(run.name) from error
-        return run
+                for start in range(0, len(names), _MANY):
+                    known = sa.select(Run.name).where(Run.name.in_(names[start : start + _MANY]))
+                    if (taken := session.scalar(known.order_by(Run.id).limit(1))) is not None:
+                        raise NameInUseError(taken)
+                session.add_all(runs)
+        except IntegrityError as error:  # another program has added one in the meantime, or two names are the same
+            raise NameInUseError(", ".join(names)) from error
+        return list(runs)
 
     def import_run(self, run: Run, fingerprint: str) -> Run:
         """Add a run that ended without this master, unless it was added before.
@@ -398,6 +430,7 @@ class Store:
         after: int = 0,
         limit: int | None = None,
         name: str = "",
+        text: str = "",
         sort: str = "id",
         offset: int = 0,
     ) -> list[Run]:
@@ -408,7 +441,8 @@ class Store:
             after: Only runs with a larger id.
             limit: Maximum number of runs.
             name: Only runs with this text in their name; upper and lower case are the same.
-            sort: One of :data:`RUN_COLUMNS`, with a ``-`` before it for the largest value first. Runs without a value
+            text: Only runs with each word of this text in their name, image, command or backend.
+            sort: One of :data:`RUN_SORTS`, with a ``-`` before it for the largest value first. Runs without a value
                 come last, and those with equal values are ordered by id.
             offset: Number of first runs to leave out.
 
@@ -421,13 +455,11 @@ class Store:
             # The output is up to 32 KiB of each run, so a list of runs must not read it. A damaged record is left out.
             slim = sa.func.json_remove(Run.job_metadata, "$.stdout", "$.stderr")
             columns["job_metadata"] = sa.case((sa.func.json_valid(Run.job_metadata) == 1, slim), else_="{}")
-        chosen = sa.select(Run.id).where(Run.id > min(after, _MAX_RUN_ID))
-        if states:
-            chosen = chosen.where(Run.state.in_(states))
+        chosen = _chosen(sa.select(Run.id), states, text).where(Run.id > min(after, _MAX_RUN_ID))
         if name:
             chosen = chosen.where(Run.name.icontains(name, autoescape=True))
-        column = getattr(Run, sort.removeprefix("-"))
-        order = [part.desc() if sort.startswith("-") else part for part in (column, Run.id)]
+        key = self._sort_key(sort.removeprefix("-"))
+        order: list[Any] = [part.desc() if sort.startswith("-") else part for part in (key, Run.id)]
         order[0] = order[0].nulls_last()
         if limit is not None or offset:
             # SQLite would read the whole record of each run that the offset leaves out.
@@ -442,6 +474,23 @@ class Store:
                 metadata = run.metadata_dict()
                 run.job_metadata = json.dumps({k: v for k, v in metadata.items() if k not in ("stdout", "stderr")})
         return found
+
+    def count_runs(self, *states: str, text: str = "") -> int:
+        """Return the number of runs that :meth:`runs` finds with these states and this text."""
+        with self._reading() as session:
+            return session.scalar(_chosen(sa.select(sa.func.count(Run.id)), states, text)) or 0
+
+    def _sort_key(self, name: str) -> sa.ColumnElement[Any]:
+        if name == "duration":
+            return sa.func.coalesce(Run.finished_at, now_us()) - Run.started_at
+        if name != "goal":
+            column: sa.ColumnElement[Any] = getattr(Run, name)
+            return column
+        if self._engine.dialect.name == "sqlite":
+            return sa.case((sa.func.json_valid(Run.goal) == 1, sa.func.json_extract(Run.goal, "$.time_to_goal_s")))
+        # A record that is damaged has no number here, where a cast to JSON would fail.
+        number = sa.func.substring(Run.goal, r'"time_to_goal_s":\s*(\d+(?:\.\d+)?(?:e[+-]?\d\d?)?)')
+        return sa.cast(number, sa.Float)
 
     def update_run(
         self,
@@ -481,7 +530,9 @@ class Store:
             # Databases limit the number of parameters of a statement, so the owners are deleted in parts.
             owners = [run_owner(run_id), *map(pod_owner, run.worker_names())]
             for start in range(0, len(owners), _MANY):
-                session.execute(sa.delete(Metric).where(Metric.owner.in_(owners[start : start + _MANY])))
+                part = owners[start : start + _MANY]
+                session.execute(sa.delete(Metric).where(Metric.owner.in_(part)))
+                session.execute(sa.delete(_Page).where(_Page.owner.in_(part)))
             session.delete(run)
 
     def reclaim(self) -> None:
@@ -541,10 +592,106 @@ class Store:
                 # By default, SQLAlchemy does not keep the row count of an insert of many rows.
                 connection = session.connection(execution_options={"preserve_rowcount": True})
                 added = connection.execute(statement, [vars(metric) for metric in metrics]).rowcount
+                self._drop_pages(connection, metrics)
             for metric in metrics:
                 if metric.name in (GOAL_METRIC, GOAL_TEXT_METRIC) and metric.owner.startswith("run:"):
                     _record_goal(session, metric)
+        self._loose.update((metric.owner, metric.name) for metric in metrics)
+        for owner, name in {(metric.owner, metric.name) for metric in metrics}:
+            self.pack_loose(owner, [name])
         return added
+
+    def _drop_pages(self, connection: sa.Connection, metrics: Iterable[NewMetric]) -> None:
+        """Delete the packed pages to which late metrics belong, and those after them."""
+        first: dict[tuple[str, str], int] = {}
+        for metric in metrics:
+            key = metric.owner, metric.name
+            first[key] = min(first.get(key, metric.date), metric.date)
+        # An entry of the same date sorts behind the end of the page, because its id is larger.
+        late = sa.delete(_Page).where(
+            _Page.owner == sa.bindparam("b_owner"),
+            _Page.name == sa.bindparam("b_name"),
+            _Page.end_date > sa.bindparam("b_date"),
+        )
+        keys = [{"b_owner": owner, "b_name": name, "b_date": date} for (owner, name), date in first.items()]
+        connection.execute(late, keys)
+
+    def pack_loose(self, owner: str, names: Iterable[str]) -> None:
+        """Pack the full pages of metrics that have some outside of the packed ones.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            names: The metrics.
+        """
+        for name in names:
+            if self._loose[owner, name] >= PAGE:
+                # Without the pages, reading the metrics only takes longer.
+                with contextlib.suppress(SQLAlchemyError):
+                    self.pack_pages(owner, name)
+
+    def pack_pages(self, owner: str, name: str) -> None:
+        """Store the full pages of a metric that are not packed yet; other threads write between them.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            name: The metric.
+        """
+        while True:
+            with self._writing() as session:
+                page, end = _end_of_pages(session, owner, name)
+                rows = session.execute(_after(owner, name, end).limit(PAGE)).all()
+                # A damaged row may change its place when it is mended.
+                is_sound = all(type(row.date) is int for row in rows)
+                self._loose[owner, name] = len(rows) if is_sound else 0
+                if len(rows) < PAGE or not is_sound:
+                    return
+                data = Columns.of_rows(rows).pack()
+                last = rows[-1]
+                session.add(_Page(owner=owner, name=name, page=page, end_date=last.date, end_id=last.id, data=data))
+
+    def size(self, owner: str, name: str) -> int:
+        """Return the number of entries of a metric."""
+        with self._reading() as session:
+            pages, end = _end_of_pages(session, owner, name)
+            rows = _after(owner, name, end).order_by(None).subquery()
+            return PAGE * pages + (session.scalar(sa.select(sa.func.count()).select_from(rows)) or 0)
+
+    def columns(self, owner: str, name: str) -> Iterator[Columns]:
+        """Yield all entries of a metric by date, in successive parts.
+
+        Args:
+            owner: From :func:`run_owner` or :func:`pod_owner`.
+            name: The metric.
+
+        Yields:
+            Parts of up to 65,536 entries, none of them empty. Memory holds one of them.
+        """
+        end = None
+        for start in itertools.count(0, _PACKED):
+            query = sa.select(_Page.page, _Page.end_date, _Page.end_id, _Page.data)
+            query = query.where(_Page.owner == owner, _Page.name == name)
+            query = query.where(_Page.page >= start, _Page.page < start + _PACKED).order_by(_Page.page)
+            with self._reading() as session:
+                pages = session.execute(query).all()
+            # Pages that a late entry has deleted in the meantime are read from the rows.
+            pages = [row for index, row in enumerate(pages, start) if row.page == index]
+            if pages:
+                yield Columns.join([Columns.unpack(row.data) for row in pages])
+                end = pages[-1].end_date, pages[-1].end_id
+            if len(pages) < _PACKED:
+                break
+        size = PAGE * _PACKED
+        loose = 0
+        while True:
+            with self._reading() as session:
+                rows = session.execute(_after(owner, name, end).limit(size)).all()
+            loose += len(rows)
+            if rows:
+                yield Columns.of_rows(rows)
+                end = rows[-1][1], rows[-1][0]
+            if len(rows) < size:
+                self._loose[owner, name] = loose
+                return
 
     def thin_metrics(
         self, owner: str, names: Collection[str], mark: str, since: int, until: int, interval_us: int
@@ -563,6 +710,8 @@ class Store:
         found = found.where(Metric.owner == owner, Metric.name.in_(names), Metric.client_id.startswith(mark))
         with self._writing() as session:
             rows = session.execute(found.where(Metric.date >= since, Metric.date < until)).all()
+            changed = (_Page.owner == owner) & _Page.name.in_(names) & (_Page.end_date >= since)
+            session.execute(sa.delete(_Page).where(changed))
             for _, group in itertools.groupby(rows, key=lambda row: (row.name, row.date // interval_us)):
                 entries = list(group)
                 if len(entries) < 2:
@@ -723,8 +872,11 @@ class Store:
 
     def latest(self, owner: str) -> list[tuple[str, Point]]:
         """Return name and latest entry of each metric of an owner, by name, with one statement."""
-        names = sa.select(Metric.name).where(Metric.owner == owner).distinct().subquery()
         entry = aliased(Metric)
+        # DISTINCT would read all entries. Each step of this recursion finds the next name in the index metrics_by_name.
+        names = sa.select(sa.func.min(Metric.name).label("name")).where(Metric.owner == owner).cte(recursive=True)
+        following = sa.select(sa.func.min(entry.name)).where(entry.owner == owner, entry.name > names.c.name)
+        names = names.union_all(sa.select(following.scalar_subquery()).where(names.c.name.is_not(None)))
         # The index metrics_by_name ends with date and id, so the database reads one entry of each metric.
         newest = sa.select(entry.id).where(entry.owner == owner, entry.name == names.c.name)
         newest = newest.order_by(entry.date.desc(), entry.id.desc()).limit(1)
@@ -738,11 +890,11 @@ class Store:
         with self._reading() as session:
             return session.scalar(sa.select(sa.func.max(Metric.id))) or 0
 
-    def first_date(self, owner: str, name: str) -> int | None:
-        """Return the earliest date of a metric, or None without one."""
+    def first_date(self, owner: str) -> int:
+        """Return the earliest date of the metrics of an owner, 0 without one."""
         with self._reading() as session:
-            date = session.scalar(sa.select(sa.func.min(Metric.date)).where(Metric.owner == owner, Metric.name == name))
-        return date if isinstance(date, int) else None
+            date = session.scalar(sa.select(sa.func.min(Metric.date)).where(Metric.owner == owner))
+        return date if isinstance(date, int) else 0
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Session]:
@@ -758,6 +910,32 @@ class Store:
         # expire_on_commit=False: callers read the attributes of a Run after its session has ended.
         with self._write_lock, Session(self._engine, expire_on_commit=False) as session, session.begin():
             yield session
+
+
+def _end_of_pages(session: Session, owner: str, name: str) -> tuple[int, tuple[int, int] | None]:
+    """Return the number of packed pages of a metric, and date and id of the last entry in them."""
+    query = sa.select(_Page.page, _Page.end_date, _Page.end_id).where(_Page.owner == owner, _Page.name == name)
+    last = session.execute(query.order_by(_Page.page.desc()).limit(1)).first()
+    return (0, None) if last is None else (last.page + 1, (last.end_date, last.end_id))
+
+
+def _after(owner: str, name: str, end: tuple[int, int] | None) -> sa.Select[int, int, str, str]:
+    """Select id, date, value and metadata of the entries of a metric after one, by date."""
+    query = sa.select(Metric.id, Metric.date, Metric.value, Metric.extra)
+    query = query.where(Metric.owner == owner, Metric.name == name)
+    if end is not None:
+        query = query.where(sa.tuple_(Metric.date, Metric.id) > sa.tuple_(*end))
+    return query.order_by(Metric.date, Metric.id)
+
+
+def _chosen(query: sa.Select[Any], states: Collection[str], text: str) -> sa.Select[Any]:
+    """Limit a query to the runs in one of some states, all states if it is empty, with each word of a text."""
+    if states:
+        query = query.where(Run.state.in_(states))
+    for word in text.split():
+        places = (Run.name, Run.image, Run.backend, Run.command)
+        query = query.where(sa.or_(*(place.icontains(word, autoescape=True) for place in places)))
+    return query
 
 
 def _newest(owner: str, name: str, count: int = 1) -> sa.Select[Any]:

@@ -31,6 +31,7 @@ from mlbench_core.errors import ConfigurationError
 from mlbench_core.lr_scheduler.pytorch.lr import MultiStepLRLinearWarmUp
 from mlbench_core.models.pytorch.batch_norm import convert_batch_norm
 from mlbench_core.optim.pytorch import FP16Optimizer, get_optimizer
+from mlbench_core.tasks import get_task
 
 logger = logging.getLogger("mlbench.task1a")
 
@@ -103,7 +104,7 @@ VARIANTS = {
     "local_sgd": Variant(named("local_sgd", period=8, **NESTEROV)),
     "diloco": Variant(named("diloco", period=20), lr_factor=0.05, scales=False),
 }
-OPTIMIZERS = (DDP, *VARIANTS)
+OPTIMIZERS = get_task("1a").optimizers
 
 
 def add_arguments(parser: argparse.ArgumentParser, optimizer: str) -> None:

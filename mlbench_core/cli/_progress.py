@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from mlbench_core.cli._output import clean
+from mlbench_core.results.published import goal_fraction
 
 __all__ = ["Goal", "Progress"]
 
@@ -71,11 +72,7 @@ class Progress:
         """Return the progress of the metric toward the goal, from 0 to 1; 1 if the run has finished."""
         if self.state == "finished":
             return 1.0
-        threshold = self.goal.threshold if self.goal else None
-        if self.value is None or not threshold or self.value <= 0:
-            return 0.0
-        minimize = self.goal is not None and self.goal.minimize
-        return min(threshold / self.value if minimize else self.value / threshold, 1.0)
+        return goal_fraction(self.value, self.goal.threshold, self.goal.minimize) if self.goal else 0.0
 
     def describe(self) -> str:
         """Return state, number of epochs and metric in one line."""

@@ -6,7 +6,6 @@ import fnmatch
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,14 +17,13 @@ from mlbench_core.cli._output import clean, number, print_json, print_table, rem
 from mlbench_core.errors import MasterRequestError
 from mlbench_core.files import replacing
 from mlbench_core.results.load import load
-from mlbench_core.results.pool import Group, check_comparable, pool, usable
-from mlbench_core.results.prices import Machine, load_prices, price_of
+from mlbench_core.results.pool import Group
+from mlbench_core.results.prices import Pricing, load_prices
 from mlbench_core.results.record import PHASES, UNKNOWN, RunRecord
-from mlbench_core.results.table import Comparison, cell, compare_groups
+from mlbench_core.results.table import Comparison, cell, compare_runs
 
 __all__ = [
     "FORMATS",
-    "Pricing",
     "compare_records",
     "find_records",
     "from_master",
@@ -40,39 +38,6 @@ __all__ = [
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 FORMATS = ("table", "csv", "json", "markdown")
-
-
-@dataclass(frozen=True)
-class Pricing:
-    """The machine on which each worker runs, and the price to use.
-
-    Attributes:
-        machine: The machine; None if prices are unknown.
-        spot: True for the price of interruptible machines.
-    """
-
-    machine: Machine | None = None
-    spot: bool = False
-
-    @property
-    def per_hour(self) -> float | None:
-        """Return the price of one worker for an hour, or None if it is unknown."""
-        return self.price(3600.0, 1)
-
-    def price(self, train_s: float, workers: int) -> float | None:
-        """Return the price of a run, or None if it is unknown."""
-        return None if self.machine is None else price_of(train_s, workers, self.machine, self.spot)
-
-    @property
-    def remarks(self) -> list[str]:
-        """Return a sentence on the price as a list; an empty list without a machine."""
-        if self.machine is None:
-            return []
-        kind = "spot" if self.spot else "regular"
-        if self.per_hour is None:
-            return [f"Price: the table has no {kind} price of {self.machine.name}."]
-        price = f"{self.per_hour:g} {self.machine.currency} an hour"
-        return [f"Price: one {self.machine.name} for each worker, {kind}, {price} on {self.machine.date}."]
 
 
 def price_options(command: Command) -> Command:
@@ -165,16 +130,12 @@ def compare_records(
         ConfigurationError: Runs had different goals.
         MasterRequestError: No run can be compared.
     """
-    kept, left_out = usable(records)
-    if not kept:
-        for reason in left_out:
+    groups, comparison = compare_runs(records, pricing=pricing, baseline=baseline)
+    if not groups:
+        for reason in comparison.remarks:
             remark(clean(reason))
         raise MasterRequestError("none of these runs has finished: nothing to compare")
-    check_comparable(kept)
-    groups = pool(kept)
-    pricing = pricing or Pricing()
-    price = pricing.price if pricing.machine else None
-    return groups, compare_groups(groups, price=price, baseline=baseline, remarks=[*pricing.remarks, *left_out])
+    return groups, comparison
 
 
 def print_comparison(comparison: Comparison, form: str) -> None:

@@ -9,7 +9,6 @@ import click
 from mlbench_core.cli._output import dashboard_option, remark
 from mlbench_core.cli._records import (
     FORMATS,
-    Pricing,
     compare_records,
     find_records,
     price_options,
@@ -17,6 +16,7 @@ from mlbench_core.cli._records import (
     write_comparison,
 )
 from mlbench_core.cli.completion import complete_runs_and_files
+from mlbench_core.results.prices import Pricing
 
 __all__ = ["compare"]
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 
 from mlbench_core.cli._output import clean, json_option, print_json, remark
-from mlbench_core.cli._records import Pricing, compare_records, price_options, write_texts
+from mlbench_core.cli._records import compare_records, price_options, write_texts
 from mlbench_core.errors import ConfigurationError, MLBenchError
 from mlbench_core.results.folder import find_folders, verify_folder
 from mlbench_core.results.load import load
+from mlbench_core.results.prices import Pricing
 
 __all__ = ["result_folders", "results"]
 

@@ -18,15 +18,13 @@ from mlbench_core.cli._client import MasterClient
 from mlbench_core.cli._engines import EngineType
 from mlbench_core.cli._output import clean, dashboard_option, json_option, print_json, print_table, remark
 from mlbench_core.client import settings
+from mlbench_core.client.series import FIRST_SEED, RunSeries, check_backend, parse_workers
 from mlbench_core.errors import MasterRequestError, MLBenchError
-from mlbench_core.tasks import BACKENDS, TASKS, Task, get_task, is_run_name
+from mlbench_core.tasks import BACKENDS, TASKS, Task, get_task, is_run_name, option_value
 
 __all__ = ["run"]
 
 CUSTOM_IMAGE = "custom_image"
-SEED = "{seed}"
-# The seed of every task without --seed.
-FIRST_SEED = 42
 # These tasks validate several times per epoch, so the number of validations does not tell how many epochs are left.
 _VALIDATED_OFTEN = ("4a",)
 
@@ -114,7 +112,7 @@ class _Options:
         _check_name(self.name)
         # A number that is given twice would start two runs of the same name.
         self.num_workers = tuple(dict.fromkeys(self.num_workers or _ask_workers(last.get("num_workers"))))
-        for name, _ in self._names():
+        for name, _ in RunSeries(self.name, self.num_workers, {}, repeats=self.repeats).names():
             _check_name(name)
         if asked:
             self.task = _ask_task(ctx, last.get("task"))
@@ -127,59 +125,25 @@ class _Options:
             default = last.get("backend") or BACKENDS[0]
             self.backend = click.prompt("Backend", type=click.Choice(BACKENDS), default=default, err=True)
         self.backend = self.backend or (self.task.backends if self.task else BACKENDS)[0]
-        self._check_backend()
-        self._check_seeds()
+        try:
+            check_backend(self.backend, self.task, self.gpu)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--backend") from None
+        try:
+            self.series.check_seeds()
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
         task = self.task.key if self.task else None
         values = {"name": self.name, "num_workers": self.num_workers, "task": task, "image": self.image}
         settings.remember(settings.LAST_RUN, {**values, "command": self.command, "backend": self.backend})
 
-    def _check_backend(self) -> None:
-        if self.task is not None and self.backend not in self.task.backends:
-            known = ", ".join(self.task.backends)
-            raise click.BadParameter(
-                f"the backend of task {self.task.key} must be one of {known}, not {self.backend!r}",
-                param_hint="--backend",
-            )
-        if self.backend == "nccl" and not self.gpu:
-            raise click.BadParameter("nccl needs GPUs: add --gpu, or use --backend gloo", param_hint="--backend")
+    @property
+    def series(self) -> RunSeries:
+        """The runs to start."""
+        return RunSeries(self.name, self.num_workers, self._request(), self.task, self.repeats, self.seed)
 
-    def _check_seeds(self) -> None:
-        if self.repeats is None and self.seed is None:
-            return
-        option = "--repeats" if self.repeats is not None else "--seed"
-        if any(word == "--seed" or word.startswith("--seed=") for word in self.arguments):
-            raise click.UsageError(f"--seed after -- cannot be given with {option}: each run gets a seed of its own")
-        if self.task is not None and not self.task.has_goal:
-            raise click.UsageError(
-                f"{option} cannot be given with task {self.task.key}: it only measures, and uses no seed"
-            )
-        if self.task is None and not any(SEED in word for word in (self.command or "", *self.arguments)):
-            raise click.UsageError(
-                f"{option} needs {SEED} in the command, for example --command 'train.py --seed {SEED}': otherwise all "
-                "repeats are the same run"
-            )
-
-    def _names(self) -> list[tuple[str, int]]:
-        """Return the name and the number of workers of each run."""
-        ends = [""] if self.repeats is None else [f"-r{repeat + 1}" for repeat in range(self.repeats)]
-        return [(f"{self.name}-{workers}{end}", workers) for workers in self.num_workers for end in ends]
-
-    def requests(self) -> list[dict[str, Any]]:
-        """Return the bodies of ``POST /api/runs/``, one for each run to start."""
-        wanted = self.repeats is not None or self.seed is not None
-        seeded = wanted or any(SEED in word for word in (self.command or "", *self.arguments))
-        first = FIRST_SEED if self.seed is None else self.seed
-        return [
-            {**self._request(first + place if seeded else None), "name": name, "num_workers": workers}
-            for place, (name, workers) in enumerate(self._names())
-        ]
-
-    def _request(self, seed: int | None = None) -> dict[str, Any]:
-        """Return the body of ``POST /api/runs/`` without the name and the number of workers.
-
-        Args:
-            seed: The seed of the run; None to pass none on.
-        """
+    def _request(self) -> dict[str, Any]:
+        """Return the body of ``POST /api/runs/`` without the name and the number of workers."""
         # --gpu and --light are passed on for every kind of run: the master adds them to the workers' command line.
         request: dict[str, Any] = {"backend": self.backend, "gpu_enabled": self.gpu, "light_target": self.light}
         if self.exclusive:
@@ -189,18 +153,14 @@ class _Options:
         if self.engine_options:
             request["engine_options"] = _split(self.engine_options, "--engine-options")
         if self.task is not None:
-            own = [] if seed is None else ["--seed", str(seed)]
-            return {**request, "task": self.task.key, "arguments": [*self.arguments, *own]}
+            return {**request, "task": self.task.key, "arguments": self.arguments}
         words = _split(self.command or "", "--command")
         # Workers run in their own folder, so the path of the script must not depend on this one. The script is the
         # first word, or it follows an interpreter.
         for position, word in enumerate(words[:2]):
             if word.endswith(".py") and Path(word).is_file():
                 words[position] = str(Path(word).absolute())
-        words = [*words, *self.arguments]
-        if seed is not None:
-            words = [word.replace(SEED, str(seed)) for word in words]
-        line = shlex.join(words)
+        line = shlex.join([*words, *self.arguments])
         if self.image in (None, CUSTOM_IMAGE):
             return {**request, "command": line}
         return {**request, "image_name": CUSTOM_IMAGE, "custom_image_name": self.image, "custom_image_command": line}
@@ -262,7 +222,7 @@ def run(ctx: click.Context, **values: Any) -> None:
     options = _Options(arguments=ctx.obj, **values)
     options.complete(ctx)
     # Before find_or_start, so that a wrong command line starts no master.
-    requests = options.requests()
+    requests = options.series.requests()
     location = _embedded.find_or_start(options.dashboard_url, options.engine)
     with MasterClient(location.url, location.token) as client:
         started = _start(client, requests, options.replace)
@@ -319,12 +279,9 @@ def _ask_task(ctx: click.Context, default: str | None) -> Task | None:
 def _ask_workers(default: Sequence[int] | None) -> tuple[int, ...]:
     text = _ask("the number of workers", "NUM_WORKERS", " ".join(map(str, default)) if default else None)
     try:
-        numbers = tuple(int(word) for word in text.replace(",", " ").split())
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise click.UsageError(f"NUM_WORKERS must be whole numbers from 1, not {text!r}: give for example 1 2 4")
-    return numbers
+        return parse_workers(text)
+    except ValueError as error:
+        raise click.UsageError(f"NUM_WORKERS {error}") from None
 
 
 def _check_name(name: str) -> None:
@@ -366,29 +323,15 @@ def _goal(task: Task | None, light: bool, arguments: Sequence[str]) -> _wait.Goa
     """Return the goal for the progress display. Its threshold is None if the task has no goal for the data set."""
     if task is None or task.metric is None:
         return None
-    try:
-        threshold = task.goal_on(_option(arguments, "--dataset"), light, _option(arguments, "--preset"))
-    except ValueError:
-        threshold = None
-    return _wait.Goal(task.metric, threshold, task.minimize, _max_epochs(task, arguments))
+    return _wait.Goal(task.metric, task.goal_of(arguments, light), task.minimize, _max_epochs(task, arguments))
 
 
 def _max_epochs(task: Task, arguments: Sequence[str]) -> int | None:
     """Return the number of epochs after which a run of a task ends without its goal, or None if it is not known."""
     if task.key in _VALIDATED_OFTEN:
         return None
-    given = _option(arguments, "--epochs")
+    given = option_value(arguments, "--epochs")
     if given is not None:
         return int(given) if given.isdecimal() else None
     # A preset may have a budget of its own, which only the script knows.
-    return task.max_epochs if _option(arguments, "--preset") is None else None
-
-
-def _option(arguments: Sequence[str], option: str) -> str | None:
-    # argparse accepts both forms: "--dataset digits" and "--dataset=digits".
-    for index, word in enumerate(arguments):
-        if word == option and index + 1 < len(arguments):
-            return arguments[index + 1]
-        if word.startswith(option + "="):
-            return word.removeprefix(option + "=")
-    return None
+    return task.max_epochs if option_value(arguments, "--preset") is None else None

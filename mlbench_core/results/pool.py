@@ -87,6 +87,8 @@ class Series:
 def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
     """Select the runs that can be compared: those that finished, or reached their goal before they were killed.
 
+    Runs that sent no times are left out, too.
+
     Returns:
         The runs, and a sentence with the reason for each run that is left out.
     """
@@ -101,6 +103,9 @@ def usable(records: Iterable[RunRecord]) -> tuple[list[RunRecord], list[str]]:
             remarks.append(f"{record.name} has the state '{record.state}'{missed}{after}: left out")
         elif record.workers is None:
             remarks.append(f"{record.name} has no recorded number of workers: left out")
+        elif record.total_s is None and not record.steps_s and record.reached is None:
+            # A row without any value would only lengthen the labels of the others.
+            remarks.append(f"{record.name} sent no times, because its program does not use the Tracker: left out")
         else:
             kept.append(record)
     return kept, remarks

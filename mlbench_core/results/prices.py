@@ -15,7 +15,7 @@ from typing import Any
 from mlbench_core.arguments import check_finite_at_least_0, check_int, check_positive
 from mlbench_core.errors import ConfigurationError
 
-__all__ = ["Machine", "load_prices", "price_index", "price_of"]
+__all__ = ["Machine", "Pricing", "load_prices", "price_index", "price_of"]
 
 _TABLE = Path(__file__).with_name("prices.toml")
 _SECONDS_PER_HOUR = 3600
@@ -72,6 +72,39 @@ class Machine:
         for field in ("currency", "date", "source"):
             if any(price is not None for price in prices.values()) and not getattr(self, field):
                 raise ValueError(f"{field} must be given with a price: a price without it cannot be checked")
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """The machine on which each worker runs, and the price to use.
+
+    Attributes:
+        machine: The machine; None if prices are unknown.
+        spot: True for the price of interruptible machines.
+    """
+
+    machine: Machine | None = None
+    spot: bool = False
+
+    @property
+    def per_hour(self) -> float | None:
+        """Return the price of one worker for an hour, or None if it is unknown."""
+        return self.price(3600.0, 1)
+
+    def price(self, train_s: float, workers: int) -> float | None:
+        """Return the price of a run, or None if it is unknown."""
+        return None if self.machine is None else price_of(train_s, workers, self.machine, self.spot)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return a sentence on the price as a list; an empty list without a machine."""
+        if self.machine is None:
+            return []
+        kind = "spot" if self.spot else "regular"
+        if self.per_hour is None:
+            return [f"Price: the table has no {kind} price of {self.machine.name}."]
+        price = f"{self.per_hour:g} {self.machine.currency} an hour"
+        return [f"Price: one {self.machine.name} for each worker, {kind}, {price} on {self.machine.date}."]
 
 
 def load_prices(path: Path | None = None) -> dict[str, Machine]:

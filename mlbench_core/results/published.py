@@ -12,7 +12,17 @@ from typing import Any
 
 from mlbench_core.tasks import TASKS, Task
 
-__all__ = ["PHASES", "STEPS", "UNKNOWN", "Metrics", "describe_run", "latest_json", "number", "read_fields"]
+__all__ = [
+    "PHASES",
+    "STEPS",
+    "UNKNOWN",
+    "Metrics",
+    "describe_run",
+    "goal_fraction",
+    "latest_json",
+    "number",
+    "read_fields",
+]
 
 Metrics = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -128,6 +138,26 @@ def _split(command: str) -> tuple[Task | None, str, dict[str, Any]]:
     path = Path(words[start])
     task = next((task for task in TASKS.values() if (task.folder, "main.py") == (path.parent.name, path.name)), None)
     return task, " ".join(words[: start + 1]), options
+
+
+def goal_fraction(value: float | None, threshold: float | None, minimize: bool) -> float:
+    """Return the progress of a metric toward its goal, for displays of a run that goes on.
+
+    Args:
+        value: A value of the metric, or None before the first one.
+        threshold: The value of the goal, or None without one.
+        minimize: True if the metric has to become as small as the threshold, False if as large.
+
+    Returns:
+        The ratio of the two values, from 0 to 1.
+
+    Example:
+        >>> goal_fraction(40.0, 80.0, minimize=False), goal_fraction(140.0, 70.0, minimize=True)
+        (0.5, 0.5)
+    """
+    if value is None or not threshold or value <= 0:
+        return 0.0
+    return max(0.0, min(threshold / value if minimize else value / threshold, 1.0))
 
 
 def latest_json(metrics: Metrics, name: str) -> dict[str, Any]:

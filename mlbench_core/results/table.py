@@ -18,9 +18,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlbench_core.errors import ConfigurationError
-from mlbench_core.results.pool import Group, Series, differences, plural, series, workload
-from mlbench_core.results.prices import price_index
-from mlbench_core.results.record import goal_text
+from mlbench_core.results.pool import (
+    Group,
+    Series,
+    check_comparable,
+    differences,
+    plural,
+    pool,
+    series,
+    usable,
+    workload,
+)
+from mlbench_core.results.prices import Pricing, price_index
+from mlbench_core.results.record import RunRecord, goal_text
 from mlbench_core.results.stats import describe, performance_profile, performance_score, welch_test
 
 __all__ = [
@@ -31,6 +41,7 @@ __all__ = [
     "Price",
     "cell",
     "compare_groups",
+    "compare_runs",
     "escape",
     "safe_cell",
     "times_to_goal",
@@ -193,6 +204,33 @@ class Comparison:
             lines += [" | ".join(escape(cell(column, row[column.key])) for column in columns) for row in rows]
             parts.append("\n".join(f"| {line} |" for line in lines))
         return "\n\n".join([*parts, *(escape(note) for note in self.notes())]) + "\n"
+
+
+def compare_runs(
+    records: Iterable[RunRecord], *, pricing: Pricing | None = None, baseline: str | None = None
+) -> tuple[list[Group], Comparison]:
+    """Pool the runs that can be compared, and compare the groups.
+
+    Args:
+        records: The runs.
+        pricing: Price of the machines; None if it is unknown.
+        baseline: See :func:`compare_groups`.
+
+    Returns:
+        The groups, and their comparison, in which a remark names each run that is left out. Both are empty if no run
+        can be compared.
+
+    Raises:
+        ConfigurationError: Runs had different goals, or no group has the label ``baseline``.
+    """
+    kept, left_out = usable(records)
+    if not kept:
+        return [], Comparison(rows=(), remarks=tuple(left_out))
+    check_comparable(kept)
+    groups = pool(kept)
+    pricing = pricing or Pricing()
+    price = pricing.price if pricing.machine else None
+    return groups, compare_groups(groups, price=price, baseline=baseline, remarks=[*pricing.remarks, *left_out])
 
 
 def compare_groups(

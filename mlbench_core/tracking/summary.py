@@ -25,11 +25,14 @@ class Counters:
 
 @dataclass(frozen=True)
 class Totals:
-    """Seconds since the start of the run, as they were at one moment."""
+    """Seconds and training data since the start of the run, as they were at one moment."""
 
     train_s: float = 0.0
     validation_s: float = 0.0
     steps_s: Mapping[str, float] = field(default_factory=dict)
+    hidden_communication_s: float = 0.0
+    samples: int = 0
+    tokens: int = 0
 
     def of(self, steps: Iterable[str]) -> float:
         """Return the seconds of some of the steps."""

@@ -147,6 +147,8 @@ class Tracker(PhaseTimes):
         history: The most recent records ``(epoch, name, value, batch, time_s)``: one for each statistic, and one with
             the name ``"batch_time_s"`` for each batch. ``batch`` is the number of batches finished by then, ``time_s``
             the seconds since :meth:`start`.
+        learning_rate: Learning rate at the start of the latest training round, or None. The rounds of
+            :mod:`mlbench_core.controlflow.pytorch` set it.
         batches_per_epoch: Number of batches in an epoch, for the progress bar. It may be set before the first epoch.
             The end of each epoch sets it to the number of batches in that epoch.
 
@@ -215,6 +217,9 @@ class Tracker(PhaseTimes):
         self.records: dict[str, dict[int, float]] = {}
         self.history: deque[tuple[int, str, float, int, float]] = deque(maxlen=history_size)
         self.batches_per_epoch: int | None = None
+        self.learning_rate: float | None = None
+        self._most_epochs: int | None = None
+        self._has_sent_plan = False
 
         self._validation = _Validation()
 
@@ -316,7 +321,11 @@ class Tracker(PhaseTimes):
         """End the epoch: send the times of the steps and start new means.
 
         Each worker sends its own times. ``<step>`` and ``CumulativeTrainTimeEpoch`` are seconds of the epoch, and
-        ``cum_<step>`` are seconds of the run so far. Nothing is sent after an epoch without batches.
+        ``cum_<step>`` are seconds of the run so far, as are ``cum_validation`` and ``cum_hidden_communication`` (that
+        ran while training went on). Rank 0 also sends ``samples_per_s``, ``tokens_per_s`` (both of this worker in this
+        epoch) and ``lr`` if they are known. Nothing is sent after an epoch without batches.
+
+        After its first epoch, rank 0 sends the metric ``plan``: JSON of the goal and the budget of epochs.
         """
         # Times are kept only as totals since the start, so the times of one epoch are the difference of two totals.
         before, now = self._epoch_ends[-1] if self._epoch_ends else Totals(), self._totals()
@@ -325,6 +334,7 @@ class Tracker(PhaseTimes):
             numbers = {name: now.of([name]) - before.of([name]) for name in now.steps_s}
             numbers["CumulativeTrainTimeEpoch"] = now.train_s - before.train_s
             numbers.update({f"cum_{name}": total for name, total in now.steps_s.items()})
+            numbers.update(self._other_numbers(before, now))
             for name, value in numbers.items():
                 self._send(name, value)
                 self._sinks.call("__call__", name, value, self.current_epoch, self._counters.batches)
@@ -338,6 +348,7 @@ class Tracker(PhaseTimes):
         self._validation = _Validation()
         self.current_epoch += 1
         self._report_goal(sends=False)
+        self._send_plan()
 
     def epochs(self, most: int, past_goal: bool = False) -> Iterator[int]:
         """Yield the epochs to train: from the current one until the goal is reached or the budget is spent.
@@ -359,6 +370,7 @@ class Tracker(PhaseTimes):
             >>> tracker.current_epoch
             2
         """
+        self._most_epochs = most
         for epoch in range(self.current_epoch, most):
             if self.goal_reached and not past_goal:
                 return
@@ -885,7 +897,28 @@ class Tracker(PhaseTimes):
     def _totals(self) -> Totals:
         """Return the totals so far, of the batches that the device has finished."""
         self._drain()
-        return Totals(self._counters.train_s, self._counters.validation_s, dict(self._step_s))
+        counters = self._counters
+        hidden_s = counters.communication_total_s - counters.communication_exposed_s
+        times = (counters.train_s, counters.validation_s, dict(self._step_s))
+        return Totals(*times, max(0.0, hidden_s), counters.samples, counters.tokens)
+
+    def _other_numbers(self, before: Totals, now: Totals) -> dict[str, float]:
+        """Return the numbers of an epoch that are not times of steps, as far as they are known."""
+        numbers: dict[str, float] = {}
+        if now.validation_s:
+            numbers["cum_validation"] = now.validation_s
+        if now.hidden_communication_s:
+            numbers["cum_hidden_communication"] = now.hidden_communication_s
+        if self.rank != 0:
+            return numbers
+        train_s = now.train_s - before.train_s
+        for name in ("samples", "tokens"):
+            count = getattr(now, name) - getattr(before, name)
+            if count > 0 and train_s > 0:
+                numbers[f"{name}_per_s"] = count / train_s
+        if self.learning_rate is not None:
+            numbers["lr"] = self.learning_rate
+        return numbers
 
     def _wall_s(self) -> float:
         return self._earlier_wall_s + (0.0 if self._start_s is None else time.perf_counter() - self._start_s)
@@ -959,6 +992,13 @@ class Tracker(PhaseTimes):
         if sends:
             self._send("goal", text)
         send_at_exit(self._exit_key, (self.run_id, self.rank, self.current_epoch, "goal", text))
+
+    def _send_plan(self) -> None:
+        """Send the goal and the budget of epochs once, so that the master can show how far the run is."""
+        if self.rank != 0 or self._has_sent_plan or (self._goal is None and self._most_epochs is None):
+            return
+        self._has_sent_plan = True
+        self._send("plan", json.dumps({**describe_goal(self._goal), "max_epochs": self._most_epochs}))
 
     def _send(self, name: str, value: float | str) -> None:
         LogMetrics.log(self.run_id, self.rank, self.current_epoch, name, value)

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic_core
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from mlbench_master.dates import format_date
+from mlbench_core.results.published import describe_run
+from mlbench_master.columns import number_of
+from mlbench_master.dates import format_date, now_us
 from mlbench_master.export import result_json
+from mlbench_master.goals import GOAL_METRIC, PLAN_METRIC
 from mlbench_master.launchers.interface import Launcher, LogLine
 from mlbench_master.pages.render import page
+from mlbench_master.phases import PHASES, epoch_phases, longest_s, total_phases
+from mlbench_master.progress import progress_of
 from mlbench_master.results import RESULT_METRIC, ResultFolder
 from mlbench_master.routes import LauncherPart, StorePart, results_of, run_or_404
-from mlbench_master.store import Run, run_owner
+from mlbench_master.store import Point, Run, Store, pod_owner, run_owner
 
 __all__ = ["router"]
 
 _LOG_LINES = 200
+_LAST_LINES = 15
+_MOST_ROWS = 200
+_MOST_NAMES = 1000
+_MOST_CHARACTERS = 200
+_MOST_WORKERS = 64
+_MOST_FACTS = 500
+_RANKED = re.compile(r"(.*) @ (\d{1,6})")
+_FAILED_RANK = re.compile(r"\b(?:worker|rank) (\d{1,6})\b")
+# Metrics that charts show without being asked come first in the list of names.
+_FIRST = re.compile(r"train_|val_|lr$|samples_per_s$|tokens_per_s$")
 
 router = APIRouter()
 
@@ -23,18 +45,69 @@ router = APIRouter()
 @router.get("/runs/{run_id}/")
 def run_page(run_id: str, request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
     run = run_or_404(store, run_id)
+    owner = run_owner(run.id)
+    # The page has a link to the result, which is a text of several kilobytes.
+    latest = [item for item in store.latest(owner) if item[0] != RESULT_METRIC]
+    folder = _Folder.of(run, launcher)
+    result = _parsed(result_json(store, run, results_of(run, launcher)))
+    wanted = request.query_params.get("filter", "")[:255]
+    found = [item for item in latest if wanted.lower() in item[0].lower()]
+    goal = run.goal_record
+    totals = total_phases(latest, result, goal.phases_s if goal else {})
+    epochs = epoch_phases(store, owner, latest)
     lines, next_line = _last_lines(launcher, run)
     return page(
         request,
         "run.html",
         run=run,
-        facts=_facts(run, launcher),
-        has_result=result_json(store, run, results_of(run, launcher)) is not None,
-        # The page has a link to the result, which is a text of several kilobytes.
-        metrics=[item for item in store.latest(run_owner(run.id)) if item[0] != RESULT_METRIC],
+        is_open=run.state in ("initialized", "started"),
+        lasted_s=_lasted(run),
+        facts=_facts(run, folder),
+        reason=str(run.metadata_dict().get("reason") or ""),
+        failed=_failure(run, launcher),
+        progress=progress_of(store, run, dict(latest)),
+        has_result=bool(result),
+        phases=PHASES,
+        totals=totals,
+        longest_total=longest_s(totals),
+        epochs=epochs,
+        longest_epoch=longest_s(epochs),
+        configuration=_flat(result.get("configuration") or describe_run(run.to_json(), run.num_workers)),
+        environment=_flat(folder.environment or {name: result.get(name) for name in ("machine", "software")}),
+        workers=_workers(store, run),
+        more_workers=max(len(run.worker_names()) - _MOST_WORKERS, 0),
+        curves=_curve_names(latest),
+        metrics=[(name, point.value[:_MOST_CHARACTERS], point) for name, point in found[:_MOST_ROWS]],
+        metric_count=len(found),
+        filter=wanted,
         log="".join(f"{_log_line(line)}\n" for line in lines),
         next_line=next_line,
     )
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """The result folder of a run: its path, empty without one, and its ``environment.json``."""
+
+    path: str
+    environment: dict[str, Any]
+
+    @classmethod
+    def of(cls, run: Run, launcher: Launcher) -> _Folder:
+        folder = ResultFolder.find(results_of(run, launcher))
+        if folder is None:
+            return cls("", {})
+        with folder:
+            return cls(str(folder.path), _parsed(folder.read("environment.json")))
+
+
+def _parsed(content: bytes | None) -> dict[str, Any]:
+    """Return the object in JSON that a worker wrote, empty if there is none."""
+    try:
+        parsed = pydantic_core.from_json(content or b"", allow_inf_nan=False)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _last_lines(launcher: Launcher, run: Run) -> tuple[list[LogLine], int]:
@@ -51,14 +124,17 @@ def _last_lines(launcher: Launcher, run: Run) -> tuple[list[LogLine], int]:
         count //= 2
 
 
-def _facts(run: Run, launcher: Launcher) -> dict[str, str]:
-    goal = run.goal_record
-    phases = {} if goal is None else goal.phases_s
-    folder = ResultFolder.find(results_of(run, launcher))
-    place = ""
-    if folder is not None:
-        with folder:
-            place = str(folder.path)
+def _lasted(run: Run) -> float | None:
+    """Return the seconds since the start of a run, or until its end."""
+    # A damaged record may hold any type.
+    if not isinstance(run.started_at, int):
+        return None
+    end = run.finished_at if isinstance(run.finished_at, int) else now_us()
+    return max(end - run.started_at, 0) / 1e6
+
+
+def _facts(run: Run, folder: _Folder) -> dict[str, str]:
+    metadata = run.metadata_dict()
     return {
         "Workers": f"{run.num_workers}, cores per worker: {run.num_cpus:g}",
         "Backend": run.backend,
@@ -66,13 +142,67 @@ def _facts(run: Run, launcher: Launcher) -> dict[str, str]:
         "Command": run.command,
         "Created": format_date(run.created_at),
         "Finished": "" if run.finished_at is None else format_date(run.finished_at),
-        "Notes": " ".join(run.metadata_dict().get("notes", ())),
-        "Reason": str(run.metadata_dict().get("reason") or ""),
-        "Goal": "" if goal is None else goal.aim,
-        "Goal result": (run.goal_result or "") if goal is None else goal.outcome,
-        "Time by phase": ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases.items()),
-        "Result folder": place,
+        "Notes": " ".join(map(str, metadata.get("notes") or ())),
+        "Reason": str(metadata.get("reason") or ""),
+        "Result folder": folder.path,
     }
+
+
+def _failure(run: Run, launcher: Launcher) -> tuple[int, list[str]] | None:
+    """Return the worker that made a run fail, as far as its reason names one, with its last lines."""
+    named = _FAILED_RANK.search(str(run.metadata_dict().get("reason") or ""))
+    if run.state != "failed" or named is None or run.job_id is None:
+        return None
+    lines = [line for line in launcher.log_tail(run.job_id) if line["rank"] == int(named[1])]
+    errors = [line for line in lines if line["stream"] == "stderr"]
+    shown = [line["text"][: _LAST_LINES * _MOST_CHARACTERS] for line in (errors or lines)[-_LAST_LINES:]]
+    return (int(named[1]), shown) if shown else None
+
+
+def _workers(store: Store, run: Run) -> list[tuple[int, str, dict[str, float]]]:
+    """Return rank, name and latest load of the first workers."""
+    names = run.worker_names()[:_MOST_WORKERS]
+    loads: dict[str, dict[str, float]] = {}
+    wanted = {(pod_owner(name), metric): 1 for name in names for metric in ("cpu", "memory", "gpu")}
+    for owner, metric, points in store.entries(wanted, last_n=1):
+        for point in points:
+            if (number := number_of(point.value)) is not None:
+                loads.setdefault(owner, {})[metric] = number
+    return [(rank, name, loads.get(pod_owner(name), {})) for rank, name in enumerate(names)]
+
+
+def _curve_names(latest: Sequence[tuple[str, Point]]) -> dict[str, list[int]]:
+    """Return the names of the metrics that are numbers, without their ranks, and the ranks that each has."""
+    ranks: dict[str, list[int]] = {}
+    for name, point in latest:
+        if name in (GOAL_METRIC, PLAN_METRIC) or number_of(point.value) is None:
+            continue
+        ranked = _RANKED.fullmatch(name)
+        of_name = ranks.setdefault(ranked[1] if ranked else name, [])
+        if ranked:
+            of_name.append(int(ranked[2]))
+    names = sorted(ranks, key=lambda name: (_FIRST.match(name) is None, name))[:_MOST_NAMES]
+    return {name: sorted(ranks[name]) for name in names}
+
+
+def _flat(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the values of nested objects with the path to each, as text."""
+    found: list[tuple[str, str]] = []
+
+    def add(path: str, value: Any) -> None:
+        if len(found) >= _MOST_FACTS:
+            return
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                add(f"{path}.{name}" if path else str(name), inner)
+        elif isinstance(value, list) and not any(isinstance(item, (dict, list)) for item in value):
+            found.append((path, " ".join(map(str, value))))
+        elif value not in (None, ""):
+            text = value if isinstance(value, str) else json.dumps(value)
+            found.append((path, text))
+
+    add("", values)
+    return [(path, text[:5000]) for path, text in found if text]
 
 
 def _log_line(line: LogLine) -> str:

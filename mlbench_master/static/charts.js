@@ -32,10 +32,11 @@ export function join(curves) {
  *
  * @param {HTMLElement} element - An empty element.
  * @param {object} options
- *   series: [{label, color?, dash?, format?}], one for each column of values;
+ *   series: [{label, color?, dash? (of a line without points), format?, hidden?}], one for each column of values;
  *   xLabel: title of the horizontal axis; isTime: x is in seconds since 1970;
  *   format: writes a value of the vertical axis; height: pixels; sparkline: no axes and no legend; min, max: of y;
- *   log: a logarithmic vertical axis.
+ *   log: a logarithmic vertical axis; label: name for screen readers;
+ *   bands: [[high, low]], numbers of series (from 0), between which the color of the first one fills the area.
  * @param {Array<Array<number|null>>} data - Columns: xs in ascending order, then the values of each series.
  * @returns {{set: function(Array): void, remove: function(): void}}
  */
@@ -49,6 +50,10 @@ export function chart(element, options, data) {
     plot = null;
     if (!element.isConnected || element.clientWidth === 0) return;
     plot = new uPlot(settings(options, element.clientWidth), columns, element);
+    if (options.label) {
+      plot.ctx.canvas.setAttribute("role", "img");
+      plot.ctx.canvas.setAttribute("aria-label", options.label);
+    }
   }
   const resized = new ResizeObserver(() => {
     if (!element.isConnected) remove();
@@ -67,12 +72,24 @@ export function chart(element, options, data) {
   }
   function set(fresh) {
     const wasEmpty = isEmpty();
+    const zoom = plot && !wasEmpty ? zoomOf(plot) : null;
     columns = fresh;
-    if (plot && !wasEmpty) plot.setData(columns);
-    else draw();
+    if (!plot || wasEmpty) draw();
+    else if (zoom === null) plot.setData(columns);
+    else {
+      plot.setData(columns, false);
+      plot.setScale("x", zoom);
+    }
   }
   draw();
   return { set, remove };
+}
+
+/** Return the part of the horizontal axis that a user has zoomed to, or null if the chart shows everything. */
+function zoomOf(plot) {
+  const { min, max } = plot.scales.x;
+  const xs = plot.data[0];
+  return min > xs[0] || max < xs.at(-1) ? { min, max } : null;
 }
 
 function settings(options, width) {
@@ -81,6 +98,8 @@ function settings(options, width) {
   const values = (_, splits) => splits.map((value) => (value === null ? "" : format(value)));
   const series = options.series.map((one, index) => {
     const stroke = color(one.color ?? `--c${(index % 8) + 1}`);
+    // The edge of a band has neither a line nor an entry in the legend, which style.css hides.
+    if (one.hidden) return { label: one.label, stroke, width: 0, spanGaps: true, points: { show: false }, class: "edge" };
     return {
       label: one.label,
       stroke,
@@ -88,7 +107,7 @@ function settings(options, width) {
       dash: one.dash,
       fill: sparkline ? `${stroke}22` : undefined,
       spanGaps: true,
-      points: sparkline ? { show: false } : undefined,
+      points: sparkline || one.dash ? { show: false } : undefined,
       value: (_, value) => (one.format ?? format)(value),
     };
   });
@@ -105,7 +124,8 @@ function settings(options, width) {
     axes: sparkline
       ? [{ show: false }, { show: false }]
       : [{ ...axis, label: options.xLabel, labelSize: 24 }, { ...axis, size: 64, values }],
-    series: [{ label: options.xLabel ?? "x", value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
+    bands: (options.bands ?? []).map(([high, low]) => ({ series: [high + 1, low + 1], fill: `${series[high].stroke}33` })),
+    series: [{ label: options.xLabel ?? (options.isTime ? "time" : "x"), value: (_, value) => (options.isTime ? date(value) : short(value)) }, ...series],
   };
 }
 

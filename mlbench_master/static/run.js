@@ -1,5 +1,6 @@
 // The page of a run: its log grows line by line, and other changes make the page read itself again.
 import { on, refresh } from "./app.js";
+import "./curves.js";
 
 const id = Number(document.getElementById("run").dataset.run);
 const MOST_LINES = 2000;
@@ -27,3 +28,18 @@ on("log", (data) => {
 });
 document.addEventListener("refreshed", toEnd);
 toEnd();
+
+// The filter of the metrics is a part of the address, by which the page reads itself.
+const filter = document.querySelector("#filter input");
+let typed = 0;
+filter.addEventListener("input", () => {
+  clearTimeout(typed);
+  typed = setTimeout(() => {
+    const url = new URL(location.href);
+    if (filter.value) url.searchParams.set("filter", filter.value);
+    else url.searchParams.delete("filter");
+    history.replaceState(null, "", url);
+    refresh();
+  }, 300);
+});
+filter.form.addEventListener("submit", (event) => event.preventDefault());

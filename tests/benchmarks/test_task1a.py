@@ -145,6 +145,12 @@ def parse(main: ModuleType, *arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def test_the_task_lists_every_optimizer_that_the_script_has(main: ModuleType) -> None:
+    variants = main.variants
+    assert sorted(variants.OPTIMIZERS) == sorted([variants.DDP, *variants.VARIANTS])
+    assert variants.OPTIMIZERS[0] == variants.REFERENCE
+
+
 @pytest.fixture(scope="module")
 def results(main: ModuleType) -> list[dict[str, dict[str, Any]]]:
     """Short runs of two workers, by worker and name."""

@@ -164,7 +164,7 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["demo", "1", "--task", "1a", "--image", "x"], "--task cannot be given with --image"),
         (["demo", "1", "--image", "x"], "the command of image x is missing: give --command"),
         (["demo", "1", "--task", "1a", "--backend", "pigeon"], "'pigeon' is not one of 'gloo', 'nccl', 'mpi'"),
-        (["demo", "1", "--task", "1a", "--backend", "nccl"], "nccl needs GPUs: add --gpu"),
+        (["demo", "1", "--task", "1a", "--backend", "nccl"], "nccl needs GPUs: give each worker a GPU (--gpu)"),
         (["Demo_X", "1", "--task", "1a"], "the name of a run must be 1 to 63 small letters"),
         (["a" * 62, "1000", "--task", "1a"], "the name of a run must be"),
         (["demo", "1", "--task", "1a", "--output", "x"], "--output needs --wait"),
@@ -178,8 +178,14 @@ def test_notes_of_the_master_are_shown(fake: FakeMaster, call: Call, patch: pyte
         (["a" * 60, "1", "--task", "1a", "--repeats", "2"], "the name of a run must be"),
         (["demo", "1", "--command", "x.py", "--repeats", "2"], "--repeats needs {seed} in the command"),
         (["demo", "1", "--command", "x.py", "--seed", "2"], "--seed needs {seed} in the command"),
-        (["demo", "1", "--task", "1a", "--repeats", "2", "--", "--seed", "3"], "--seed after -- cannot be given with"),
-        (["demo", "1", "--task", "1a", "--seed", "2", "--", "--seed=3"], "--seed after -- cannot be given with --seed"),
+        (
+            ["demo", "1", "--task", "1a", "--repeats", "2", "--", "--seed", "3"],
+            "--seed among the arguments of the script cannot",
+        ),
+        (
+            ["demo", "1", "--task", "1a", "--seed", "2", "--", "--seed=3"],
+            "--seed among the arguments of the script cannot be given with --seed",
+        ),
         (["demo", "1", "--task", "0", "--repeats", "2"], "--repeats cannot be given with task 0: it only measures"),
     ],
 )

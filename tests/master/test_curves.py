@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from mlbench_master import create_app
+from mlbench_master import store as database
+from mlbench_master.columns import Columns
 from mlbench_master.store import NewMetric, Store, new_run, pod_owner, run_owner
-from tests.master.helpers import TestClient
+from tests.master.helpers import TestClient, wait_for
 
 COLUMNS = {"num_workers": 1, "num_cpus": 1.0, "max_bandwidth": 1000.0, "image": "i", "backend": "gloo", "command": "x"}
 START_US = 1_700_000_000_000_000
@@ -88,10 +91,21 @@ VALUES = ["nan", "inf", "-inf", '{"a": 1}', "", "1e999", "0.5", "0.5", "1", "-3e
 EXTRAS = ['{"rank": 0, "epoch": 1.5}', '{"epoch": "last"}', "", "[1]", '{"rank": 1}', '"epoch"', '{"epoch": 7}']
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_curves_are_those_of_the_reference(client: Any, store: Store, run_key: str, seed: int) -> None:
-    draw = random.Random(seed)
-    count = draw.choice([1, 2, 3, 40, 700, 5000])
+def packed(store: Store) -> list[tuple[int, bytes]]:
+    """Date of the end and content of all packed pages."""
+    with store._reading() as session:
+        pages = sa.select(database._Page).order_by(database._Page.owner, database._Page.name, database._Page.page)
+        return [(page.end_date, page.data) for page in session.scalars(pages)]
+
+
+@pytest.mark.parametrize("page", [3, 64, 4096])
+@pytest.mark.parametrize("seed", range(4))
+def test_curves_are_those_of_the_reference(
+    client: Any, store: Store, run_key: str, seed: int, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "PAGE", page)
+    draw = random.Random(100 * seed + page)
+    count = draw.choice([1, 2, 3, 40, 700, 5000] if page > 3 else [7, 200])
     few_dates = draw.random() < 0.5
     texts = draw.random()
     metrics = [
@@ -104,9 +118,16 @@ def test_curves_are_those_of_the_reference(client: Any, store: Store, run_key: s
         )
         for _ in range(count)
     ]
-    store.add_metrics(metrics)
+    start = 0
+    while start < count:
+        size = draw.choice([1, 7, 300, count])
+        store.add_metrics(metrics[start : start + size])
+        start += size
+        # Late entries have deleted pages, which are not packed again yet.
+        assert draw.random() < 0.9 or curve(client, points=50) == reference(metrics[:start], 50)
     for points in (1, 2, 3, 4, 5, 6, 7, 17, 100, 699, 2000):
         assert curve(client, points=points) == reference(metrics, points), points
+    assert len(packed(store)) == count // page
 
 
 def test_a_long_curve_has_at_most_2000_points_and_its_extremes(client: Any, store: Store, run_key: str) -> None:
@@ -123,6 +144,51 @@ def test_a_long_curve_has_at_most_2000_points_and_its_extremes(client: Any, stor
         assert 1900 < len(found) <= 2000
         assert found == reference([metric for metric in metrics if metric.name == name], 2000)
         assert {row[3] for row in found} >= {99.0, -99.0}
+
+
+def test_pages_hold_the_rows_by_date(store: Store, run_key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "PAGE", 4)
+
+    def add(*dates: int, name: str = "m") -> list[int]:
+        """Add entries; return the dates in the packed pages of both metrics."""
+        store.add_metrics([NewMetric(run_key, name, date, str(date), client_id=f"{name}{date}") for date in dates])
+        return [date for _, data in packed(store) for date in Columns.unpack(data).dates.tolist()]
+
+    def shown() -> list[int]:
+        return [int(date) for part in store.columns(run_key, "m") for date in part.dates]
+
+    first = [10, 20, 30, 40]
+    assert add(*first[::-1]) == first
+    second = [50, 60, 70, 80]
+    assert add(*second, 90) == first + second
+    # A metric of another name, and one of a later date, do not change the pages.
+    assert add(1, name="n") == first + second
+    assert add(95) == first + second
+    # A late entry deletes its page and those after it; the first page stays.
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "pack_loose", lambda *_: None)
+        assert add(55) == first
+        assert shown() == [*first, 50, 55, 60, 70, 80, 90, 95]
+    store.pack_pages(run_key, "m")
+    assert [end for end, _ in packed(store)] == [40, 70]
+    assert shown() == [*first, 50, 55, 60, 70, 80, 90, 95]
+    # The last page is full again; a repeated delivery adds nothing.
+    assert add(100) == [*first, 50, 55, 60, 70, 80, 90, 95, 100]
+    add(100, 55)
+    assert shown() == [*first, 50, 55, 60, 70, 80, 90, 95, 100]
+    store.delete_run(1)
+    assert packed(store) == [] and shown() == []
+
+
+def test_a_curve_packs_the_pages_of_an_older_database(client: Any, store: Store, run_key: str) -> None:
+    metrics = [NewMetric(run_key, "m", START_US + step, repr(step / 7)) for step in range(9000)]
+    store.add_metrics(metrics)
+    with store._writing() as session:
+        session.execute(sa.delete(database._Page))
+    store._loose.clear()  # as after a restart
+    assert curve(client) == reference(metrics, 2000)
+    wait_for(lambda: len(packed(store)) == 2)
+    assert curve(client) == reference(metrics, 2000)
 
 
 def test_names_and_counts_come_without_a_metric(client: Any, store: Store, run_key: str) -> None:

@@ -46,8 +46,10 @@ from tests.master.test_curves import (
     test_a_long_curve_has_at_most_2000_points_and_its_extremes,  # noqa: F401
     test_curves_are_those_of_the_reference,  # noqa: F401
     test_names_and_counts_come_without_a_metric,  # noqa: F401
+    test_pages_hold_the_rows_by_date,  # noqa: F401
 )
 from tests.master.test_queries import add_run, test_the_page_of_a_run_has_the_latest_value_of_each_metric  # noqa: F401
+from tests.master.test_runs_page import test_the_list_can_be_filtered_and_sorted_by_each_column  # noqa: F401
 
 _NUMBERS = itertools.count()
 

@@ -33,6 +33,8 @@ from urllib.parse import quote, urlencode
 from mlbench_master import create_app
 from tests.master.helpers import IdleLauncher, TestClient
 
+# Without the checks whether wrong data is always refused and right data never: as in version 3.0, an empty field counts
+# as left out and numbers may be text, and not every rule between two fields can be described.
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
     "response_schema_conformance,unsupported_method,allow_header_conformance,ignored_auth,use_after_free"
@@ -295,8 +297,8 @@ def schemathesis(program: str, folder: Path, cases: int, seed: int, phases: str)
         AssertionError: It found a failure, or a row that was stored cannot be read.
     """
     with serving(folder) as url:
-        # The number is for each operation, of which six have inputs to vary; the stream of events has no end.
-        options = ["--max-examples", str(max(1, cases // 6)), "--seed", str(seed), "--checks", CHECKS]
+        # The number is for each operation, of which nine have inputs to vary; the stream of events has no end.
+        options = ["--max-examples", str(max(1, cases // 9)), "--seed", str(seed), "--checks", CHECKS]
         options += ["--exclude-path", "/api/events/", "--header", f"Authorization: Bearer {TOKEN}"]
         options += [
             "--phases",

@@ -34,8 +34,8 @@ def log_in(browser: Browser, base: str) -> Page:
     page = browser.open(f"{base}/login/")
     wait_for(lambda: page("!!document.querySelector('input[name=token]')"), what="the login page")
     page("document.querySelector('input[name=token]').value = 'sesame'; document.querySelector('form').submit()")
-    wait_for(lambda: page.text("h1") == "Runs", what="the login")
-    return page
+    wait_for(lambda: page("location.pathname === '/' && !!document.querySelector('main')"), what="the login")
+    return browser.open(f"{base}/runs/")
 
 
 def talking(base: str, folder: Path, name: str = "talks") -> dict[str, Any]:

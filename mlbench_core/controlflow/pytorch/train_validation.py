@@ -177,6 +177,8 @@ class Updates:
         self.model, self.optimizer, self.loss_function = model, optimizer, loss_function
         self.records, self.frequency, self.step_arguments = records, frequency, step_arguments
         self.batches: list[tuple[Any, Any]] = []
+        if records.tracker is not None:
+            records.tracker.learning_rate = _learning_rate(optimizer)
 
     def train_batch(self, batch_idx: int, data: Any, target: Any) -> tuple[Tensor, Any, bool]:
         """Add the gradients of a batch; return the detached loss, the output, and True after an update."""
@@ -218,6 +220,14 @@ class Updates:
         else:
             self.optimizer.step(**arguments)
             self.records.mark("opt_step")
+
+
+def _learning_rate(optimizer: Any) -> float | None:
+    """Return the learning rate of the first group of parameters, or None without one."""
+    groups = getattr(optimizer, "param_groups", None)
+    rate = groups[0].get("lr") if groups else None
+    # A rate that is a tensor is read once per round.
+    return None if rate is None else float(rate)
 
 
 def _step_after_batch(scheduler: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,7 +88,10 @@ def draw_overview(groups: Sequence[Group]) -> Drawing:
 
 
 def drawings(
-    groups: Sequence[Group], price_per_hour: float | None = None, report: Callable[[str], None] | None = None
+    groups: Sequence[Group],
+    price_per_hour: float | None = None,
+    report: Callable[[str], None] | None = None,
+    leave_out: Collection[str] = (),
 ) -> Iterator[Drawing]:
     """Draw every figure for which the groups have data, one after the other.
 
@@ -97,6 +100,7 @@ def drawings(
         price_per_hour: Price of one worker for an hour; None if it is unknown.
         report: Called with one sentence for each figure that is not drawn, with the reason. By default, the sentence is
             logged.
+        leave_out: Names of figures that are not drawn, and not reported.
 
     Yields:
         Figures with captions and numbers.
@@ -119,6 +123,8 @@ def drawings(
     if len({workload(group) for group in groups}) > 1:
         makers["performance_profile"] = lambda: draw_performance_profile(groups)
     for name, make in makers.items():
+        if name in leave_out:
+            continue
         try:
             with style():
                 drawing = make()

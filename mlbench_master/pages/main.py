@@ -1,0 +1,57 @@
+"""The main page: the workers and their load, the runs that run or wait, and the latest results."""
+
+from __future__ import annotations
+
+import math
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+
+from mlbench_master.launchers.interface import Launcher
+from mlbench_master.pages.render import page
+from mlbench_master.pages.runs import list_runs
+from mlbench_master.pages.workers import list_workers
+from mlbench_master.routes import LauncherPart, StorePart
+from mlbench_master.store import Run
+
+__all__ = ["router"]
+
+_MOST_WORKERS = 32
+_MOST_RUNS = 50
+_LATEST = 8
+
+router = APIRouter()
+
+
+@router.get("/")
+def main_page(request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
+    started = store.runs("started")
+    waiting = store.runs("initialized")
+    places = [(run, rank) for run in started for rank in range(len(run.worker_names()))]
+    return page(
+        request,
+        "main.html",
+        machine=_machine(launcher, started),
+        started=len(started),
+        waiting=len(waiting),
+        open_runs=list_runs(store, [*started, *waiting][:_MOST_RUNS]),
+        latest=list_runs(store, store.runs("finished", "failed", sort="-finished_at", limit=_LATEST)),
+        workers=list_workers(store, places[:_MOST_WORKERS]),
+        num_workers=len(places),
+    )
+
+
+def _machine(launcher: Launcher, started: list[Run]) -> dict[str, str]:
+    """Return how much of each resource of the launcher the runs use."""
+    used = f"{sum(_cores(run) for run in started):g}"
+    resources = {"Cores": f"{used} of {launcher.capacity:g}" if math.isfinite(launcher.capacity) else used}
+    gpus = launcher.gpus
+    if gpus:
+        lent = sum(len(run.worker_names()) for run in started if run.gpu_enabled)
+        resources["GPUs"] = f"{lent} of {len(gpus)}"
+    return resources
+
+
+def _cores(run: Run) -> float:
+    # A damaged record may hold anything.
+    return len(run.worker_names()) * (run.num_cpus if isinstance(run.num_cpus, int | float) else 0)

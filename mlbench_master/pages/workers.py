@@ -1,0 +1,155 @@
+"""The page of one worker, and the load of workers as pages show it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import HTMLResponse
+
+from mlbench_master.columns import number_of
+from mlbench_master.curves import start_of
+from mlbench_master.launchers.interface import Launcher, LogLine
+from mlbench_master.launchers.load import LOAD_METRICS
+from mlbench_master.pages.render import page, size
+from mlbench_master.routes import PHASES, LauncherPart, StorePart
+from mlbench_master.store import Point, Run, Store, pod_owner
+
+__all__ = ["Figure", "Worker", "list_workers", "router"]
+
+_TITLES = {
+    "cpu": "CPU",
+    "memory": "Memory",
+    "gpu": "GPU",
+    "gpu_memory": "GPU memory",
+    "network_in": "Network in",
+    "network_out": "Network out",
+}
+_LOG_LINES = 200
+# Among these last lines of the run, those of the worker are looked for.
+_SEARCHED_LINES = 4000
+
+router = APIRouter()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the load of a worker.
+
+    Attributes:
+        metric: Name of the metric.
+        point: Its latest entry; None if nothing has been measured yet.
+    """
+
+    metric: str
+    point: Point | None = None
+
+    @property
+    def title(self) -> str:
+        """Return the title of the figure."""
+        return _TITLES[self.metric]
+
+    @property
+    def scope(self) -> str:
+        """Return a note on a figure that is not of the worker alone; see :mod:`mlbench_master.launchers.load`."""
+        if self.point is not None and '"machine"' in self.point.extra:
+            return "whole machine"
+        return ""
+
+    @property
+    def text(self) -> str:
+        """Return the latest value with its unit, ``-`` without a value. static/load.js writes the same texts."""
+        value = None if self.point is None else number_of(self.point.value)
+        if value is None:
+            return "-"
+        if self.metric in ("cpu", "gpu"):
+            return f"{value:.0f} %"
+        return size(value) + ("/s" if self.metric.startswith("network") else "")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker of a run with its load.
+
+    Attributes:
+        run: The run.
+        rank: The worker's rank.
+        figures: Its load; without those of a GPU if it has none.
+    """
+
+    run: Run
+    rank: int
+    figures: list[Figure]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the worker's pod."""
+        return _pod_name(self.run, self.rank)
+
+    @property
+    def phase(self) -> str:
+        """Return the state in the words of ``GET /api/pods/``."""
+        return PHASES.get(self.run.state, "Unknown")
+
+
+def list_workers(store: Store, places: Sequence[tuple[Run, int]]) -> list[Worker]:
+    """Return workers with their latest load, read together.
+
+    Args:
+        store: The database.
+        places: Run and rank of each worker.
+    """
+    wanted = {(pod_owner(_pod_name(*place)), metric): 1 for place in places for metric in LOAD_METRICS}
+    latest = {(owner, name): point for owner, name, points in store.entries(wanted, last_n=1) for point in points}
+    workers = []
+    for run, rank in places:
+        owner = pod_owner(_pod_name(run, rank))
+        figures = [Figure(metric, latest.get((owner, metric))) for metric in LOAD_METRICS]
+        shown = [figure for figure in figures if figure.point is not None or not figure.metric.startswith("gpu")]
+        workers.append(Worker(run, rank, shown))
+    return workers
+
+
+def _pod_name(run: Run, rank: int) -> str:
+    return f"{run.name}-worker-{rank}"
+
+
+@router.get("/workers/{name}/")
+def worker_page(name: str, request: Request, store: StorePart, launcher: LauncherPart) -> HTMLResponse:
+    run, rank = _place_or_404(store, name)
+    lines, next_line = _last_lines(launcher, run, rank)
+    [worker] = list_workers(store, [(run, rank)])
+    return page(
+        request,
+        "worker.html",
+        worker=worker,
+        most_rank=len(run.worker_names()) - 1,
+        start_s=start_of(run) / 1e6,
+        sampled_at=max((figure.point.date for figure in worker.figures if figure.point is not None), default=None),
+        lines=lines,
+        next_line=next_line,
+    )
+
+
+def _place_or_404(store: Store, name: str) -> tuple[Run, int]:
+    run_name, _, rank = name.rpartition("-worker-")
+    # PostgreSQL refuses NUL in a parameter.
+    run = None if "\x00" in name else store.run_named(run_name)
+    if run is None or name not in run.worker_names():
+        raise HTTPException(404, f"name: there is no worker {name[:80]!r}; GET /api/pods/ lists them")
+    return run, int(rank)
+
+
+def _last_lines(launcher: Launcher, run: Run, rank: int) -> tuple[list[LogLine], int]:
+    """Return the last lines of a worker, and the number of the run's next line, with which live lines continue."""
+    if run.job_id is None:
+        return [], 0
+    end = launcher.log_end(run.job_id)
+    count = _SEARCHED_LINES
+    while True:
+        page = launcher.logs(run.job_id, max(0, end - count), count)
+        # An answer is limited in bytes, too, so it may end before the end of the log: fewer lines are then searched.
+        if page.next >= end or count == 1:
+            return [line for line in page.lines if line["rank"] == rank][-_LOG_LINES:], page.next
+        count //= 2

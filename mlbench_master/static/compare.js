@@ -1,0 +1,189 @@
+// The compare page: it reads itself again when a chosen run changes, and draws the curves of all chosen runs.
+import { on, refresh } from "./app.js";
+import { chart, join } from "./charts.js";
+
+const element = document.getElementById("curves");
+const metric = document.getElementById("metric");
+const against = document.getElementById("against");
+const repeats = document.getElementById("repeats");
+// The page shows many curves at once, and each has fewer points than on the page of its run.
+const POINTS = 400;
+const AXES = { time_s: "time in seconds", epoch: "epoch", step: "number of the entry" };
+const DASHES = [undefined, [8, 4], [2, 3], [10, 3, 2, 3], [5, 5], [14, 4], [1, 5]];
+
+/** Return the chosen runs: id, name, and row in the table ("" without one). */
+function runs() {
+  return [...document.querySelectorAll("#compared tr[data-run]")].map(({ dataset }) => (
+    { id: Number(dataset.run), name: dataset.name, row: dataset.row }
+  ));
+}
+
+const isChosen = (id) => runs().some((run) => run.id === id);
+on("state", (data) => { if (isChosen(data.id)) refresh(); });
+on("deleted", (data) => { if (isChosen(data.id)) refresh(); });
+on("metric", (data) => {
+  if (!isChosen(data.run_id)) return;
+  if (["goal @ 0", "TaskResult @ 0", "result @ 0"].includes(data.name)) refresh();
+  if (data.name === metric.value || !known.has(data.name)) changed.add(data.run_id);
+});
+
+// Figures: the server draws them for seconds, so only when the results are others.
+const keyOfFigures = () => document.getElementById("comparison").dataset.key;
+let drawn = "";
+function drawFigures() {
+  const key = keyOfFigures();
+  document.getElementById("figures-card").hidden = key === "";
+  if (key === drawn) return;
+  drawn = key;
+  if (key) htmx.trigger("#figures", "draw");
+}
+
+// A reading of the page must not change the list of labels while somebody chooses one.
+const options = document.getElementById("options");
+const baseline = () => document.getElementById("baseline");
+options?.addEventListener("focusin", () => baseline().removeAttribute("data-live"));
+options?.addEventListener("focusout", (event) => {
+  if (!options.contains(event.relatedTarget)) baseline().setAttribute("data-live", "");
+});
+
+// Curves: answers of the master by run and metric, read again for the runs of which something has arrived.
+const curves = new Map();
+const changed = new Set();
+const known = new Set();
+let shown = null; // the chart
+let isTouched = false;
+
+async function ask(id, query) {
+  const answer = await fetch(`/api/runs/${id}/curves/${query}`).catch(() => null);
+  return answer?.ok ? (await answer.json()).curves : null;
+}
+
+/** Add the metrics of the first worker of some runs to the list, and at first choose that of the goal or the loss. */
+async function addNames(ids) {
+  const answers = await Promise.all(ids.map((id) => ask(id, "")));
+  for (const { name } of answers.flatMap((found) => found ?? [])) known.add(name);
+  const listed = new Set([...metric.options].map((option) => option.value));
+  for (const name of [...known].sort()) {
+    const isText = ["goal @ 0", "summary @ 0", "result @ 0", "TaskResult @ 0"].includes(name);
+    if (listed.has(name) || isText || (name.includes(" @ ") && !name.endsWith(" @ 0"))) continue;
+    const after = [...metric.options].find((option) => option.value > name) ?? null;
+    metric.add(new Option(name.replace(/ @ 0$/, ""), name), after);
+  }
+  const first = [metric.dataset.first, "train_loss @ 0"].find((name) => known.has(name));
+  if (!shown && !isTouched && first) metric.value = first;
+}
+
+async function read(ids) {
+  const name = metric.value;
+  if (!name) return;
+  await Promise.all(ids.map(async (id) => {
+    const found = await ask(id, `?metric=${encodeURIComponent(name)}&points=${POINTS}`);
+    if (found) curves.set(`${id} ${name}`, found[0]);
+  }));
+}
+
+/** Return [xs, ys] of a run: ascending xs, each once; of several values at one place, the last one counts. */
+function curveOf(run) {
+  const curve = curves.get(`${run.id} ${metric.value}`);
+  const points = new Map();
+  curve?.[against.value]?.forEach((x, index) => {
+    if (x !== null && curve.value[index] !== null) points.set(x, curve.value[index]);
+  });
+  const xs = [...points.keys()].sort((a, b) => a - b);
+  return [xs, xs.map((x) => points.get(x))];
+}
+
+/** Return the value of a curve at a place between its first and its last one, interpolated. */
+function valueAt([xs, ys], x) {
+  const next = xs.findIndex((one) => one >= x);
+  if (xs[next] === x) return ys[next];
+  const share = (x - xs[next - 1]) / (xs[next] - xs[next - 1]);
+  return ys[next - 1] + share * (ys[next] - ys[next - 1]);
+}
+
+/** Return [xs, means, highs, lows] of curves from the last start to the first end, as the figures of the command. */
+function band(group) {
+  const from = Math.max(...group.map(([xs]) => xs[0]));
+  const to = Math.min(...group.map(([xs]) => xs.at(-1)));
+  const all = [...new Set(group.flatMap(([xs]) => xs))].sort((a, b) => a - b).filter((x) => x >= from && x <= to);
+  // More places than pixels would only cost time.
+  const xs = all.filter((_, index) => index % Math.ceil(all.length / POINTS) === 0 || index === all.length - 1);
+  const values = xs.map((x) => group.map((curve) => valueAt(curve, x)));
+  return [
+    xs,
+    values.map((each) => each.reduce((sum, value) => sum + value, 0) / each.length),
+    values.map((each) => Math.max(...each)),
+    values.map((each) => Math.min(...each)),
+  ];
+}
+
+/** Return the lines of the chart: {label, curve} of each run, or {label, curve, high, low} of each row of the table. */
+function lines() {
+  const found = runs().map((run) => ({ ...run, curve: curveOf(run) })).filter((run) => run.curve[0].length);
+  if (!repeats.checked) return found.map((run) => ({ label: run.name, curve: run.curve }));
+  const rows = new Map();
+  for (const run of found) rows.set(run.row || run.name, [...(rows.get(run.row || run.name) ?? []), run]);
+  return [...rows].map(([label, members]) => {
+    if (members.length === 1) return { label, curve: members[0].curve };
+    const [xs, mean, high, low] = band(members.map((member) => member.curve));
+    return { label: `${label} (${members.length} runs)`, curve: [xs, mean], high: [xs, high], low: [xs, low] };
+  });
+}
+
+let signature = "";
+
+function draw() {
+  const series = [];
+  const data = [];
+  const bands = [];
+  lines().forEach(({ label, curve, high, low }, index) => {
+    const look = { color: `--c${(index % 8) + 1}`, dash: DASHES[Math.floor(index / 8) % DASHES.length] };
+    series.push({ label, ...look });
+    data.push(curve);
+    if (!high) return;
+    bands.push([series.length, series.length + 1]);
+    for (const edge of ["largest", "smallest"]) series.push({ label: `${label}, ${edge}`, ...look, hidden: true });
+    data.push(high, low);
+  });
+  const fresh = JSON.stringify([metric.value, against.value, series]);
+  if (shown && fresh === signature && data.length) { shown.set(join(data)); return; }
+  shown?.remove();
+  shown = null;
+  signature = fresh;
+  element.replaceChildren();
+  if (data.length) {
+    shown = chart(element, { series, bands, xLabel: AXES[against.value], height: 320 }, join(data));
+  } else {
+    const empty = document.createElement("p");
+    empty.className = "empty";
+    empty.textContent = known.size
+      ? "The chosen runs have no values of this metric against this axis yet."
+      : "The chosen runs have sent no metrics yet. Their curves appear here as they arrive.";
+    element.append(empty);
+  }
+}
+
+if (element) {
+  document.getElementById("curves-form").hidden = false;
+  metric.addEventListener("change", async () => {
+    isTouched = true;
+    await read(runs().map((run) => run.id));
+    draw();
+  });
+  for (const control of [against, repeats]) control.addEventListener("change", draw);
+  document.addEventListener("refreshed", () => { drawFigures(); draw(); });
+  // New values come many at a time, and only somebody who looks needs them.
+  setInterval(async () => {
+    if (!changed.size || document.hidden) return;
+    const ids = [...changed];
+    changed.clear();
+    await addNames(ids);
+    await read(ids);
+    draw();
+  }, 2000);
+  drawn = keyOfFigures(); // htmx draws these when it has loaded
+  const rows = runs().map((run) => run.row).filter((row) => row);
+  repeats.checked = new Set(rows).size < rows.length;
+  const all = runs().map((run) => run.id);
+  addNames(all).then(() => read(all)).then(draw);
+}

@@ -1,0 +1,172 @@
+"""The list of the runs: filter, sort, pages and goals, without a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlbench_master import create_app
+from mlbench_master.dates import now_us
+from mlbench_master.store import NewMetric, Run, Store, run_owner
+from tests.master.helpers import IdleLauncher, TestClient
+
+ATTACK = "<script>alert(1)</script>"
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[TestClient]:
+    app = create_app(data_dir=tmp_path, launcher=IdleLauncher())
+    # Without "with": no scheduler runs, so the states stay as a test has made them.
+    yield TestClient(app, base_url="http://127.0.0.1:5080")
+    app.state.store.close()
+
+
+def add(store: Store, name: str, **values: Any) -> Run:
+    default: dict[str, Any] = {
+        "num_workers": 1, "num_cpus": 1.0, "max_bandwidth": 1000.0, "image": "custom_image", "backend": "gloo",
+        "command": "sleep 1", "state": "finished", "created_at": now_us(),
+    }  # fmt: skip
+    return store.add_run(Run(**{"name": name, **default, **values}))
+
+
+def names(page: str) -> list[str]:
+    return re.findall(r'<a id="run-\d+" href="/runs/\d+/">(.*?)</a>', page)
+
+
+def get(client: TestClient, query: str = "") -> str:
+    answer = client.get(f"/runs/{query}")
+    assert answer.status_code == 200, answer.text
+    return answer.text
+
+
+def test_the_list_can_be_filtered_and_sorted_by_each_column(client: Any) -> None:
+    store = client.app.state.store
+    second = 1_000_000
+    goal = {"metric": "val_global_Prec@1", "threshold": 80.0, "minimize": False, "reached": True}
+    add(store, "b-run", state="failed", num_workers=4, backend="mpi", created_at=3 * second)
+    add(store, "a-run", num_workers=2, created_at=1 * second, started_at=second, finished_at=9 * second,
+        goal=json.dumps({**goal, "time_to_goal_s": 12.5}))  # fmt: skip
+    add(store, "c_run", image="task0_allreduce", command="main.py --plot", created_at=2 * second, started_at=second,
+        finished_at=3 * second, goal=json.dumps({**goal, "time_to_goal_s": 5e-3}))  # fmt: skip
+    for query, found in (
+        ("", ["b-run", "c_run", "a-run"]),
+        ("?sort=name", ["a-run", "b-run", "c_run"]),
+        ("?sort=-name", ["c_run", "b-run", "a-run"]),
+        ("?sort=state", ["b-run", "a-run", "c_run"]),
+        ("?sort=-num_workers", ["b-run", "a-run", "c_run"]),
+        ("?sort=backend", ["a-run", "c_run", "b-run"]),
+        ("?sort=-image", ["c_run", "a-run", "b-run"]),
+        ("?sort=created_at", ["a-run", "c_run", "b-run"]),
+        # Runs without a value come last, in both directions.
+        ("?sort=duration", ["c_run", "a-run", "b-run"]),
+        ("?sort=-duration", ["a-run", "c_run", "b-run"]),
+        ("?sort=goal", ["c_run", "a-run", "b-run"]),
+        ("?sort=-goal", ["a-run", "c_run", "b-run"]),
+        ("?state=failed", ["b-run"]),
+        ("?q=A-RUN", ["a-run"]),
+        ("?q=plot", ["c_run"]),
+        ("?q=mpi+run", ["b-run"]),
+        # No character stands for others.
+        ("?q=c_run", ["c_run"]),
+        ("?q=a_run", []),
+        ("?q=%25", []),
+        ("?q=run&state=finished&sort=name", ["a-run", "c_run"]),
+        # Unknown values count as left out.
+        ("?sort=job_metadata&state=lost&page=x", ["b-run", "c_run", "a-run"]),
+        ("?sort=--name&page=-1&q=%00", ["b-run", "c_run", "a-run"]),
+    ):
+        assert names(get(client, query)) == found, query
+
+
+def test_a_head_of_a_column_keeps_the_filter_and_turns_the_order(client: Any) -> None:
+    add(client.app.state.store, "run")
+    page = get(client, "?q=run&page=1")
+    assert (
+        '<th scope="col" aria-sort="descending"><a id="sort-created_at" href="/runs/?q=run&amp;sort=created_at">'
+        in page
+    )
+    assert '<a id="sort-name" href="/runs/?q=run&amp;sort=name">' in page
+    page = get(client, "?sort=name")
+    assert '<a id="sort-name" href="/runs/?sort=-name">' in page
+    assert '<option value="name" selected>' in page
+
+
+def test_a_page_has_50_runs(client: Any) -> None:
+    store = client.app.state.store
+    for number in range(101):
+        add(store, f"run-{number}", created_at=number)
+    page = get(client)
+    assert names(page) == [f"run-{number}" for number in range(100, 50, -1)]
+    assert "1 to 50 of 101" in page and 'id="page-previous"' not in page
+    page = get(client, "?page=2&sort=created_at")
+    assert names(page) == [f"run-{number}" for number in range(50, 100)]
+    assert '<a id="page-next" href="/runs/?sort=created_at&amp;page=3" rel="next">' in page
+    # The last page, also if it has become shorter.
+    for number in (3, 4, 9_999_999_999):
+        assert names(get(client, f"?page={number}")) == ["run-0"]
+
+
+def test_texts_of_users_are_text(client: Any) -> None:
+    add(client.app.state.store, "run", command=f"echo '{ATTACK}'", backend=ATTACK, image=ATTACK, goal_result=ATTACK)
+    for query in ("", f"?q={ATTACK}"):
+        page = get(client, query)
+        assert names(page) == ["run"] and ATTACK not in page and "&lt;script&gt;alert(1)" in page
+
+
+def test_the_goal_shows_how_close_a_run_is(client: Any) -> None:
+    store = client.app.state.store
+    task = {"image": "task1a_resnet20_cifar10", "command": "main.py --dataset digits --light", "state": "started"}
+    close = add(store, "close", **task, started_at=1)
+    add(store, "fresh", **task)
+    text = add(store, "text", **task)
+    recorded = {"metric": "val_global_Perplexity", "threshold": 70, "minimize": True, "reached": False}
+    missed = add(store, "missed", goal=json.dumps(recorded))
+    reached = {**recorded, "reached": True, "time_to_goal_s": 61.25}
+    add(store, "reached", goal=json.dumps(reached), goal_result="old text")
+    add(store, "old", goal_result="reached after a while")
+    for run, name, values in (
+        (close, "val_global_Prec@1 @ 0", ("10", "45.123456")),
+        (missed, "val_global_Perplexity @ 0", ("140.0",)),
+        (text, "val_global_Prec@1 @ 0", (ATTACK,)),
+    ):
+        store.add_metrics([NewMetric(run_owner(run.id), name, date, value) for date, value in enumerate(values)])
+    rows = dict(
+        zip(names(page := get(client)), re.findall(r'<td class="goal">\s*(.*?)\s*</td>', page, re.DOTALL), strict=True)
+    )
+    assert rows["close"].startswith(
+        '<span title="45.123456">45.12</span> <span class="faint">of Prec@1 &gt;= 90</span>'
+    )
+    assert '<progress max="1" value="0.5014"' in rows["close"]
+    assert rows["missed"].startswith("not reached: ") and '<progress max="1" value="0.5"' in rows["missed"]
+    assert rows["fresh"] == '<span class="faint">Prec@1 &gt;= 90</span>'
+    assert rows["text"].startswith("&lt;script&gt;") and "progress" not in rows["text"]
+    assert rows["reached"] == '<span title="Perplexity &lt;= 70">reached in 61.2 s</span>'
+    assert rows["old"] == "reached after a while"
+    assert 'Task 1a <span class="faint">digits</span>' in page
+
+
+def test_an_empty_list_says_what_to_do_next(client: Any) -> None:
+    page = get(client)
+    assert '<a href="/runs/new/">Start the first one with the form</a>' in page and "mlbench run my-run 2" in page
+    add(client.app.state.store, "run")
+    assert 'No run matches. <a href="/runs/">Show all runs</a>' in get(client, "?q=other")
+
+
+def test_a_list_asks_the_database_a_fixed_number_of_times(client: Any) -> None:
+    import sqlalchemy as sa
+
+    store = client.app.state.store
+    statements: list[str] = []
+    sa.event.listen(store._engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+    counts = []
+    for number in range(3):
+        add(store, f"run-{number}", image="task1a_resnet20_cifar10")
+        statements.clear()
+        get(client)
+        counts.append(len(statements))
+    assert counts == [3, 3, 3]
