@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,8 +174,12 @@ def test_the_reason_says_which_rank_failed_and_how(
     script.write_text(
         f"import os, sys, time\nif os.environ['RANK'] != '1': time.sleep({sleep}); sys.exit()\n{ending}\n"
     )
-    status = end_of(launcher, launcher.start(job(str(script))))
+    job_id = launcher.start(job(str(script)))
+    status = end_of(launcher, job_id)
     assert (status.state, status.reason) == (state, reason)
+    if "exit" in ending:
+        statuses = {path.name: path.read_text() for path in (launcher.results(job_id).parent / "status").iterdir()}
+        assert statuses == {"0": "143\n", "1": "3\n"}
 
 
 def test_a_command_that_does_not_exist_says_so(launcher: SlurmLauncher) -> None:
@@ -221,7 +226,7 @@ def test_each_end_that_slurm_knows_has_a_reason(
     assert status.state == ("lost" if "lost" in expected else "failed")
     assert expected in status.reason
     assert queued.log_tail(job_id)[-1]["text"] == status.reason
-    queued.poll(job_id)
+    assert queued.poll(job_id) == status
     assert len([line for line in queued.logs(job_id).lines if line["text"] == status.reason]) == 1
 
 
@@ -456,15 +461,17 @@ def test_a_thousand_jobs_take_one_call_per_interval(
     monkeypatch.setattr(queued, "_write_files", lambda _, folder, __: folder.mkdir())
     monkeypatch.setattr(slurm.RankLogs, "note", lambda *_: None)
     monkeypatch.setattr(queued._queue, "_interval_s", 3600.0)
-    monkeypatch.setattr(slurm_queue, "_SHORTEST_PAUSE_S", 0.5)
+    monkeypatch.setattr(slurm_queue, "_SHORTEST_PAUSE_S", 0.2)
     jobs = [queued.start(job("true", run_id=number)) for number in range(1, 1001)]
     wait_for(lambda: queued.poll(jobs[-1]).state == "waiting")
     before = len(controller.called("squeue"))
+    monkeypatch.setattr(slurm_queue, "_SHORTEST_PAUSE_S", 0.01)
     for number, job_id in enumerate(jobs, 1):
         expected = JobStatus("waiting", f"job {number} waits in Slurm's queue: Resources")
         assert [queued.poll(job_id) for _ in range(3)] == [expected] * 3
+    time.sleep(0.4)
     assert len(controller.called("sbatch")) == 1000
-    # About one call per half a second while jobs are added, and none after that, because nothing is expected.
+    # About five calls per second while jobs are added, and none after that, because nothing is expected.
     assert len(controller.called("squeue")) == before < 100
 
 
